@@ -1,0 +1,182 @@
+"""Running a pipeline reproducibly, and looking at what flows into its Linears while it runs.
+
+The noise of every image is drawn on the CPU from its own seed, so batch size, device and rank change no image's
+starting point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import progress
+from fluxq.base.files import sha256_json
+from fluxq.calibrate.statistics import GroupSums, Statistics
+
+_PIXELS_PER_BATCH = 1 << 20
+_MAX_BATCH = 64
+_BINS = 8
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """How calibration data was made; its hash goes into statistics, checkpoint and report.
+
+    items: (prompt, seed) of each image. call: pipeline arguments. scheduler: class and configuration. steps_seen:
+    indices of the denoising steps that were looked at, sigmas: their noise levels. model: digest of the weights.
+    """
+
+    model: str
+    items: tuple[tuple[str, int], ...]
+    call: dict[str, Any]
+    scheduler: dict[str, Any]
+    steps_seen: tuple[int, ...]
+    sigmas: tuple[float, ...]
+    dtype: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything above."""
+        return sha256_json(asdict(self))
+
+
+def run_pipeline(
+    pipe: Any,
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    *,
+    output_type: str = "latent",
+    batch_size: int | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Iterator[tuple[Any, Tensor]]:
+    """Generate one image per (prompt, seed); yields (pipeline output, final latents) batch by batch.
+
+    output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step i; every batch
+    starts at 0 again. batch_size: by default as many as make one megapixel.
+    """
+    for batch in _batches(items, batch_size or _batch_size(call)):
+        final: dict[str, Tensor] = {}
+
+        def after_step(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor], final=final) -> dict[str, Tensor]:
+            final["latents"] = tensors["latents"]
+            if on_step is not None:
+                on_step(step + 1)
+            return tensors
+
+        if on_step is not None:
+            on_step(0)
+        output = pipe(
+            prompt=[prompt for prompt, _ in batch],
+            generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
+            output_type=output_type,
+            callback_on_step_end=after_step,
+            **call,
+        )
+        yield output, final["latents"]
+
+
+def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
+    """Denoising steps of a call: what it says, else the pipeline's own default."""
+    if "num_inference_steps" in call:
+        return int(call["num_inference_steps"])
+    import inspect
+
+    return int(inspect.signature(pipe.__call__).parameters["num_inference_steps"].default)
+
+
+def spread(steps: int, total: int) -> tuple[int, ...]:
+    """`steps` indices spread evenly over range(total), both ends included; all of them if there are fewer."""
+    if steps >= total:
+        return tuple(range(total))
+    return tuple(sorted({round(i * (total - 1) / max(steps - 1, 1)) for i in range(steps)}))
+
+
+@torch.no_grad()
+def capture_statistics(
+    pipe: Any,
+    component: str,
+    groups: Mapping[str, str],
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    *,
+    steps: int,
+    model_digest: str,
+    batch_size: int | None = None,
+) -> Statistics:
+    """Run the pipeline on `items` and gather per-channel statistics of each input group.
+
+    groups: name -> path of one Linear of the group in `pipe.<component>`. steps: how many denoising steps to look
+    at. Raises ValueError naming the layer if its input is not finite.
+    """
+    model: nn.Module = getattr(pipe, component)
+    total = number_of_steps(pipe, call)
+    seen = spread(steps, total)
+    recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(recorder.hook(name)) for name, path in groups.items()
+    ]
+    size = batch_size or _batch_size(call)
+    batches = -(-len(items) // size)
+    try:
+        run = run_pipeline(pipe, items, call, batch_size=size, on_step=recorder.at_step)
+        for _ in progress(run, "Calibrating", total=batches):
+            pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [name for name in groups if name not in recorder.sums]
+    if silent:
+        raise ValueError(f"{silent[0]}: no activation reached this layer during calibration")
+    sigmas = [float(sigma) for sigma in pipe.scheduler.sigmas]
+    trajectory = Trajectory(
+        model=model_digest,
+        items=tuple(items),
+        call=dict(call),
+        scheduler={"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
+        steps_seen=seen,
+        sigmas=tuple(sigmas[step] for step in seen),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    return Statistics({name: recorder.sums[name] for name in groups}, asdict(trajectory), trajectory.digest)
+
+
+class _Recorder:
+    """Adds every activation of a chosen step to its group's sums."""
+
+    def __init__(self, bin_of_step: dict[int, int]) -> None:
+        self.bin_of_step, self.bins = bin_of_step, max(bin_of_step.values()) + 1
+        self.step = 0
+        self.sums: dict[str, GroupSums] = {}
+
+    def at_step(self, step: int) -> None:
+        self.step = step
+
+    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def record(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.step not in self.bin_of_step:
+                return
+            x = args[0].reshape(-1, args[0].shape[-1])  # (tokens, K)
+            if not torch.isfinite(x).all():
+                raise ValueError(f"{name}: its input holds NaN or infinity at step {self.step} of the 16-bit model")
+            sums = self.sums.setdefault(name, GroupSums.zeros(self.bins, x.shape[-1]))
+            sums.add(self.bin_of_step[self.step], x)
+
+        return record
+
+
+def _batches(items: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[tuple[str, int]]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _batch_size(call: Mapping[str, Any]) -> int:
+    pixels = int(call.get("height", 1024)) * int(call.get("width", 1024))
+    return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's configuration without diffusers' private keys, as JSON holds it."""
+    return {key: value for key, value in sorted(config.items()) if not key.startswith("_")}

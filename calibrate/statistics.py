@@ -1,0 +1,133 @@
+"""Statistics: what flows into each group of Linears, per noise-level bin, as sums that merge.
+
+amax and counts merge exactly; sums are float64, so merging in another order agrees within 1e-12 and the same split
+gives the same bytes. One safetensors file holds everything, the trajectory in its header.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.base.files import atomic_path, sha256_json
+from fluxq.base.model import open_weights, save_weights
+
+_HEADER = "fluxq_statistics"
+_FORMAT_VERSION = 1
+_FIELDS = ("amax", "sum", "sum_of_squares", "count")
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """One input group: amax (T, K) fp32, sum and sum_of_squares (T, K) fp64, count (T,) int64 of tokens."""
+
+    amax: Tensor
+    sum: Tensor
+    sum_of_squares: Tensor
+    count: Tensor
+
+    @classmethod
+    def zeros(cls, bins: int, k: int) -> GroupSums:
+        """Nothing seen yet."""
+        wide = torch.zeros(bins, k, dtype=torch.float64)
+        return cls(torch.zeros(bins, k), wide, wide.clone(), torch.zeros(bins, dtype=torch.int64))
+
+    def add(self, index: int, x: Tensor) -> None:
+        """Add tokens x (M, K) to bin `index`, in place."""
+        values = x.to(device="cpu", dtype=torch.float64)
+        self.amax[index] = torch.maximum(self.amax[index], values.abs().amax(0).float())
+        self.sum[index] += values.sum(0)
+        self.sum_of_squares[index] += values.square().sum(0)
+        self.count[index] += x.shape[0]
+
+    def merge(self, other: GroupSums) -> GroupSums:
+        """Both together."""
+        return GroupSums(
+            torch.maximum(self.amax, other.amax),
+            self.sum + other.sum,
+            self.sum_of_squares + other.sum_of_squares,
+            self.count + other.count,
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """Per-channel mean over all bins, (K,) fp64."""
+        return self.sum.sum(0) / self.count.sum()
+
+    @property
+    def second_moment(self) -> Tensor:
+        """Per-channel mean square over all bins, (K,) fp64."""
+        return self.sum_of_squares.sum(0) / self.count.sum()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Input group -> sums, with the trajectory that made them (a JSON object) and its hash."""
+
+    groups: Mapping[str, GroupSums]
+    trajectory: dict[str, Any]
+    digest: str
+
+    def amax(self, group: str) -> Tensor:
+        """Largest magnitude that the group's input reached, fp32 scalar; ValueError if the group was not seen."""
+        return self._group(group).amax.amax()
+
+    def _group(self, group: str) -> GroupSums:
+        if group not in self.groups:
+            raise ValueError(f"statistics hold nothing about the input of {group}: calibrate again with this recipe")
+        return self.groups[group]
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Statistics of both sets of images; ValueError unless all but the images is the same."""
+        mine, theirs = dict(self.trajectory), dict(other.trajectory)
+        items = [*mine.pop("items"), *theirs.pop("items")]
+        differing = sorted(key for key in mine.keys() | theirs.keys() if _json(mine.get(key)) != _json(theirs.get(key)))
+        if differing or self.groups.keys() != other.groups.keys():
+            raise ValueError(f"statistics cannot be merged: they differ in {', '.join(differing) or 'the groups seen'}")
+        trajectory = {**self.trajectory, "items": items}
+        groups = {name: sums.merge(other.groups[name]) for name, sums in self.groups.items()}
+        return Statistics(groups, trajectory, sha256_json(trajectory))
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file, atomically."""
+        tensors = {f"{name}/{field}": getattr(sums, field) for name, sums in self.groups.items() for field in _FIELDS}
+        header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest}
+        with atomic_path(path) as part:
+            save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
+
+    @classmethod
+    def load(cls, path: Path) -> Statistics:
+        """Read a file that `save` wrote; ValueError for anything else."""
+        if not path.is_file():
+            raise FileNotFoundError(f"statistics file {path} does not exist; `fluxq calibrate` writes one")
+        with open_weights(path) as stream:
+            header = _parsed((stream.metadata() or {}).get(_HEADER, "{}"))
+            if header.get("version") != _FORMAT_VERSION:
+                raise ValueError(f"{path}: not a statistics file of this version of fluxq; run `fluxq calibrate` again")
+            trajectory, digest = header.get("trajectory"), header.get("digest")
+            if not isinstance(trajectory, dict) or sha256_json(trajectory) != digest:
+                raise ValueError(f"{path}: its trajectory does not match its hash; run `fluxq calibrate` again")
+            held = sorted(stream.keys())
+            names = dict.fromkeys(key.rpartition("/")[0] for key in held)
+            if held != sorted(f"{name}/{field}" for name in names for field in _FIELDS):
+                raise ValueError(f"{path}: tensors are missing; run `fluxq calibrate` again")
+            groups = {name: GroupSums(*(stream.get_tensor(f"{name}/{field}") for field in _FIELDS)) for name in names}
+        return cls(groups, trajectory, digest)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,148 @@
+"""Values to codes and back, for every element type and scale type: round to nearest, ties to even.
+
+Everything is computed in fp32. Outcomes that a format leaves open are fixed here and tested:
+- a block, row or tensor of zeros gets scale 1 (E8M0 byte 127, global scale 1) and decodes to zeros;
+- no scale is ever zero: fp32 and bf16 scales and the global scale are at least 2^-126, E4M3 scales 2^-9, E8M0
+  scales 2^-126 (byte 1). Blocks too small for that lose precision, and at last become zeros;
+- E8M0 bytes of finite blocks are 1 to 254; byte 0 is never written, and read as 2^-127;
+- values beyond the largest code saturate; int4's -8 is read, but values under an amax scale never reach it;
+- E4M3 and E2M1 keep the sign of zero, and of a negative that rounds to zero; integers have no -0;
+- a block that holds NaN or infinity gets a NaN scale and decodes to NaN throughout, and so does all that
+  shares a global scale derived from it; nothing else is touched;
+- least squares over E8M0 exponents: ties go to the first of OCP's floor, floor + 1, floor - 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fluxq.recipes.formats import Element, Format
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Midpoints between neighbours of E2M1_VALUES; a tie goes to the even code, up at every second midpoint.
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+SCALE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.uint8,
+}
+_E4M3_SMALLEST = 2.0**-9
+_FP32_SMALLEST = 2.0**-126  # also bf16's smallest normal number
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+_E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
+
+
+def encode(x: Tensor, element: Element) -> Tensor:
+    """Saturating round-to-nearest-even of fp32 x to codes, unpacked: e4m3, int8 (int4 too) or uint8 (e2m1).
+
+    NaN becomes NaN in e4m3 and an arbitrary code elsewhere: its block's scale is what says NaN.
+    """
+    low = -element.max if element.low is None else element.low
+    x = x.clamp(low, element.max)
+    if element.name == "e4m3":
+        return x.to(torch.float8_e4m3fn)
+    if element.name == "e2m1":
+        return _encode_e2m1(x)
+    return x.round_().to(torch.int8)
+
+
+def decode(codes: Tensor, element: Element) -> Tensor:
+    """Unpacked codes to the fp32 values they stand for."""
+    if element.name == "e2m1":
+        magnitude = torch.tensor(E2M1_VALUES, device=codes.device)
+        table = torch.cat([magnitude, -magnitude])
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)  # several times as fast as table[codes]
+    return codes.float()
+
+
+def pack(codes: Tensor, element: Element) -> Tensor:
+    """(rows, K) codes as stored: 4-bit codes two to a byte (rows, K/2), even element in the low nibble."""
+    if element.bits != 4:
+        return codes
+    nibbles = codes.view(torch.uint8) & 0xF
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+
+
+def unpack(stored: Tensor, element: Element) -> Tensor:
+    """Inverse of `pack`; int4 nibbles are two's complement and come back as int8."""
+    if element.bits != 4:
+        return stored
+    nibbles = torch.stack([stored & 0xF, stored >> 4], dim=-1).flatten(-2)
+    if element.name == "int4":
+        return ((nibbles ^ 8).view(torch.int8) - 8).to(torch.int8)
+    return nibbles
+
+
+def block_scale(blocks: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
+    """Scales of fp32 blocks (rows, G, k), as stored, shape (rows, G).
+
+    global_scale: fp32, scalar or (rows, 1); only for two-level formats.
+    """
+    amax = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # of |blocks|, without a copy of them
+    if format.scale == "e8m0":
+        if format.rule == "least_squares":
+            return _encode_e8m0(_least_squares_exponent(blocks, amax, format.element), amax)
+        return _encode_e8m0(ceil_exponent(amax, format.element.max), amax)
+    scale = amax / format.element.max
+    if global_scale is not None:
+        scale = (scale / global_scale).clamp(_E4M3_SMALLEST, 448.0)
+    scale = torch.where(amax == 0, 1.0, scale.clamp(min=_FP32_SMALLEST))
+    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
+    return scale.to(SCALE_DTYPES[format.scale])
+
+
+def decode_scale(scale: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
+    """Stored scales to fp32 multipliers, the global scale included."""
+    if format.scale == "e8m0":
+        value = torch.exp2(scale.float() - _E8M0_BIAS)
+        return torch.where(scale == _E8M0_NAN, torch.nan, value)
+    return scale.float() if global_scale is None else scale.float() * global_scale
+
+
+def global_scale_for(amax: Tensor, format: Format) -> Tensor:
+    """NVFP4's fp32 global scale amax / (6 · 448): the largest block then gets the largest E4M3 scale."""
+    scale = (amax.float() / (format.element.max * 448.0)).clamp(min=_FP32_SMALLEST)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def ceil_exponent(amax: Tensor, element_max: float) -> Tensor:
+    """Smallest integer e with amax <= element_max · 2^e, exactly: mantissas are compared, not logarithms."""
+    mantissa, exponent = torch.frexp(amax)
+    limit, limit_exponent = torch.frexp(torch.tensor(element_max))
+    return exponent - int(limit_exponent) + (mantissa > float(limit)).to(torch.int32)
+
+
+def _encode_e2m1(x: Tensor) -> Tensor:
+    magnitude = x.abs()
+    codes = torch.signbit(x).to(torch.uint8) << 3
+    for below, midpoint in enumerate(_E2M1_MIDPOINTS):
+        codes += magnitude >= midpoint if below % 2 else magnitude > midpoint
+    return codes
+
+
+def _encode_e8m0(exponent: Tensor, amax: Tensor) -> Tensor:
+    byte = exponent.clamp(*_E8M0_EXPONENTS) + _E8M0_BIAS
+    byte = torch.where(amax == 0, _E8M0_BIAS, byte)
+    return torch.where(torch.isfinite(amax), byte, _E8M0_NAN).to(torch.uint8)
+
+
+def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> Tensor:
+    """Of OCP's floor(log2 amax) - floor(log2 max) and its neighbours, the exponent of least squared error.
+
+    Errors are summed in units of the first candidate: as they are, they would overflow or vanish in fp32.
+    """
+    floor = torch.frexp(amax).exponent - int(torch.frexp(torch.tensor(element.max)).exponent)
+    floor = floor.clamp(*_E8M0_EXPONENTS)
+    units = blocks * torch.exp2(-floor.float()).unsqueeze(-1)  # (rows, G, k), exact
+    candidates = torch.stack([floor, floor + 1, floor - 1]).clamp(*_E8M0_EXPONENTS)  # (3, rows, G)
+    errors = [_squared_error(units, torch.exp2((e - floor).float()), element) for e in candidates]
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    return candidates.gather(0, best).squeeze(0)
+
+
+def _squared_error(blocks: Tensor, scale: Tensor, element: Element) -> Tensor:
+    step = scale.unsqueeze(-1)
+    return (decode(encode(blocks / step, element), element) * step - blocks).square().sum(-1)

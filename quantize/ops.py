@@ -1,0 +1,107 @@
+"""Every torch.library op of fluxq with its torch reference; device code registers faster forms of them.
+
+The reference of a quantized Linear, y = x W^T + b with x (…, K) and W (N, K):
+
+    int8 weights and activations   y = (float(xq · wq^T) · x_scale) · w_scale + b   exact integer product
+    every other scheme             y = F.linear(dequantize(x), dequantize(W), b)    fp32
+
+then one cast to x's dtype. Activations are quantized per token row; nvfp4 takes its global scale from
+`input_scale` or, without one, from each token's own amax.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.quantize import encode
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks
+from fluxq.recipes.formats import FORMATS, Format, Scheme
+
+
+@torch.library.custom_op("fluxq::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    scheme: str,
+) -> Tensor:
+    """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N)."""
+    parsed = Scheme.parse(scheme)
+    rows = x.reshape(-1, x.shape[-1])  # (M, K)
+    shape = (weight.shape[0], weight.shape[1] * 8 // parsed.weights.element.bits)  # (N, K)
+    if rows.shape[1] != shape[1]:
+        raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {shape}: last axis must be K")
+    w = QuantizedTensor(weight, weight_scale, weight_scale_2, shape, parsed.weights)
+    if parsed.activations is FORMATS["int8"] and parsed.weights is FORMATS["int8"]:
+        y = _int8_linear(rows, w, bias)
+    else:
+        y = F.linear(_through(rows, parsed.activations, input_scale), w.dequantize(), _fp32(bias))
+    return y.to(x.dtype).reshape(*x.shape[:-1], w.shape[0])
+
+
+@quantized_linear.register_fake
+def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, scheme):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:
+    """x (M, K) to codes per token. input_scale: nvfp4's calibrated global scale; None: one per token row."""
+    if format.two_level and input_scale is None:
+        input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format)  # (M, 1)
+    return quantize_blocks(x, format, input_scale, "activation")
+
+
+def _through(x: Tensor, format: Format | None, input_scale: Tensor | None) -> Tensor:
+    """x (M, K) as the multiplication sees it, in fp32."""
+    if format is None or x.shape[0] == 0:
+        return x.float()
+    return quantize_activation(x, format, input_scale).dequantize()
+
+
+def _int8_linear(x: Tensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(0, w.shape[0], dtype=torch.float32)
+    q = quantize_activation(x, FORMATS["int8"])
+    y = _int8_product(q.codes, w.codes).float()
+    y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
+    return y if bias is None else y.add_(bias.float())
+
+
+def _int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """int8 (M, K) by (N, K) to int32 (M, N), exact for every K below 2^17.
+
+    Where `torch._int_mm` cannot serve, fp32 products of 1024 columns: sums below 2^24 are exact too.
+    """
+    if _int_mm_is_exact(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
+        return torch._int_mm(a, b.t())
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
+    for left, right in zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True):
+        total += F.linear(left.float(), right.float()).to(torch.int32)
+    return total
+
+
+@functools.cache
+def _int_mm_is_exact(device_type: str) -> bool:
+    """Whether `torch._int_mm` is there and adds up the largest codes: x86 without VNNI saturates int16."""
+    if device_type == "cuda":
+        return True
+    largest = torch.full((32, 64), 127, dtype=torch.int8, device=device_type)
+    try:
+        return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
+    except RuntimeError:  # NotImplementedError is one: the device has no such op
+        return False
+
+
+def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
+    return a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()

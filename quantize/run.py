@@ -1,0 +1,130 @@
+"""Weights + plan + statistics -> quantized tensors, one input group at a time.
+
+This version rounds to nearest: a layer needs its own weight only, and its group's amax where `input_scale` or a
+shared global scale asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.calibrate.statistics import Statistics
+from fluxq.quantize import encode
+from fluxq.quantize.checkpoint import SourceWeights
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.plan import LayerPlan, Plan
+from fluxq.recipes.recipe import Component
+
+
+@dataclass
+class QuantizationLog:
+    """What quantizing measured: weight SQNR in dB per layer, and how many layers are done."""
+
+    weight_sqnr: dict[str, float] = field(default_factory=dict)
+
+
+def quantize_component(
+    plan: Plan, source: SourceWeights, statistics: Statistics | None, dtype: torch.dtype, log: QuantizationLog
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the quantized component: codes and scales of planned layers, the rest cast to `dtype`.
+
+    Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
+    """
+    taken = {f"{layer.name}.weight" for layer in plan.quantized}
+    global_scales = _joined_global_scales(plan, source)
+    input_scales = _input_scales(plan, statistics)
+    for layer in plan.quantized:
+        w = source[f"{layer.name}.weight"]
+        q = quantize_weight(w, layer, global_scales.get(layer.name))
+        log.weight_sqnr[layer.name] = sqnr(w.float(), q.dequantize())
+        for name, tensor in q.tensors().items():
+            yield f"{layer.name}.{name}", tensor
+        if layer.name in input_scales:
+            yield f"{layer.name}.input_scale", input_scales[layer.name]
+    for name in source.names:
+        if name not in taken:
+            tensor = source[name]
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def quantize_weight(w: Tensor, layer: LayerPlan, global_scale: Tensor | None = None) -> QuantizedTensor:
+    """Round one weight (N, K) as its plan says."""
+    if layer.scheme is None:
+        raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
+    if tuple(w.shape) != (layer.n, layer.k):
+        raise ValueError(f"{layer.name}: weight has shape {tuple(w.shape)}, config.json implies {(layer.n, layer.k)}")
+    return QuantizedTensor.quantize(w, layer.scheme.weights, global_scale=global_scale, name=layer.name)
+
+
+def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> QuantLinear:
+    """Try a recipe on one layer: `linear` (N, K) quantized as a recipe's main format, calibrated on x (…, K).
+
+    recipe: a `Component`, or the name or path of a recipe, whose transformer component is taken. x decides nvfp4's
+    `input_scale`. Returns a QuantLinear on the same device; compare its output with `linear(x)`.
+    """
+    if isinstance(recipe, str):
+        from fluxq.recipes.recipe import load_recipe
+
+        components = load_recipe(recipe)[1].components
+        recipe = components.get("transformer") or next(iter(components.values()))
+    activations = recipe.activations.row if recipe.activations else None
+    scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.two_level))
+    n, k = linear.weight.shape
+    layer = LayerPlan("linear", n, k, "", "linear", False, scheme, "tried on one layer")
+    if x.shape[-1] != k:
+        raise ValueError(f"x has {x.shape[-1]} channels, the layer takes {k}")
+    scale = None
+    if activations is not None:
+        activations.check_shape(1, k, "x")
+        if scheme.static_input:
+            scale = encode.global_scale_for(x.detach().float().abs().amax(), activations)
+    q = quantize_weight(linear.weight.detach(), layer)
+    bias = None if linear.bias is None else linear.bias.detach()
+    return QuantLinear.from_quantized(q, bias, scheme, scale)
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost."""
+    noise = (approximation - reference).double().square().sum()
+    return float(10 * torch.log10(reference.double().square().sum() / noise))
+
+
+def _joined_global_scales(plan: Plan, source: SourceWeights) -> dict[str, Tensor]:
+    """Layer -> the global scale it shares: a fused layout concatenates these layers and has room for one."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        if layer.joined and layer.scheme and layer.scheme.weights.two_level:
+            groups.setdefault(layer.group, []).append(layer)
+    scales: dict[str, Tensor] = {}
+    for members in groups.values():
+        amax = torch.stack([source[f"{layer.name}.weight"].abs().amax().float() for layer in members]).amax()
+        first = members[0].scheme
+        if first is not None:
+            scales.update(_copies(members, encode.global_scale_for(amax, first.weights)))
+    return scales
+
+
+def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor]:
+    """Layer -> its calibrated `input_scale`, the same for all that read one input."""
+    scales: dict[str, Tensor] = {}
+    for group, members in plan.static_groups().items():
+        if statistics is None:
+            raise ValueError(
+                f"{group}: its scheme has a static input scale, and there are no statistics to take it from"
+            )
+        scheme = members[0].scheme
+        if scheme is not None and scheme.activations is not None:
+            scale = encode.global_scale_for(statistics.amax(group), scheme.activations)
+            scales.update(_copies(members, scale))
+    return scales
+
+
+def _copies(layers: Sequence[LayerPlan], scale: Tensor) -> dict[str, Tensor]:
+    """One tensor each: safetensors refuses to store two names of the same memory."""
+    return {layer.name: scale.clone() for layer in layers}

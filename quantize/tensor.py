@@ -1,0 +1,120 @@
+"""QuantizedTensor: a matrix in a number format, as plain tensors.
+
+    w ≈ codes · scale                      one-level formats
+    w ≈ codes · (scale · global_scale)     nvfp4
+
+The arithmetic lives in encode.py, what a format is in recipes/formats.py; this file only joins them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize import encode
+from fluxq.recipes.formats import Format, find_format
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A quantized matrix of `shape` (N, K); weights have output features as rows, activations tokens.
+
+    codes: as stored, (N, K) or (N, K/2) uint8 for 4-bit elements. scale: as stored, (N, G), (N,) for per-row
+    and () for per-tensor formats. global_scale: fp32, () or (N, 1), for two-level formats only.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    shape: tuple[int, int]
+    format: Format
+
+    @classmethod
+    def quantize(
+        cls,
+        w: Tensor,
+        format: str | Format,
+        *,
+        group_size: int | None = None,
+        global_scale: Tensor | None = None,
+        name: str = "weight",
+    ) -> QuantizedTensor:
+        """Round a finite matrix w (N, K), any float dtype, to the nearest codes.
+
+        global_scale: positive fp32 () or (N, 1); by default nvfp4 takes amax / (6 · 448) of the whole matrix.
+        name: what errors call the matrix. Raises ValueError for shapes that do not fit, NaN and infinity.
+        """
+        row = find_format(format) if isinstance(format, str) else format
+        if w.ndim != 2 or not w.is_floating_point():
+            raise ValueError(f"{name}: expected a floating-point matrix (N, K), got {w.dtype} {(*w.shape,)}")
+        if not torch.isfinite(w).all():
+            raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
+        if global_scale is not None:
+            _check_global_scale(global_scale, row, w.shape[0], name)
+        return quantize_blocks(w, row.with_group_size(group_size), global_scale, name)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix (N, K) that the codes stand for: computed in fp32, cast once."""
+        codes = encode.decode(encode.unpack(self.codes, self.format.element), self.format.element)
+        multiplier = encode.decode_scale(self.scale, self.format, self.global_scale)
+        if multiplier.ndim == 0:
+            return (codes * multiplier).to(dtype)
+        groups = multiplier.reshape(self.shape[0], -1, 1)  # (N, G, 1)
+        blocks = codes.reshape(self.shape[0], groups.shape[1], -1)
+        return (blocks * groups).reshape(self.shape).to(dtype)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of everything stored, over the number of weights."""
+        stored = sum(t.numel() * t.element_size() for t in self.tensors().values())
+        return 8 * stored / prod(self.shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors under the names that checkpoints use."""
+        named = {"weight": self.codes, "weight_scale": self.scale, "weight_scale_2": self.global_scale}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def quantize_blocks(x: Tensor, format: Format, global_scale: Tensor | None, name: str) -> QuantizedTensor:
+    """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN."""
+    rows, k = x.shape
+    format.check_shape(rows, k, name)
+    x = x.to(torch.float32, copy=True)  # divided in place below
+    if format.two_level and global_scale is None:
+        global_scale = encode.global_scale_for(x.abs().amax(), format)
+    n, group = format.block
+    blocks = x.reshape(1, 1, -1) if n == 0 else x.reshape(rows, -1, group or k)  # (rows, G, k)
+    scale = encode.block_scale(blocks, format, global_scale)
+    step = encode.decode_scale(scale, format, global_scale)
+    codes = encode.encode(blocks.div_(step.unsqueeze(-1)), format.element).reshape(rows, k)
+    if group == 0:
+        scale = scale.reshape(()) if n == 0 else scale.reshape(rows)
+    return QuantizedTensor(encode.pack(codes, format.element), scale, global_scale, (rows, k), format)
+
+
+def _check_global_scale(global_scale: Tensor, format: Format, rows: int, name: str) -> None:
+    if not format.two_level:
+        raise ValueError(f"{name}: {format.name} has no global scale, but one was given; leave it out")
+    fits = global_scale.dtype == torch.float32 and global_scale.shape in ((), (rows, 1))
+    if not fits or not torch.isfinite(global_scale).all() or not (global_scale > 0).all():
+        raise ValueError(
+            f"{name}: global_scale must be positive, finite float32, () or ({rows}, 1); "
+            f"got {global_scale.dtype} {tuple(global_scale.shape)}"
+        )
+
+
+def stored_shapes(format: Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every stored tensor of an (n, k) weight, by checkpoint name."""
+    rows, group = format.block
+    scale_shape = () if rows == 0 else (n, k // group) if group else (n,)
+    columns = k * format.element.bits // 8
+    stored = {
+        "weight": ((n, columns), getattr(torch, format.element.storage)),
+        "weight_scale": (scale_shape, encode.SCALE_DTYPES[format.scale]),
+    }
+    if format.two_level:
+        stored["weight_scale_2"] = ((), torch.float32)
+    return stored

@@ -1,0 +1,153 @@
+"""Number formats: one row of data each. The only file that knows what a format *is*; imports no torch.
+
+A format splits a matrix (rows, K) into blocks of `block = (n, k)` elements (0 = the whole axis) that share
+one scale. A code c of the element type, a block scale s and, in two-level formats, a global scale g decode to
+
+    value = c · s            or            value = c · (s · g)
+
+Rows of a weight are output features, rows of an activation are tokens; everything is packed along K, the even
+element in the low nibble, scales row-major.
+
+Sources: OCP Microscaling Formats (MX) v1.0 for mxfp8, mxfp4 and E8M0; NVIDIA's NVFP4 recipe (two-level
+scaling, E4M3 block scales of 16) as NVIDIA ModelOpt writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Element:
+    """What one code is: `bits`, the largest magnitude that encoding produces, the torch dtype that stores it.
+
+    4-bit elements are stored two to a byte (uint8). `low` is the smallest code value where it is not -max.
+    """
+
+    name: str
+    bits: int
+    max: float
+    storage: str
+    low: float | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row of FORMATS.
+
+    name: as recipes and files spell it. element: the code type.
+    block: (n, k) elements per scale, 0 = whole axis.
+    scale: type of the stored block scale ("fp32", "bf16", "e4m3", "e8m0").
+    rule: how a scale follows from the block: "amax" (amax / element max), "ceil" (the smallest power of two
+    that does not saturate), "least_squares" (the power of two, of three, with the least squared error).
+    two_level: block scales are relative to one fp32 global scale per tensor.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int, int]
+    scale: str
+    rule: str
+    two_level: bool
+    about: str
+
+    @property
+    def group_size(self) -> int:
+        """Elements of K that share a scale; 0 means the whole row."""
+        return self.block[1]
+
+    def with_group_size(self, group_size: int | None) -> Format:
+        """The same format with another group size (only int4 lets one choose); `None` keeps the row's own."""
+        if group_size is None or group_size == self.group_size:
+            return self
+        if self.name != "int4" or group_size not in INT4_GROUP_SIZES:
+            allowed = "64 or 128" if self.name == "int4" else f"fixed at {self.group_size or 'the row'}"
+            raise ValueError(f"group_size {group_size} is not offered for {self.name}: it is {allowed}")
+        return dataclasses.replace(self, name=f"{self.name}_g{group_size}", block=(1, group_size))
+
+    def check_shape(self, rows: int, k: int, name: str) -> None:
+        """Raise ValueError if a (rows, k) matrix called `name` cannot be held in this format."""
+        unit = self.group_size or (2 if self.element.bits == 4 else 1)
+        if rows == 0 or k == 0 or k % unit:
+            raise ValueError(
+                f"{name}: shape ({rows}, {k}) does not fit {self.name}, which needs K in multiples of "
+                f"{unit}; exclude this layer in the recipe or give it a per-row format (fp8, int8)"
+            )
+
+    def scale_count(self, rows: int, k: int) -> int:
+        """Number of block scales stored for a (rows, k) matrix."""
+        n, group = self.block
+        return (1 if n == 0 else rows) * (k // group if group else 1)
+
+    def stored_bits(self, rows: int, k: int) -> int:
+        """Bits stored for a (rows, k) matrix: codes, block scales and the global scale."""
+        scales = self.scale_count(rows, k) * SCALE_BITS[self.scale]
+        return rows * k * self.element.bits + scales + (32 if self.two_level else 0)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one Linear is held and computed; its text form is a key of `quantization_config.layers`.
+
+    activations: None computes with 16-bit activations. static_input: the activations' global scale was
+    calibrated and is stored as `input_scale`; otherwise each token gets its own.
+    """
+
+    weights: Format
+    activations: Format | None
+    static_input: bool = False
+
+    def __str__(self) -> str:
+        activations = self.activations.name if self.activations else "16bit"
+        return f"{self.weights.name}-{activations}" + ("-static" if self.static_input else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """Read the text form; ValueError for anything that this version does not know."""
+        parts = text.split("-")
+        static = parts[2:] == ["static"]
+        if len(parts) not in (2, 3) or (len(parts) == 3 and not static):
+            raise ValueError(f"unknown quantization scheme {text!r}: a newer fluxq may be needed to read it")
+        activations = None if parts[1] == "16bit" else find_format(parts[1])
+        scheme = cls(find_format(parts[0]), activations, static)
+        if static and not (activations and activations.two_level):
+            raise ValueError(f"scheme {text!r}: only two-level activations have a static input scale")
+        return scheme
+
+
+def find_format(name: str) -> Format:
+    """The row called `name`, also int4 with another group size (`int4_g128`); ValueError with a hint."""
+    if name in FORMATS:
+        return FORMATS[name]
+    base, _, group = name.rpartition("_g")
+    if base in FORMATS and group.isdigit():
+        return FORMATS[base].with_group_size(int(group))
+    close = difflib.get_close_matches(name, FORMATS, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(f"unknown format {name!r}{hint}; formats: {', '.join(FORMATS)}")
+
+
+INT4_GROUP_SIZES = (64, 128)
+SCALE_BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e8m0": 8}
+
+ELEMENTS = {
+    "e2m1": Element("e2m1", bits=4, max=6.0, storage="uint8"),
+    "e4m3": Element("e4m3", bits=8, max=448.0, storage="float8_e4m3fn"),
+    "int8": Element("int8", bits=8, max=127.0, storage="int8"),
+    "int4": Element("int4", bits=4, max=7.0, storage="uint8", low=-8.0),
+}
+
+FORMATS = {
+    row.name: row
+    for row in (
+        Format("fp8", ELEMENTS["e4m3"], (1, 0), "fp32", "amax", False, "E4M3, one scale per row"),
+        Format("fp8_tensor", ELEMENTS["e4m3"], (0, 0), "fp32", "amax", False, "E4M3, one scale per tensor"),
+        Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0", "ceil", False, "E4M3, power of two per 32"),
+        Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0", "least_squares", False, "E2M1, power of two per 32"),
+        Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3", "amax", True, "E2M1, E4M3 per 16, fp32 global"),
+        Format("int8", ELEMENTS["int8"], (1, 0), "fp32", "amax", False, "symmetric 8-bit integer per row"),
+        Format("int4", ELEMENTS["int4"], (1, 64), "bf16", "amax", False, "symmetric 4-bit integer per 64"),
+    )
+}

@@ -1,0 +1,27 @@
+"""Patterns over module paths: `*` is one path segment (or part of one), `**` any number of segments.
+
+Anchored at both ends, so `proj_out` is the module at the top and never `single_transformer_blocks.0.proj_out`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the module path `path` matches `pattern` as a whole."""
+    return _compile(pattern).fullmatch("." + path) is not None
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> re.Pattern[str]:
+    if "" in pattern.split("."):
+        raise ValueError(f"pattern {pattern!r} is no module path; write for example 'transformer_blocks.*.attn.to_q'")
+    return re.compile("".join(_segment(segment) for segment in pattern.split(".")))
+
+
+def _segment(segment: str) -> str:
+    if segment == "**":
+        return r"(?:\.[^.]+)*"
+    return r"\." + (r"[^.]+" if segment == "*" else "[^.]*".join(map(re.escape, segment.split("*"))))

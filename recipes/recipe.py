@@ -1,0 +1,345 @@
+"""A recipe: the YAML file that says what becomes of a model, read strictly.
+
+Every error names file and line, and for a misspelt key or name the nearest known one. YAML is read with the safe
+loader; anchors and aliases are refused, because a recipe needs none and a few lines of them can fill any memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from fluxq.base.files import sha256_json
+from fluxq.recipes.formats import Format, find_format
+
+Profile = Literal["rtn", "fast", "balanced", "best"]
+
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 32
+_RECIPE_VERSION = 1
+
+
+class Strict(BaseModel):
+    """A mapping whose unknown keys are errors with a suggestion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for key in value:
+                if key not in cls.model_fields:
+                    close = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                    hint = f" (did you mean {close[0]!r}?)" if close else f"; keys here: {', '.join(cls.model_fields)}"
+                    raise PydanticCustomError(
+                        "unknown_key", "unknown key {key}{hint}", {"key": repr(key), "hint": hint}
+                    )
+        return value
+
+
+class Operand(Strict):
+    """A number format for weights or activations: `{format: int4, group_size: 128}`."""
+
+    format: str
+    group_size: int | None = None
+
+    @model_validator(mode="after")
+    def _known_format(self) -> Operand:
+        find_format(self.format).with_group_size(self.group_size)
+        return self
+
+    @property
+    def row(self) -> Format:
+        """The format row, with the group size asked for."""
+        return find_format(self.format).with_group_size(self.group_size)
+
+
+class Rounding(Strict):
+    """How codes and scales are chosen. This version rounds to nearest with scales from amax."""
+
+    method: Literal["rtn"] = "rtn"
+    scales: Literal["amax"] = "amax"
+
+
+class Override(Strict):
+    """Other formats for the layers of a role, or whose path matches a pattern; the last one that matches wins."""
+
+    role: str | None = None
+    match: str | None = None
+    weights: Operand | None = None
+    activations: Operand | None = None
+    reason: str
+
+    @model_validator(mode="after")
+    def _one_selector(self) -> Override:
+        if (self.role is None) == (self.match is None):
+            raise ValueError("an override names either `role` or `match`")
+        if self.weights is None and self.activations is not None:
+            raise ValueError("activations cannot be quantized where the weights stay in 16 bit")
+        return self
+
+
+class Component(Strict):
+    """What becomes of one pipeline component."""
+
+    weights: Operand
+    activations: Operand | None = None
+    transforms: list[Literal["none"]] = Field(default=[], max_length=0)
+    low_rank: None = None
+    rounding: Rounding = Rounding()
+    modulation: Operand | None = None
+    overrides: list[Override] = []
+    exclude: list[str] = []
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _no_transforms_yet(cls, value: Any) -> Any:
+        if value:
+            raise ValueError(
+                f"unknown transform {value[0] if isinstance(value, list) else value!r}; this version has none"
+            )
+        return value
+
+
+class Calibration(Strict):
+    """Which images are generated to see the activations.
+
+    prompts: "default" (the model's own `fluxq_prompts.txt`, else the bundled set), a file, or a datasets id.
+    count: prompts used. steps: denoising steps looked at, spread evenly over the schedule.
+    """
+
+    prompts: str = "default"
+    count: int = Field(default=64, ge=1)
+    steps: int = Field(default=8, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class Recipe(Strict):
+    """The whole file. `name` is the file's stem and is not a key."""
+
+    version: Literal[1]
+    components: dict[str, Component] = Field(min_length=1)
+    calibration: Calibration | None = None
+    model: str | None = None
+    profile: Profile = "balanced"
+    compat: Literal["portable", "nunchaku", "full"] = "portable"
+    gates: list[str] = []
+
+    @field_validator("gates")
+    @classmethod
+    def _readable_gates(cls, value: list[str]) -> list[str]:
+        for gate in value:
+            parse_gate(gate)
+        return value
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the recipe says; comments, key order and `extends` do not change it."""
+        return sha256_json(self.model_dump(mode="json"))
+
+    @property
+    def uses_data(self) -> bool:
+        """Whether quantizing needs calibration: a two-level activation format gets static scales from it."""
+        formats = [
+            operand.row
+            for component in self.components.values()
+            for operand in (component.activations, *(o.activations for o in component.overrides))
+            if operand is not None
+        ]
+        return self.profile != "rtn" and self.calibration is not None and any(f.two_level for f in formats)
+
+
+def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[str, Recipe]:
+    """(name, recipe) of a file, or of a shipped recipe with or without `.yaml`. `profile` overrides the file's.
+
+    Raises FileNotFoundError with the shipped names, ValueError with file and line for everything inside the file.
+    """
+    path = find_recipe(name_or_path)
+    document = _read(path)
+    overrides = {"profile": profile} if profile else {}
+    try:
+        recipe = Recipe.model_validate({**document.value, **overrides})
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(error, document))) from None
+    return path.stem, recipe
+
+
+def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
+    """The file that `name_or_path` means: a path first, then the name of a shipped recipe."""
+    path = Path(name_or_path)
+    candidates = [path if relative_to is None else relative_to / path]
+    if len(path.parts) == 1:
+        candidates.append(_shipped_folder() / f"{name_or_path.removesuffix('.yaml')}.yaml")
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"recipe {name_or_path!r} is neither a file nor a shipped recipe; shipped: {', '.join(shipped_recipes())}"
+    )
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes in the package."""
+    return sorted(path.stem for path in _shipped_folder().glob("*.yaml"))
+
+
+def parse_gate(text: str) -> tuple[str, str, float]:
+    """`psnr>=20` as (metric, operator, bound); ValueError if it is not one."""
+    found = re.fullmatch(r"\s*([a-z_]+)\s*(>=|<=|>|<)\s*(-?\d+(?:\.\d+)?)\s*", text)
+    if not found or found[1] not in GATE_METRICS:
+        raise ValueError(
+            f"gate {text!r}: write metric, comparison and number as in 'psnr>=20'; metrics: {', '.join(GATE_METRICS)}"
+        )
+    return found[1], found[2], float(found[3])
+
+
+def gate_holds(text: str, measured: dict[str, float]) -> bool:
+    """Whether a measured value satisfies the gate; NaN never does."""
+    metric, comparison, bound = parse_gate(text)
+    return GATE_OPERATORS[comparison](measured[metric], bound)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe file, for editors; `recipes/schema.json` holds it.
+
+    A file with `extends` may leave out any key, so only a file without it needs `version` and `components`.
+    """
+    schema = Recipe.model_json_schema()
+    extends = {"type": "string", "description": "Start from this recipe: a file, or the name of a shipped one."}
+    del schema["required"], schema["$defs"]["Component"]["required"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "properties": {"extends": extends, **schema["properties"]},
+        "anyOf": [{"required": ["extends"]}, {"required": ["version", "components"]}],
+    }
+
+
+class _Document:
+    """A YAML mapping with the position of every key, `extends` resolved."""
+
+    def __init__(self, value: dict[str, Any], lines: dict[tuple[str, ...], str]) -> None:
+        self.value, self.lines = value, lines
+
+    def where(self, location: tuple[str | int, ...]) -> str:
+        """`file:line` of a key, or of the nearest key above it."""
+        keys = tuple(map(str, location))
+        while keys not in self.lines and keys:
+            keys = keys[:-1]
+        return self.lines[keys]
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> _Document:
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: `extends` leads back to this file")
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{path}: larger than {_MAX_BYTES} bytes; this is not a recipe")
+        document = _parse(path)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from None
+    base_name = document.value.pop("extends", None)
+    if base_name is None:
+        return document
+    if not isinstance(base_name, str):
+        raise ValueError(f"{document.where(('extends',))}: `extends` takes the name of one recipe")
+    try:
+        base_path = find_recipe(base_name, path.parent)
+    except FileNotFoundError as error:
+        raise ValueError(f"{document.where(('extends',))}: {error}") from None
+    base = _read(base_path, (*seen, path.resolve()))
+    merged = _merge(base.value, document.value)
+    kept = {keys: line for keys, line in base.lines.items() if not _replaced(keys, base.value, document.value)}
+    return _Document(merged, {**kept, **document.lines})
+
+
+def _parse(path: Path) -> _Document:
+    text = path.read_text(encoding="utf-8")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{path}:{event.start_mark.line + 1}: nested too deeply for a recipe")
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            line = event.start_mark.line + 1
+            raise ValueError(f"{path}:{line}: anchors and aliases are not allowed in a recipe; write the value out")
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        value = yaml.safe_load(text)
+    except ValueError as error:  # a date that is none, a number of thousands of digits
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(value, dict) or node is None:
+        raise ValueError(f"{path}:1: a recipe is a mapping that starts with `version: {_RECIPE_VERSION}`")
+    lines = {keys: f"{path}:{line}" for keys, line in _positions(node, (), path)}
+    return _Document(value, lines)
+
+
+def _positions(node: yaml.Node, at: tuple[str, ...], path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
+    yield at, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise ValueError(f"{path}:{key.start_mark.line + 1}: key {key.value!r} is given twice")
+            seen.add(key.value)
+            yield from _positions(value, (*at, str(key.value)), path)
+            yield (*at, str(key.value)), key.start_mark.line + 1
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _positions(value, (*at, str(index)), path)
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """`top` over `base`; mappings merge key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in top.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _replaced(keys: tuple[str, ...], base: Any, top: Any) -> bool:
+    """Whether what `base` says at `keys` gives way to something that is no mapping in both."""
+    for key in keys:
+        if not isinstance(base, dict) or not isinstance(top, dict):
+            return True
+        if key not in top:
+            return False
+        base, top = base.get(key), top[key]
+    return False
+
+
+def _explain(error: ValidationError, document: _Document) -> Iterator[str]:
+    for problem in error.errors():
+        location = tuple(problem["loc"])
+        if problem["type"] == "unknown_key":
+            location += (problem["ctx"]["key"].strip("'"),)
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] in ("model_type", "dict_type"):
+            message = "expected a mapping, for example {format: nvfp4}"
+        key = ".".join(map(str, location))
+        shown = "" if problem["type"] == "unknown_key" or not key else f"{key}: "
+        came = "" if problem["type"] in ("unknown_key", "value_error", "missing") else f", got {problem['input']!r}"
+        yield f"{document.where(location)}: {shown}{message}{came}"
+
+
+def _shipped_folder() -> Path:
+    return Path(__file__).parent  # the folder has no __init__.py, so importlib.resources sees several places
+
+
+PROFILES = get_args(Profile)
+GATE_METRICS = ("psnr", "latent_sqnr")
+GATE_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}

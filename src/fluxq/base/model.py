@@ -1,0 +1,220 @@
+"""A diffusers pipeline folder on disk: found, checked to be safe to load, and loaded.
+
+Only safetensors and JSON are read and no code of a model repository is ever run: a folder that would need either
+pickle weights or remote code is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluxq.base.files import make_readable, read_json, sha256_file, sha256_json
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from safetensors import safe_open
+    from torch import Tensor
+
+DEFAULT_MODEL = "tiny"
+GENERATION_FILE = "fluxq_generation.json"
+PROMPTS_FILE = "fluxq_prompts.txt"
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_LIBRARIES = ("diffusers", "transformers")
+_HUB_PATTERNS = [
+    "model_index.json",
+    "*/*.json",
+    "*/*.safetensors",
+    "*/*.txt",
+    "*/*.model",
+    "LICENSE*",
+    "README.md",
+    "fluxq_*",
+]
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A pipeline folder: `name` for people, `path` on disk."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """`model_index.json`."""
+        return read_json(self.path / "model_index.json")
+
+    @property
+    def components(self) -> dict[str, str]:
+        """Component -> class name, for those that have weights or files of their own."""
+        listed = {name: value for name, value in self.index.items() if isinstance(value, list)}
+        return {name: value[1] for name, value in listed.items() if value[0] is not None}
+
+    def config(self, component: str) -> dict[str, Any]:
+        """The component's `config.json`."""
+        return read_json(self.path / component / "config.json")
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """Arguments of a normal pipeline call that the folder carries; empty for most models."""
+        path = self.path / GENERATION_FILE
+        return read_json(path) if path.is_file() else {}
+
+    def weight_files(self, component: str) -> list[Path]:
+        """The component's safetensors files in name order; ValueError for pickle weights, or none at all."""
+        folder = self.path / component
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            pickled = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
+            cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
+            held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
+            raise ValueError(f"{folder}: {held}")
+        return files
+
+    def digest(self, component: str) -> str:
+        """SHA-256 over the names and bytes of the component's config and weights."""
+        files = [self.path / component / "config.json", *self.weight_files(component)]
+        return sha256_json([[path.name, sha256_file(path)] for path in files])
+
+    @property
+    def license(self) -> str | None:
+        """The licence id in the model card's front matter, if there is one."""
+        card = self.path / "README.md"
+        if not card.is_file():
+            return None
+        from huggingface_hub import ModelCard
+
+        return getattr(ModelCard(card.read_text(encoding="utf-8")).data, "license", None)
+
+
+def resolve_model(model: str, *, revision: str | None = None, local_files_only: bool = False) -> ModelFolder:
+    """MODEL as users write it: a pipeline folder, a hub id, or `tiny` for the embedded pipeline.
+
+    Raises FileNotFoundError if nothing answers to that name and ValueError if it is no safe pipeline folder.
+    """
+    if model == "tiny":
+        from fluxq import tiny
+
+        return ModelFolder("tiny", Path(tiny.path()))
+    path = Path(model)
+    if not path.is_dir():
+        path = _download(model, revision, local_files_only)
+    folder = ModelFolder(path.resolve().name if Path(model).is_dir() else model, path)
+    _require_safe(folder)
+    return folder
+
+
+def load_pipeline(folder: ModelFolder, dtype: str = "bfloat16", device: str = "cpu") -> DiffusionPipeline:
+    """The stock diffusers pipeline of a folder, its own progress bar off; weights are read from safetensors only."""
+    import diffusers
+    import torch
+    from safetensors import SafetensorError
+
+    check_weights(folder)
+    try:
+        with _without_loading_bars():
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(
+                folder.path, dtype=getattr(torch, dtype), use_safetensors=True, local_files_only=True
+            )
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{folder.path}: cannot be loaded ({error}); a file is damaged, copy the folder again"
+        ) from None
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+@contextmanager
+def _without_loading_bars() -> Iterator[None]:
+    """diffusers and transformers draw a bar for each component even where no terminal is."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    for log in libraries:
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log in libraries:
+            log.enable_progress_bar()
+
+
+def check_weights(folder: ModelFolder) -> None:
+    """Open every weight file; ValueError naming the first that is missing, pickled, truncated or damaged."""
+    for component in folder.components:
+        if (folder.path / component / "config.json").is_file() and "scheduler" not in component:
+            for path in folder.weight_files(component):
+                with open_weights(path):
+                    pass
+
+
+def open_weights(path: Path) -> safe_open:
+    """`safetensors.safe_open` whose error names the file and the cure."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
+
+
+def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """`safetensors.torch.save_file` with ordinary permissions; OSError naming the file and what is free.
+
+    One metadata key only: safetensors writes several in random order, and equal data must give equal bytes.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except (SafetensorError, OSError) as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"cannot write {path.name} ({error}); {free / 1e9:.2f} GB are free at {path.parent}") from None
+    make_readable(path)
+
+
+def _require_safe(folder: ModelFolder) -> None:
+    if not (folder.path / "model_index.json").is_file():
+        raise ValueError(
+            f"{folder.path}: not a diffusers pipeline folder (it has no model_index.json); give the folder that has"
+        )
+    if not isinstance(folder.index.get("_class_name"), str):
+        raise ValueError(
+            f"{folder.path}: model_index.json asks for a pipeline class from remote code, which is never run"
+        )
+    for component, value in folder.index.items():
+        if isinstance(value, list) and value != [None, None]:
+            if len(value) != 2 or not isinstance(value[1], str):
+                raise ValueError(f"{folder.path}: model_index.json says {value!r} of {component!r}, not its class")
+            if value[0] not in _LIBRARIES:
+                raise ValueError(
+                    f"{folder.path}: component {component!r} comes from {value[0]!r}; "
+                    f"only {' and '.join(_LIBRARIES)} are loaded, and code of a model repository is never run"
+                )
+        if component == ".." or Path(component).name != component:
+            raise ValueError(f"{folder.path}: component name {component!r} leads out of the folder")
+
+
+def _download(model: str, revision: str | None, local_files_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=local_files_only)
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"model {model!r} is neither a folder nor a hub model that can be reached: {reason}"
+        ) from None

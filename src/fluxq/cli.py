@@ -1,0 +1,241 @@
+"""The `fluxq` command: each subcommand parses, calls one function of jobs.py and prints.
+
+Exit codes: 0 done, 1 something failed while working, 2 what was asked for cannot work. Results go to stdout,
+everything else to stderr. Heavy imports happen inside the commands, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fluxq import __version__, show
+
+_EXPECTED = (ValueError, RuntimeError, OSError)
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="fluxq")
+def cli() -> None:
+    """Quantize diffusion transformers to FP8, MXFP8, NVFP4, INT8 or INT4 checkpoints that load in diffusers.
+
+    \b
+    Example:
+      fluxq quantize --recipe nvfp4.yaml
+    """
+
+
+def _options(*decorators: Callable) -> Callable:
+    def apply(function: Callable) -> Callable:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+_model = _options(
+    click.argument("model", required=False),
+    click.option("--revision", help="Revision of a hub model."),
+    click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
+)
+_recipe = _options(
+    click.option("--recipe", default="nvfp4", show_default=True, help="A recipe file, or a shipped recipe's name."),
+    click.option(
+        "--profile",
+        type=click.Choice(["rtn", "fast", "balanced", "best"]),
+        help="Overrides the recipe's effort.",
+    ),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
+    click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
+)
+_run = _options(
+    click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
+    click.option("--device", default="cpu", show_default=True, help="Torch device that runs the pipeline."),
+    click.option("--seed", type=click.IntRange(min=0), help="First seed; by default the recipe's."),
+    click.option("--prompts", help="Prompt file (.txt, .jsonl, .csv, .parquet) or datasets id."),
+    click.option("--num-inference-steps", type=click.IntRange(min=1), help="Denoising steps of each image."),
+    click.option("--guidance-scale", type=float, help="Guidance of each image."),
+    click.option("--height", type=click.IntRange(min=1), help="Image height in pixels."),
+    click.option("--width", type=click.IntRange(min=1), help="Image width in pixels."),
+)
+_output = click.option("--output", "-o", help="Where to write; by default ./<model>-<recipe>.")
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace what stands at the output.")
+_statistics = click.option("--statistics", metavar="FILE", help="Use this file of `fluxq calibrate`.")
+_common = _options(
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    click.option("-v", "--verbose", count=True, help="Say what is decided and why; show tracebacks."),
+    click.option("-q", "--quiet", is_flag=True, help="Errors only."),
+)
+
+
+@cli.command()
+@_model
+@_recipe
+@_statistics
+@_common
+def plan(**arguments: Any) -> None:
+    """Print what becomes of every Linear of MODEL, and why; computes nothing.
+
+    \b
+    Example:
+      fluxq plan tiny --recipe fp8
+    """
+    with _session(arguments) as session:
+        session.announce()
+        prepared = session.prepare(writes=False)
+        session.print(show.plan_json(prepared), lambda: show.plan(prepared))
+
+
+@cli.command()
+@_model
+@_recipe
+@_run
+@_output
+@_overwrite
+@_common
+def calibrate(**arguments: Any) -> None:
+    """Run MODEL on prompts and write statistics of what flows into each group of Linears.
+
+    \b
+    Example:
+      fluxq calibrate tiny --recipe nvfp4 --output statistics.safetensors
+    """
+    with _session(arguments) as session:
+        session.announce()
+        prepared = session.prepare(default_output="{model}-{recipe}-statistics.safetensors", writes=False)
+        session.jobs.require_free_file(prepared)
+        session.start_work()
+        path = session.jobs.calibrate(prepared)
+        session.print({"statistics": str(path)}, lambda: show.calibrated(prepared, path))
+
+
+@cli.command()
+@_model
+@_recipe
+@_run
+@_output
+@_overwrite
+@_statistics
+@click.option("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the closing check.")
+@_common
+def quantize(**arguments: Any) -> None:
+    """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
+
+    \b
+    Example:
+      fluxq quantize --recipe nvfp4.yaml
+    """
+    with _session(arguments) as session:
+        session.announce()
+        prepared = session.prepare()
+        session.start_work()
+        record = session.jobs.quantize(prepared)
+        session.print({**record, "output": str(prepared.output)}, lambda: show.quantized(prepared, record))
+        if record["check"] and not record["check"]["passed"]:
+            raise RuntimeError(show.why_failed(prepared, record["check"]))
+
+
+@cli.command("eval")
+@click.argument("output")
+@click.option("--model", help="The 16-bit model; by default the one that OUTPUT was made from.")
+@click.option("--local-files-only", is_flag=True, help="Use only what is on this machine.")
+@click.option("--count", type=click.IntRange(min=2), default=64, show_default=True, help="Images to make.")
+@_run
+@_common
+def evaluate(output: str, count: int, **arguments: Any) -> None:
+    """Compare the checkpoint OUTPUT with its 16-bit model; writes OUTPUT/eval/report.json and report.html.
+
+    \b
+    Example:
+      fluxq eval tiny-nvfp4
+    """
+    with _session(arguments) as session:
+        prepared = session.jobs.prepare_evaluation(Path(output), session.options, count)
+        session.start_work()
+        report = session.jobs.evaluate_checkpoint(prepared)
+        session.print(report, lambda: show.evaluated(Path(output), report))
+
+
+def main() -> None:
+    """Entry point: turns exceptions into one message and an exit code."""
+    try:
+        sys.exit(cli.main(standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; nothing half-written was left behind", err=True)
+        sys.exit(1)
+
+
+class _Session:
+    """One command's options, its exit code for errors so far, and how it prints."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.verbose, self.quiet = arguments.pop("verbose"), arguments.pop("quiet")
+        self.as_json = arguments.pop("as_json")
+        self.arguments = arguments
+        self.exit_code = 2
+
+    @cached_property
+    def jobs(self) -> Any:
+        from fluxq import jobs
+
+        return jobs
+
+    @cached_property
+    def options(self) -> Any:
+        call_keys = ("num_inference_steps", "guidance_scale", "height", "width")
+        call = {key: self.arguments.get(key) for key in call_keys}
+        rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
+        return self.jobs.Options(call={key: value for key, value in call.items() if value is not None}, **rest)
+
+    def announce(self) -> None:
+        """The first line: what is about to be worked on, said before anything slow happens."""
+        from fluxq.base.model import DEFAULT_MODEL
+        from fluxq.recipes.recipe import load_recipe
+
+        recipe_name, recipe = load_recipe(self.arguments["recipe"])
+        model = self.arguments["model"] or recipe.model
+        chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
+        if not self.quiet and not self.as_json:
+            click.echo(f"model {chosen}, recipe {recipe_name}")
+
+    def prepare(self, **how: Any) -> Any:
+        return self.jobs.prepare(self.options, **how)
+
+    def start_work(self) -> None:
+        """From here on an error is a failure of the work, no longer of what was asked for."""
+        self.exit_code = 1
+
+    def print(self, value: object, for_people: Callable[[], None]) -> None:
+        if self.as_json:
+            click.echo(json.dumps(value, indent=2))
+        elif not self.quiet:
+            for_people()
+
+
+@contextmanager
+def _session(arguments: dict[str, Any]) -> Iterator[_Session]:
+    from fluxq.base.console import set_verbosity
+
+    session = _Session(arguments)
+    set_verbosity(-1 if session.quiet else session.verbose)
+    try:
+        yield session
+    except _EXPECTED as error:
+        if session.verbose:
+            traceback.print_exc()
+        failure = click.ClickException(str(error))
+        failure.exit_code = session.exit_code
+        raise failure from None

@@ -1,0 +1,1 @@
+"""How a fluxq checkpoint loads where users already work."""

@@ -1,0 +1,134 @@
+"""fluxq as a quantization backend of diffusers: how `FluxPipeline.from_pretrained(folder)` loads a checkpoint.
+
+diffusers has no entry point for backends, so `register` writes into its two tables; `import fluxq` arranges that.
+The loader casts every floating tensor but E4M3 to the model's dtype before a backend sees it, which would round
+fp32 scales through bf16; therefore tensors are taken from the file's state dict, never from the argument.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import torch
+from diffusers.quantizers import auto
+from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from torch import Tensor, nn
+
+from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
+from fluxq.quantize.linear import QuantLinear
+
+
+class Method(StrEnum):
+    """diffusers reads `quant_method.value`, so a plain string will not do."""
+
+    FLUXQ = QUANT_METHOD
+
+
+class FluxqConfig(QuantizationConfigMixin):
+    """`quantization_config` of a checkpoint's config.json as diffusers holds it."""
+
+    def __init__(self, **config: Any) -> None:
+        config.pop("quant_method", None)
+        self.quant_method = Method.FLUXQ
+        self.config = QuantizationConfig.from_dict(config)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class FluxqQuantizer(DiffusersQuantizer):
+    """Puts QuantLinears where the checkpoint says and gives them their tensors untouched."""
+
+    use_keep_in_fp32_modules = True
+    quantization_config: FluxqConfig
+    is_serializable = True
+    is_trainable = True
+    is_compileable = True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Every device with a torch runs the reference."""
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        self.dtype = torch_dtype or torch.bfloat16
+        return self.dtype
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        for name, scheme in self.quantization_config.config.schemes.items():
+            old = _submodule(model, name)
+            if not isinstance(old, nn.Linear):
+                raise ValueError(f"checkpoint quantizes {name!r}, which is no Linear of this {type(model).__name__}")
+            with torch.device("meta"):
+                new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, self.dtype)
+            model.set_submodule(name, new)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        return model
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        if missing_keys:
+            raise ValueError(f"the weight files lack {missing_keys[0]!r}, which config.json names: copy them again")
+        return missing_keys
+
+    def check_if_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: Tensor,
+        param_name: str,
+        state_dict: dict[str, Any],
+        **kwargs: Any,
+    ) -> bool:
+        module, _, tensor = param_name.rpartition(".")
+        layer = _submodule(model, module)
+        return isinstance(layer, QuantLinear) and tensor in layer.stored_names
+
+    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> None:
+        if current_param.shape != loaded_param.shape:
+            expected, came = tuple(current_param.shape), tuple(loaded_param.shape)
+            raise ValueError(f"{param_name}: shape {came} in the file, {expected} by config.json")
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: Tensor,
+        param_name: str,
+        target_device: torch.device,
+        state_dict: dict[str, Any],
+        unexpected_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        module, _, tensor = param_name.rpartition(".")
+        layer = model.get_submodule(module)
+        stored = state_dict[param_name]  # param_value has been cast to the model's dtype already
+        expected = getattr(layer, tensor).dtype
+        if stored.dtype != expected:
+            raise ValueError(f"{param_name}: {stored.dtype} in the file, {expected} by config.json")
+        layer.register_parameter(tensor, nn.Parameter(stored.to(target_device), requires_grad=False))
+
+    def _dequantize(self, model: nn.Module) -> nn.Module:
+        for name in self.quantization_config.config.schemes:
+            layer = model.get_submodule(name)
+            if not isinstance(layer, QuantLinear):
+                raise ValueError(f"{name} is not a fluxq layer any more; dequantize before changing modules")
+            model.set_submodule(name, layer.dequantized(self.dtype))
+        # The base class keeps this key, and a model saved with it would not load again.
+        kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
+        model._internal_dict = type(model.config)(kept)
+        return model
+
+
+def register() -> None:
+    """Make diffusers know `quant_method: fluxq`."""
+    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = FluxqQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = FluxqConfig
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None

@@ -1,0 +1,118 @@
+"""What the commands print for people; rich is imported when something is printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from fluxq.jobs import Prepared
+    from fluxq.recipes.plan import Plan
+
+
+def plan(prepared: Prepared) -> None:
+    """Every Linear with formats, bits and reason, and the mean."""
+    for component in prepared.plans:
+        rows = [
+            (
+                layer.name,
+                f"{layer.n}×{layer.k}",
+                str(layer.scheme or "16bit"),
+                f"{layer.bits_per_weight:.2f}",
+                layer.reason,
+            )
+            for layer in component.layers
+        ]
+        _table(("layer", "N×K", "weights-activations", "bits", "reason"), rows)
+        click.echo(f"{component.component}: {_counts(component)}, {component.bits_per_weight:.2f} bits per weight")
+
+
+def plan_json(prepared: Prepared) -> dict[str, Any]:
+    """The plans as JSON."""
+    return {
+        component.component: [
+            {
+                "name": layer.name,
+                "shape": [layer.n, layer.k],
+                "role": layer.role,
+                "scheme": str(layer.scheme) if layer.scheme else "16bit",
+                "bits_per_weight": layer.bits_per_weight,
+                "reason": layer.reason,
+            }
+            for layer in component.layers
+        ]
+        for component in prepared.plans
+    }
+
+
+def calibrated(prepared: Prepared, path: Path) -> None:
+    """Where the statistics are and how to use them."""
+    click.echo(f"statistics of {prepared.calibration.count} images in {path}")
+    click.echo(f"next: fluxq quantize {prepared.folder.name} --recipe {prepared.recipe_name} --statistics {path}")
+
+
+def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
+    """The closing table of `fluxq quantize`."""
+    if prepared.finished is not None:
+        click.echo(f"already done: {prepared.output} holds this recipe on this model")
+    check = record["check"]
+    for part in record["components"]:
+        done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
+        errors = [layer["weight_sqnr_db"] for layer in done if layer["weight_sqnr_db"] is not None]
+        before, after = part["bytes_before"], part["bytes_after"]
+        rows = [
+            ("layers quantized", f"{len(done)} of {len(part['layers'])} Linears"),
+            ("bits per weight", f"{part['bits_per_weight']:.2f} (all Linears)"),
+            ("size", f"{_size(before)} -> {_size(after)} ({after / before:.0%})"),
+            ("mean layer SQNR", f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"),
+            ("paired PSNR", _psnr(check)),
+        ]
+        _table((part["component"], prepared.recipe_name), rows)
+    click.echo(f"checkpoint: {prepared.output}")
+    click.echo(f"next: fluxq eval {prepared.output}")
+
+
+def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
+    """What the closing check found, and what to do."""
+    what = "NaN or infinity in the images" if not check["finite"] else f"gate missed: {', '.join(check['missed'])}"
+    measured = f"paired PSNR {_psnr(check)}"
+    kept = "the checkpoint was kept and its card says so"
+    return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
+
+
+def evaluated(output: Path, report: dict[str, Any]) -> None:
+    """The headline and where the report is."""
+    click.echo(report["headline"])
+    click.echo(f"report: {output / 'eval' / 'report.html'}")
+
+
+def _psnr(check: dict[str, Any] | None) -> str:
+    if check is None:
+        return "not measured (--no-check)"
+    if check["mean_psnr_db"] is None:
+        return f"identical images ({check['images']})" if check["finite"] else "not finite"
+    return f"{check['mean_psnr_db']:.1f} dB ({check['images']} images, {check['steps']} steps)"
+
+
+def _counts(component: Plan) -> str:
+    return f"{len(component.quantized)} of {len(component.layers)} Linears quantized"
+
+
+def _size(nbytes: int) -> str:
+    unit, name = (1e9, "GB") if nbytes >= 1e9 else (1e6, "MB")
+    return f"{nbytes / unit:.2f} {name}"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width, and cut names would be useless there
+    console.print(table)

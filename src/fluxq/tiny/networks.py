@@ -1,0 +1,72 @@
+"""The network that looks at the pipeline's images: features for the FID, logits for the accuracy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.tiny import data
+
+HEADS = {"object": len(data.OBJECTS), "colour": len(data.COLOURS), "background": len(data.BACKGROUNDS)}
+
+
+class FeatureNetwork(nn.Module):
+    """A small residual CNN trained to name object, colour and background of a 16 x 16 image.
+
+    `forward` maps uint8 images (B, 3, 16, 16) to float features (B, `num_features`): what torchmetrics'
+    `FrechetInceptionDistance(feature=network)` expects of a network.
+    """
+
+    def __init__(self, width: int = 32, num_features: int = 64) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.stages = nn.ModuleList(
+            [
+                Residual(width),
+                nn.Conv2d(width, 64, 3, 2, 1),
+                Residual(64),
+                nn.Conv2d(64, 64, 3, 2, 1),
+                Residual(64),
+            ]
+        )
+        self.squeeze = nn.Linear(64 * 4 * 4, num_features)
+        self.heads = nn.ModuleDict({name: nn.Linear(num_features, n) for name, n in HEADS.items()})
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            raise ValueError(f"FeatureNetwork expects uint8 images, got {images.dtype}")
+        if images.shape[1:] != (3, data.SIZE, data.SIZE):
+            raise ValueError(f"FeatureNetwork expects images (B, 3, 16, 16), got {tuple(images.shape)}")
+        hidden = self.stem(images.to(self.stem.weight.dtype) / 127.5 - 1)  # (B, 32, 16, 16)
+        for stage in self.stages:
+            hidden = stage(hidden)
+        return self.squeeze(torch.relu(hidden).flatten(1))  # (B, 64)
+
+    def classify(self, images: Tensor) -> dict[str, Tensor]:
+        """Logits of uint8 images (B, 3, 16, 16): `object` (B, 16), `colour` (B, 7), `background` (B, 3)."""
+        features = torch.relu(self(images))
+        return {name: head(features) for name, head in self.heads.items()}
+
+    @torch.no_grad()
+    def accuracy(self, images: Tensor, captions: list[str]) -> dict[str, float]:
+        """The share of images (B, 3, 16, 16) that show what their captions say, by part and in all."""
+        wanted = torch.tensor([data.parse(text) for text in captions], device=images.device)  # (B, 3)
+        logits = self.classify(images)
+        right = {name: logits[name].argmax(1) == wanted[:, at] for at, name in enumerate(HEADS)}
+        right["all"] = torch.stack(list(right.values())).all(0)
+        return {name: float(hits.float().mean()) for name, hits in right.items()}
+
+
+class Residual(nn.Module):
+    """x + two 3 x 3 convolutions; (B, C, H, W) to the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.GroupNorm(8, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(torch.relu(self.norm(x)))
+        return x + self.second(torch.relu(hidden))

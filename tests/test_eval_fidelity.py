@@ -1,0 +1,154 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fluxq.eval.fidelity import (
+    Fidelity,
+    compare,
+    cosine,
+    fidelity,
+    images_digest,
+    paired_interval,
+    psnr,
+    sqnr,
+)
+from fluxq.eval.generate import Generated, items_for
+
+
+def generated(images, latents=None, finite=None, seed=0):
+    count = len(images)
+    latents = torch.ones(count, 4) if latents is None else latents
+    finite = torch.ones(count, dtype=torch.bool) if finite is None else finite
+    return Generated(tuple(items_for(["p"], count, seed)), images, latents, finite, 1.0, "cpu")
+
+
+def flat(*levels):
+    return torch.tensor(levels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).contiguous()
+
+
+def measured(values, reference="r", seed=0):
+    values = tuple(values)
+    return Fidelity(tuple(items_for(["p"], len(values), seed)), values, values, values, reference)
+
+
+def test_psnr_of_one_level():  # P1
+    assert psnr(flat(100), flat(101)).item() == pytest.approx(48.130804, abs=1e-6)
+
+
+def test_psnr_does_not_wrap_around_in_uint8():
+    assert psnr(flat(10), flat(250)).item() == pytest.approx(20 * math.log10(255 / 240))
+
+
+def test_mean_is_of_decibels_not_of_squared_errors():  # P2 in bytes
+    values = psnr(flat(0, 0), flat(51, 5))
+    assert values.tolist() == pytest.approx([20 * math.log10(5), 20 * math.log10(51)])
+    assert paired_interval(values.tolist()).mean == pytest.approx(24.06540, abs=1e-4)
+    pooled = 10 * math.log10(255**2 / ((51**2 + 5**2) / 2))
+    assert pooled == pytest.approx(16.948, abs=1e-3)
+
+
+def test_identical_images_are_counted_apart():  # P3
+    interval = paired_interval(psnr(flat(7, 7, 7), flat(7, 8, 9)).tolist())
+    assert interval.infinite == 1 and interval.n == 2 and math.isfinite(interval.mean)
+
+
+def test_sqnr_and_cosine_of_known_vectors():
+    a, b = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[3.0, 3.5], [0.0, 1.0]])
+    assert sqnr(a, b).tolist() == pytest.approx([20.0, 10 * math.log10(0.5)])
+    assert cosine(a, b).tolist() == pytest.approx([23 / (5 * math.hypot(3, 3.5)), 0.0])
+
+
+def test_floats_and_other_sizes_are_refused():
+    with pytest.raises(ValueError, match="uint8"):
+        psnr(flat(1).float(), flat(1))
+    with pytest.raises(ValueError, match="one size"):
+        psnr(flat(1), flat(1)[..., :2])
+
+
+def test_a_broken_image_poisons_the_mean_and_only_its_own_values():
+    broken = generated(flat(9, 9), finite=torch.tensor([True, False]))
+    result = fidelity(generated(flat(10, 10)), broken)
+    assert [math.isnan(value) for value in result.psnr_db] == [False, True]
+    assert not paired_interval(result.psnr_db).mean >= 0  # so a gate fails
+
+
+def test_other_seeds_are_refused():
+    with pytest.raises(ValueError, match="prompts or seeds"):
+        fidelity(generated(flat(1)), generated(flat(1), seed=1))
+
+
+@pytest.mark.parametrize(
+    "values, mean, low, high, n, infinite",
+    [
+        ([], math.nan, math.nan, math.nan, 0, 0),
+        ([3.0], 3.0, math.nan, math.nan, 1, 0),
+        ([2.0, 2.0], 2.0, 2.0, 2.0, 2, 0),
+        ([math.inf, math.inf], math.inf, math.nan, math.nan, 0, 2),
+        ([math.inf, 4.0], 4.0, math.nan, math.nan, 1, 1),
+        ([1.0, math.nan], math.nan, math.nan, math.nan, 0, 0),
+    ],
+)
+def test_degenerate_intervals(values, mean, low, high, n, infinite):
+    got = paired_interval(values)
+    assert (got.mean, got.low, got.high) == pytest.approx((mean, low, high), nan_ok=True)
+    assert (got.n, got.infinite) == (n, infinite)
+
+
+def test_two_values_and_one_outlier_still_give_finite_limits():
+    for values in ([1.0, 2.0], [1.0, 1.0, 1.0, 50.0]):
+        got = paired_interval(values)
+        assert min(values) <= got.low <= got.mean <= got.high <= max(values)
+
+
+def test_interval_is_reproducible_and_bca_on_skewed_data():
+    values = np.random.default_rng(1).lognormal(size=40).tolist()
+    first, again = paired_interval(values), paired_interval(values)
+    assert first == again
+    assert first.high - first.mean > first.mean - first.low  # the long tail is on the right
+
+
+def test_interval_covers_the_true_mean_about_95_times_in_100():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(120):
+        got = paired_interval(rng.gamma(4.0, size=48).tolist(), resamples=499)
+        hits += got.low <= 4.0 <= got.high
+    assert 0.88 <= hits / 120 <= 0.99
+
+
+def test_pairing_finds_a_small_difference_between_recipes():
+    rng = np.random.default_rng(0)
+    images = rng.normal(30, 5, size=64)
+    first, second = images + rng.normal(0.3, 0.3, size=64), images + rng.normal(0, 0.3, size=64)
+    result = compare(measured(first), measured(second))
+    assert result.decided and 0 < result.difference.low < 0.3 < result.difference.high < 0.6
+    assert result.wins > result.losses and result.wins + result.losses + result.ties == 64
+    alone = paired_interval(list(first))
+    assert alone.high - alone.low > 5 * (result.difference.high - result.difference.low)
+
+
+def test_comparison_counts_identical_images_without_averaging_them():
+    result = compare(measured([math.inf, math.inf, 30.0, 31.0]), measured([math.inf, 40.0, 29.0, 29.0]))
+    assert (result.wins, result.losses, result.ties) == (3, 0, 1)
+    assert result.difference.infinite == 1 and result.difference.mean == pytest.approx(1.0)
+
+
+def test_no_difference_is_not_decided():
+    assert not compare(measured([30.0, 31.0, 33.0]), measured([30.0, 31.0, 33.0])).decided
+
+
+@pytest.mark.parametrize("other", [{"reference": "s"}, {"seed": 1}])
+def test_recipes_on_other_images_are_not_compared(other):
+    with pytest.raises(ValueError, match="same 16-bit images"):
+        compare(measured([30.0, 31.0]), measured([30.0, 31.0], **other))
+
+
+def test_digest_tells_images_apart_by_pixel_and_shape():
+    images = flat(1, 2)
+    assert images_digest(images) == images_digest(images.clone())
+    changed = images.clone()
+    changed[1, 2, 3, 3] += 1
+    assert images_digest(images) != images_digest(changed)
+    assert images_digest(images) != images_digest(images.reshape(2, 3, 8, 2))

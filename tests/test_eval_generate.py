@@ -1,0 +1,70 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+
+from fluxq import tiny
+from fluxq.eval.generate import generate, items_for, to_uint8
+
+CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
+
+
+class FakePipeline:
+    """Answers with the given images and latents, batch by batch, the way diffusers does."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, images, latents):
+        self.images, self.latents, self.at = images, latents, 0
+
+    def __call__(self, prompt, generator, output_type, callback_on_step_end, **call):
+        part = slice(self.at, self.at + len(prompt))
+        self.at += len(prompt)
+        callback_on_step_end(self, 0, 0, {"latents": self.latents[part]})
+        return SimpleNamespace(images=self.images[part])
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny.load("float32")
+
+
+def test_items_number_seeds_and_start_over():
+    assert items_for(["a", "b"], 3, seed=7) == [("a", 7), ("b", 8), ("a", 9)]
+
+
+def test_bytes_are_those_of_pil():
+    steps = torch.arange(0, 256 * 8, dtype=torch.float32) / (255 * 8)  # every level, every half, and between
+    image = steps.clamp(max=1).reshape(1, 1, 32, 64).expand(1, 3, 32, 64)
+    (picture,) = VaeImageProcessor().postprocess(image * 2 - 1, output_type="pil")
+    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(32, 64, 3).permute(2, 0, 1)
+    exact = (image * 2 - 1) * 0.5 + 0.5  # postprocess's own arithmetic
+    assert torch.equal(to_uint8(exact[0]), pixels)
+    assert not torch.equal((exact[0] * 255).to(torch.uint8), pixels)
+
+
+def test_images_are_the_pipelines_own_in_any_batch_size(pipe):
+    items = items_for(tiny.PROMPTS, 3, seed=5)
+    made = generate(pipe, items, CALL, batch_size=2)
+    assert made.images.shape == (3, 3, 16, 16) and made.images.dtype == torch.uint8
+    assert made.latents.dtype == torch.float32 and len(made.latents) == 3
+    assert made.finite.all() and made.seconds > 0 and made.items == tuple(items) and made.device == "cpu"
+    for index, (prompt, seed) in enumerate(items):
+        alone = pipe([prompt], generator=torch.Generator("cpu").manual_seed(seed), output_type="pil", **CALL).images[0]
+        pixels = torch.frombuffer(bytearray(alone.tobytes()), dtype=torch.uint8).view(16, 16, 3).permute(2, 0, 1)
+        assert (made.images[index].int() - pixels.int()).abs().max() <= 1  # a batch rounds its sums in another order
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_image_is_seen_before_it_becomes_bytes(bad):
+    images, latents = torch.rand(4, 3, 8, 8), torch.randn(4, 5, 6)
+    images[1, 0, 0, 0] = bad
+    latents[3, 2, 2] = bad
+    made = generate(FakePipeline(images, latents), items_for(["x"], 4, 0), {}, batch_size=3)
+    assert made.finite.tolist() == [True, False, True, False]
+
+
+def test_nothing_to_generate_is_an_error(pipe):
+    with pytest.raises(ValueError, match="empty"):
+        generate(pipe, [], CALL)

@@ -1,0 +1,64 @@
+"""FORMATS against the facts that the specifications state."""
+
+import pytest
+
+from fluxq.recipes.formats import ELEMENTS, FORMATS, find_format
+
+# name: (element, elements per scale, scale type, rule, two levels, bits per weight of a 128 x 256 matrix)
+FACTS = {
+    "fp8": ("e4m3", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
+    "fp8_tensor": ("e4m3", (0, 0), "fp32", "amax", False, 8 + 32 / (128 * 256)),
+    "mxfp8": ("e4m3", (1, 32), "e8m0", "ceil", False, 8.25),
+    "mxfp4": ("e2m1", (1, 32), "e8m0", "least_squares", False, 4.25),
+    "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", True, 4.5 + 32 / (128 * 256)),
+    "int8": ("int8", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
+    "int4": ("int4", (1, 64), "bf16", "amax", False, 4.25),
+}
+
+
+def test_the_rows_state_the_facts():
+    rows = {
+        row.name: (row.element.name, row.block, row.scale, row.rule, row.two_level, row.stored_bits(128, 256) / 2**15)
+        for row in FORMATS.values()
+    }
+    assert rows == FACTS
+    assert all(name == row.name for name, row in FORMATS.items())
+
+
+def test_the_elements_state_the_facts():
+    facts = {name: (e.bits, e.max, e.low, e.storage) for name, e in ELEMENTS.items()}
+    assert facts == {
+        "e2m1": (4, 6.0, None, "uint8"),
+        "e4m3": (8, 448.0, None, "float8_e4m3fn"),
+        "int8": (8, 127.0, None, "int8"),
+        "int4": (4, 7.0, -8.0, "uint8"),
+    }
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("nvfp", "nvfp4"), ("mxfp_8", "mxfp8"), ("int-8", "int8"), ("f8", "fp8")])
+def test_a_misspelt_format_gets_a_suggestion(wrong, right):
+    with pytest.raises(ValueError, match=f"unknown format '{wrong}' \\(did you mean '{right}'\\?\\); formats: fp8, "):
+        find_format(wrong)
+
+
+@pytest.mark.parametrize("name", ["", "bitsandbytes", "_g128", "int4_g", "int4_gx"])
+def test_an_unknown_format_lists_all(name):
+    with pytest.raises(ValueError, match=f"unknown format .*formats: {', '.join(FORMATS)}$"):
+        find_format(name)
+
+
+def test_only_int4_has_a_choice_of_group_sizes():
+    assert find_format("int4_g128").block == (1, 128)
+    assert find_format("int4_g64") is FORMATS["int4"]
+    for name in ("int4_g32", "int4_g0", "nvfp4_g32", "fp8_g64"):
+        with pytest.raises(ValueError, match="group_size .* is not offered"):
+            find_format(name)
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+def test_a_shape_that_does_not_fit_is_refused_by_name_and_with_a_cure(row):
+    unit = row.group_size or (2 if row.element.bits == 4 else 1)
+    row.check_shape(3, 2 * unit, "blocks.0.to_q")
+    for n, k in ((3, 0), (0, unit), *([(3, 2 * unit + 1)] if unit > 1 else [])):
+        with pytest.raises(ValueError, match=r"blocks\.0\.to_q: shape \(.*multiples of .*exclude this layer"):
+            row.check_shape(n, k, "blocks.0.to_q")

@@ -1,0 +1,300 @@
+"""QuantLinear and its op against a simulation written here from the formulas, bit for bit on the CPU."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fluxq.quantize import ops
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.recipes.formats import FORMATS, Scheme, find_format
+
+N, K = 24, 256
+SCHEMES = (
+    "nvfp4-nvfp4",
+    "nvfp4-nvfp4-static",
+    "fp8-fp8",
+    "fp8_tensor-fp8_tensor",
+    "mxfp8-mxfp8",
+    "mxfp4-mxfp4",
+    "int8-int8",
+    "int4-int4",
+    "int4-16bit",
+    "int4_g128-16bit",
+    "fp8-16bit",
+    "nvfp4-fp8",
+)
+EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+# The formulas, once more: numpy in fp32 (or float64 where a sum must be exact), from scale rules to decoded values.
+
+f32 = np.float32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=f32)
+E4M3 = np.array(
+    [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
+)
+
+
+def nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Saturating round to nearest of x to ±values, ties to the even index."""
+    magnitude = np.minimum(np.abs(x.astype(np.float64)), values[-1])
+    above = np.clip(np.searchsorted(values, magnitude), 1, len(values) - 1)
+    up, down = values[above] - magnitude, magnitude - values[above - 1]
+    index = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1)
+    return np.copysign(values[index], x).astype(f32)
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).bfloat16().float().numpy()
+
+
+def simulated(x: np.ndarray, format: str, global_scale: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(codes as values, multipliers), both (rows, K) fp32, of an fp32 matrix."""
+    rows, k = x.shape
+    group = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "int4": 64, "int4_g128": 128}.get(format, k)
+    blocks = x.reshape(rows, -1, group)
+    amax = np.abs(blocks).max(-1, keepdims=True)  # (rows, G, 1)
+    amax = np.full_like(amax, amax.max()) if format == "fp8_tensor" else amax
+    if format in ("fp8", "fp8_tensor"):
+        scale = np.where(amax == 0, f32(1), amax / f32(448))
+        codes = nearest(blocks / scale, E4M3)
+    elif format == "int8":
+        scale = np.where(amax == 0, f32(1), amax / f32(127))
+        codes = np.rint(np.clip(blocks / scale, -127, 127))
+    elif format.startswith("int4"):
+        scale = np.where(amax == 0, f32(1), bf16(amax / f32(7)))
+        codes = np.rint(np.clip(blocks / scale, -8, 7))
+    elif format == "nvfp4":
+        if global_scale is None:
+            global_scale = np.where(amax.max() == 0, f32(1), amax.max() / f32(2688))
+        block_scale = np.clip(amax / f32(6) / global_scale, f32(2**-9), f32(448))
+        scale = np.where(amax == 0, f32(1), nearest(block_scale, E4M3)) * global_scale
+        codes = nearest(blocks / scale, E2M1)
+    elif format == "mxfp8":
+        exponent = np.ceil(np.log2(amax.astype(np.float64) / 448, where=amax > 0, out=np.zeros(amax.shape)))
+        scale = np.exp2(exponent).astype(f32)
+        codes = nearest(blocks / scale, E4M3)
+    else:
+        floor = np.floor(np.log2(amax.astype(np.float64), where=amax > 0, out=np.full(amax.shape, 2.0))) - 2
+        options = [np.exp2(floor + shift) for shift in (0, 1, -1)]
+        errors = [np.square(nearest(blocks / s, E2M1) * s - blocks).sum(-1, keepdims=True) for s in options]
+        scale = np.choose(np.argmin(errors, axis=0), options).astype(f32)
+        codes = nearest(blocks / scale, E2M1)
+    return codes.astype(f32).reshape(rows, k), np.broadcast_to(scale, blocks.shape).reshape(rows, k).astype(f32)
+
+
+def simulated_linear(x: Tensor, w: Tensor, bias: Tensor | None, scheme: str, input_scale: Tensor | None) -> Tensor:
+    weights, activations = scheme.split("-")[:2]
+    rows = x.reshape(-1, x.shape[-1]).float().numpy()
+    wq, w_scale = simulated(w.float().numpy(), weights)
+    b = None if bias is None else bias.float()
+    if len(rows) == 0:
+        return x.new_empty(*x.shape[:-1], w.shape[0])
+    if activations == "16bit":
+        xq, x_scale = rows, np.ones_like(rows)
+    elif activations == "nvfp4" and input_scale is None:  # one global scale per token
+        tokens = [simulated(row[None], activations) for row in rows]
+        xq, x_scale = (np.concatenate(parts) for parts in zip(*tokens, strict=True))
+    else:
+        xq, x_scale = simulated(rows, activations, None if input_scale is None else input_scale.numpy())
+    if scheme == "int8-int8":
+        product = xq.astype(np.float64) @ wq.astype(np.float64).T  # integers: exact
+        y = torch.from_numpy(product.astype(f32) * x_scale[:, :1] * w_scale[:, 0])
+        y = y if b is None else y + b
+    else:
+        y = F.linear(torch.from_numpy(xq * x_scale), torch.from_numpy(wq * w_scale), b)
+    return y.to(x.dtype).reshape(*x.shape[:-1], w.shape[0])
+
+
+def layer_and_input(scheme: str, bias: bool, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0):
+    """A QuantLinear, its float weight (N, K), bias and input_scale, and an input of `shape`."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(N, K, generator=generator).bfloat16()
+    w[3] = 0.0
+    b = torch.randn(N, generator=generator).to(dtype) if bias else None
+    x = (3 * torch.randn(shape, generator=generator)).to(dtype)
+    if x.numel():
+        x[..., 7] *= 20
+        x.view(-1, K)[0, 16:32] = 0.0
+    parsed = Scheme.parse(scheme)
+    input_scale = torch.tensor(0.01) if parsed.static_input else None
+    layer = QuantLinear.from_quantized(QuantizedTensor.quantize(w, parsed.weights), b, parsed, input_scale)
+    return layer, w, b, input_scale, x
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("shape", [(1, K), (5, K), (17, K), (2, 3, K), (K,), (0, K), (2, 0, K)], ids=str)
+def test_the_output_is_the_simulation_bit_for_bit(scheme, bias, dtype, shape):
+    layer, w, b, input_scale, x = layer_and_input(scheme, bias, dtype, shape)
+    kept = x.clone()
+    y = layer(x)
+    expected = simulated_linear(x, w, b, scheme, input_scale)
+    assert y.shape == (*shape[:-1], N) and y.dtype == dtype
+    assert torch.equal(y, expected)
+    assert torch.equal(x, kept)
+
+
+@EVERY_SCHEME
+def test_zero_tokens_give_the_bias(scheme):
+    layer, _, b, _, _ = layer_and_input(scheme, True, torch.float32, (1, K))
+    assert torch.equal(layer(torch.zeros(3, K)), b.expand(3, N))
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if "tensor" not in s])
+def test_a_token_does_not_depend_on_the_others(scheme):
+    layer, _, _, _, x = layer_and_input(scheme, True, torch.float32, (3, K))
+    alone = layer(x[1:2])
+    x[[0, 2]] *= 100
+    torch.testing.assert_close(layer(x)[1:2], alone, rtol=1e-6, atol=1e-4)  # sums may be ordered otherwise
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_in_a_token_make_its_outputs_nan_or_infinite(scheme, bad):
+    layer, _, _, _, x = layer_and_input(scheme, True, torch.bfloat16, (3, K))
+    x[1, 40] = bad
+    y = layer(x)
+    assert not y[1].isfinite().any()
+    if "tensor" not in scheme:
+        assert y[[0, 2]].isfinite().all()
+
+
+@EVERY_SCHEME
+def test_the_op_passes_opcheck_and_changes_no_input(scheme):
+    layer, _, _, input_scale, x = layer_and_input(scheme, True, torch.bfloat16, (5, K))
+    global_scale = getattr(layer, "weight_scale_2", None)
+    tensors = (x, layer.weight, layer.weight_scale, global_scale, input_scale, layer.bias)
+    kept = [None if t is None else t.detach().clone() for t in tensors]
+    checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
+    if torch.float8_e4m3fn not in (layer.weight.dtype, layer.weight_scale.dtype):
+        checks.append("test_schema")  # compares its inputs with allclose, which torch lacks for float8
+    torch.library.opcheck(ops.quantized_linear, (*tensors, scheme), test_utils=checks)
+    for tensor, before in zip(tensors, kept, strict=True):
+        assert tensor is None or torch.equal(tensor.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
+
+
+@EVERY_SCHEME
+def test_the_fake_has_the_real_shape_and_dtype(scheme):
+    layer, *_ = layer_and_input(scheme, True, torch.bfloat16, (1, K))
+    for shape in ((K,), (5, K), (2, 0, K)):
+        y = layer.to("meta")(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+        assert (y.shape, y.dtype, y.device.type) == ((*shape[:-1], N), torch.bfloat16, "meta")
+
+
+@EVERY_SCHEME
+def test_it_compiles_without_a_graph_break(scheme):
+    layer, _, _, _, x = layer_and_input(scheme, True, torch.bfloat16, (5, K))
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Sequential(layer, nn.GELU()), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), F.gelu(layer(x)))
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_state_dict_survives_safetensors_bit_for_bit(tmp_path, scheme, bias):
+    layer, _, _, _, x = layer_and_input(scheme, bias, torch.bfloat16, (5, K))
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    other = QuantLinear(K, N, bias, Scheme.parse(scheme), torch.bfloat16)
+    loaded = load_file(tmp_path / "layer.safetensors")
+    other.load_state_dict(loaded)
+    for name, tensor in layer.state_dict().items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(other.quantized_weight.dequantize(), layer.quantized_weight.dequantize())
+
+
+@EVERY_SCHEME
+def test_it_is_a_linear_of_frozen_parameters_without_buffers(scheme):
+    layer, *_ = layer_and_input(scheme, True, torch.bfloat16, (1, K))
+    assert isinstance(layer, nn.Linear) and not list(layer.buffers())
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    names = {*stored_shapes(layer.scheme.weights, N, K), *(["input_scale"] if layer.scheme.static_input else [])}
+    assert set(layer.stored_names) == names and set(layer.state_dict()) == {*names, "bias"}
+    assert repr(layer) == f"QuantLinear({K}, {N}, bias=True, scheme={scheme})"
+
+
+def test_an_input_of_another_width_is_refused():
+    for scheme in ("int8-int8", "nvfp4-nvfp4", "fp8-16bit"):
+        layer, *_ = layer_and_input(scheme, False, torch.bfloat16, (1, K))
+        with pytest.raises(ValueError, match=r"input \(2, 128\) does not fit the weight \(N, K\) = \(24, 256\)"):
+            layer(torch.ones(2, 128))
+
+
+def test_a_weight_in_another_format_than_the_scheme_is_refused():
+    weight = QuantizedTensor.quantize(torch.randn(N, K), "int4_g128")
+    with pytest.raises(ValueError, match="scheme int4-16bit needs a weight in int4, got int4_g128"):
+        QuantLinear.from_quantized(weight, None, Scheme.parse("int4-16bit"))
+
+
+@pytest.mark.parametrize(("scheme", "given"), [("nvfp4-nvfp4", True), ("nvfp4-nvfp4-static", False), ("fp8-fp8", True)])
+def test_input_scale_comes_exactly_with_a_static_scheme(scheme, given):
+    parsed = Scheme.parse(scheme)
+    weight = QuantizedTensor.quantize(torch.randn(N, K), parsed.weights)
+    with pytest.raises(ValueError, match="takes no input_scale" if given else "needs input_scale"):
+        QuantLinear.from_quantized(weight, None, parsed, torch.ones(()) if given else None)
+
+
+def test_a_shape_that_the_format_cannot_hold_is_refused_before_loading():
+    with pytest.raises(ValueError, match=r"QuantLinear: shape \(8, 40\) does not fit nvfp4"):
+        QuantLinear(40, 8, True, Scheme.parse("nvfp4-nvfp4"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("weights", [*FORMATS, "int4_g128"])
+@pytest.mark.parametrize("activations", [None, *FORMATS])
+def test_every_scheme_survives_its_text_form(weights, activations):
+    for static in {False, activations == "nvfp4"}:
+        scheme = Scheme(find_format(weights), activations and FORMATS[activations], static)
+        assert Scheme.parse(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "nvfp4", "nvfp4-", "nvfp5-nvfp4", "nvfp4-nvfp4-dynamic", "nvfp4-nvfp4-static-x", "fp8-fp8-static"),
+        *("nvfp4-16bit-static", "16bit-fp8", "int4_g32-16bit", "nvfp4_g32-nvfp4", "NVFP4-nvfp4"),
+    ],
+)
+def test_an_unknown_scheme_is_refused(text):
+    with pytest.raises(ValueError, match=r"unknown quantization scheme|unknown format|not offered|static input scale"):
+        Scheme.parse(text)
+
+
+LARGEST_CODES = """
+import torch
+from fluxq.quantize.ops import _int8_product
+for m, k, n in ((1, 3072, 64), (17, 64, 48), (64, 3100, 256)):
+    a = torch.full((m, k), 127, dtype=torch.int8)
+    b = torch.full((n, k), 127, dtype=torch.int8)
+    b[::2], b[::3] = -127, -128
+    assert torch.equal(_int8_product(a, b).double(), a.double() @ b.double().t()), f"wrong at {m} x {k} x {n}"
+"""
+
+
+def test_the_int8_product_is_exact_for_the_largest_codes():
+    exec(LARGEST_CODES, {})
+
+
+def test_the_int8_product_is_exact_on_processors_without_vnni_too():
+    """oneDNN, told to use AVX2 only, saturates pairs of int8 products at 16 bits."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", LARGEST_CODES], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_int8_product_is_exact_without_int_mm(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-127, 128, (5, 3000), generator=generator, dtype=torch.int8)
+    b = torch.randint(-128, 128, (7, 3000), generator=generator, dtype=torch.int8)
+    monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device_type: False)
+    assert torch.equal(ops._int8_product(a, b).double(), a.double() @ b.double().t())

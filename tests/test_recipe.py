@@ -1,0 +1,331 @@
+"""Recipes: what is read, what is refused, and that every refusal names file and line."""
+
+import json
+import re
+import time
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fluxq.recipes.recipe import (
+    PROFILES,
+    Recipe,
+    find_recipe,
+    gate_holds,
+    load_recipe,
+    parse_gate,
+    recipe_schema,
+    shipped_recipes,
+)
+
+MINIMAL = "version: 1\ncomponents:\n  transformer:\n    weights: {format: fp8}\n"
+FULL = """\
+version: 1
+components:
+  transformer:
+    weights: {format: int4, group_size: 128}
+    activations: {format: nvfp4}
+    transforms: []
+    low_rank: null
+    rounding: {method: rtn, scales: amax}
+    modulation: {format: fp8}
+    overrides:
+      - {role: mixed_out, weights: {format: fp8}, activations: {format: fp8}, reason: "fragile"}
+      - {match: "transformer_blocks.0.**", reason: "first block"}
+    exclude: ["single_transformer_blocks.*.proj_mlp"]
+calibration: {prompts: default, count: 64, steps: 8, seed: 0}
+model: tiny
+profile: balanced
+compat: portable
+gates: ["psnr>=20"]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """recipe(text, name) writes a file and returns its path."""
+
+    def write(text: str, name: str = "mine.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refused(path: str, message: str, line: int | None = None) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(path)
+    text = str(caught.value)
+    assert message in text, text
+    assert text.startswith(path + (f":{line}: " if line else ":")), text
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_loads_with_and_without_its_suffix(name):
+    assert load_recipe(name) == load_recipe(f"{name}.yaml") == load_recipe(str(find_recipe(name)))
+    assert load_recipe(name)[0] == name
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_says_for_whom_and_writes_every_key_out(name):
+    text = find_recipe(name).read_text()
+    assert text.startswith("# For whom: ")
+    said = yaml.safe_load(text)
+    assert said.keys() == Recipe.model_fields.keys() - {"model"}
+    (component,) = said["components"].values()
+    assert component.keys() == Recipe.model_validate(said).components["transformer"].model_fields_set
+    assert component["transforms"] == [] and component["rounding"] == {"method": "rtn", "scales": "amax"}
+    assert "match" not in text and "." not in str(component["overrides"])  # layers by role, never by name
+
+
+def test_every_key_of_the_design_is_read(recipe):
+    name, read = load_recipe(recipe(FULL))
+    assert name == "mine"
+    part = read.components["transformer"]
+    assert (part.weights.row.name, part.weights.row.block) == ("int4_g128", (1, 128))
+    assert part.overrides[1].weights is None and part.exclude == ["single_transformer_blocks.*.proj_mlp"]
+    assert (read.calibration.count, read.model, read.gates) == (64, "tiny", ["psnr>=20"])
+
+
+def test_what_is_left_out_has_a_default(recipe):
+    read = load_recipe(recipe(MINIMAL))[1]
+    part = read.components["transformer"]
+    assert (part.activations, part.modulation, part.transforms, part.low_rank) == (None, None, [], None)
+    assert (read.calibration, read.profile, read.compat, read.gates) == (None, "balanced", "portable", [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "line"),
+    [
+        ("weights: {format: int4", "weigths: {format: int4", "unknown key 'weigths' (did you mean 'weights'?)", 4),
+        ("profile:", "profil:", "unknown key 'profil' (did you mean 'profile'?)", 16),
+        ("steps: 8", "stepps: 8", "unknown key 'stepps' (did you mean 'steps'?)", 14),
+        ("group_size: 128", "zzz: 128", "unknown key 'zzz'; keys here: format, group_size", 4),
+        ("reason: \"first block\"", "because: 1", "unknown key 'because'", 12),
+        ("{format: nvfp4}", "{format: nvfp}", "unknown format 'nvfp' (did you mean 'nvfp4'?)", 5),
+        ("group_size: 128", "group_size: 32", "group_size 32 is not offered for int4: it is 64 or 128", 4),
+        ("transforms: []", "transforms: [smooth]", "unknown transform 'smooth'", 6),
+        ("low_rank: null", "low_rank: {rank: 8}", "components.transformer.low_rank: Input should be None", 7),
+        ("method: rtn", "method: gptq", "components.transformer.rounding.method: Input should be 'rtn', got 'gptq'", 8),
+        ("modulation: {format: fp8}", "modulation: fp8", "expected a mapping", 9),
+        ("count: 64", "count: '64'", "calibration.count: Input should be a valid integer, got '64'", 14),
+        ("count: 64", "count: 0", "calibration.count: Input should be greater than or equal to 1, got 0", 14),
+        ("seed: 0", "seed: -1", "calibration.seed: Input should be greater", 14),
+        ("count: 64", "count: true", "calibration.count: Input should be a valid integer, got True", 14),
+        ("version: 1", "version: 2", "version: Input should be 1, got 2", 1),
+        ("version: 1", "version: '1'", "version: Input should be 1, got '1'", 1),
+        ("balanced", "thorough", "profile: Input should be 'rtn', 'fast', 'balanced' or 'best', got 'thorough'", 16),
+        ("portable", "everything", "compat: Input should be", 17),
+        ('["psnr>=20"]', '["fid<=3"]', "gate 'fid<=3': write metric, comparison and number", 18),
+        ('["psnr>=20"]', "psnr>=20", "gates: Input should be a valid list", 18),
+        ("{role: mixed_out, ", "{", "an override names either `role` or `match`", 11),
+        ("{role: mixed_out, ", "{role: a, match: b, ", "an override names either `role` or `match`", 11),
+        ("weights: {format: fp8}, activations", "activations", "cannot be quantized where the weights stay", 11),
+        (', reason: "fragile"', "", "components.transformer.overrides.0.reason: Field required", 11),
+        ("exclude: [", "exclude: [3, ", "components.transformer.exclude.0: Input should be a valid string, got 3", 13),
+        ("model: tiny", "model: 5", "model: Input should be a valid string, got 5", 15),
+        ("model: tiny", "model: tiny\nmodel: tiny", "key 'model' is given twice", 16),
+        ("model: tiny", "model: &m tiny", "anchors and aliases are not allowed", 15),
+        ("model: tiny", "model: *m", "anchors and aliases are not allowed", 15),
+        ("model: tiny", "model: !!python/object/apply:os.getcwd []", "could not determine a constructor", 15),
+        ("model: tiny", "model: [tiny", "expected ',' or ']'", 16),
+        ("model: tiny", "model: 2020-13-45", "month must be in 1..12", None),
+    ],
+)
+def test_a_mistake_is_named_with_file_line_and_cure(recipe, old, new, message, line):
+    assert FULL.count(old) == 1 or old in ("balanced", "portable"), old
+    refused(recipe(FULL.replace(old, new, 1)), message, line)
+
+
+def test_a_missing_key_is_named(recipe):
+    refused(recipe("version: 1\n"), "components: Field required", 1)
+    refused(recipe("version: 1\ncomponents: {}\n"), "components: Dictionary should have at least 1 item", 2)
+    refused(recipe("version: 1\ncomponents:\n  transformer: {}\n"), "components.transformer.weights: Field required", 3)
+
+
+def test_all_mistakes_are_told_at_once(recipe):
+    path = recipe(FULL.replace("profile: balanced", "profile: x").replace("steps: 8", "steps: 0"))
+    with pytest.raises(ValueError) as caught:
+        load_recipe(path)
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [f"{path}:14", f"{path}:16"]
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "just words\n", "3\n", "# only a comment\n"])
+def test_a_file_that_is_no_mapping_is_no_recipe(recipe, text):
+    refused(recipe(text), "a recipe is a mapping that starts with `version: 1`", 1)
+
+
+def test_two_documents_are_no_recipe(recipe):
+    refused(recipe(MINIMAL + "---\n" + MINIMAL), "another document", 5)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"version: \xff\xfe\x00")
+    refused(str(path), "not a text file")
+    path.write_bytes(b"version: \x00\x01")
+    refused(str(path), "special characters")
+
+
+def test_a_bomb_is_refused_at_once(recipe):
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{here}: &{here} [{', '.join([f'*{before}'] * 9)}]\n" for before, here in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    start = time.perf_counter()
+    refused(recipe(bomb), "anchors and aliases are not allowed in a recipe", 1)
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("nesting", ["[" * 200_000, "a: " + "{b: " * 1000, "- " * 5000])
+def test_deep_nesting_is_refused_at_once(recipe, nesting):
+    start = time.perf_counter()
+    refused(recipe(nesting), "nested too deeply for a recipe", 1)
+    assert time.perf_counter() - start < 2
+
+
+def test_a_huge_file_is_refused_unread(recipe):
+    refused(recipe("# " + "x" * (1 << 20)), "larger than 1048576 bytes")
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system ['touch {}']", "!!python/name:os.system", "!x {}"])
+def test_a_tag_runs_nothing(recipe, tmp_path, tag):
+    trace = tmp_path / "trace"
+    refused(recipe(MINIMAL + f"model: {tag.format(trace)}\n"), "could not determine a constructor", 5)
+    assert not trace.exists()
+
+
+def test_extends_merges_mappings_and_replaces_the_rest(recipe):
+    recipe(FULL, "base.yaml")
+    top = "extends: base.yaml\ncomponents:\n  transformer:\n    modulation: null\n    exclude: []\ngates: []\n"
+    name, read = load_recipe(recipe(top))
+    base = load_recipe(recipe(FULL, "base.yaml"))[1]
+    part, below = read.components["transformer"], base.components["transformer"]
+    assert name == "mine" and (part.modulation, part.exclude, read.gates) == (None, [], [])
+    assert (part.weights, part.overrides, read.calibration) == (below.weights, below.overrides, base.calibration)
+
+
+def test_extends_takes_a_shipped_recipe_and_chains(recipe):
+    recipe("extends: nvfp4\ncalibration: {count: 3}\n", "middle.yaml")
+    read = load_recipe(recipe("extends: middle.yaml\ncalibration: {steps: 2}\n"))[1]
+    assert (read.calibration.count, read.calibration.steps) == (3, 2)
+    assert read.components == load_recipe("nvfp4")[1].components
+
+
+def test_a_recipe_may_extend_the_shipped_one_of_its_own_name(recipe):
+    assert load_recipe(recipe("extends: nvfp4\n", "nvfp4.yaml"))[1] == load_recipe("nvfp4")[1]
+
+
+def test_a_mistake_below_extends_is_found_in_its_own_file(recipe):
+    base = recipe(FULL.replace("steps: 8", "steps: 0"), "base.yaml")
+    with pytest.raises(ValueError, match=re.escape(f"{base}:14: calibration.steps")):
+        load_recipe(recipe("extends: base.yaml\n"))
+
+
+def test_a_mistake_above_a_base_is_not_blamed_on_the_base(recipe):
+    recipe(FULL, "base.yaml")
+    top = "extends: base.yaml\ncomponents:\n  transformer:\n    overrides:\n      - {role: mixed_out}\n"
+    refused(recipe(top), "overrides.0.reason: Field required", 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("nowhere", "'nowhere' is neither a file nor a shipped recipe; shipped: fp8"), ("[fp8]", "takes the name of one")],
+)
+def test_extends_that_leads_nowhere_is_named(recipe, value, message):
+    refused(recipe(f"version: 1\nextends: {value}\n"), message, 2)
+
+
+def test_extends_in_a_circle_is_refused(recipe):
+    recipe("extends: b.yaml\n", "a.yaml")
+    with pytest.raises(ValueError, match="`extends` leads back to this file"):
+        load_recipe(recipe("extends: a.yaml\n", "b.yaml"))
+    with pytest.raises(ValueError, match="`extends` leads back to this file"):
+        load_recipe(recipe("extends: ../sub/c.yaml\n", "sub/c.yaml"))
+
+
+def test_an_unknown_recipe_lists_the_shipped_ones():
+    with pytest.raises(FileNotFoundError, match="'nvfp5' is neither .* shipped: fp8, int4, int8, mxfp8, nvfp4"):
+        load_recipe("nvfp5")
+
+
+def test_digest_depends_on_what_is_said_and_nothing_else(recipe):
+    digest = load_recipe(recipe(FULL))[1].digest
+    shuffled = yaml.safe_load(FULL)
+    shuffled = dict(reversed(shuffled.items()))
+    assert load_recipe(recipe("# a comment\n" + yaml.safe_dump(shuffled), "other.yaml"))[1].digest == digest
+    assert load_recipe(recipe(f"extends: {recipe(FULL, 'base.yaml')}\n"))[1].digest == digest
+    for old, new in [("steps: 8", "steps: 9"), ("128", "64"), ("psnr>", "latent_sqnr>"), ("first block", "1st block")]:
+        assert load_recipe(recipe(FULL.replace(old, new)))[1].digest != digest, old
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_profile_on_the_command_line_overrides_the_file(recipe, profile):
+    assert load_recipe(recipe(FULL), profile=profile)[1].profile == profile
+
+
+def test_rtn_never_calibrates():
+    assert load_recipe("nvfp4")[1].uses_data
+    assert not load_recipe("nvfp4", profile="rtn")[1].uses_data
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "mxfp8"])
+def test_one_level_activations_need_no_data(recipe, name):
+    assert not load_recipe(name)[1].uses_data
+    assert not load_recipe(recipe(f"extends: {name}\ncalibration: {{count: 4}}\n"))[1].uses_data
+
+
+def test_an_override_with_two_level_activations_needs_data(recipe):
+    override = "[{role: qkv, weights: {format: nvfp4}, activations: {format: nvfp4}, reason: r}]"
+    text = f"extends: fp8\ncalibration: {{count: 4}}\ncomponents: {{transformer: {{overrides: {override}}}}}\n"
+    assert load_recipe(recipe(text))[1].uses_data
+
+
+def test_gates():
+    assert parse_gate(" psnr >= -2.5 ") == ("psnr", ">=", -2.5)
+    for gate, value, holds in [
+        ("psnr>=20", 20.0, True),
+        ("psnr>20", 20.0, False),
+        ("psnr<=20", 20.0, True),
+        ("psnr<20", 20.0, False),
+        ("psnr>=20", float("inf"), True),
+        ("psnr>=20", float("nan"), False),
+        ("psnr<=20", float("nan"), False),
+    ]:
+        assert gate_holds(gate, {"psnr": value}) is holds
+    for gate in ("psnr", "psnr=20", "psnr>=", "ssim>=1", "psnr>=20dB", "PSNR>=20"):
+        with pytest.raises(ValueError, match=r"in 'psnr>=20'; metrics: psnr, latent_sqnr$"):
+            parse_gate(gate)
+
+
+def test_the_committed_schema_is_up_to_date():
+    committed = json.loads((find_recipe("fp8").parent / "schema.json").read_text())
+    assert committed == json.loads(json.dumps(recipe_schema())), "write recipe_schema() to recipes/schema.json again"
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_the_schema_accepts_what_is_accepted_and_refuses_a_misspelt_key(name):
+    jsonschema = pytest.importorskip("jsonschema")
+    said = yaml.safe_load(find_recipe(name).read_text())
+    jsonschema.validate(said, recipe_schema())
+    jsonschema.validate({"extends": name, "components": {"transformer": {"modulation": None}}}, recipe_schema())
+    for wrong in ({**said, "profil": "rtn"}, {**said, "version": 2}, {"profile": "rtn"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, recipe_schema())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.text(), st.tuples(st.integers(0, len(FULL)), st.text("{}[]:-,!&*'\"#|>%@` \n\t\x85a1", max_size=3))))
+def test_any_text_is_read_or_refused_by_name(recipe, edit):
+    text = edit if isinstance(edit, str) else FULL[: edit[0]] + edit[1] + FULL[edit[0] :]
+    try:
+        path = recipe(text)
+    except UnicodeEncodeError:
+        return
+    try:
+        load_recipe(path)
+    except ValueError as error:
+        assert str(error).startswith(path)
