@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fluxq.base.console import first_line
 from fluxq.base.files import sha256_json
 from fluxq.base.model import PROMPTS_FILE, ModelFolder
 
@@ -55,30 +56,40 @@ def load_prompts(source: str, model: ModelFolder) -> PromptSet:
 
 
 def _read_text(path: Path) -> Iterable[str]:
-    return path.read_text(encoding="utf-8").splitlines()
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text; save it again as UTF-8") from None
 
 
 def _read_jsonl(path: Path) -> Iterable[str]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_read_text(path), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not a JSON object ({error.msg})") from None
+            if not isinstance(row, (str, dict)):
+                raise ValueError(f"{path}:{number}: expected an object or a string, found {type(row).__name__}")
             yield row if isinstance(row, str) else row[_column(row, f"{path}:{number}")]
 
 
 def _read_csv(path: Path) -> Iterable[str]:
-    with path.open(newline="", encoding="utf-8") as stream:
-        rows = csv.DictReader(stream)
-        column = _column(rows.fieldnames or (), f"{path}:1")
+    rows = csv.DictReader(f"{line}\n" for line in _read_text(path))
+    column = _column(rows.fieldnames or (), f"{path}:1")
+    try:
         yield from (row[column] for row in rows)
+    except csv.Error as error:
+        raise ValueError(f"{path}:{rows.line_num + 1}: {error}") from None
 
 
 def _read_parquet(path: Path) -> Iterable[str]:
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path)
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: damaged or no parquet file ({first_line(error)})") from None
     return table.column(_column(table.column_names, str(path))).to_pylist()
 
 
@@ -88,9 +99,8 @@ def _read_hub(name: str) -> Iterable[str]:
     try:
         table = datasets.load_dataset(name, split="train")
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"prompts {name!r}: neither a file nor a dataset that can be reached: {reason}"
+            f"prompts {name!r}: neither a file nor a dataset that can be reached: {first_line(error)}"
         ) from None
     columns = list(table.column_names or ())
     return table[_column(columns, name)]

@@ -71,8 +71,8 @@ def _scope(parts: list[dict[str, Any]]) -> str:
 
 def _size_row(part: dict[str, Any]) -> str:
     before, after = part["bytes_before"], part["bytes_after"]
-    share = f"{after / before:.0%}"
-    return f"| {part['component']} | {before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({share}) | {part['bits_per_weight']:.2f} |"
+    sizes = f"{before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({after / before:.0%})"
+    return f"| {part['component']} | {sizes} | {part['bits_per_weight']:.2f} |"
 
 
 def _scope_rows(part: dict[str, Any]) -> list[str]:

@@ -39,14 +39,14 @@ class Fid:
     variant: str = VARIANT
 
     @property
-    def bias(self) -> str | None:
-        """What too few images do to this value, in words; None if both sides have more than D images."""
+    def bias(self) -> str:
+        """What this number of images does to the value, in words (Chong & Forsyth, 2020)."""
         fewest = min(self.n, self.n_reference)
         if fewest > self.features:
-            return None
+            return f"biased upwards by a finite number of images: compare only at N = {self.n}"
         return (
-            f"biased: {fewest} images cannot fill a covariance of {self.features} features, which adds more to "
-            f"the FID than recipes differ by; use well over {self.features}"
+            f"{fewest} images cannot fill a covariance of {self.features} features, which adds more to the FID than "
+            f"recipes differ by: use well over {self.features}"
         )
 
 
@@ -99,4 +99,7 @@ class _Float64Features(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images.to(self.device)).double().cpu()  # (B, D)
+        features = self.network(images.to(self.device)).double().cpu()  # (B, D)
+        if not torch.isfinite(features).all():
+            raise ValueError("the feature network answers with NaN or infinity: its weights or its input are damaged")
+        return features

@@ -101,6 +101,22 @@ def compare(first: Fidelity, second: Fidelity) -> Comparison:
     )
 
 
+def within_item_intervals(conditions: Sequence[Sequence[float]]) -> list[Interval]:
+    """Means of several recipes on the same items, with intervals that leave out how items differ in general.
+
+    Some prompts are fragile under every recipe; that spread widens each recipe's own interval and says nothing
+    about their order. Each item's mean over the recipes is replaced by the grand mean and what remains widened
+    by sqrt(C / (C - 1)) (Cousineau 2005, corrected by Morey 2008). conditions: C lists of equal length, finite.
+    """
+    table = torch.tensor(conditions, dtype=torch.float64)  # (C, items)
+    if len(table) < 2 or not torch.isfinite(table).all():
+        raise ValueError("within-item intervals compare at least two recipes whose values are all finite")
+    means = table.mean(1, keepdim=True)
+    centred = table - table.mean(0) + table.mean() - means  # deviations from each recipe's mean, items alike
+    corrected = means + centred * math.sqrt(len(table) / (len(table) - 1))
+    return [paired_interval(row) for row in corrected.tolist()]
+
+
 def psnr(reference: Tensor, other: Tensor) -> Tensor:
     """dB per image of uint8 (N, 3, H, W) with peak 255, float64 (N,); infinite where the images are identical."""
     if reference.dtype != torch.uint8 or other.dtype != torch.uint8:

@@ -172,7 +172,8 @@ def _headline(status: str, quantized: Generated, psnr: Interval | None, size: Ma
 
 def _size_sentence(size: Mapping[str, float]) -> str:
     before, after = _size(size["bytes_before"]), _size(size["bytes_after"])
-    return f"The transformer takes {after} instead of {before}, {size['ratio']:.2f} times less."
+    less = f", {size['ratio']:.2f} times less" if size["ratio"] > 1 else ""
+    return f"The transformer takes {after} instead of {before}{less}."
 
 
 def _row_json(row: Row) -> dict[str, Any]:

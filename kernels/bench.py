@@ -8,8 +8,6 @@ above 1 we are faster) is steadier than either time. Its median is reported with
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +18,8 @@ import click
 import torch
 from torch import nn
 
+from fluxq.base.files import write_json
+from fluxq.base.provenance import commit, versions
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme
@@ -50,8 +50,8 @@ def main(cpu: bool, size: tuple[int, int, int], pairs: int, json_file: Path | No
     results = [cpu_int8(*size, pairs)]
     click.echo(table(results))
     if json_file:
-        machine = {"cpu": cpu_name(), "threads": 1, "torch": torch.__version__}
-        json_file.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2))
+        found = {"commit": commit(), "versions": versions(), "threads": 1, "results": [asdict(r) for r in results]}
+        write_json(json_file, found)
 
 
 @torch.inference_mode()
@@ -106,14 +106,6 @@ def table(results: list[Comparison]) -> str:
         speedup = f"{r.ratio:.2f} ({r.ratio_low:.2f} to {r.ratio_high:.2f})"
         lines.append(f"{r.name:<12} {shape:<18} {r.ours_ms:>9.2f} {baseline:>18} {speedup:>22}")
     return "\n".join(lines)
-
-
-def cpu_name() -> str:
-    """What the operating system calls the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor()
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def copy_rest(target: Path, source: ModelFolder, components: Iterable[str]) -> N
             shutil.copytree(source.path / component, target / component, ignore=_never_copied)
     for path in sorted(source.path.iterdir()):
         if path.is_file() and (
-            path.name == "model_index.json" or path.name.startswith(("LICENSE", "NOTICE", "fluxq_"))
+            path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
         ):
             if path.name != PLAN_FILE:
                 shutil.copyfile(path, target / path.name)

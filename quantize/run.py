@@ -50,7 +50,14 @@ def quantize_component(
     for name in source.names:
         if name not in taken:
             tensor = source[name]
+            _require_finite(name, tensor)
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def require_finite_weights(source: SourceWeights) -> None:
+    """ValueError naming the first tensor that holds NaN or infinity."""
+    for name in source.names:
+        _require_finite(name, source[name])
 
 
 def quantize_weight(w: Tensor, layer: LayerPlan, global_scale: Tensor | None = None) -> QuantizedTensor:
@@ -95,6 +102,11 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
     return float(10 * torch.log10(reference.double().square().sum() / noise))
 
 
+def _require_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+        raise ValueError(f"{name}: holds NaN or infinity; get the source again")
+
+
 def _joined_global_scales(plan: Plan, source: SourceWeights) -> dict[str, Tensor]:
     """Layer -> the global scale it shares: a fused layout concatenates these layers and has room for one."""
     groups: dict[str, list[LayerPlan]] = {}
@@ -103,7 +115,10 @@ def _joined_global_scales(plan: Plan, source: SourceWeights) -> dict[str, Tensor
             groups.setdefault(layer.group, []).append(layer)
     scales: dict[str, Tensor] = {}
     for members in groups.values():
-        amax = torch.stack([source[f"{layer.name}.weight"].abs().amax().float() for layer in members]).amax()
+        weights = [(f"{layer.name}.weight", source[f"{layer.name}.weight"]) for layer in members]
+        for name, weight in weights:
+            _require_finite(name, weight)
+        amax = torch.stack([weight.abs().amax().float() for _, weight in weights]).amax()
         first = members[0].scheme
         if first is not None:
             scales.update(_copies(members, encode.global_scale_for(amax, first.weights)))

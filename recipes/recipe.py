@@ -120,7 +120,7 @@ class Calibration(Strict):
     prompts: str = "default"
     count: int = Field(default=64, ge=1)
     steps: int = Field(default=8, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
 
 
 class Recipe(Strict):

@@ -1,4 +1,4 @@
-"""What the tests share: offline, two threads, the embedded pipeline to damage, and checkpoints made once."""
+"""What the tests share: offline, one thread, the embedded pipeline to damage, and checkpoints made once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ import torch
 from fluxq import jobs, tiny
 from fluxq.recipes.recipe import load_recipe
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite five times slower
 
 
 @pytest.fixture
 def tiny_folder(tmp_path) -> Path:
     """A copy of the embedded pipeline's folder that a test may damage."""
     return copy_of(tiny.path(), tmp_path / "model")
+
+
+@pytest.fixture
+def quick_recipe(tmp_path) -> Callable[[str], Path]:
+    """quick_recipe("nvfp4") writes nvfp4.yaml, the shipped recipe with little calibration, and returns its path."""
+    (tmp_path / "recipes").mkdir()
+    return lambda recipe: quick(recipe, tmp_path / "recipes")
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +78,16 @@ def copy_of(source: Path, target: Path) -> Path:
     for path in target.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return target
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -22,7 +22,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert result["pairs"] == 3
     assert 0 < result["ratio_low"] <= result["ratio"] <= result["ratio_high"]
     assert result["ours_ms"] > 0 and result["baseline_ms"] > 0
-    assert set(written["machine"]) == {"cpu", "threads", "torch"}
+    assert written["threads"] == 1 and {"torch", "machine"} <= set(written["versions"]) and written["commit"]
 
 
 def test_a_machine_must_be_chosen():

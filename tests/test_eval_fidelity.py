@@ -13,6 +13,7 @@ from fluxq.eval.fidelity import (
     paired_interval,
     psnr,
     sqnr,
+    within_item_intervals,
 )
 from fluxq.eval.generate import Generated, items_for
 
@@ -102,11 +103,13 @@ def test_two_values_and_one_outlier_still_give_finite_limits():
         assert min(values) <= got.low <= got.mean <= got.high <= max(values)
 
 
-def test_interval_is_reproducible_and_bca_on_skewed_data():
-    values = np.random.default_rng(1).lognormal(size=40).tolist()
-    first, again = paired_interval(values), paired_interval(values)
+def test_interval_is_reproducible_and_corrected_for_skew():
+    values = np.random.default_rng(1).lognormal(size=40)
+    first, again = paired_interval(values.tolist()), paired_interval(values.tolist())
     assert first == again
-    assert first.high - first.mean > first.mean - first.low  # the long tail is on the right
+    means = np.random.default_rng(2).choice(values, size=(9999, 40)).mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])  # without the correction
+    assert first.low > low + 0.02 and first.high > high + 0.02
 
 
 def test_interval_covers_the_true_mean_about_95_times_in_100():
@@ -152,3 +155,24 @@ def test_digest_tells_images_apart_by_pixel_and_shape():
     changed[1, 2, 3, 3] += 1
     assert images_digest(images) != images_digest(changed)
     assert images_digest(images) != images_digest(images.reshape(2, 3, 8, 2))
+
+
+def test_within_item_intervals_leave_out_what_all_recipes_share():
+    generator = torch.Generator().manual_seed(0)
+    items = 10 * torch.randn(200, generator=generator)
+    first = (items + 1 + 0.1 * torch.randn(200, generator=generator)).tolist()
+    second = (items + 0.1 * torch.randn(200, generator=generator)).tolist()
+    plain = [paired_interval(values) for values in (first, second)]
+    within = within_item_intervals([first, second])
+    assert plain[0].low < plain[1].high  # the items' own spread hides a difference of 1
+    assert within[0].low > within[1].high
+    assert [w.mean for w in within] == pytest.approx([p.mean for p in plain])
+    # Two recipes: each half-width is that of their difference over sqrt(2).
+    difference = paired_interval([a - b for a, b in zip(first, second, strict=True)])
+    assert within[0].high - within[0].low == pytest.approx((difference.high - difference.low) / 2**0.5, rel=0.1)
+
+
+def test_within_item_intervals_refuse_one_recipe_and_infinite_values():
+    for conditions in ([[1.0, 2.0]], [[1.0, math.inf], [1.0, 2.0]]):
+        with pytest.raises(ValueError, match="at least two recipes whose values are all finite"):
+            within_item_intervals(conditions)

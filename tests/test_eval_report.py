@@ -161,6 +161,13 @@ def test_broken_and_identical_images_have_a_page_too():
     assert "identical" in Page(same).text and "<circle" not in same
 
 
+def test_a_checkpoint_that_grew_is_not_called_smaller():
+    grown = measure(*sides(2), {}, metric_networks=None, facts=replace(FACTS, bytes_after=2 * FACTS.bytes_before))
+    assert "times less" not in grown["headline"] and "48.00 GB instead of 24.00 GB" in grown["headline"]
+    widths = re.findall(r"<i(?: class=\"after\")? style=\"width: ([\d.]+)%", render(grown))
+    assert [float(width) for width in widths] == [30, 60]
+
+
 def test_another_schema_is_refused(report):
     with pytest.raises(ValueError, match="schema_version 99"):
         render({**report, "schema_version": 99})

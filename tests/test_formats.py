@@ -51,7 +51,7 @@ def test_only_int4_has_a_choice_of_group_sizes():
     assert find_format("int4_g128").block == (1, 128)
     assert find_format("int4_g64") is FORMATS["int4"]
     for name in ("int4_g32", "int4_g0", "nvfp4_g32", "fp8_g64"):
-        with pytest.raises(ValueError, match="group_size .* is not offered"):
+        with pytest.raises(ValueError, match=r"group_size .* is not offered"):
             find_format(name)
 
 

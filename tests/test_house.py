@@ -98,9 +98,11 @@ def test_help_loads_nothing_heavy() -> None:
     assert "Usage:" in done.stdout and done.stdout.strip().endswith("[]")
 
 
-@pytest.mark.parametrize("order", ["import fluxq, diffusers.quantizers.auto", "import diffusers.quantizers.auto, fluxq"])
+@pytest.mark.parametrize("order", ["fluxq, diffusers.quantizers.auto", "diffusers.quantizers.auto, fluxq"])
 def test_diffusers_learns_of_fluxq_in_either_order(order: str) -> None:
-    code = f"{order}\nfrom diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m\nprint(m['fluxq'].__name__)"
+    code = (
+        f"import {order}\nfrom diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m\nprint(m['fluxq'].__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "FluxqQuantizer"
 

@@ -96,9 +96,9 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_a_suggestion(where):
 
 
 def test_the_suggestion_is_a_layer_of_that_name():
-    with pytest.raises(ValueError, match="for example 'transformer_blocks.0.attn.to_q'"):
+    with pytest.raises(ValueError, match=r"for example 'transformer_blocks\.0\.attn\.to_q'"):
         plan_of(exclude=["attn.to_q"])
-    with pytest.raises(ValueError, match="for example 'transformer_blocks.0.attn.to_q'"):
+    with pytest.raises(ValueError, match=r"for example 'transformer_blocks\.0\.attn\.to_q'"):
         plan_of(exclude=["transformer_blocks.*.attn.to_qq"])
 
 

@@ -58,6 +58,18 @@ def test_parquet_column(tmp_path, model, column):
     assert read(path, model) == TEXTS
 
 
+def test_odd_line_separators_within_a_prompt_do_not_split_it(tmp_path, model):
+    path = tmp_path / "p.jsonl"
+    write(path, json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False))
+    assert read(path, model) == ("a\u2028b\x85c",)
+
+
+def test_a_quoted_csv_field_may_hold_a_line_break(tmp_path, model):
+    path = tmp_path / "p.csv"
+    write(path, 'prompt,id\n"a\nb",1\n')
+    assert read(path, model) == ("a\nb",)
+
+
 def test_prompt_comes_before_caption_and_text(tmp_path, model):
     path = tmp_path / "p.csv"
     write(path, "text,caption,prompt\na,b,c\n")
@@ -68,7 +80,11 @@ def test_prompt_comes_before_caption_and_text(tmp_path, model):
     ("name", "content", "message"),
     [
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: not a JSON object"),
-        ("p.jsonl", '{"prompt": "a"}\n{"promt": "b"}\n', "p.jsonl:2: no column called prompt, caption, text; found: promt"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n{"promt": "b"}\n',
+            "p.jsonl:2: no column called prompt, caption, text; found: promt",
+        ),
         ("p.jsonl", '{"prompt": "a"}\n3\n', "p.jsonl:2: expected an object or a string, found int"),
         ("p.jsonl", "[1]\n", "p.jsonl:1: expected an object or a string, found list"),
         ("p.jsonl", "null\n", "p.jsonl:1: expected an object or a string, found NoneType"),
@@ -78,6 +94,7 @@ def test_prompt_comes_before_caption_and_text(tmp_path, model):
         ("p.txt", "\n \n", "p.txt: holds no prompts"),
         ("p.jsonl", "", "p.jsonl: holds no prompts"),
         ("p.jsonl", '{"prompt": 3}\n', "p.jsonl: holds no prompts"),
+        ("p.csv", "prompt\n" + "x" * 200_000 + "\n", "p.csv:2: field larger than field limit"),
         ("p.parquet", "no parquet", "p.parquet: damaged or no parquet file"),
         ("p.doc", "a", "p.doc: prompt files end in .txt, .jsonl, .csv, .parquet, not '.doc'"),
     ],

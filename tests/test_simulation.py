@@ -114,7 +114,8 @@ def siblings(name: str) -> str:
 def simulate(pipe: DiffusionPipeline, recipe: str, amax: dict[str, float]) -> None:
     """Replace every Linear of the pipeline's blocks by its simulation, in place."""
     model = pipe.transformer
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[0].endswith("blocks")}
+    inside_blocks = {n: m for n, m in model.named_modules() if n.split(".")[0].endswith("blocks")}
+    linears = {n: m for n, m in inside_blocks.items() if isinstance(m, nn.Linear)}
     top: dict[str, Tensor] = {}
     for name, linear in linears.items():
         here = linear.weight.abs().amax().float()
@@ -124,35 +125,42 @@ def simulate(pipe: DiffusionPipeline, recipe: str, amax: dict[str, float]) -> No
         model.set_submodule(name, Simulated(linear, name, recipe, top[siblings(name)] / (6 * 448), g_x))
 
 
-def calibration_amax(items: list[tuple[str, int]]) -> dict[str, float]:
-    """Largest input of every group over the calibration images, by plain hooks."""
-    pipe, amax = tiny.load(), {}
+def calibration_amax(items: list[tuple[str, int]], steps_seen: list[int]) -> dict[str, float]:
+    """Largest input of every group over the calibration images at the steps seen, by plain hooks."""
+    pipe, amax, step = tiny.load(), {}, [0]
+
+    def after_step(_pipe, index: int, _timestep, tensors: dict) -> dict:
+        step[0] = index + 1
+        return tensors
+
     for name, module in pipe.transformer.named_modules():
         if isinstance(module, nn.Linear):
 
             def hook(_module, args, name=name) -> None:
-                amax[siblings(name)] = max(amax.get(siblings(name), 0.0), float(args[0].abs().max()))
+                if step[0] in steps_seen:
+                    amax[siblings(name)] = max(amax.get(siblings(name), 0.0), float(args[0].abs().max()))
 
             module.register_forward_pre_hook(hook)
-    latents(pipe, items)
+    latents(pipe, items, callback_on_step_end=after_step)
     return amax
 
 
 @torch.no_grad()
-def latents(pipe: DiffusionPipeline, items: list[tuple[str, int]]) -> Tensor:
+def latents(pipe: DiffusionPipeline, items: list[tuple[str, int]], **more) -> Tensor:
     return pipe(
         prompt=[prompt for prompt, _ in items],
         generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in items],
         output_type="latent",
         **tiny.CALL_KWARGS,
+        **more,
     ).images
 
 
 @pytest.fixture(scope="module")
 def amax(checkpoint: Callable[[str], Path]) -> dict[str, float]:
     """Group maxima over the images that the nvfp4 checkpoint says it was calibrated on."""
-    plan = json.loads((checkpoint("nvfp4") / "fluxq_plan.json").read_text(encoding="utf-8"))
-    return calibration_amax([(prompt, seed) for prompt, seed in plan["trajectory"]["items"]])
+    made = json.loads((checkpoint("nvfp4") / "fluxq_plan.json").read_text(encoding="utf-8"))["trajectory"]
+    return calibration_amax([(prompt, seed) for prompt, seed in made["items"]], made["steps_seen"])
 
 
 @pytest.mark.parametrize("recipe", shipped_recipes())

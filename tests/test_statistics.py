@@ -1,8 +1,11 @@
 """Statistics: they merge in any order, are saved as the same bytes, and refuse what does not belong together."""
 
 import json
+import os
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +69,7 @@ def test_any_order_and_sharding_agree(order, cuts, random):
     parts = some_parts(3, 9)
     whole = sums_of(parts)
     bounds = [0, *sorted(set(cuts)), 9]
-    shards = [sums_of(parts[i] for i in order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    shards = [sums_of(parts[i] for i in order[a:b]) for a, b in pairwise(bounds)]
     random.shuffle(shards)
     merged = shards[0]
     for shard in shards[1:]:
@@ -146,7 +149,7 @@ both.save(pathlib.Path(sys.argv[1]))
 
 def test_the_same_split_gives_the_same_bytes_in_two_processes(tmp_path):
     files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
-    here = str(__import__("pathlib").Path(__file__).parent)
+    here = str(Path(__file__).parent)
     runs = [subprocess.Popen([sys.executable, "-c", SAVE, str(file), here]) for file in files]
     assert [run.wait(60) for run in runs] == [0, 0]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -197,8 +200,6 @@ def test_a_file_of_another_kind_a_cut_one_and_none_are_refused(tmp_path):
 
 
 def _umask() -> int:
-    import os
-
     umask = os.umask(0)
     os.umask(umask)
     return umask

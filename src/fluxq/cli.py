@@ -20,6 +20,7 @@ import click
 from fluxq import __version__, show
 
 _EXPECTED = (ValueError, RuntimeError, OSError)
+_MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -61,7 +62,7 @@ _recipe = _options(
 _run = _options(
     click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
     click.option("--device", default="cpu", show_default=True, help="Torch device that runs the pipeline."),
-    click.option("--seed", type=click.IntRange(min=0), help="First seed; by default the recipe's."),
+    click.option("--seed", type=click.IntRange(0, _MAX_SEED), help="First seed; by default the recipe's."),
     click.option("--prompts", help="Prompt file (.txt, .jsonl, .csv, .parquet) or datasets id."),
     click.option("--num-inference-steps", type=click.IntRange(min=1), help="Denoising steps of each image."),
     click.option("--guidance-scale", type=float, help="Guidance of each image."),
@@ -178,6 +179,14 @@ def main() -> None:
         sys.exit(1)
 
 
+class _Failure(click.ClickException):
+    """A message for people, with the exit code of the moment."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue]  click reads it from the instance
+
+
 class _Session:
     """One command's options, its exit code for errors so far, and how it prints."""
 
@@ -236,6 +245,4 @@ def _session(arguments: dict[str, Any]) -> Iterator[_Session]:
     except _EXPECTED as error:
         if session.verbose:
             traceback.print_exc()
-        failure = click.ClickException(str(error))
-        failure.exit_code = session.exit_code
-        raise failure from None
+        raise _Failure(str(error), session.exit_code) from None

@@ -6,23 +6,21 @@ function that takes its result does the work. Output folders appear complete or 
 
 from __future__ import annotations
 
-import errno
 import os
-import platform
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import fluxq
-from fluxq.base.console import logger, progress
+from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_folder, sha256_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, load_pipeline, resolve_model
+from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import capture_statistics, number_of_steps
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.calibrate.statistics import Statistics
@@ -30,7 +28,7 @@ from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
-from fluxq.quantize.run import QuantizationLog, quantize_component
+from fluxq.quantize.run import QuantizationLog, quantize_component, require_finite_weights
 from fluxq.recipes.families import family_of
 from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe
@@ -98,12 +96,16 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
+    if len(recipe.components) > 1:
+        raise ValueError(f"recipe {recipe_name} names {len(recipe.components)} components; this version quantizes one")
     plans = tuple(_plan(folder, name, recipe, options) for name in recipe.components)
     prompts = load_prompts(options.prompts or calibration.prompts, folder)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
     prepared = Prepared(options, folder, recipe_name, recipe, calibration, plans, prompts, statistics, output, {})
     if statistics is not None:
+        if recipe.profile == "rtn":
+            raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
         _require_same_model(statistics, folder, plans)
     if not writes:
         return prepared
@@ -154,7 +156,6 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
         written = [_write(part, prepared, plan, statistics) for plan in prepared.plans]
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
         record = _record(prepared, statistics, written)
-        write_json(part / PLAN_FILE, record)
         if reference is not None:
             record["check"] = _check(part, prepared, reference)
         record["seconds"] = round(time.perf_counter() - started, 1)
@@ -199,13 +200,16 @@ def evaluate_checkpoint(prepared: PreparedEvaluation) -> dict[str, Any]:
     from fluxq.eval.evaluate import measure  # brings torchmetrics and open_clip, which only this command needs
     from fluxq.eval.report import write_report
 
-    options = prepared.options
-    generated = [
-        generate(load_pipeline(folder, options.dtype, options.device), prepared.items, prepared.call, description=what)
-        for folder, what in ((prepared.reference, "16-bit images"), (prepared.quantized, "Quantized images"))
-    ]
+    def images(folder: ModelFolder, description: str) -> Generated:
+        pipe = load_pipeline(folder, prepared.options.dtype, prepared.options.device)
+        return generate(pipe, prepared.items, prepared.call, description=description)
+
     report = measure(
-        *generated, prepared.call, metric_networks=_metric_networks(prepared.reference), facts=_facts(prepared.record)
+        images(prepared.reference, "16-bit images"),
+        images(prepared.quantized, "Quantized images"),
+        prepared.call,
+        metric_networks=_metric_networks(prepared.reference),
+        facts=_facts(prepared.record),
     )
     write_report(prepared.quantized.path / "eval", report)
     return report
@@ -219,7 +223,7 @@ def _plan(folder: ModelFolder, component: str, recipe: Recipe, options: Options)
         component,
         recipe.components[component],
         linears,
-        static_inputs=recipe.uses_data or options.statistics is not None,
+        static_inputs=recipe.profile != "rtn" and (recipe.uses_data or options.statistics is not None),
         include=options.include,
         exclude=options.exclude,
     )
@@ -232,15 +236,19 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
     plan = prepared.plans[0]
     groups = {name: members[0].name for name, members in plan.statistics_groups().items()}
     seed = _CALIBRATION_SEEDS + prepared.calibration.seed
-    return capture_statistics(
-        pipe,
-        plan.component,
-        groups,
-        items_for(prepared.prompts.prompts, prepared.calibration.count, seed),
-        prepared.call,
-        steps=prepared.calibration.steps,
-        model_digest=prepared.folder.digest(plan.component),
-    )
+    try:
+        return capture_statistics(
+            pipe,
+            plan.component,
+            groups,
+            items_for(prepared.prompts.prompts, prepared.calibration.count, seed),
+            prepared.call,
+            steps=prepared.calibration.steps,
+            model_digest=prepared.folder.digest(plan.component),
+        )
+    except ValueError:
+        require_finite_weights(SourceWeights(prepared.folder, plan.component))  # the cause, where there is one
+        raise
 
 
 def _write(part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | None) -> dict[str, Any]:
@@ -353,6 +361,8 @@ def _finished(prepared: Prepared) -> dict[str, Any] | None:
             f"output folder {output} holds a checkpoint with another {', '.join(differing)}; "
             "give another --output, or --overwrite to replace it"
         )
+    if prepared.options.check and record["check"] is None:
+        raise ValueError(f"{output} was made with --no-check; pass it again to accept that, or --overwrite to check")
     return record
 
 
@@ -383,8 +393,9 @@ def _require_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"device {device!r} cannot be used: {reason}; give --device cpu, or cuda with a GPU") from None
+        raise ValueError(
+            f"device {device!r} cannot be used: {first_line(error)}; give --device cpu, or cuda with a GPU"
+        ) from None
 
 
 def _require_same_model(statistics: Statistics, folder: ModelFolder, plans: Sequence[Plan]) -> None:
@@ -399,8 +410,10 @@ def _require_space(prepared: Prepared) -> None:
     needed = sum(path.stat().st_size for path in prepared.folder.path.rglob("*") if path.is_file())
     free = shutil.disk_usage(parent).free
     if free < needed:
-        text = f"the checkpoint may need {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; give another --output"
-        raise OSError(errno.ENOSPC, text, str(parent))
+        raise OSError(
+            f"not enough space in {parent}: the checkpoint may need {needed / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} GB are free; give another --output"
+        )
 
 
 def _metric_networks(folder: ModelFolder) -> MetricNetworks | None:
@@ -436,16 +449,6 @@ def _facts(record: dict[str, Any]) -> Facts:
             "statistics (SHA-256)": record["statistics_digest"] or "none: the recipe needs no data",
         },
     )
-
-
-def versions() -> dict[str, str]:
-    """Versions and hardware that a result depends on."""
-    packages = ("torch", "diffusers", "transformers", "safetensors")
-    return {
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -22,6 +22,11 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
     yield from track(items, description=description, total=total, console=console, disable=quiet, transient=True)
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, cut to one line; the name of its type if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def set_verbosity(level: int) -> None:
     """-1 errors only, 0 warnings and progress, 1 and above also what was decided and why."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")

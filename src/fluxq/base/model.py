@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fluxq.base.console import first_line
 from fluxq.base.files import make_readable, read_json, sha256_file, sha256_json
 
 if TYPE_CHECKING:
@@ -214,7 +215,6 @@ def _download(model: str, revision: str | None, local_files_only: bool) -> Path:
             snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=local_files_only)
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"model {model!r} is neither a folder nor a hub model that can be reached: {reason}"
+            f"model {model!r} is neither a folder nor a hub model that can be reached: {first_line(error)}"
         ) from None

@@ -31,7 +31,7 @@ class FluxqConfig(QuantizationConfigMixin):
 
     def __init__(self, **config: Any) -> None:
         config.pop("quant_method", None)
-        self.quant_method = Method.FLUXQ
+        self.quant_method = Method.FLUXQ  # pyright: ignore[reportAttributeAccessIssue]  diffusers' enum is closed
         self.config = QuantizationConfig.from_dict(config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,9 +46,18 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     use_keep_in_fp32_modules = True
     quantization_config: FluxqConfig
-    is_serializable = True
-    is_trainable = True
-    is_compileable = True
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Every device with a torch runs the reference."""
@@ -62,6 +71,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             old = _submodule(model, name)
             if not isinstance(old, nn.Linear):
                 raise ValueError(f"checkpoint quantizes {name!r}, which is no Linear of this {type(model).__name__}")
+            scheme.weights.check_shape(old.out_features, old.in_features, name)
             with torch.device("meta"):
                 new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, self.dtype)
             model.set_submodule(name, new)
@@ -109,7 +119,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             raise ValueError(f"{param_name}: {stored.dtype} in the file, {expected} by config.json")
         layer.register_parameter(tensor, nn.Parameter(stored.to(target_device), requires_grad=False))
 
-    def _dequantize(self, model: nn.Module) -> nn.Module:
+    def _dequantize(self, model: Any) -> Any:
         for name in self.quantization_config.config.schemes:
             layer = model.get_submodule(name)
             if not isinstance(layer, QuantLinear):

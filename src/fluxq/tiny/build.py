@@ -4,8 +4,9 @@ All quantizable linears of the transformer read 128, 512 or 640 features: multip
 block of any number format here.
 """
 
-# pyright: reportPrivateImportUsage=false
-# diffusers and transformers fill their top level lazily, which a type checker takes for private names.
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
+# diffusers and transformers fill their top level lazily, which a type checker takes for private names, and
+# annotate their configurations narrower than what they take.
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def clip_tokenizer() -> CLIPTokenizer:
         _merge(pieces, tokens, merges)
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=TEXT_TOKENS)  # type: ignore[arg-type]
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=TEXT_TOKENS)
 
 
 def _merge(pieces: list[str], tokens: list[str], merges: list[tuple[str, str]]) -> None:

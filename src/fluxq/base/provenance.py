@@ -1,0 +1,32 @@
+"""What a result depends on besides its inputs: commit, versions, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+_PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that compute, and the kind of machine."""
+    machine = f"{cpu_name()}, {os.cpu_count()} cores"
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}, "machine": machine}
+
+
+def commit() -> str:
+    """The checkout's commit, "-dirty" if files differ from it; "unknown" outside one."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def cpu_name() -> str:
+    """What the operating system calls the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()

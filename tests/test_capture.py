@@ -1,0 +1,217 @@
+"""Capture on the embedded pipeline, against hooks and sums written here."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fluxq import tiny
+from fluxq.calibrate.capture import Trajectory, capture_statistics, number_of_steps, run_pipeline, spread
+
+STEPS = 4
+CALL = {**tiny.CALL_KWARGS, "num_inference_steps": STEPS}
+ITEMS = [(prompt, 100 + i) for i, prompt in enumerate(tiny.PROMPTS[:4])]
+GROUPS = {
+    "transformer_blocks.0.attn.to_q": "transformer_blocks.0.attn.to_q",
+    "transformer_blocks.0.ff.net.2": "transformer_blocks.0.ff.net.2",
+    "single": "single_transformer_blocks.1.proj_mlp",
+}
+
+
+@pytest.fixture(scope="module")
+def pipe32():
+    """fp32, so that arithmetic differs little between batch sizes and seeds show."""
+    return tiny.load(dtype="float32")
+
+
+def captured(pipe, steps=STEPS, batch_size=None, groups=GROUPS, call=CALL, items=ITEMS):
+    return capture_statistics(
+        pipe, "transformer", groups, items, call, steps=steps, model_digest="m", batch_size=batch_size
+    )
+
+
+def inputs_seen(pipe) -> dict[str, list[torch.Tensor]]:
+    """Every input of the groups' layers in an ordinary call of the pipeline, one (M, K) a step."""
+    seen = {name: [] for name in GROUPS}
+    handles = [
+        pipe.transformer.get_submodule(path).register_forward_hook(
+            lambda _module, args, _output, name=name: seen[name].append(args[0].flatten(0, -2).double())
+        )
+        for name, path in GROUPS.items()
+    ]
+    noise = [torch.Generator().manual_seed(seed) for _, seed in ITEMS]
+    pipe(prompt=[prompt for prompt, _ in ITEMS], generator=noise, output_type="latent", **CALL)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("steps", "chosen"), [(STEPS, [0, 1, 2, 3]), (2, [0, 3]), (1, [0])])
+def test_statistics_are_those_of_what_flows(pipe, steps, chosen):
+    stats = captured(pipe, steps)
+    assert stats.trajectory["steps_seen"] == tuple(chosen)
+    for name, seen in inputs_seen(pipe).items():
+        assert len(seen) == STEPS
+        sums = stats.groups[name]
+        assert sums.amax.shape == (len(chosen), seen[0].shape[-1])
+        for index, step in enumerate(chosen):
+            x = seen[step]
+            assert torch.equal(sums.amax[index], x.abs().amax(0).float())
+            assert sums.count[index] == x.shape[0] > 0
+            torch.testing.assert_close(sums.sum[index], x.sum(0), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(sums.sum_of_squares[index], x.square().sum(0), rtol=1e-12, atol=0)
+        assert stats.amax(name) == max(seen[step].abs().max() for step in chosen)
+
+
+def test_the_same_run_gives_the_same_bytes(pipe, tmp_path):
+    for name in ("1", "2"):
+        captured(pipe, steps=2).save(tmp_path / name)
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+def test_batch_size_changes_nothing_but_the_last_bits(pipe32):
+    whole = captured(pipe32)
+    for size in (1, 3):
+        parts = captured(pipe32, batch_size=size)
+        assert (parts.digest, parts.trajectory) == (whole.digest, whole.trajectory)
+        for name, sums in whole.groups.items():
+            assert torch.equal(parts.groups[name].count, sums.count)
+            torch.testing.assert_close(parts.groups[name].amax, sums.amax, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(parts.groups[name].second_moment, sums.second_moment, rtol=1e-3, atol=1e-6)
+
+
+def test_statistics_of_two_halves_merge_to_those_of_all(pipe32):
+    whole = captured(pipe32, batch_size=2)
+    merged = captured(pipe32, items=ITEMS[:2]).merge(captured(pipe32, items=ITEMS[2:]))
+    assert json.dumps(merged.trajectory, sort_keys=True) == json.dumps(whole.trajectory, sort_keys=True)
+    assert merged.digest == whole.digest
+    for name, sums in whole.groups.items():
+        assert torch.equal(merged.groups[name].amax, sums.amax)
+        torch.testing.assert_close(merged.groups[name].sum, sums.sum, rtol=1e-12, atol=1e-12)
+
+
+def test_no_hook_is_left_behind(pipe):
+    captured(pipe, steps=1)
+    assert not any(module._forward_pre_hooks for module in pipe.transformer.modules())
+
+
+def test_nan_is_named_with_layer_and_step(pipe):
+    layer = pipe.transformer.single_transformer_blocks[0].proj_mlp
+
+    def poison(_module, args):
+        poison.calls += 1
+        return (args[0] * float("nan"),) if poison.calls == 3 else None
+
+    poison.calls = 0
+    handle = layer.register_forward_pre_hook(poison)
+    try:
+        with pytest.raises(ValueError, match=r"^single: its input holds NaN or infinity at step 2 of the 16-bit model"):
+            captured(pipe, groups={"single": "single_transformer_blocks.0.proj_mlp"})
+    finally:
+        handle.remove()
+    assert not any(module._forward_pre_hooks for module in pipe.transformer.modules())
+
+
+def test_a_layer_that_nothing_reaches_is_named(pipe, monkeypatch):
+    monkeypatch.setattr(pipe.transformer, "unused", torch.nn.Linear(4, 4), raising=False)
+    with pytest.raises(ValueError, match="unused: no activation reached this layer during calibration"):
+        captured(pipe, steps=1, groups={**GROUPS, "unused": "unused"})
+
+
+def test_a_trajectory_s_digest_covers_all_of_it():
+    parts = {
+        "model": "m",
+        "items": (("p", 0),),
+        "call": {"height": 16},
+        "scheduler": {"class": "S"},
+        "steps_seen": (0, 3),
+        "sigmas": (1.0, 0.25),
+        "dtype": "bfloat16",
+    }
+    other = {
+        "model": "n",
+        "items": (("p", 1),),
+        "call": {"height": 32},
+        "scheduler": {"class": "T"},
+        "steps_seen": (0, 2),
+        "sigmas": (1.0, 0.5),
+        "dtype": "float16",
+    }
+    digests = {Trajectory(**{**parts, key: value}).digest for key, value in other.items()}
+    assert len(digests | {Trajectory(**parts).digest}) == len(parts) + 1
+
+
+def test_the_trajectory_says_how_the_data_was_made(pipe):
+    made = captured(pipe, steps=2).trajectory
+    assert made["items"] == tuple(ITEMS) and made["call"] == CALL and made["dtype"] == "bfloat16"
+    assert made["scheduler"]["class"] == "FlowMatchEulerDiscreteScheduler"
+    assert made["sigmas"][0] == 1.0 and 0 < made["sigmas"][1] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "total", "seen"),
+    [(1, 8, (0,)), (2, 8, (0, 7)), (3, 8, (0, 4, 7)), (8, 8, tuple(range(8))), (99, 4, (0, 1, 2, 3)), (3, 1, (0,))],
+)
+def test_steps_are_spread_evenly(steps, total, seen):
+    assert spread(steps, total) == seen
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 28, 50])
+@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+def test_spread_gives_as_many_steps_as_asked_for(steps, total):
+    seen = spread(steps, total)
+    assert len(seen) == min(steps, total) and sorted(set(seen)) == list(seen)
+    assert seen[0] == 0 and seen[-1] < total and (len(seen) == 1 or seen[-1] == total - 1)
+
+
+def test_number_of_steps_is_the_call_s_or_the_pipeline_s(pipe):
+    assert number_of_steps(pipe, {"num_inference_steps": 3}) == 3
+    assert number_of_steps(pipe, {}) == 28
+
+
+def latents_of(pipe, batch_size, items=ITEMS, **call):
+    batches = run_pipeline(pipe, items, {**CALL, **call}, batch_size=batch_size)
+    return torch.cat([latents for _, latents in batches])
+
+
+def test_an_image_is_the_same_whatever_the_batch(pipe32):
+    whole = latents_of(pipe32, 4)
+    for size in (1, 3):
+        torch.testing.assert_close(latents_of(pipe32, size), whole, rtol=1e-3, atol=1e-3)
+    assert torch.equal(latents_of(pipe32, 4), whole)
+    assert all((whole[i] - whole[j]).abs().max() > 0.1 for i in range(4) for j in range(i))
+
+
+def test_noise_follows_the_seed_and_nothing_else(pipe32, monkeypatch):
+    starts = []
+    forward = pipe32.transformer.forward
+    watch = lambda *args, **kwargs: (starts.append(kwargs["hidden_states"].clone()), forward(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setattr(pipe32.transformer, "forward", watch)
+    for size, items in ((4, ITEMS), (1, ITEMS), (3, ITEMS)):
+        starts.clear()
+        latents_of(pipe32, size, items, num_inference_steps=1)
+        noise = torch.cat(starts)
+        expected = torch.cat(
+            [
+                pipe32.prepare_latents(
+                    1, pipe32.transformer.config.in_channels // 4, 16, 16, torch.float32, "cpu",
+                    torch.Generator().manual_seed(seed),
+                )[0]
+                for _, seed in items
+            ]
+        )  # fmt: skip
+        assert torch.equal(noise, expected)
+
+
+def test_steps_are_announced_before_they_run_in_every_batch(pipe):
+    announced = []
+    for _ in run_pipeline(pipe, ITEMS[:3], CALL, batch_size=2, on_step=announced.append):
+        pass
+    assert announced == [0, 1, 2, 3, 4] * 2
+
+
+def test_no_machine_path_gets_into_a_trajectory(pipe):
+    text = json.dumps(captured(pipe, steps=1).trajectory)
+    assert not re.search(r'"/|\\\\', text) and str(Path.home()) not in text

@@ -1,0 +1,424 @@
+"""The native checkpoint: every tensor against the design's table, and what a damaged one says when it is loaded."""
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fluxq import jobs, tiny
+from fluxq.base.files import atomic_folder, atomic_path
+from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.calibrate.statistics import Statistics
+from fluxq.quantize import checkpoint as ckpt
+from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, list_linears
+from fluxq.quantize.run import QuantizationLog, quantize_component
+from fluxq.recipes.recipe import shipped_recipes
+
+LAYER = "single_transformer_blocks.0.proj_mlp"
+# Stored tensors of an (N, K) weight: name -> (dtype, shape).
+STORED = {
+    "fp8": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, (n,))},
+    "int8": lambda n, k: {"weight": (torch.int8, (n, k)), "weight_scale": (torch.float32, (n,))},
+    "int4": lambda n, k: {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.bfloat16, (n, k // 64))},
+    "mxfp8": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.uint8, (n, k // 32))},
+    "nvfp4": lambda n, k: {
+        "weight": (torch.uint8, (n, k // 2)),
+        "weight_scale": (torch.float8_e4m3fn, (n, k // 16)),
+        "weight_scale_2": (torch.float32, ()),
+    },
+}
+MAIN = {
+    "fp8": "fp8-fp8",
+    "int8": "int8-int8",
+    "int4": "int4-16bit",
+    "mxfp8": "mxfp8-mxfp8",
+    "nvfp4": "nvfp4-nvfp4-static",
+}
+SOURCE = load_file(tiny.path() / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in sorted((folder / "transformer").glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def config_of(folder) -> dict:
+    return json.loads((folder / "transformer" / "config.json").read_text())
+
+
+@pytest.fixture
+def damaged(checkpoint, tmp_path):
+    """damaged(config=…, tensors=…, recipe=…) is a copy of a checkpoint whose parts were changed by those functions."""
+
+    def make(config=lambda c: None, tensors=lambda t: None, recipe="nvfp4"):
+        folder = tmp_path / "damaged"
+        copytree(checkpoint(recipe), folder)
+        said, held = config_of(folder), weights_of(folder)
+        config(said["quantization_config"])
+        tensors(held)
+        (folder / "transformer" / "config.json").write_text(json.dumps(said))
+        save_file(held, folder / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+def load(folder) -> FluxTransformer2DModel:
+    return FluxTransformer2DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16, local_files_only=True)
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_config_says_all_that_loading_needs(checkpoint, recipe):
+    config = config_of(checkpoint(recipe))
+    said = config.pop("quantization_config")
+    assert config == config_of(tiny.path())
+    layers = said.pop("layers")
+    features = ["static_input_scale"] if recipe == "nvfp4" else []
+    assert said == {"quant_method": "fluxq", "format_version": 1, "required_features": features}
+    modulation = "int8-16bit" if recipe == "int8" else "fp8-16bit"
+    assert set(layers) == {MAIN[recipe], modulation}
+    assert all("norm" in name for name in layers[modulation])
+    names = [name for members in layers.values() for name in members]
+    assert len(names) == len(set(names)) and LAYER in layers[MAIN[recipe]]
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_every_tensor_has_the_name_dtype_and_shape_of_the_design(checkpoint, recipe):
+    expected = {}
+    schemes = {
+        name: s
+        for s, members in config_of(checkpoint(recipe))["quantization_config"]["layers"].items()
+        for name in members
+    }
+    for name, tensor in SOURCE.items():
+        layer = name.removesuffix(".weight")
+        if layer in schemes and name.endswith(".weight"):
+            stored = STORED[schemes[layer].split("-")[0]](*tensor.shape)
+            expected.update({f"{layer}.{part}": kind for part, kind in stored.items()})
+            if schemes[layer].endswith("static"):
+                expected[f"{layer}.input_scale"] = (torch.float32, ())
+        else:
+            expected[name] = (torch.bfloat16, tuple(tensor.shape))
+    found = {name: (t.dtype, tuple(t.shape)) for name, t in weights_of(checkpoint(recipe)).items()}
+    assert found == expected
+
+
+def test_what_is_not_quantized_is_untouched(checkpoint):
+    written = weights_of(checkpoint("nvfp4"))
+    same = [name for name in SOURCE if name in written and written[name].dtype == SOURCE[name].dtype]
+    assert any(name.endswith("bias") for name in same) and "proj_out.weight" in same
+    assert all(torch.equal(written[name], SOURCE[name]) for name in same)
+
+
+def test_nvfp4_decodes_to_the_source(checkpoint):
+    """Even element in the low nibble, scales row-major along K: decoded here from the bits alone."""
+    held = weights_of(checkpoint("nvfp4"))
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    packed = held[f"{LAYER}.weight"].long()
+    codes = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)]
+    scale = held[f"{LAYER}.weight_scale"].float() * held[f"{LAYER}.weight_scale_2"]
+    decoded = codes * scale.repeat_interleave(16, dim=1)
+    error = (decoded - SOURCE[f"{LAYER}.weight"].float()).abs()
+    assert (error <= scale.repeat_interleave(16, dim=1) * 1.01).all()  # half the widest gap between codes
+    assert error.square().sum() < 0.02 * SOURCE[f"{LAYER}.weight"].float().square().sum()
+
+
+JOINED = {
+    "transformer_blocks.0": [
+        ["attn.to_q", "attn.to_k", "attn.to_v"],
+        ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    ],
+    "single_transformer_blocks.0": [["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]],
+}
+
+
+@pytest.mark.parametrize(("block", "members"), [(block, m) for block, groups in JOINED.items() for m in groups])
+def test_joined_layers_share_their_scales(checkpoint, statistics_file, block, members):
+    held = weights_of(checkpoint("nvfp4"))
+    names = [f"{block}.{member}" for member in members]
+    amax = max(SOURCE[f"{name}.weight"].abs().max().float() for name in names)
+    seen = Statistics.load(statistics_file).amax(names[0])
+    for name in names:
+        assert held[f"{name}.weight_scale_2"] == amax / (6 * 448)
+        assert held[f"{name}.input_scale"] == seen / (6 * 448)
+
+
+def test_other_layers_have_scales_of_their_own(checkpoint):
+    held = weights_of(checkpoint("nvfp4"))
+    for name in ("transformer_blocks.0.attn.to_out.0", "single_transformer_blocks.0.proj_out"):
+        assert held[f"{name}.weight_scale_2"] == SOURCE[f"{name}.weight"].abs().max().float() / (6 * 448)
+    scales = {float(t) for name, t in held.items() if name.endswith("input_scale")}
+    assert len(scales) > 3
+
+
+def test_two_runs_give_the_same_bytes(checkpoint, tmp_path, statistics_file):
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for folder in folders:
+        options = jobs.Options(model="tiny", output=str(folder), check=False, statistics=str(statistics_file))
+        jobs.quantize(jobs.prepare(options))
+    files = [{p.relative_to(f): p for p in f.rglob("*") if p.is_file()} for f in folders]
+    assert files[0].keys() == files[1].keys()
+    for name, path in files[0].items():
+        if name.name != "fluxq_plan.json":  # says how long it took
+            assert path.read_bytes() == files[1][name].read_bytes(), name
+    records = [json.loads((folder / "fluxq_plan.json").read_text()) for folder in folders]
+    assert records[0].pop("seconds") >= 0 and records[1].pop("seconds") >= 0
+    assert records[0] == records[1]
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+    assert (folders[0] / weights).read_bytes() == (checkpoint("nvfp4") / weights).read_bytes()
+
+
+def write(target, max_shard_bytes, statistics_file):
+    folder = resolve_model("tiny")
+    prepared = jobs.prepare(jobs.Options(model="tiny", recipe="nvfp4"), writes=False)
+    plan = prepared.plans[0]
+    source = SourceWeights(folder, "transformer")
+    tensors = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, QuantizationLog())
+    return ckpt.write_component(target / "transformer", folder, plan, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def test_shards_load_as_one_file_does(checkpoint, tmp_path, statistics_file):
+    total = write(tmp_path, 200_000, statistics_file)
+    files = sorted(path.name for path in (tmp_path / "transformer").glob("*.safetensors"))
+    assert files[0] == f"diffusion_pytorch_model-00001-of-{len(files):05d}.safetensors" and len(files) > 4
+    index = json.loads((tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    held = weights_of(tmp_path)
+    assert total == index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in held.values())
+    assert index["weight_map"].keys() == held.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "transformer" / file, framework="pt") as stream:
+            assert name in stream.keys()
+    one, many = load(checkpoint("nvfp4")).state_dict(), load(tmp_path).state_dict()
+    assert one.keys() == many.keys()
+    assert all(
+        torch.equal(_bytes(one[name]), _bytes(many[name])) and one[name].dtype == many[name].dtype for name in one
+    )
+
+
+def _bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_one_tensor_larger_than_a_shard_gets_a_shard_of_its_own(tmp_path, statistics_file):
+    write(tmp_path, 1, statistics_file)
+    files = list((tmp_path / "transformer").glob("*.safetensors"))
+    assert len(files) == len(weights_of(tmp_path))
+
+
+def test_loaded_tensors_are_those_of_the_file(checkpoint):
+    model = load(checkpoint("nvfp4"))
+    held = weights_of(checkpoint("nvfp4"))
+    state = model.state_dict()
+    assert state.keys() == held.keys()
+    for name, tensor in held.items():
+        assert state[name].dtype == tensor.dtype and torch.equal(_bytes(state[name]), _bytes(tensor)), name
+
+
+def test_files_may_be_read_by_all_that_may_read_others(checkpoint, tmp_path):
+    (tmp_path / "ordinary").write_text("")
+    mode = (tmp_path / "ordinary").stat().st_mode
+    folder = checkpoint("fp8")
+    for file in (
+        "transformer/diffusion_pytorch_model.safetensors",
+        "transformer/config.json",
+        "fluxq_plan.json",
+        "README.md",
+    ):
+        assert (folder / file).stat().st_mode == mode, file
+
+
+def test_the_rest_of_the_pipeline_travels_along_but_no_code(tiny_folder, tmp_path):
+    extra = [
+        "NOTICE",
+        "LICENSE.md",
+        "vae/LICENSE.md",
+        "vae/old.bin",
+        "vae/run.py",
+        "vae/x.ckpt",
+        "stray.bin",
+        "run.py",
+        ".secret",
+    ]
+    for name in extra:
+        (tiny_folder / name).write_text(name)
+    (tiny_folder / "stranger").mkdir()
+    (tiny_folder / "stranger" / "file").write_text("")
+    jobs.quantize(
+        jobs.prepare(jobs.Options(model=str(tiny_folder), recipe="fp8", output=str(tmp_path / "out"), check=False))
+    )
+    written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    source = {str(path.relative_to(tiny_folder)) for path in tiny_folder.rglob("*") if path.is_file()}
+    never = {"vae/old.bin", "vae/run.py", "vae/x.ckpt", "stray.bin", "run.py", ".secret", "stranger/file"}
+    assert written == (source - never) | {"fluxq_plan.json"}
+    for name in ("LICENSE.txt", "LICENSE.md", "NOTICE", "vae/LICENSE.md", "model_index.json", "fluxq_generation.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tiny_folder / name).read_bytes()
+
+
+def test_the_plan_file_says_what_was_done(checkpoint):
+    record = json.loads((checkpoint("nvfp4") / "fluxq_plan.json").read_text())
+    (part,) = record["components"]
+    assert [layer["name"] for layer in part["layers"]] == [
+        linear.name for linear in list_linears(resolve_model("tiny"), "transformer")
+    ]
+    assert all(layer["reason"] for layer in part["layers"])
+    assert record["trajectory"]["steps_seen"] == [0, 7] and len(record["trajectory"]["items"]) == 8
+    assert record["model"]["license"] == "apache-2.0" and record["check"] is None
+    held = weights_of(checkpoint("nvfp4"))
+    assert part["bytes_after"] == sum(t.numel() * t.element_size() for t in held.values())
+    assert part["bytes_before"] == sum(t.numel() * t.element_size() for t in SOURCE.values())
+    bits = sum(layer["bits_per_weight"] * layer["shape"][0] * layer["shape"][1] for layer in part["layers"])
+    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in part["layers"])
+    assert part["bits_per_weight"] == pytest.approx(bits / weights, abs=1e-3)
+
+
+def _rename(tensors, old, new):
+    tensors[new] = tensors.pop(old)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c: c.update(format_version=2),
+            "checkpoint has format version 2, this fluxq reads up to 1: update fluxq",
+        ),
+        (lambda c: c.update(format_version="1"), "checkpoint has format version '1'"),
+        (lambda c: c.pop("format_version"), "checkpoint has format version None"),
+        (lambda c: c.update(required_features=["rotation"]), "checkpoint requires rotation, unknown to this version"),
+        (lambda c: c.update(required_features="rotation"), "checkpoint requires rotation, unknown to this version"),
+        (lambda c: c.update(layers={}), "names no layers"),
+        (lambda c: c.update(layers={"fp8-fp8": LAYER}), "names no layers"),
+        (lambda c: c["layers"].update({"fp8-fp8": [LAYER]}), "names a layer under two schemes"),
+        (lambda c: c["layers"].update({"nf4-16bit": ["proj_out"]}), "unknown format 'nf4'"),
+        (lambda c: c["layers"].update({"fp8-fp8-fp8": ["proj_out"]}), "unknown quantization scheme 'fp8-fp8-fp8'"),
+        (
+            lambda c: c["layers"]["fp8-16bit"].append("blocks.9.to_q"),
+            "quantizes 'blocks.9.to_q', which is no Linear of",
+        ),
+        (lambda c: c["layers"]["fp8-16bit"].append("norm_out.norm"), "quantizes 'norm_out.norm', which is no Linear"),
+        (lambda c: c["layers"]["fp8-16bit"].append("proj_out"), "proj_out.weight"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_name(damaged, change, message):
+    with pytest.raises(ValueError) as caught:
+        load(damaged(config=change))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{LAYER}.weight"), f"lack '{LAYER}.weight'"),
+        (lambda t: t.pop(f"{LAYER}.weight_scale"), f"lack '{LAYER}.weight_scale'"),
+        (lambda t: t.pop(f"{LAYER}.weight_scale_2"), f"lack '{LAYER}.weight_scale_2'"),
+        (lambda t: t.pop(f"{LAYER}.input_scale"), f"lack '{LAYER}.input_scale'"),
+        (lambda t: t.pop("proj_out.weight"), "lack 'proj_out.weight'"),
+        (lambda t: _rename(t, f"{LAYER}.weight", f"{LAYER}.qweight"), f"lack '{LAYER}.weight'"),
+        (
+            lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].view(torch.int8)}),
+            f"{LAYER}.weight: torch.int8 in the file, torch.uint8 by config.json",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.weight_scale": t[f"{LAYER}.weight_scale"].float()}),
+            f"{LAYER}.weight_scale: torch.float32 in the file, torch.float8_e4m3fn by config.json",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.input_scale": t[f"{LAYER}.input_scale"].bfloat16()}),
+            f"{LAYER}.input_scale: torch.bfloat16 in the file, torch.float32 by config.json",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"][:, :-1].contiguous()}),
+            f"{LAYER}.weight: shape (512, 63) in the file, (512, 64) by config.json",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.weight_scale": t[f"{LAYER}.weight_scale"].T.contiguous()}),
+            f"{LAYER}.weight_scale: shape (8, 512) in the file, (512, 8) by config.json",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.weight_scale_2": t[f"{LAYER}.weight_scale_2"].reshape(1)}),
+            f"{LAYER}.weight_scale_2: shape (1,) in the file, () by config.json",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(damaged, change, message):
+    with pytest.raises(ValueError) as caught:
+        load(damaged(tensors=change))
+    assert message in str(caught.value)
+
+
+def test_a_config_is_read_as_it_was_written():
+    said = QuantizationConfig({"fp8-fp8": ["a"], "nvfp4-nvfp4-static": ["b", "c"]}, ("static_input_scale",))
+    assert QuantizationConfig.from_dict(json.loads(json.dumps(said.to_dict()))) == said
+    assert {name: str(scheme) for name, scheme in said.schemes.items()} == {
+        "a": "fp8-fp8",
+        "b": "nvfp4-nvfp4-static",
+        "c": "nvfp4-nvfp4-static",
+    }
+
+
+def test_source_weights_are_found_in_shards_and_never_twice(tmp_path, tiny_folder, statistics_file):
+    (tmp_path / "parts" / "transformer").mkdir(parents=True)
+    names = sorted(SOURCE)
+    save_file({n: SOURCE[n] for n in names[::2]}, tmp_path / "parts" / "transformer" / "a.safetensors")
+    save_file({n: SOURCE[n] for n in names[1::2]}, tmp_path / "parts" / "transformer" / "b.safetensors")
+    source = SourceWeights(ModelFolder("parts", tmp_path / "parts"), "transformer")
+    assert source.names == names and all(torch.equal(source[n], SOURCE[n]) for n in names) and "x" not in source
+    assert source.nbytes == sum(t.numel() * t.element_size() for t in SOURCE.values())
+    with pytest.raises(ValueError, match=r"the weights lack 'x', which the model's config\.json implies"):
+        source["x"]
+    save_file({names[0]: SOURCE[names[0]]}, tmp_path / "parts" / "transformer" / "c.safetensors")
+    with pytest.raises(ValueError, match=rf"c\.safetensors: tensor '{names[0]}' is in two files"):
+        SourceWeights(ModelFolder("parts", tmp_path / "parts"), "transformer")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_appears_complete_or_not_at_all(tmp_path, overwrite):
+    target = tmp_path / "out"
+    if overwrite:
+        target.mkdir()
+        (target / "old").write_text("old")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt), atomic_folder(target, overwrite=overwrite) as part:
+        (part / "new").write_text("new")
+        assert not (target / "new").exists()
+        raise KeyboardInterrupt
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    with atomic_folder(target, overwrite=overwrite) as part:
+        (part / "new").write_text("new")
+    assert [path.name for path in target.iterdir()] == ["new"] and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_stands_there_is_never_replaced_unasked(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    with pytest.raises(OSError), atomic_folder(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+
+
+def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda p, t: rename(p, t) if p.suffix != ".part" else (_ for _ in ()).throw(OSError())
+    )
+    with pytest.raises(OSError), atomic_folder(tmp_path / "out", overwrite=True):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+
+
+def test_a_file_appears_complete_or_not_at_all(tmp_path):
+    (tmp_path / "f").write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "f") as part:
+        part.write_text("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "f").read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,574 @@
+"""The command: what it prints and writes, and how each mistake ends: one short message, an exit code, nothing left."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fluxq import __version__
+from fluxq.cli import cli, main
+from fluxq.recipes.recipe import shipped_recipes
+
+LAYER = "transformer_blocks.0.attn.to_k"
+FEW_STEPS = ("--num-inference-steps", 2)
+WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
+
+Result = namedtuple("Result", "code out err left")
+
+
+@pytest.fixture
+def fluxq(tmp_path, monkeypatch, capsys):
+    """fluxq("plan", …) runs the command in this process, in tmp_path; `left` is what it added or removed there."""
+    monkeypatch.chdir(tmp_path)
+    level = logging.getLogger("fluxq").level
+
+    def run(*arguments) -> Result:
+        before = set(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["fluxq", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        changed = before ^ set(tmp_path.rglob("*"))
+        return Result(caught.value.code or 0, out, err, sorted(str(path.relative_to(tmp_path)) for path in changed))
+
+    yield run
+    logging.getLogger("fluxq").setLevel(level)
+
+
+def assert_refused(result: Result, code: int, *words: str) -> None:
+    """One short message that holds all `words`, the exit code, no traceback and nothing written."""
+    assert result.code == code, result
+    assert "Traceback" not in result.err + result.out
+    assert result.err.startswith(("Error: ", "Usage: ")) and len(result.err) < 800, result.err
+    for word in words:
+        assert word in result.err, result.err
+    assert result.left == []
+
+
+# What every command is for
+
+
+def test_help_is_instant_and_names_the_commands(fluxq):
+    result = fluxq("--help")
+    assert result.code == 0 and "Example:" in result.out
+    assert set(cli.commands) == {"plan", "calibrate", "quantize", "eval"}
+    assert all(f"  {name} " in result.out for name in cli.commands)
+
+
+@pytest.mark.parametrize("command", cli.commands)
+def test_every_command_has_help_with_an_example(fluxq, command):
+    result = fluxq(command, "--help")
+    assert result.code == 0 and f"Example:\n    fluxq {command} " in result.out
+    assert all(option.help for option in cli.commands[command].params if option.param_type_name == "option")
+
+
+MODEL = {"--revision", "--local-files-only"}
+COMMON = {"--json", "-v", "--verbose", "-q", "--quiet"}
+RECIPE = {"--recipe", "--profile", "--include", "--exclude"}
+RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
+WRITES = {"--output", "-o", "--overwrite"}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("plan", MODEL | RECIPE | COMMON | {"--statistics"}),
+        ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON),
+        ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | {"--statistics", "--no-check"}),
+    ],
+)
+def test_options_have_the_names_that_diffusers_uses(command, options):
+    params = cli.commands[command].params
+    assert {name for p in params if p.param_type_name == "option" for name in p.opts} == options
+    assert [p.name for p in params if p.param_type_name == "argument"] == ["model"]
+
+
+# The way it is meant to go
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_plan_prints_every_layer_and_why(fluxq, recipe):
+    result = fluxq("plan", "--recipe", recipe)
+    assert result.code == 0 and result.err == "" and result.left == []
+    first, *_, last = result.out.splitlines()
+    assert first.startswith("model tiny (no MODEL given") and first.endswith(f"recipe {recipe}")
+    assert LAYER in result.out and "last projection" in result.out
+    assert last.startswith("transformer: ") and "bits per weight" in last
+
+
+def test_plan_as_json(fluxq):
+    result = fluxq("plan", "tiny", "--recipe", "fp8", "--exclude", "**.to_k", "--json")
+    layers = {layer["name"]: layer for layer in json.loads(result.out)["transformer"]}
+    assert layers[LAYER]["scheme"] == "16bit" and layers[LAYER]["reason"] == "excluded by '**.to_k'"
+    assert layers["transformer_blocks.0.attn.to_q"]["scheme"] == "fp8-fp8"
+
+
+def test_plan_tells_of_a_role_that_the_family_lacks(fluxq, tmp_path, caplog):
+    (tmp_path / "r.yaml").write_text(
+        "extends: fp8\ncomponents: {transformer: {overrides: [{role: cross, weights: {format: fp8}, reason: r}]}}\n"
+    )
+    assert fluxq("plan", "--recipe", "r.yaml").code == 0
+    assert "role 'cross': the flux family has none, skipped" in caplog.text
+
+
+def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path):
+    arguments = ("quantize", "--recipe", quick_recipe("nvfp4"), *FEW_STEPS)
+    done = fluxq(*arguments)
+    assert done.code == 0, done
+    lines = done.out.splitlines()
+    assert lines[0] == "model tiny (no MODEL given: the small FLUX pipeline that comes with fluxq), recipe nvfp4"
+    assert lines[-2:] == ["checkpoint: tiny-nvfp4", "next: fluxq eval tiny-nvfp4"]
+    for shown in ("layers quantized", "bits per weight", "size", "mean layer SQNR", "paired PSNR"):
+        assert shown in done.out
+    record = json.loads((tmp_path / "tiny-nvfp4" / "fluxq_plan.json").read_text())
+    assert record["check"]["passed"] and len(record["check"]["psnr_db"]) == 4
+    assert not [name for name in done.left if ".part" in name]
+
+    weights = tmp_path / "tiny-nvfp4" / WEIGHTS
+    written = weights.stat().st_mtime_ns
+    again = fluxq(*arguments)
+    assert (again.code, again.left) == (
+        0,
+        [],
+    ) and "already done: tiny-nvfp4 holds this recipe on this model" in again.out
+    assert weights.stat().st_mtime_ns == written
+
+    assert_refused(fluxq(*arguments, "--seed", 7), 2, "holds a checkpoint with another calibration", "--overwrite")
+    assert_refused(fluxq(*arguments, "--exclude", LAYER), 2, "another plans; give another --output")
+    assert_refused(fluxq(*arguments, "--height", 32, "--dtype", "float16"), 2, "another call, dtype")
+    gates = (tmp_path / "recipes" / "nvfp4.yaml").read_text() + "gates: []\n"
+    (tmp_path / "recipes" / "nvfp4.yaml").write_text(gates)
+    assert_refused(fluxq(*arguments), 2, "holds a checkpoint with another recipe;")
+    assert weights.stat().st_mtime_ns == written
+
+    replaced = fluxq(*arguments, "--overwrite", "--no-check", "--json")
+    assert replaced.code == 0 and replaced.left == []
+    assert json.loads(replaced.out)["check"] is None and weights.stat().st_mtime_ns > written
+
+
+def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_path):
+    how = ("tiny", "--recipe", quick_recipe("nvfp4"), *FEW_STEPS)
+    made = fluxq("calibrate", *how, "-o", "s.safetensors")
+    assert made.code == 0 and made.left == ["s.safetensors"]
+    assert made.out.splitlines()[0] == "model tiny, recipe nvfp4"
+    assert "statistics of 8 images in s.safetensors" in made.out
+    assert_refused(fluxq("calibrate", *how, "-o", "s.safetensors"), 2, "exists; give another")
+    again = fluxq("calibrate", *how, "-o", "s.safetensors", "--overwrite", "--json")
+    assert json.loads(again.out) == {"statistics": "s.safetensors"}
+
+    used = fluxq("quantize", *how, "--statistics", "s.safetensors", "--no-check", "-o", "one")
+    assert used.code == 0
+    own = fluxq("quantize", *how, "--no-check", "-o", "two", "-q")
+    assert (own.code, own.out, own.err) == (0, "", "")
+    assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "two" / WEIGHTS).read_bytes()
+
+
+def test_quiet_is_quiet_and_json_is_json(fluxq):
+    quiet = fluxq("plan", "-q")
+    assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
+    failed = fluxq("plan", "-q", "--recipe", "gone")
+    assert failed.code == 2 and failed.out == "" and failed.err.startswith("Error: recipe 'gone'")
+    done = fluxq("quantize", "--recipe", "fp8", "--json", "--no-check", "-o", "out")
+    record = json.loads(done.out)
+    assert record["output"] == "out" and record["recipe"]["name"] == "fp8" and done.err == ""
+
+
+def test_rtn_needs_no_data_and_its_scales_are_dynamic(fluxq, monkeypatch, tmp_path):
+    monkeypatch.setattr("fluxq.jobs.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
+    assert fluxq("quantize", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out").code == 0
+    said = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())["quantization_config"]
+    assert "nvfp4-nvfp4" in said["layers"] and said["required_features"] == []
+    assert not any(name.endswith("input_scale") for name in load_file(tmp_path / "out" / WEIGHTS))
+
+
+def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
+    (tmp_path / "strict.yaml").write_text('extends: fp8\ngates: ["psnr<=-1"]\n')
+    arguments = ("quantize", "--recipe", "strict.yaml", *FEW_STEPS)
+    result = fluxq(*arguments)
+    assert result.code == 1 and "Traceback" not in result.err
+    assert "tiny-strict: gate missed: psnr<=-1 (paired PSNR" in result.err and "the checkpoint was kept" in result.err
+    assert "FAILED" in (tmp_path / "tiny-strict" / "README.md").read_text()
+    assert (tmp_path / "tiny-strict" / WEIGHTS).is_file()
+    again = fluxq(*arguments)
+    assert again.code == 1 and "gate missed" in again.err and again.left == []
+
+
+def test_a_model_folder_and_recipe_model(fluxq, tiny_folder, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"extends: fp8\nmodel: {tiny_folder}\n")
+    result = fluxq("quantize", "--recipe", "own.yaml", "--no-check")
+    assert result.code == 0 and result.out.startswith(f"model {tiny_folder}, recipe own\n")
+    assert (tmp_path / "model-own" / WEIGHTS).is_file()
+
+
+# Recipes that cannot be read
+
+
+@pytest.mark.parametrize("command", ["plan", "calibrate", "quantize"])
+def test_a_missing_recipe_lists_the_shipped_ones(fluxq, command):
+    result = fluxq(command, "--recipe", "nvfp5")
+    assert_refused(result, 2, "recipe 'nvfp5' is neither a file nor a shipped recipe", *shipped_recipes())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("extends: fp8\nprofil: rtn\n", ["r.yaml:2: unknown key 'profil' (did you mean 'profile'?)"]),
+        ("extends: fp8\nprofile: 3\n", ["r.yaml:2: profile: Input should be", "got 3"]),
+        (
+            "extends: fp8\ncomponents:\n  transformer:\n    weights: {format: fp9}\n",
+            ["r.yaml:4:", "did you mean 'fp8'?"],
+        ),
+        (
+            "extends: fp8\ncomponents:\n  transformer:\n    transforms: [smoth]\n",
+            ["r.yaml:4:", "unknown transform 'smoth'"],
+        ),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", ["r.yaml:1: anchors and aliases are not allowed"]),
+        (
+            "extends: fp8\nmodel: !!python/object/apply:os.system [id]\n",
+            ["r.yaml:2: could not determine a constructor"],
+        ),
+        ("extends: gone\n", ["r.yaml:1: recipe 'gone' is neither a file nor a shipped recipe"]),
+        ("extends: fp8\ncomponents:\n  vea:\n    weights: {format: fp8}\n", ["no component 'vea'", "transformer, vae"]),
+        (
+            "extends: fp8\ncomponents:\n  vae:\n    weights: {format: fp8}\n",
+            ["AutoencoderKL has no row", "CONTRIBUTING"],
+        ),
+        ("extends: fp8\ncomponents: {transformer: {exclude: [to_q]}}\n", ["'to_q' matches no Linear", "attn.to_q'"]),
+    ],
+)
+def test_a_bad_recipe_is_named_with_line_and_cure(fluxq, tmp_path, text, words):
+    (tmp_path / "r.yaml").write_text(text)
+    assert_refused(fluxq("quantize", "--recipe", "r.yaml"), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--include", "blocks.*.to_q"], ["pattern 'blocks.*.to_q' matches no Linear", "`fluxq plan` lists all"]),
+        (["--exclude", "a..b"], ["pattern 'a..b' is no module path"]),
+        (["--exclude", "**"], ["leaves every Linear in 16 bit"]),
+        (["--profile", "fastest"], ["--profile", "'balanced'"]),
+        (["--seed", "-1"], ["--seed", "0"]),
+        (["--seed", str(1 << 63)], ["--seed", "9223372036854775807"]),
+        (["--num-inference-steps", "0"], ["--num-inference-steps"]),
+        (["--dtype", "float8"], ["--dtype", "bfloat16"]),
+        (["--device", "warp"], ["device 'warp' cannot be used", "--device cpu"]),
+        (["--prompts", "gone.txt"], ["prompt file 'gone.txt' does not exist"]),
+        (["--statistics", "gone"], ["statistics file gone does not exist; `fluxq calibrate` writes one"]),
+        (["--unknown"], ["No such option"]),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(fluxq, arguments, words):
+    assert_refused(fluxq("quantize", "tiny", "--recipe", "fp8", *arguments), 2, *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_before_any_work(fluxq):
+    assert_refused(fluxq("quantize", "--device", "cuda"), 2, "device 'cuda' cannot be used", "--device cpu")
+
+
+def test_a_bad_prompt_file_is_named_with_its_line(fluxq, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    assert_refused(fluxq("quantize", "--prompts", "p.jsonl"), 2, "p.jsonl:2: no column called prompt", "found: promt")
+
+
+# Models that cannot be read
+
+
+def edit_json(path: Path, **changed) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+def edit_weights(path: Path, change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"\xff" * 64 + path.read_bytes()[64:])
+
+
+INDEX, CONFIG = "model_index.json", "transformer/config.json"
+BAD_MODELS = {
+    "no pipeline": (lambda m: (m / INDEX).unlink(), ["not a diffusers pipeline folder", INDEX]),
+    "index is no JSON": (lambda m: (m / INDEX).write_text("{"), [INDEX, "not valid JSON", "copy it again"]),
+    "index is a list": (lambda m: (m / INDEX).write_text("[]"), [INDEX, "expected a JSON object, found list"]),
+    "unknown family": (
+        lambda m: (
+            edit_json(m / INDEX, transformer=["diffusers", "SD3Transformer2DModel"]),
+            (m / CONFIG).write_text('{"num_layers": 1, "joint_attention_dim": 64, "caption_projection_dim": 1152}'),
+        ),
+        ["SD3Transformer2DModel has no row in recipes/families.py", "known: FluxTransformer2DModel", "how to add one"],
+    ),
+    "unknown class": (
+        lambda m: edit_json(m / INDEX, transformer=["diffusers", "NewTransformer"]),
+        ["transformer is a NewTransformer, which this diffusers"],
+    ),
+    "remote pipeline": (
+        lambda m: edit_json(m / INDEX, _class_name=["mine", "MyPipeline"]),
+        ["pipeline class from remote code, which is never run"],
+    ),
+    "remote component": (
+        lambda m: edit_json(m / INDEX, transformer=["foo", "Bar"]),
+        ["component 'transformer' comes from 'foo'", "never run"],
+    ),
+    "list class": (
+        lambda m: edit_json(m / INDEX, transformer=["diffusers", ["mine", "Bar"]]),
+        ["model_index.json says ['diffusers', ['mine', 'Bar']] of 'transformer', not its class"],
+    ),
+    "no class": (lambda m: edit_json(m / INDEX, vae=[]), ["model_index.json says [] of 'vae'"]),
+    "outside": (
+        lambda m: edit_json(m / INDEX, **{"..": ["diffusers", "AutoencoderKL"]}),
+        ["component name '..' leads out of the folder"],
+    ),
+    "far outside": (
+        lambda m: edit_json(m / INDEX, **{"../../x": ["diffusers", "AutoencoderKL"]}),
+        ["component name '../../x' leads out of the folder"],
+    ),
+    "no config": (lambda m: (m / CONFIG).unlink(), ["config.json", "No such file"]),
+    "bad config": (
+        lambda m: edit_json(m / CONFIG, num_layers="two"),
+        [CONFIG, "no FluxTransformer2DModel can be built"],
+    ),
+    "quantized": (lambda m: edit_json(m / CONFIG, quantization_config={}), ["is already quantized; start from"]),
+    "k": (
+        lambda m: edit_json(m / CONFIG, attention_head_dim=60),
+        [
+            "transformer_blocks.0.attn.to_q: shape (120, 120) does not fit nvfp4",
+            "multiples of 16",
+            "exclude this layer",
+        ],
+    ),
+    "cut": (lambda m: cut(m / WEIGHTS), [str(WEIGHTS), "truncated or damaged safetensors file", "copy it again"]),
+    "scrambled": (lambda m: scramble(m / WEIGHTS), [str(WEIGHTS), "truncated or damaged", "copy it again"]),
+    "empty": (lambda m: (m / WEIGHTS).write_bytes(b""), [str(WEIGHTS), "truncated or damaged", "copy it again"]),
+    "vae cut": (lambda m: cut(next((m / "vae").glob("*.safetensors"))), ["vae", "truncated or damaged"]),
+    "pickle": (
+        lambda m: (m / WEIGHTS).rename(m / WEIGHTS.with_suffix(".bin")),
+        ["holds pickle weights (diffusion_pytorch_model.bin)", "convert them to safetensors"],
+    ),
+    "text encoder pickle": (
+        lambda m: (m / "text_encoder/model.safetensors").rename(m / "text_encoder/pytorch_model.bin"),
+        ["text_encoder: holds pickle weights (pytorch_model.bin)"],
+    ),
+    "no weights": (lambda m: (m / WEIGHTS).unlink(), ["transformer: holds no safetensors weights"]),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_a_model_that_cannot_work_is_refused_before_any_work(fluxq, tiny_folder, case, command):
+    damage, words = BAD_MODELS[case]
+    damage(tiny_folder)
+    assert_refused(fluxq(command, "model", "--recipe", "nvfp4"), 2, *words)
+
+
+@pytest.mark.parametrize("model", ["nowhere", "no/where", "/no/where/at/all", "recipe.safetensors", ""])
+def test_a_model_that_is_not_there_is_named(fluxq, model, tmp_path):
+    (tmp_path / "recipe.safetensors").write_text("")
+    shown = model or "tiny (no MODEL"
+    if model:
+        assert_refused(fluxq("quantize", model), 2, f"model {shown!r} is neither a folder nor a hub model")
+
+
+BAD_WEIGHTS = {
+    "nan": (lambda t: t[f"{LAYER}.weight"][0, 0].fill_(float("nan")), [LAYER, "holds NaN or infinity"]),
+    "infinity": (lambda t: t[f"{LAYER}.weight"][3, 5].fill_(float("inf")), [LAYER, "holds NaN or infinity"]),
+    "nan in a bias": (lambda t: t[f"{LAYER}.bias"][0].fill_(float("nan")), [f"{LAYER}.bias: holds NaN or infinity"]),
+    "lacks one": (lambda t: t.pop(f"{LAYER}.weight"), [f"the weights lack '{LAYER}.weight'", "config.json implies"]),
+    "shape": (
+        lambda t: t.update({f"{LAYER}.weight": torch.zeros(128, 64, dtype=torch.bfloat16)}),
+        [f"{LAYER}: weight has shape (128, 64), config.json implies (128, 128)"],
+    ),
+    "integers": (
+        lambda t: t.update({f"{LAYER}.weight": torch.zeros(128, 128, dtype=torch.int8)}),
+        [f"{LAYER}: expected a floating-point matrix (N, K), got torch.int8"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_weights_that_cannot_be_quantized_name_the_layer_and_leave_nothing(fluxq, tiny_folder, case):
+    damage, words = BAD_WEIGHTS[case]
+    edit_weights(tiny_folder / WEIGHTS, damage)
+    assert_refused(fluxq("quantize", "model", "--recipe", "fp8", "--no-check"), 1, *words)
+    assert_refused(fluxq("quantize", "model", "--recipe", "nvfp4", "--profile", "rtn", "--no-check"), 1, *words)
+
+
+def test_nan_found_by_calibration_names_the_weight_that_holds_it(fluxq, tiny_folder, quick_recipe):
+    edit_weights(tiny_folder / WEIGHTS, BAD_WEIGHTS["nan"][0])
+    assert_refused(fluxq("quantize", "model", "--recipe", quick_recipe("nvfp4")), 1, f"{LAYER}.weight: holds NaN")
+    result = fluxq("calibrate", "model", "--recipe", quick_recipe("nvfp4"))
+    assert_refused(result, 1, f"{LAYER}.weight: holds NaN or infinity")
+
+
+@pytest.mark.parametrize("place", ["None.py", "transformer/diffusers.py", "vae/diffusers.py", "FluxPipeline.py"])
+def test_code_beside_the_weights_is_never_run(fluxq, tiny_folder, tmp_path, place):
+    (tiny_folder / place).write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\n")
+    result = fluxq("quantize", "model", "--recipe", "fp8", "--num-inference-steps", 1, "-o", "out")
+    assert not (tmp_path / "trace").exists() and "Traceback" not in result.err
+    assert result.code == 0 or result.left == []
+    assert not list(tmp_path.glob("out/**/*.py"))
+
+
+def test_a_checkpoint_is_no_source(fluxq, checkpoint):
+    result = fluxq("quantize", checkpoint("fp8"), "--recipe", "fp8")
+    assert_refused(result, 2, "transformer is already quantized; start from the 16-bit model")
+
+
+def test_statistics_of_another_model_are_refused(fluxq, tiny_folder, statistics_file):
+    edit_weights(tiny_folder / WEIGHTS, lambda t: t[f"{LAYER}.weight"][0, 0].fill_(9.0))
+    result = fluxq("quantize", "model", "--statistics", statistics_file)
+    assert_refused(result, 2, "statistics were gathered on another model; run `fluxq calibrate`")
+    (tiny_folder.parent / "s").write_text("no statistics")
+    assert_refused(fluxq("quantize", "--statistics", "s"), 2, "s: truncated or damaged safetensors file")
+
+
+# Outputs that cannot be written
+
+
+def test_an_output_folder_that_is_not_empty_is_refused(fluxq, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    result = fluxq("quantize", "-o", "out")
+    assert_refused(result, 2, "output folder out is not empty; give another --output, or --overwrite to replace it")
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("file", ["output file is a file"]),
+        ("file/out", ["output file/out cannot be made", "file is no folder one may write to"]),
+        (".", ["output . holds", "which would be replaced"]),
+        ("..", ["output .. holds"]),
+        ("model", ["output model holds the model, which would be replaced"]),
+    ],
+)
+def test_an_output_that_cannot_or_must_not_be_made_is_refused(fluxq, tiny_folder, tmp_path, output, words, overwrite):
+    (tmp_path / "file").write_text("mine")
+    result = fluxq("quantize", "model", "--recipe", "fp8", "--no-check", "-o", output, *overwrite)
+    assert_refused(result, 2, *words, "give another --output")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_calibrate_does_not_write_over_a_folder(fluxq, tmp_path):
+    (tmp_path / "out").mkdir()
+    for overwrite in ([], ["--overwrite"]):
+        assert_refused(fluxq("calibrate", "-o", "out", *overwrite), 2, "output out is a folder; give a file")
+
+
+def test_a_full_disk_is_foreseen(fluxq, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    result = fluxq("quantize", "--recipe", "fp8", "--no-check")
+    assert_refused(
+        result, 1, "not enough space in", "the checkpoint may need 0.00 GB, 0.00 GB are free", "another --output"
+    )
+
+
+@pytest.mark.parametrize("command", ["quantize", "calibrate"])
+def test_a_write_that_fails_is_named_and_leaves_nothing(fluxq, quick_recipe, command):
+    arguments = ["quantize", "--recipe", "fp8", "--no-check"] if command == "quantize" else ["calibrate", "--recipe"]
+    if command == "calibrate":
+        arguments.append(quick_recipe("nvfp4"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        result = fluxq(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_refused(result, 1, "cannot write ", "File too large", "GB are free")
+
+
+# How a failure is shown
+
+
+def test_verbose_shows_the_traceback_and_the_message(fluxq):
+    result = fluxq("plan", "-v", "--recipe", "gone")
+    assert result.code == 2 and "Traceback (most recent call last)" in result.err
+    assert result.err.splitlines()[-1].startswith("Error: recipe 'gone' is neither")
+
+
+def test_a_fault_of_our_own_is_not_hidden(fluxq, monkeypatch, tmp_path):
+    monkeypatch.setattr("fluxq.jobs.prepare", lambda *a, **k: {}["bug"])
+    monkeypatch.setattr(sys, "argv", ["fluxq", "plan"])
+    with pytest.raises(KeyError):
+        main()
+
+
+def test_an_interruption_anywhere_leaves_nothing(fluxq, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    for place in ("fluxq.jobs.write_text", "fluxq.quantize.checkpoint.copy_rest", "fluxq.jobs.load_pipeline"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupt)
+            result = fluxq("quantize", "--recipe", "fp8", *([] if "load" in place else ["--no-check"]))
+        assert (result.code, result.left) == (1, []), place
+        assert result.err.strip() == "interrupted; nothing half-written was left behind"
+
+
+# Real processes
+
+
+def start(*arguments, cwd: Path, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fluxq", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        # A shell that starts tests in the background makes them ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
+
+
+def test_a_real_process_ends_with_code_and_message(tmp_path):
+    processes = [
+        start("quantize", "--recipe", "gone", cwd=tmp_path),
+        start("--version", cwd=tmp_path),
+        start("nonsense", cwd=tmp_path),
+    ]
+    (_, missing), (version, _), (_, unknown) = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2, 0, 2]
+    assert missing.startswith("Error: recipe 'gone' is neither") and len(missing.splitlines()) == 1
+    assert version == f"fluxq, version {__version__}\n"
+    assert "No such command 'nonsense'" in unknown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_during_work_ends_with_a_message_and_leaves_nothing(tmp_path):
+    process = start("quantize", "--recipe", "fp8", "--num-inference-steps", "16", cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob(".tiny-fp8.*.part/transformer/*.safetensors")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert err.strip() == "interrupted; nothing half-written was left behind"
+    assert list(tmp_path.iterdir()) == []
