@@ -16,7 +16,7 @@ import torch
 from fluxq import jobs, tiny
 from fluxq.recipes.recipe import load_recipe
 
-torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite five times slower
+torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite several times slower
 
 
 @pytest.fixture

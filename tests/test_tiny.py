@@ -235,7 +235,6 @@ def test_log_tells_how_the_weights_were_made():
     assert {"seed", "hardware", "versions"} <= set(log)
 
 
-@pytest.mark.slow
 def test_training_script_runs_and_writes_a_pipeline(tmp_path):
     command = [sys.executable, "-m", "fluxq.tiny.train", "--smoke", "--output", str(tmp_path / "out")]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

@@ -96,9 +96,9 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
+    plans = tuple(_plan(folder, name, recipe, options) for name in recipe.components)
     if len(recipe.components) > 1:
         raise ValueError(f"recipe {recipe_name} names {len(recipe.components)} components; this version quantizes one")
-    plans = tuple(_plan(folder, name, recipe, options) for name in recipe.components)
     prompts = load_prompts(options.prompts or calibration.prompts, folder)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
