@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from shutil import copytree
+from shutil import copy, copytree
 
 import pytest
 import torch
@@ -365,18 +365,24 @@ def test_a_config_is_read_as_it_was_written():
 
 
 def test_source_weights_are_found_in_shards_and_never_twice(tmp_path, tiny_folder, statistics_file):
-    (tmp_path / "parts" / "transformer").mkdir(parents=True)
-    names = sorted(SOURCE)
-    save_file({n: SOURCE[n] for n in names[::2]}, tmp_path / "parts" / "transformer" / "a.safetensors")
-    save_file({n: SOURCE[n] for n in names[1::2]}, tmp_path / "parts" / "transformer" / "b.safetensors")
-    source = SourceWeights(ModelFolder("parts", tmp_path / "parts"), "transformer")
+    folder, names = tmp_path / "parts" / "transformer", sorted(SOURCE)
+    folder.mkdir(parents=True)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+
+    def write(shards):
+        for file, held in shards.items():
+            save_file({name: SOURCE[name] for name in held}, folder / file)
+        index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+        (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+        return SourceWeights(ModelFolder("parts", tmp_path / "parts"), "transformer")
+
+    source = write(shards)
     assert source.names == names and all(torch.equal(source[n], SOURCE[n]) for n in names) and "x" not in source
     assert source.nbytes == sum(t.numel() * t.element_size() for t in SOURCE.values())
     with pytest.raises(ValueError, match=r"the weights lack 'x', which the model's config\.json implies"):
         source["x"]
-    save_file({names[0]: SOURCE[names[0]]}, tmp_path / "parts" / "transformer" / "c.safetensors")
     with pytest.raises(ValueError, match=rf"c\.safetensors: tensor '{names[0]}' is in two files"):
-        SourceWeights(ModelFolder("parts", tmp_path / "parts"), "transformer")
+        write({**shards, "c.safetensors": names[:1]})
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -422,3 +428,18 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path):
         part.write_text("half")
         raise KeyboardInterrupt
     assert (tmp_path / "f").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_index_decides_which_weight_files_are_read(tiny_folder):
+    folder = tiny_folder / "transformer"
+    only = folder / "diffusion_pytorch_model.safetensors"
+    copy(only, folder / "diffusion_pytorch_model.fp16.safetensors")
+    assert resolve_model(str(tiny_folder)).weight_files("transformer") == [only]
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    for shard, words in (
+        ("../vae/diffusion_pytorch_model.safetensors", "leads out"),
+        ("absent.safetensors", "missing"),
+    ):
+        index.write_text(json.dumps({"weight_map": {"proj_out.weight": shard}}))
+        with pytest.raises(ValueError, match=words):
+            resolve_model(str(tiny_folder)).weight_files("transformer")

@@ -1,5 +1,7 @@
 """FAMILIES against the diffusers classes they describe, on the meta device."""
 
+import dataclasses
+
 import diffusers
 import pytest
 import torch
@@ -34,6 +36,18 @@ def test_every_name_of_the_row_is_a_linear_of_the_class(family):
             assert any(matches(f"{group.block}.{member}", name) for name in names), (group.block, member)
     for pattern in family.keep:
         assert any(matches(pattern, name) for name in names), pattern
+
+
+def test_one_wrong_name_in_a_row_is_found(family):
+    first, *rest = family.groups
+    renamed = dataclasses.replace(first, members=(first.members[0] + "_renamed", *first.members[1:]))
+    broken = dataclasses.replace(family, groups=(renamed, *rest))
+    for check in (
+        test_every_name_of_the_row_is_a_linear_of_the_class,
+        lambda row: test_every_linear_is_either_located_or_kept(row, "tiny_config"),
+    ):
+        with pytest.raises(AssertionError):
+            check(broken)
 
 
 def test_members_of_a_group_read_as_many_channels(family):

@@ -7,6 +7,7 @@ everything else to stderr. Heavy imports happen inside the commands, so that `--
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -174,6 +175,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; nothing half-written was left behind", err=True)
         sys.exit(1)
@@ -242,6 +246,8 @@ def _session(arguments: dict[str, Any]) -> Iterator[_Session]:
     set_verbosity(-1 if session.quiet else session.verbose)
     try:
         yield session
+    except BrokenPipeError:
+        raise
     except _EXPECTED as error:
         if session.verbose:
             traceback.print_exc()

@@ -28,6 +28,7 @@ GENERATION_FILE = "fluxq_generation.json"
 PROMPTS_FILE = "fluxq_prompts.txt"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _LIBRARIES = ("diffusers", "transformers")
 _HUB_PATTERNS = [
     "model_index.json",
@@ -70,15 +71,22 @@ class ModelFolder:
         return read_json(path) if path.is_file() else {}
 
     def weight_files(self, component: str) -> list[Path]:
-        """The component's safetensors files in name order; ValueError for pickle weights, or none at all."""
+        """The component's safetensors files as diffusers picks them: an index's shards, else the one file.
+
+        Other variants beside them (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none
+        at all, and for an index that names a file outside the folder or one that is missing.
+        """
         folder = self.path / component
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            pickled = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
-            cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
-            held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
-            raise ValueError(f"{folder}: {held}")
-        return files
+        for stem in _WEIGHT_STEMS:
+            index = folder / f"{stem}.safetensors.index.json"
+            if index.is_file():
+                return _indexed(index)
+            if (folder / f"{stem}.safetensors").is_file():
+                return [folder / f"{stem}.safetensors"]
+        pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
+        cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
+        held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
+        raise ValueError(f"{folder}: {held}")
 
     def digest(self, component: str) -> str:
         """SHA-256 over the names and bytes of the component's config and weights."""
@@ -204,6 +212,20 @@ def _require_safe(folder: ModelFolder) -> None:
                 )
         if component == ".." or Path(component).name != component:
             raise ValueError(f"{folder.path}: component name {component!r} leads out of the folder")
+
+
+def _indexed(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: names no weights; the file is damaged, copy it again")
+    files = []
+    for name in sorted(set(weight_map.values())):
+        if name == ".." or Path(name).name != name:
+            raise ValueError(f"{index}: {name!r} leads out of the folder")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent / name}: missing, though {index.name} names it; copy the folder again")
+        files.append(index.parent / name)
+    return files
 
 
 def _download(model: str, revision: str | None, local_files_only: bool) -> Path:

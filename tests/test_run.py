@@ -1,0 +1,60 @@
+"""Quantizing layer by layer, and trying a recipe on one layer."""
+
+import pytest
+import torch
+from torch import nn
+
+import fluxq
+from fluxq.quantize.run import sqnr
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
+
+# Gaussian weights and inputs, both quantized: dB that a sound implementation reaches with room to spare.
+LEAST_SQNR = {"fp8": 26, "mxfp8": 26, "nvfp4": 15, "int8": 35, "int4": 16}
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(256, 96, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_a_recipe_tried_on_one_layer_stays_close_to_it(recipe, linear):
+    x = torch.randn(3, 40, 256, dtype=torch.bfloat16)
+    layer = fluxq.quantize_linear(linear, x, recipe)
+    assert isinstance(layer, fluxq.QuantLinear)
+    with torch.no_grad():
+        y = linear(x).float()
+        assert layer(x).shape == y.shape
+        assert sqnr(y, layer(x).float()) > LEAST_SQNR[recipe]
+
+
+def test_the_input_scale_comes_from_the_inputs_given(linear):
+    x = torch.randn(40, 256, dtype=torch.bfloat16)
+    scale = fluxq.quantize_linear(linear, x, "nvfp4").input_scale
+    assert torch.equal(scale.data, x.float().abs().max() / (6 * 448))
+
+
+def test_a_component_serves_as_recipe_and_bias_is_optional(linear):
+    linear.bias = None
+    component = load_recipe("fp8")[1].components["transformer"]
+    layer = fluxq.quantize_linear(linear, torch.randn(4, 256), component)
+    assert layer.bias is None and str(layer.scheme) == "fp8-fp8"
+
+
+def test_inputs_of_another_width_are_refused(linear):
+    with pytest.raises(ValueError, match="x has 128 channels, the layer takes 256"):
+        fluxq.quantize_linear(linear, torch.randn(4, 128), "fp8")
+
+
+def test_a_layer_with_nan_is_refused(linear):
+    with torch.no_grad():
+        linear.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        fluxq.quantize_linear(linear, torch.randn(4, 256), "fp8")
+
+
+def test_sqnr_is_ten_log_of_power_over_error_power():
+    reference = torch.tensor([3.0, 4.0])
+    assert sqnr(reference, reference + 0.5) == pytest.approx(10 * torch.log10(torch.tensor(25 / 0.5)).item())
+    assert sqnr(reference, reference) == float("inf")
