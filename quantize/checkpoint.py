@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fluxq.base.files import read_json, write_json
-from fluxq.base.model import ModelFolder, open_weights, save_weights
+from fluxq.base.model import PICKLES, ModelFolder, open_weights, save_weights
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LinearShape, Plan
 
@@ -85,7 +85,8 @@ class SourceWeights:
 
     def __init__(self, folder: ModelFolder, component: str) -> None:
         self.folder, self._files = folder.path / component, {}
-        for path in folder.weight_files(component):
+        self._paths = folder.weight_files(component)
+        for path in self._paths:
             stream = open_weights(path)
             for name in stream.keys():
                 if name in self._files:
@@ -108,7 +109,7 @@ class SourceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, from the files' headers."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in map(self.__getitem__, self.names))
+        return sum(map(_tensor_bytes, self._paths))
 
 
 def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
@@ -191,8 +192,6 @@ def read_plan_file(folder: Path) -> dict[str, Any] | None:
 
 
 def _never_copied(folder: str, names: list[str]) -> list[str]:
-    from fluxq.base.model import PICKLES
-
     return [name for name in names if name.endswith((*PICKLES, ".py"))]
 
 
@@ -207,6 +206,12 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
         size += _nbytes(tensor)
     if shard:
         yield shard
+
+
+def _tensor_bytes(path: Path) -> int:
+    """What follows the header: 8 bytes that hold the header's length, the header, the tensors."""
+    with path.open("rb") as stream:
+        return path.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
 def _nbytes(tensor: Tensor) -> int:

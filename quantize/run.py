@@ -7,7 +7,6 @@ shared global scale asks for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +21,16 @@ from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.recipe import Component
 
 
-@dataclass
-class QuantizationLog:
-    """What quantizing measured: weight SQNR in dB per layer, and how many layers are done."""
-
-    weight_sqnr: dict[str, float] = field(default_factory=dict)
-
-
 def quantize_component(
-    plan: Plan, source: SourceWeights, statistics: Statistics | None, dtype: torch.dtype, log: QuantizationLog
+    plan: Plan,
+    source: SourceWeights,
+    statistics: Statistics | None,
+    dtype: torch.dtype,
+    weight_sqnr: dict[str, float],
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the quantized component: codes and scales of planned layers, the rest cast to `dtype`.
 
+    weight_sqnr is filled as layers are done: name -> dB.
     Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
     """
     taken = {f"{layer.name}.weight" for layer in plan.quantized}
@@ -42,7 +39,7 @@ def quantize_component(
     for layer in plan.quantized:
         w = source[f"{layer.name}.weight"]
         q = quantize_weight(w, layer, global_scales.get(layer.name))
-        log.weight_sqnr[layer.name] = sqnr(w.float(), q.dequantize())
+        weight_sqnr[layer.name] = sqnr(w.float(), q.dequantize())
         for name, tensor in q.tensors().items():
             yield f"{layer.name}.{name}", tensor
         if layer.name in input_scales:

@@ -16,7 +16,7 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.calibrate.statistics import Statistics
 from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, list_linears
-from fluxq.quantize.run import QuantizationLog, quantize_component
+from fluxq.quantize.run import quantize_component
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "single_transformer_blocks.0.proj_mlp"
@@ -181,7 +181,7 @@ def write(target, max_shard_bytes, statistics_file):
     prepared = jobs.prepare(jobs.Options(model="tiny", recipe="nvfp4"), writes=False)
     plan = prepared.plans[0]
     source = SourceWeights(folder, "transformer")
-    tensors = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, QuantizationLog())
+    tensors = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, {})
     return ckpt.write_component(target / "transformer", folder, plan, tensors, max_shard_bytes=max_shard_bytes)
 
 

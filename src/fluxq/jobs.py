@@ -28,7 +28,7 @@ from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
-from fluxq.quantize.run import QuantizationLog, quantize_component, require_finite_weights
+from fluxq.quantize.run import quantize_component, require_finite_weights
 from fluxq.recipes.families import family_of
 from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe
@@ -253,9 +253,9 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
 
 def _write(part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | None) -> dict[str, Any]:
     source = SourceWeights(prepared.folder, plan.component)
-    log = QuantizationLog()
+    weight_sqnr: dict[str, float] = {}
     dtype = getattr(torch, prepared.options.dtype)
-    tensors = quantize_component(plan, source, statistics, dtype, log)
+    tensors = quantize_component(plan, source, statistics, dtype, weight_sqnr)
     shown = progress(tensors, f"Quantizing {plan.component}")
     size = checkpoint.write_component(part / plan.component, prepared.folder, plan, shown)
     return {
@@ -271,7 +271,7 @@ def _write(part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | 
                 "role": layer.role,
                 "scheme": str(layer.scheme) if layer.scheme else "16bit",
                 "bits_per_weight": round(layer.bits_per_weight, 4),
-                "weight_sqnr_db": _rounded(log.weight_sqnr.get(layer.name)),
+                "weight_sqnr_db": _rounded(weight_sqnr.get(layer.name)),
                 "reason": layer.reason,
             }
             for layer in plan.layers
