@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.quantize import ops
+from fluxq.quantize.encode import SCALE_DTYPES
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import Scheme
 
@@ -24,10 +25,12 @@ class QuantLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
         scheme.weights.check_shape(out_features, in_features, "QuantLinear")
         stored = dict(stored_shapes(scheme.weights, out_features, in_features))
         if scheme.static_input:
             stored["input_scale"] = ((), torch.float32)
+        self.scale_names = tuple(name for name in SCALE_NAMES if name in stored)
         for name, (shape, stored_dtype) in stored.items():
             self.register_parameter(name, _frozen(torch.empty(shape, dtype=stored_dtype)))
         self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if bias else None)
@@ -51,13 +54,22 @@ class QuantLinear(nn.Linear):
                 layer.register_parameter(name, _frozen(tensor))
         return layer
 
+    def stored(self, name: str) -> Tensor | None:
+        """A stored tensor in its own dtype, None if the scheme has none of that name.
+
+        Scales that a loader must not cast travel as integers of the same bits (see integrations/diffusers.py).
+        """
+        tensor = getattr(self, name, None)
+        if tensor is None or name not in SCALE_NAMES:
+            return tensor
+        return tensor.view(scale_dtype(self.scheme, name))
+
     @property
     def quantized_weight(self) -> QuantizedTensor:
         """The weight (N, K) as a QuantizedTensor that shares this layer's tensors."""
         shape = (self.out_features, self.in_features)
-        global_scale = getattr(self, "weight_scale_2", None)
-        scale = self.get_parameter("weight_scale").data
-        return QuantizedTensor(self.weight.data, scale, global_scale, shape, self.scheme.weights)
+        scale = self.get_parameter("weight_scale").data.view(scale_dtype(self.scheme, "weight_scale"))
+        return QuantizedTensor(self.weight.data, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
         """A plain Linear that holds the same weight, rounded to `dtype`."""
@@ -70,21 +82,41 @@ class QuantLinear(nn.Linear):
     @property
     def stored_names(self) -> tuple[str, ...]:
         """Names of the parameters that must be kept exactly as stored, whatever dtype a model is cast to."""
-        return tuple(name for name, _ in self.named_parameters() if name != "bias")
+        return ("weight", *self.scale_names)
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.quantized_linear(
             input,
             self.weight,
-            self.weight_scale,
-            getattr(self, "weight_scale_2", None),
-            getattr(self, "input_scale", None),
+            self.stored("weight_scale"),
+            self.stored("weight_scale_2"),
+            self.stored("input_scale"),
             self.bias,
             str(self.scheme),
         )
 
+    def _apply(self, fn, recurse: bool = True):
+        """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused."""
+        for name in self.stored_names:
+            held = getattr(self, name)
+            cast = fn(torch.empty(0, dtype=held.dtype, device=held.device)).dtype
+            if cast != held.dtype:
+                raise ValueError(
+                    f"a layer quantized as {self.scheme} cannot be cast to {cast}: its {name} is stored as it must be "
+                    "read. Load the checkpoint with another dtype, and leave out layerwise casting"
+                )
+        return super()._apply(fn, recurse)
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scheme={self.scheme}"
+
+
+def scale_dtype(scheme: Scheme, name: str) -> torch.dtype:
+    """The dtype in which the scale called `name` is stored."""
+    return SCALE_DTYPES[scheme.weights.scale] if name == "weight_scale" else torch.float32
+
+
+SCALE_NAMES = ("weight_scale", "weight_scale_2", "input_scale")
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -51,6 +51,26 @@ def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, scheme):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _save_for_backward(ctx, inputs, output) -> None:
+    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, ctx.scheme = inputs
+    ctx.save_for_backward(weight, weight_scale, weight_scale_2)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, grad):
+    """dL/dx = dL/dy · W, with the weight that the codes stand for and rounding of x taken as the identity."""
+    weight, weight_scale, weight_scale_2 = ctx.saved_tensors
+    row = Scheme.parse(ctx.scheme).weights
+    shape = (weight.shape[0], weight.shape[1] * 8 // row.element.bits)  # (N, K)
+    w = QuantizedTensor(weight, weight_scale, weight_scale_2, shape, row).dequantize()
+    grad_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
+    return grad_x, None, None, None, None, grad_bias, None
+
+
+quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
+
+
 def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:
     """x (M, K) to codes per token. input_scale: nvfp4's calibrated global scale; None: one per token row."""
     if format.two_level and input_scale is None:

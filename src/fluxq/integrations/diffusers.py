@@ -1,8 +1,10 @@
 """fluxq as a quantization backend of diffusers: how `FluxPipeline.from_pretrained(folder)` loads a checkpoint.
 
 diffusers has no entry point for backends, so `register` writes into its two tables; `import fluxq` arranges that.
-The loader casts every floating tensor but E4M3 to the model's dtype before a backend sees it, which would round
-fp32 scales through bf16; therefore tensors are taken from the file's state dict, never from the argument.
+The loader casts every floating tensor but E4M3 to the model's dtype, which would round fp32 scales through bf16, and
+where a device map offloads to disk no backend is asked at all. So scales travel through it as integers of the same
+bits: made in `maybe_update_state_dict`, which runs first, and read back when loading is over or, from disk, by the
+layer itself.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
-from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.linear import SCALE_NAMES, QuantLinear, scale_dtype
 
 
 class Method(StrEnum):
@@ -74,10 +76,29 @@ class FluxqQuantizer(DiffusersQuantizer):
             scheme.weights.check_shape(old.out_features, old.in_features, name)
             with torch.device("meta"):
                 new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, self.dtype)
+            for scale in new.scale_names:
+                held = new.get_parameter(scale)
+                _set(new, scale, torch.empty_like(held, dtype=_SAME_BITS.get(held.dtype, held.dtype)))
             model.set_submodule(name, new)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for layer in model.modules():
+            if isinstance(layer, QuantLinear):
+                # What is still on the meta device comes from disk later, in the dtype of its placeholder.
+                for name in layer.scale_names:
+                    if not layer.get_parameter(name).is_meta:
+                        _set(layer, name, layer.stored(name))
         return model
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        schemes = self.quantization_config.config.schemes
+        for name, tensor in state_dict.items():
+            module, _, parameter = name.rpartition(".")
+            if module in schemes and parameter in SCALE_NAMES:
+                expected = scale_dtype(schemes[module], parameter)
+                if tensor.dtype == expected and expected in _SAME_BITS:
+                    state_dict[name] = tensor.view(_SAME_BITS[expected])
+        return state_dict
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         if missing_keys:
@@ -112,12 +133,12 @@ class FluxqQuantizer(DiffusersQuantizer):
         **kwargs: Any,
     ) -> None:
         module, _, tensor = param_name.rpartition(".")
-        layer = model.get_submodule(module)
+        layer: Any = model.get_submodule(module)
         stored = state_dict[param_name]  # param_value has been cast to the model's dtype already
-        expected = getattr(layer, tensor).dtype
-        if stored.dtype != expected:
+        if stored.dtype != layer.get_parameter(tensor).dtype:
+            expected = scale_dtype(layer.scheme, tensor) if tensor in SCALE_NAMES else layer.weight.dtype
             raise ValueError(f"{param_name}: {stored.dtype} in the file, {expected} by config.json")
-        layer.register_parameter(tensor, nn.Parameter(stored.to(target_device), requires_grad=False))
+        _set(layer, tensor, stored.to(target_device))
 
     def _dequantize(self, model: Any) -> Any:
         for name in self.quantization_config.config.schemes:
@@ -135,6 +156,13 @@ def register() -> None:
     """Make diffusers know `quant_method: fluxq`."""
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = FluxqQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = FluxqConfig
+
+
+def _set(layer: QuantLinear, name: str, tensor: Tensor | None) -> None:
+    layer.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+
+
+_SAME_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:

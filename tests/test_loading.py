@@ -1,0 +1,180 @@
+"""Every way that users load, move, copy and train a checkpoint gives what a plain load gives."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxq
+from fluxq.recipes.recipe import shipped_recipes
+
+LAYER = "single_transformer_blocks.3.attn.to_q"
+
+
+def load(folder: Path, **how) -> diffusers.FluxTransformer2DModel:
+    return diffusers.FluxTransformer2DModel.from_pretrained(folder, **{"dtype": torch.bfloat16, **how})
+
+
+@torch.no_grad()
+def output(model: nn.Module) -> Tensor:
+    """The velocity of a fixed input."""
+    noise = torch.Generator().manual_seed(0)
+    return model(
+        hidden_states=torch.randn(2, 16, 16, generator=noise).bfloat16(),
+        encoder_hidden_states=torch.randn(2, 8, 64, generator=noise).bfloat16(),
+        pooled_projections=torch.randn(2, 64, generator=noise).bfloat16(),
+        timestep=torch.tensor([0.3, 0.8]).bfloat16(),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(8, 3),
+        return_dict=False,
+    )[0]
+
+
+@pytest.fixture(params=shipped_recipes())
+def folder(request, checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint(request.param) / "transformer"
+
+
+def test_sharded_files_load_alike_also_in_parallel(folder, tmp_path, monkeypatch):
+    model = load(folder)
+    model.save_pretrained(tmp_path, max_shard_size="300KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    want = output(model)
+    assert torch.equal(output(load(tmp_path)), want)
+    monkeypatch.setenv("HF_ENABLE_PARALLEL_LOADING", "YES")
+    assert torch.equal(output(load(tmp_path)), want)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
+def test_device_maps_load_alike(folder, device_map):
+    assert torch.equal(output(load(folder, device_map=device_map)), output(load(folder)))
+
+
+def test_a_part_offloaded_to_disk_computes_alike(folder, tmp_path):
+    """The loader casts floats on their way to disk and asks no backend: fp32 scales must come back whole."""
+    parts = [name for name, _ in load(folder).named_children() if name != "single_transformer_blocks"]
+    split = {**dict.fromkeys(parts, "cpu"), **{f"single_transformer_blocks.{i}": "cpu" for i in range(4)}}
+    model = load(folder, device_map={**split, "single_transformer_blocks.3": "disk"}, offload_folder=tmp_path)
+    assert model.get_submodule(LAYER).weight.is_meta
+    assert torch.equal(output(model), output(load(folder)))
+    assert torch.equal(output(model), output(load(folder))), "a second step, after the layers went back to disk"
+
+
+def test_a_variant_is_saved_and_loaded(folder, tmp_path):
+    model = load(folder)
+    model.save_pretrained(tmp_path, variant="q")
+    assert torch.equal(output(load(tmp_path, variant="q")), output(model))
+
+
+def test_a_deep_copy_is_another_model_that_computes_alike(folder):
+    model = load(folder)
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(twin), output(model))
+    assert twin.get_submodule(LAYER).weight.data_ptr() != model.get_submodule(LAYER).weight.data_ptr()
+
+
+def test_moving_to_the_same_device_keeps_every_bit(folder):
+    model = load(folder)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    model.to("cpu")
+    after = model.state_dict()
+    assert all(t.dtype == after[n].dtype and torch.equal(raw(t), raw(after[n])) for n, t in before.items())
+
+
+def test_every_parameter_is_counted_and_none_is_a_buffer(folder):
+    model = load(folder)
+    for layer in model.modules():
+        if isinstance(layer, fluxq.QuantLinear):
+            assert not list(layer.buffers()) and all(not p.requires_grad for p in layer.parameters())
+
+
+def test_layerwise_casting_is_refused_and_harms_nothing(folder):
+    model = load(folder)
+    want = output(model)
+    with pytest.raises(ValueError, match="layerwise casting"):
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e5m2, compute_dtype=torch.bfloat16)
+    assert torch.equal(output(load(folder)), want)
+
+
+def test_a_cast_of_one_layer_is_refused_by_name(folder):
+    layer = load(folder).get_submodule(LAYER)
+    with pytest.raises(ValueError, match=r"cannot be cast to torch\.float16"):
+        layer.to(torch.float16)
+
+
+def test_gradients_reach_what_stands_before_a_quantized_layer(folder):
+    layer = load(folder).get_submodule(LAYER)
+    x = torch.randn(5, layer.in_features, requires_grad=True)
+    weight = layer.quantized_weight.dequantize()
+    y = layer(x)
+    pull = torch.randn_like(y)
+    y.backward(pull)
+    assert torch.allclose(x.grad, pull @ weight, rtol=1e-5, atol=1e-5)
+    assert layer.weight.grad is None
+
+
+def test_a_lora_trains_with_gradient_checkpointing(folder):
+    from peft import LoraConfig
+
+    model = load(folder)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
+    model.enable_gradient_checkpointing()
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 5
+    noise = torch.Generator().manual_seed(0)
+    velocity = model(
+        hidden_states=torch.randn(1, 16, 16, generator=noise).bfloat16(),
+        encoder_hidden_states=torch.randn(1, 8, 64, generator=noise).bfloat16(),
+        pooled_projections=torch.randn(1, 64, generator=noise).bfloat16(),
+        timestep=torch.tensor([0.5]).bfloat16(),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(8, 3),
+        return_dict=False,
+    )[0]
+    velocity.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
+
+
+def test_the_config_survives_a_save(folder, tmp_path):
+    load(folder).save_pretrained(tmp_path)
+    kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert kept == json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("how", ["leaf", "block", "leaf to disk"])
+def test_group_offload_computes_alike(folder, tmp_path, how):
+    model = load(folder)
+    want = output(model)
+    options = (
+        {"offload_type": "leaf_level"} if "leaf" in how else {"offload_type": "block_level", "num_blocks_per_group": 1}
+    )
+    if "disk" in how:
+        options["offload_to_disk_path"] = str(tmp_path)
+    model.enable_group_offload(onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), **options)
+    assert torch.equal(output(model), want)
+    assert torch.equal(output(model), want)
+
+
+def test_a_lora_loads_and_unloads_without_a_trace(folder):
+    """Adding an adapter changes the output; removing it gives back every bit."""
+    from peft import LoraConfig
+
+    model = load(folder)
+    want = output(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "proj_out"], init_lora_weights=False), "style")
+    assert not torch.equal(output(model), want)
+    model.unload_lora()
+    after = model.state_dict()
+    assert torch.equal(output(model), want) and after.keys() == before.keys()
+    assert all(t.dtype == after[n].dtype and torch.equal(raw(t), raw(after[n])) for n, t in before.items())
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
