@@ -234,6 +234,7 @@ def _plan(folder: ModelFolder, component: str, recipe: Recipe, options: Options)
 
 def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
     plan = prepared.plans[0]
+    digest = prepared.identity.get("model", {}).get(plan.component) or prepared.folder.digest(plan.component)
     groups = {name: members[0].name for name, members in plan.statistics_groups().items()}
     seed = _CALIBRATION_SEEDS + prepared.calibration.seed
     try:
@@ -244,7 +245,7 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
             items_for(prepared.prompts.prompts, prepared.calibration.count, seed),
             prepared.call,
             steps=prepared.calibration.steps,
-            model_digest=prepared.folder.digest(plan.component),
+            model_digest=digest,
         )
     except ValueError:
         require_finite_weights(SourceWeights(prepared.folder, plan.component))  # the cause, where there is one
