@@ -76,8 +76,8 @@ def _read_jsonl(path: Path) -> Iterable[str]:
 
 def _read_csv(path: Path) -> Iterable[str]:
     rows = csv.DictReader(f"{line}\n" for line in _read_text(path))
-    column = _column(rows.fieldnames or (), f"{path}:1")
     try:
+        column = _column(rows.fieldnames or (), f"{path}:1")
         yield from (row[column] for row in rows)
     except csv.Error as error:
         raise ValueError(f"{path}:{rows.line_num + 1}: {error}") from None

@@ -6,6 +6,7 @@ gives the same bytes. One safetensors file holds everything, the trajectory in i
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,10 +41,11 @@ class GroupSums:
 
     def add(self, index: int, x: Tensor) -> None:
         """Add tokens x (M, K) to bin `index`, in place."""
-        values = x.to(device="cpu", dtype=torch.float64)
-        self.amax[index] = torch.maximum(self.amax[index], values.abs().amax(0).float())
-        self.sum[index] += values.sum(0)
-        self.sum_of_squares[index] += values.square().sum(0)
+        values = x.to("cpu") if x.device.type == "mps" else x  # which has no float64
+        wide = values.double()
+        self.amax[index] = torch.maximum(self.amax[index], values.abs().amax(0).float().cpu())
+        self.sum[index] += wide.sum(0).cpu()
+        self.sum_of_squares[index] += wide.square().sum(0).cpu()
         self.count[index] += x.shape[0]
 
     def merge(self, other: GroupSums) -> GroupSums:
@@ -77,6 +79,16 @@ class Statistics:
     def amax(self, group: str) -> Tensor:
         """Largest magnitude that the group's input reached, fp32 scalar; ValueError if the group was not seen."""
         return self._group(group).amax.amax()
+
+    @property
+    def content_digest(self) -> str:
+        """SHA-256 of the trajectory and of every number: equal trajectories on other hardware may differ here."""
+        content = hashlib.sha256(self.digest.encode())
+        for name in sorted(self.groups):
+            for field in _FIELDS:
+                tensor = getattr(self.groups[name], field)
+                content.update(f"{name}/{field}{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        return content.hexdigest()
 
     def _group(self, group: str) -> GroupSums:
         if group not in self.groups:
@@ -118,7 +130,20 @@ class Statistics:
             if held != sorted(f"{name}/{field}" for name in names for field in _FIELDS):
                 raise ValueError(f"{path}: tensors are missing; run `fluxq calibrate` again")
             groups = {name: GroupSums(*(stream.get_tensor(f"{name}/{field}") for field in _FIELDS)) for name in names}
+        for name, sums in groups.items():
+            _require_sound(sums, f"{path}: {name}")
         return cls(groups, trajectory, digest)
+
+
+def _require_sound(sums: GroupSums, where: str) -> None:
+    """ValueError unless the tensors are what `GroupSums.add` can have made."""
+    shape, dtypes = sums.amax.shape, [getattr(sums, field).dtype for field in _FIELDS]
+    fits = sums.sum.shape == sums.sum_of_squares.shape == shape and sums.count.shape == shape[:1] and len(shape) == 2
+    if not fits or dtypes != [torch.float32, torch.float64, torch.float64, torch.int64]:
+        raise ValueError(f"{where}: shapes or dtypes do not belong together; run `fluxq calibrate` again")
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in (sums.amax, sums.sum, sums.sum_of_squares))
+    if not finite or (sums.amax < 0).any() or (sums.count < 0).any() or not sums.count.sum() > 0:
+        raise ValueError(f"{where}: holds numbers that no activation gives; run `fluxq calibrate` again")
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -14,13 +14,14 @@ def model_card(record: dict[str, Any]) -> str:
         f"# {model['name']}, quantized with fluxq ({recipe['name']})",
         "",
         f"{_scope(parts)}. Base model: {model['name']}; licence: "
-        f"{model['license'] or 'not stated by the base model, check before you share this'}.",
+        f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
         "",
         "```python",
         "import fluxq",
+        "import torch",
         "from diffusers import DiffusionPipeline",
         "",
-        'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder")',
+        f'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder", dtype=torch.{record["identity"]["dtype"]})',
         "```",
         "",
         "## Size",
@@ -51,11 +52,15 @@ def model_card(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def license_text(fields: dict[str, str]) -> str:
+    """A licence for people: its own name where the id is just "other"; empty if nothing is known."""
+    return fields.get("license_name") or fields.get("license", "")
+
+
 def _front_matter(record: dict[str, Any]) -> list[str]:
     model = record["model"]
     lines = ["---", "library_name: diffusers", f"tags: [quantization, fluxq, {record['recipe']['name']}]"]
-    if model["license"]:
-        lines.append(f"license: {model['license']}")
+    lines += [f"{field}: {value}" for field, value in model["license"].items()]
     if "/" in model["name"]:  # a hub id; a local folder's name would point at a stranger's model
         lines += [f"base_model: {model['name']}", "base_model_relation: quantized"]
     return [*lines, "---", ""]

@@ -42,7 +42,7 @@ def quantize_component(
         weight_sqnr[layer.name] = sqnr(w.float(), q.dequantize())
         for name, tensor in q.tensors().items():
             yield f"{layer.name}.{name}", tensor
-        if layer.name in input_scales:
+        if layer.scheme is not None and layer.scheme.static_input:
             yield f"{layer.name}.input_scale", input_scales[layer.name]
     for name in source.names:
         if name not in taken:

@@ -154,7 +154,8 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
     """The scheme and the reason, before include and exclude."""
     override = _override_for(layer, recipe.overrides)
     if override is not None:
-        scheme = _scheme(override.weights, override.activations, static_inputs and layer.group != "")
+        calibrated = static_inputs and layer.group != "" and layer.role != "modulation"
+        scheme = _scheme(override.weights, override.activations, calibrated)
         return replace(layer, scheme=scheme, reason=override.reason)
     if layer.role == KEPT_ROLE:
         return replace(layer, reason=f"16 bit: {family.kept(layer.name)}")

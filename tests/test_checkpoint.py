@@ -270,7 +270,7 @@ def test_the_plan_file_says_what_was_done(checkpoint):
     ]
     assert all(layer["reason"] for layer in part["layers"])
     assert record["trajectory"]["steps_seen"] == [0, 7] and len(record["trajectory"]["items"]) == 8
-    assert record["model"]["license"] == "apache-2.0" and record["check"] is None
+    assert record["model"]["license"] == {"license": "apache-2.0"} and record["check"] is None
     held = weights_of(checkpoint("nvfp4"))
     assert part["bytes_after"] == sum(t.numel() * t.element_size() for t in held.values())
     assert part["bytes_before"] == sum(t.numel() * t.element_size() for t in SOURCE.values())
@@ -443,3 +443,28 @@ def test_an_index_decides_which_weight_files_are_read(tiny_folder):
         index.write_text(json.dumps({"weight_map": {"proj_out.weight": shard}}))
         with pytest.raises(ValueError, match=words):
             resolve_model(str(tiny_folder)).weight_files("transformer")
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "big")
+    for text, overwrite in (("first", False), ("second", True)):
+        with atomic_folder(tmp_path / "out", overwrite=overwrite) as part:
+            (part / "file").write_text(text)
+        assert (tmp_path / "out").is_symlink() and (tmp_path / "big" / "file").read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big", "out"]
+
+
+@pytest.mark.parametrize(
+    ("front", "fields"),
+    [
+        ("license: mit", {"license": "mit"}),
+        ("license: other\nlicense_name: flux-dev\nlicense_link: LICENSE.md",
+         {"license": "other", "license_name": "flux-dev", "license_link": "LICENSE.md"}),
+        ("license: [unclosed", {}),
+        ("tags: [a]", {}),
+    ],
+)  # fmt: skip
+def test_the_licence_is_read_as_far_as_it_can_be(tiny_folder, front, fields):
+    (tiny_folder / "README.md").write_text(f"---\n{front}\n---\n# a model\n")
+    assert resolve_model(str(tiny_folder)).license == fields

@@ -572,3 +572,13 @@ def test_ctrl_c_during_work_ends_with_a_message_and_leaves_nothing(tmp_path):
     assert process.returncode == 1
     assert err.strip() == "interrupted; nothing half-written was left behind"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_generation_defaults_that_the_pipeline_does_not_take_are_refused(fluxq, tiny_folder):
+    (tiny_folder / "fluxq_generation.json").write_text(json.dumps({"heigth": 16}))
+    assert_refused(fluxq("quantize", tiny_folder), 2, "fluxq_generation.json", "heigth")
+
+
+def test_the_next_command_of_calibrate_works_from_here(fluxq, tiny_folder):
+    result = fluxq("calibrate", tiny_folder, "--recipe", "fp8", "--num-inference-steps", 1, "-o", "s.safetensors")
+    assert f"fluxq quantize {tiny_folder} --recipe fp8 --statistics s.safetensors" in result.out

@@ -58,3 +58,19 @@ def test_every_recipe_is_in_the_recipes_page() -> None:
     page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     for recipe in shipped_recipes():
         assert f"| `{recipe}` |" in page
+
+
+def test_the_readme_snippet_makes_an_image(checkpoint, tmp_path, monkeypatch) -> None:
+    snippet = README.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-nvfp4").symlink_to(checkpoint("nvfp4"))
+    names: dict = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert names["image"].size == (16, 16)
+
+
+def test_the_cards_snippet_names_the_dtype(checkpoint) -> None:
+    from fluxq.eval.card import model_card
+
+    record = json.loads((checkpoint("fp8") / "fluxq_plan.json").read_text(encoding="utf-8"))
+    assert "dtype=torch.bfloat16" in model_card(record)

@@ -65,3 +65,9 @@ def test_another_model_is_not_compared_with(quantized: Path, tiny_folder: Path) 
     done = run(quantized, "--model", tiny_folder)
     assert done.exit_code == 2 and "is not what" in done.output and "--model" in done.output
     assert not (quantized / "eval").exists()
+
+
+def test_a_damaged_plan_is_refused(quantized: Path) -> None:
+    (quantized / "fluxq_plan.json").write_text("{}")
+    done = run(quantized)
+    assert done.exit_code == 2 and "damaged" in done.output and "Traceback" not in done.output

@@ -80,12 +80,24 @@ def test_a_top_level_folder_is_linked_and_is_no_package_of_its_own(folder: str) 
     assert (ROOT / folder / "README.md").is_file()
 
 
-@pytest.mark.parametrize("statement", ["import fluxq", "import fluxq; fluxq.FORMATS", "import fluxq.cli"])
+@pytest.mark.parametrize(
+    "statement", ["import fluxq", "import fluxq; fluxq.FORMATS", "import fluxq; fluxq.tiny.PROMPTS", "import fluxq.cli"]
+)
 def test_importing_loads_nothing_heavy(statement: str) -> None:
     code = f"import sys\n{statement}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.strip()
     assert loaded == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    import fluxq
+
+    for name in fluxq.__all__:
+        assert getattr(fluxq, name) is not None
+    assert set(fluxq.__all__) <= set(dir(fluxq))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        fluxq.nothing  # noqa: B018
 
 
 def test_help_loads_nothing_heavy() -> None:

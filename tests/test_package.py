@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DATA_SUFFIXES = (".yaml", ".json", ".txt", ".html", ".safetensors", ".typed")
+DATA_SUFFIXES = (".yaml", ".json", ".txt", ".md", ".html", ".safetensors", ".typed")
 
 
 @pytest.fixture(scope="module")
@@ -87,5 +87,6 @@ def test_the_installed_wheel_does_the_main_job(environment: Path) -> None:
     recipe = environment / "short.yaml"
     recipe.write_text("extends: nvfp4\ncalibration: {count: 4}\ngates: []\n")
     record = json.loads(run(environment, "fluxq", "quantize", "--recipe", "short.yaml", "--output", "out", "--json"))
+    assert record["model"]["license"]["license"] == "apache-2.0"
     assert record["check"]["finite"] and (environment / "out" / "model_index.json").is_file()
     shutil.rmtree(environment / "out")

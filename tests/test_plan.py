@@ -150,3 +150,21 @@ def test_bits_are_those_of_what_is_stored():
     assert layer.stored_bits == 128 * 128 * 4.5 + 32 + 32  # codes and block scales, weight_scale_2, input_scale
     kept = next(la for la in plan_of().layers if la.scheme is None)
     assert kept.bits_per_weight == 16
+
+
+def test_modulation_inputs_are_never_calibrated():
+    """Statistics leave modulation out, so an override there must not ask for a static input scale."""
+    operand = {"format": "nvfp4"}
+    component = Component.model_validate(
+        {
+            "weights": operand,
+            "activations": operand,
+            "overrides": [{"role": "modulation", "weights": operand, "activations": operand, "reason": "tried"}],
+        }
+    )
+    linears = [LinearShape("transformer_blocks.0.norm1.linear", 768, 128), LinearShape(f"{BLOCK}.attn.to_q", 128, 128)]
+    plan = make_plan(FAMILIES["flux"], "transformer", component, linears, static_inputs=True)
+    assert [str(layer.scheme) for layer in plan.layers] == ["nvfp4-nvfp4", "nvfp4-nvfp4-static"]
+
+
+BLOCK = "transformer_blocks.0"

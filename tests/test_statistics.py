@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fluxq.base.files import sha256_json
 from fluxq.calibrate.statistics import GroupSums, Statistics
@@ -203,3 +203,25 @@ def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
+
+
+@pytest.mark.parametrize("field", ["amax", "sum"])
+def test_numbers_that_no_activation_gives_are_refused(tmp_path, statistics_file, field):
+    stored = load_file(statistics_file)
+    name = next(key for key in sorted(stored) if key.endswith(f"/{field}"))
+    stored[name][0, 0] = torch.nan
+    with safe_open(statistics_file, framework="pt") as stream:
+        save_file(stored, tmp_path / "bad.safetensors", metadata=stream.metadata())
+    with pytest.raises(ValueError, match="holds numbers that no activation gives"):
+        Statistics.load(tmp_path / "bad.safetensors")
+
+
+def test_the_content_digest_covers_the_numbers(tmp_path, statistics_file):
+    stored = load_file(statistics_file)
+    name = next(key for key in sorted(stored) if key.endswith("/amax"))
+    stored[name][0, 0] += 1
+    with safe_open(statistics_file, framework="pt") as stream:
+        save_file(stored, tmp_path / "other.safetensors", metadata=stream.metadata())
+    first, second = Statistics.load(statistics_file), Statistics.load(tmp_path / "other.safetensors")
+    assert first.digest == second.digest and first.content_digest != second.content_digest
+    assert Statistics.load(statistics_file).content_digest == first.content_digest

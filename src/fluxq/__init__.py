@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
+    from fluxq import tiny
     from fluxq.quantize.linear import QuantLinear
     from fluxq.quantize.run import quantize_linear
     from fluxq.quantize.tensor import QuantizedTensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["FAMILIES", "FORMATS", "QuantLinear", "QuantizedTensor", "__version__", "quantize_linear"]
+__all__ = ["FAMILIES", "FORMATS", "QuantLinear", "QuantizedTensor", "__version__", "quantize_linear", "tiny"]
 
 _HOMES = {
     "FAMILIES": "fluxq.recipes.families",
@@ -32,6 +33,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tiny":
+        return importlib.import_module("fluxq.tiny")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'fluxq' has no attribute {name!r}")

@@ -150,6 +150,7 @@ def quantize(**arguments: Any) -> None:
 @cli.command("eval")
 @click.argument("output")
 @click.option("--model", help="The 16-bit model; by default the one that OUTPUT was made from.")
+@click.option("--revision", help="Revision of a hub model; by default the one that was quantized.")
 @click.option("--local-files-only", is_flag=True, help="Use only what is on this machine.")
 @click.option("--count", type=click.IntRange(min=2), default=64, show_default=True, help="Images to make.")
 @_run

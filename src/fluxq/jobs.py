@@ -6,6 +6,7 @@ function that takes its result does the work. Output folders appear complete or 
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import time
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 
 import fluxq
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_folder, sha256_json, write_json, write_text
-from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, load_pipeline, resolve_model
+from fluxq.base.model import DEFAULT_MODEL, GENERATION_FILE, ModelFolder, check_weights, load_pipeline, resolve_model
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import capture_statistics, number_of_steps
 from fluxq.calibrate.prompts import PromptSet, load_prompts
@@ -103,6 +105,7 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
     prepared = Prepared(options, folder, recipe_name, recipe, calibration, plans, prompts, statistics, output, {})
+    _require_call(folder, prepared.call)
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
@@ -181,7 +184,13 @@ def prepare_evaluation(output: Path, options: Options, count: int) -> PreparedEv
     record = read_plan_file(output)
     if record is None:
         raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
-    reference = resolve_model(options.model or record["model"]["source"], local_files_only=options.local_files_only)
+    if not {"model", "recipe", "prompts", "components", "identity"} <= record.keys():
+        raise ValueError(f"{output / PLAN_FILE}: damaged, it does not say how the checkpoint was made; quantize again")
+    reference = resolve_model(
+        options.model or record["model"]["source"],
+        revision=options.revision or record["model"]["revision"],
+        local_files_only=options.local_files_only,
+    )
     for component, digest in record["model"]["digests"].items():
         if reference.digest(component) != digest:
             raise ValueError(f"{reference.name}: its {component} is not what {output} was made from; give --model")
@@ -286,18 +295,25 @@ def _record(prepared: Prepared, statistics: Statistics | None, written: list[dic
         "identity": prepared.identity,
         "model": {
             "name": prepared.folder.name,
-            "source": prepared.options.model or prepared.recipe.model or DEFAULT_MODEL,
+            "source": _source(prepared),
+            "revision": prepared.options.revision,
             "license": prepared.folder.license,
             "digests": prepared.identity["model"],
         },
         "recipe": {"name": prepared.recipe_name, **prepared.recipe.model_dump(mode="json")},
         "prompts": {"source": prepared.prompts.source, "digest": prepared.prompts.digest},
         "trajectory": statistics.trajectory if statistics else None,
-        "statistics_digest": statistics.digest if statistics else None,
+        "statistics_digest": statistics.content_digest if statistics else None,
         "components": written,
         "versions": versions(),
         "check": None,
     }
+
+
+def _source(prepared: Prepared) -> str:
+    """MODEL such that it means the same from any folder."""
+    model = prepared.options.model or prepared.recipe.model or DEFAULT_MODEL
+    return str(prepared.folder.path.resolve()) if Path(model).expanduser().is_dir() and model != "tiny" else model
 
 
 def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, Any]:
@@ -340,7 +356,7 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
         "plans": sha256_json([[[layer.name, str(layer.scheme)] for layer in plan.layers] for plan in prepared.plans]),
         "prompts": prepared.prompts.digest,
         "calibration": prepared.calibration.model_dump(mode="json"),
-        "statistics": prepared.statistics.digest if prepared.statistics else None,
+        "statistics": prepared.statistics.content_digest if prepared.statistics else None,
         "call": prepared.call,
         "dtype": options.dtype,
     }
@@ -387,7 +403,7 @@ def _require_parent(output: Path) -> None:
 
 
 def _existing_parent(output: Path) -> Path:
-    return next(parent for parent in output.absolute().parents if parent.exists())
+    return next(parent for parent in output.resolve().parents if parent.exists())
 
 
 def _require_device(device: str) -> None:
@@ -399,6 +415,19 @@ def _require_device(device: str) -> None:
         ) from None
 
 
+def _require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
+    """Refuse generation defaults that the pipeline does not take, before it is loaded."""
+    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    if pipeline is None:
+        name = folder.index["_class_name"]
+        raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
+    unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
+    if unknown:
+        raise ValueError(
+            f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {', '.join(unknown)}; remove it"
+        )
+
+
 def _require_same_model(statistics: Statistics, folder: ModelFolder, plans: Sequence[Plan]) -> None:
     digest = folder.digest(plans[0].component)
     if statistics.trajectory.get("model") != digest:
@@ -408,7 +437,8 @@ def _require_same_model(statistics: Statistics, folder: ModelFolder, plans: Sequ
 def _require_space(prepared: Prepared) -> None:
     """Refuse before the start what would run out of disk: the source's size is an upper bound."""
     parent = _existing_parent(prepared.output)
-    needed = sum(path.stat().st_size for path in prepared.folder.path.rglob("*") if path.is_file())
+    parts = [prepared.folder.path / component for component in prepared.folder.components]
+    needed = sum(path.stat().st_size for part in parts for path in part.rglob("*") if path.is_file())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
@@ -443,7 +473,7 @@ def _facts(record: dict[str, Any]) -> Facts:
         bytes_after=sum(part["bytes_after"] for part in parts),
         bits_per_weight=bits / sum(weights),
         provenance={
-            "licence of the base model": record["model"]["license"] or "not stated",
+            "licence of the base model": card.license_text(record["model"]["license"]) or "not stated",
             **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
             "recipe (SHA-256)": record["identity"]["recipe"],
             "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",

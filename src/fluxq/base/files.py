@@ -35,7 +35,7 @@ def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     With `overwrite`, what stood at `target` is removed only after the new folder is complete.
     """
-    target = target.absolute()
+    target = target.resolve()  # a link to a folder on a larger disk stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     part.chmod(0o755)

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line
+from fluxq.base.console import first_line, logger
 from fluxq.base.files import make_readable, read_json, sha256_file, sha256_json
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ _HUB_PATTERNS = [
     "*/*.txt",
     "*/*.model",
     "LICENSE*",
+    "license*",
+    "NOTICE*",
+    "notice*",
     "README.md",
     "fluxq_*",
 ]
@@ -94,14 +97,23 @@ class ModelFolder:
         return sha256_json([[path.name, sha256_file(path)] for path in files])
 
     @property
-    def license(self) -> str | None:
-        """The licence id in the model card's front matter, if there is one."""
+    def license(self) -> dict[str, str]:
+        """`license`, `license_name` and `license_link` of the model card's front matter, those that are there."""
         card = self.path / "README.md"
         if not card.is_file():
-            return None
+            return {}
+        import yaml
         from huggingface_hub import ModelCard
 
-        return getattr(ModelCard(card.read_text(encoding="utf-8")).data, "license", None)
+        try:
+            data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+        except (yaml.YAMLError, ValueError) as error:
+            logger.warning(
+                "%s: front matter cannot be read (%s); the licence is not carried over", card, first_line(error)
+            )
+            return {}
+        fields = ("license", "license_name", "license_link")
+        return {field: str(data.get(field)) for field in fields if data.get(field)}
 
 
 def resolve_model(model: str, *, revision: str | None = None, local_files_only: bool = False) -> ModelFolder:
@@ -113,10 +125,11 @@ def resolve_model(model: str, *, revision: str | None = None, local_files_only: 
         from fluxq import tiny
 
         return ModelFolder("tiny", Path(tiny.path()))
-    path = Path(model)
-    if not path.is_dir():
+    path = Path(model).expanduser()
+    is_local = path.is_dir()
+    if not is_local:
         path = _download(model, revision, local_files_only)
-    folder = ModelFolder(path.resolve().name if Path(model).is_dir() else model, path)
+    folder = ModelFolder(path.resolve().name if is_local else model, path)
     _require_safe(folder)
     return folder
 
@@ -219,6 +232,8 @@ def _indexed(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: names no weights; the file is damaged, copy it again")
     files = []
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index}: names files by something else than text; the file is damaged, copy it again")
     for name in sorted(set(weight_map.values())):
         if name == ".." or Path(name).name != name:
             raise ValueError(f"{index}: {name!r} leads out of the folder")
