@@ -35,10 +35,9 @@ def quantized_linear(
     """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N)."""
     parsed = Scheme.parse(scheme)
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    shape = (weight.shape[0], weight.shape[1] * 8 // parsed.weights.element.bits)  # (N, K)
-    if rows.shape[1] != shape[1]:
-        raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {shape}: last axis must be K")
-    w = QuantizedTensor(weight, weight_scale, weight_scale_2, shape, parsed.weights)
+    w = _as_stored(weight, weight_scale, weight_scale_2, parsed.weights)
+    if rows.shape[1] != w.shape[1]:
+        raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
     if parsed.activations is FORMATS["int8"] and parsed.weights is FORMATS["int8"]:
         y = _int8_linear(rows, w, bias)
     else:
@@ -60,11 +59,9 @@ def _save_for_backward(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     """dL/dx = dL/dy · W, with the weight that the codes stand for and rounding of x taken as the identity."""
     weight, weight_scale, weight_scale_2 = ctx.saved_tensors
-    row = Scheme.parse(ctx.scheme).weights
-    shape = (weight.shape[0], weight.shape[1] * 8 // row.element.bits)  # (N, K)
-    w = QuantizedTensor(weight, weight_scale, weight_scale_2, shape, row).dequantize()
-    grad_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.reshape(-1, shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
+    w = _as_stored(weight, weight_scale, weight_scale_2, Scheme.parse(ctx.scheme).weights)
+    grad_x = (grad.float() @ w.dequantize()).to(grad.dtype) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
     return grad_x, None, None, None, None, grad_bias, None
 
 
@@ -76,6 +73,12 @@ def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = 
     if format.two_level and input_scale is None:
         input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format)  # (M, 1)
     return quantize_blocks(x, format, input_scale, "activation")
+
+
+def _as_stored(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
+    """The op's weight tensors as one matrix (N, K); 4-bit codes are two to a byte."""
+    n, columns = weight.shape
+    return QuantizedTensor(weight, scale, global_scale, (n, columns * 8 // format.element.bits), format)
 
 
 def _through(x: Tensor, format: Format | None, input_scale: Tensor | None) -> Tensor:

@@ -47,6 +47,22 @@ class LayerPlan:
     reason: str
 
     @property
+    def is_observed(self) -> bool:
+        """Whether calibration looks at its input: modulation reads one row per image and is left out."""
+        return self.group != "" and self.role != "modulation"
+
+    def describe(self) -> dict[str, object]:
+        """The layer as JSON."""
+        return {
+            "name": self.name,
+            "shape": [self.n, self.k],
+            "role": self.role,
+            "scheme": str(self.scheme) if self.scheme else "16bit",
+            "bits_per_weight": self.bits_per_weight,
+            "reason": self.reason,
+        }
+
+    @property
     def stored_bits(self) -> int:
         """Bits this layer's weight takes in the checkpoint."""
         if self.scheme is None:
@@ -86,10 +102,10 @@ class Plan:
         return table
 
     def statistics_groups(self) -> dict[str, tuple[LayerPlan, ...]]:
-        """Input group -> its quantized layers; modulation reads one row per image and is left out."""
+        """Input group -> its quantized layers, for the inputs that calibration looks at."""
         groups: dict[str, list[LayerPlan]] = {}
         for layer in self.quantized:
-            if layer.group and layer.role != "modulation":
+            if layer.is_observed:
                 groups.setdefault(layer.group, []).append(layer)
         return {name: tuple(members) for name, members in groups.items()}
 
@@ -154,8 +170,7 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
     """The scheme and the reason, before include and exclude."""
     override = _override_for(layer, recipe.overrides)
     if override is not None:
-        calibrated = static_inputs and layer.group != "" and layer.role != "modulation"
-        scheme = _scheme(override.weights, override.activations, calibrated)
+        scheme = _scheme(override.weights, override.activations, static_inputs and layer.is_observed)
         return replace(layer, scheme=scheme, reason=override.reason)
     if layer.role == KEPT_ROLE:
         return replace(layer, reason=f"16 bit: {family.kept(layer.name)}")

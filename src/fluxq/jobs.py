@@ -276,13 +276,9 @@ def _write(part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | 
         "bits_per_weight": round(plan.bits_per_weight, 4),
         "layers": [
             {
-                "name": layer.name,
-                "shape": [layer.n, layer.k],
-                "role": layer.role,
-                "scheme": str(layer.scheme) if layer.scheme else "16bit",
+                **layer.describe(),
                 "bits_per_weight": round(layer.bits_per_weight, 4),
                 "weight_sqnr_db": _rounded(weight_sqnr.get(layer.name)),
-                "reason": layer.reason,
             }
             for layer in plan.layers
         ],

@@ -31,20 +31,7 @@ def plan(prepared: Prepared) -> None:
 
 def plan_json(prepared: Prepared) -> dict[str, Any]:
     """The plans as JSON."""
-    return {
-        component.component: [
-            {
-                "name": layer.name,
-                "shape": [layer.n, layer.k],
-                "role": layer.role,
-                "scheme": str(layer.scheme) if layer.scheme else "16bit",
-                "bits_per_weight": layer.bits_per_weight,
-                "reason": layer.reason,
-            }
-            for layer in component.layers
-        ]
-        for component in prepared.plans
-    }
+    return {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
 
 
 def calibrated(prepared: Prepared, path: Path) -> None:
