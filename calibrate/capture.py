@@ -27,10 +27,11 @@ class Trajectory:
     """How calibration data was made; its hash goes into statistics, checkpoint and report.
 
     items: (prompt, seed) of each image. call: pipeline arguments. scheduler: class and configuration. steps_seen:
-    indices of the denoising steps that were looked at, sigmas: their noise levels. model: digest of the weights.
+    indices of the denoising steps that were looked at, sigmas: their noise levels. model: digest of the weights;
+    component -> digest where several were looked at.
     """
 
-    model: str
+    model: str | dict[str, str]
     items: tuple[tuple[str, int], ...]
     call: dict[str, Any]
     scheduler: dict[str, Any]
@@ -98,27 +99,30 @@ def spread(steps: int, total: int) -> tuple[int, ...]:
 @torch.no_grad()
 def capture_statistics(
     pipe: Any,
-    component: str,
-    groups: Mapping[str, str],
+    groups: Mapping[str, Mapping[str, str]],
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
     *,
     steps: int,
-    model_digest: str,
+    digests: Mapping[str, str],
     batch_size: int | None = None,
 ) -> Statistics:
     """Run the pipeline on `items` and gather per-channel statistics of each input group.
 
-    groups: name -> path of one Linear of the group in `pipe.<component>`. steps: how many denoising steps to look
-    at. Raises ValueError naming the layer if its input is not finite.
+    groups: component -> group -> path of one Linear of the group in `pipe.<component>`. steps: how many denoising
+    steps to look at. digests: of each component's weights. Of several components the group names start with the
+    component's, see `Statistics.of_component`. Raises ValueError naming the layer if its input is not finite.
     """
-    model: nn.Module = getattr(pipe, component)
+    several = len(groups) > 1
+    layers = {
+        f"{component}/{group}" if several else group: getattr(pipe, component).get_submodule(path)
+        for component, paths in groups.items()
+        for group, path in paths.items()
+    }
     total = number_of_steps(pipe, call)
     seen = spread(steps, total)
     recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(recorder.hook(name)) for name, path in groups.items()
-    ]
+    handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in layers.items()]
     size = batch_size or _batch_size(call)
     batches = -(-len(items) // size)
     try:
@@ -128,20 +132,20 @@ def capture_statistics(
     finally:
         for handle in handles:
             handle.remove()
-    silent = [name for name in groups if name not in recorder.sums]
+    silent = [name for name in layers if name not in recorder.sums]
     if silent:
-        raise ValueError(f"{silent[0]}: no activation reached this layer during calibration")
+        raise ValueError(f"{silent[0]}: no activation reached this layer during calibration; look at more steps")
     sigmas = [float(sigma) for sigma in pipe.scheduler.sigmas]
     trajectory = Trajectory(
-        model=model_digest,
+        model=dict(digests) if several else next(iter(digests.values())),
         items=tuple(items),
         call=dict(call),
         scheduler={"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
         steps_seen=seen,
         sigmas=tuple(sigmas[step] for step in seen),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(getattr(pipe, next(iter(groups))).dtype).removeprefix("torch."),
     )
-    return Statistics({name: recorder.sums[name] for name in groups}, asdict(trajectory), trajectory.digest)
+    return Statistics({name: recorder.sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
 
 
 class _Recorder:
@@ -173,7 +177,7 @@ def _batches(items: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[t
 
 
 def _batch_size(call: Mapping[str, Any]) -> int:
-    pixels = int(call.get("height", 1024)) * int(call.get("width", 1024))
+    pixels = int(call.get("height", 1024)) * int(call.get("width", 1024)) * int(call.get("num_frames", 1))
     return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,12 @@ class Statistics:
     def amax(self, group: str) -> Tensor:
         """Largest magnitude that the group's input reached, fp32 scalar; ValueError if the group was not seen."""
         return self._group(group).amax.amax()
+
+    def of_component(self, component: str) -> Statistics:
+        """The part of one component, its groups under their own names; all, where only one was looked at."""
+        prefix = f"{component}/"
+        own = {name.removeprefix(prefix): sums for name, sums in self.groups.items() if name.startswith(prefix)}
+        return replace(self, groups=own) if own else self
 
     @property
     def content_digest(self) -> str:

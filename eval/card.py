@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 
@@ -32,8 +33,8 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         "## Scope",
         "",
-        "| role | weights-activations | layers | bits | mean weight SQNR |",
-        "|---|---|---|---|---|",
+        "| component | role | weights-activations | layers | bits | mean weight SQNR |",
+        "|---|---|---|---|---|---|",
         *(row for part in parts for row in _scope_rows(part)),
         "",
         "## Measured quality",
@@ -43,6 +44,7 @@ def model_card(record: dict[str, Any]) -> str:
         "## How it was made",
         "",
         f"- recipe `{recipe['name']}`, profile `{recipe['profile']}`, SHA-256 `{record['identity']['recipe'][:16]}`",
+        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
         f"- prompts: {record['prompts']['source']}, SHA-256 `{record['prompts']['digest'][:16]}`",
         f"- calibration: {_calibration(record)}",
         f"- versions: {', '.join(f'{name} {value}' for name, value in record['versions'].items())}",
@@ -50,6 +52,10 @@ def model_card(record: dict[str, Any]) -> str:
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _lora(lora: dict[str, Any]) -> str:
+    return f"`{PurePath(lora['file']).name}` at weight {lora['weight']:g}"
 
 
 def license_text(fields: dict[str, str]) -> str:
@@ -84,14 +90,14 @@ def _scope_rows(part: dict[str, Any]) -> list[str]:
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for layer in part["layers"]:
         kinds.setdefault((layer["role"], layer["scheme"]), []).append(layer)
-    return [_scope_row(role, scheme, layers) for (role, scheme), layers in kinds.items()]
+    return [_scope_row(part["component"], role, scheme, layers) for (role, scheme), layers in kinds.items()]
 
 
-def _scope_row(role: str, scheme: str, layers: list[dict[str, Any]]) -> str:
+def _scope_row(component: str, role: str, scheme: str, layers: list[dict[str, Any]]) -> str:
     bits = sum(layer["bits_per_weight"] for layer in layers) / len(layers)
     errors = [layer["weight_sqnr_db"] for layer in layers if layer["weight_sqnr_db"] is not None]
     error = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
-    return f"| {role} | {scheme} | {len(layers)} | {bits:.2f} | {error} |"
+    return f"| {component} | {role} | {scheme} | {len(layers)} | {bits:.2f} | {error} |"
 
 
 def _check_lines(check: dict[str, Any] | None) -> list[str]:

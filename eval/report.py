@@ -45,8 +45,8 @@ _MAX_DOTS = 400
 class Facts:
     """What a report says about a checkpoint besides its images.
 
-    bytes_before, bytes_after: the transformer's weights on disk. bits_per_weight: everything stored for the
-    quantized Linears (codes, scales, side branches) over the number of their weights. provenance: further
+    bytes_before, bytes_after: weights on disk of the quantized `components`. bits_per_weight: everything stored for
+    the quantized Linears (codes, scales, side branches) over the number of their weights. provenance: further
     lines, label -> text, such as hashes, prompt source and licence.
     """
 
@@ -56,6 +56,7 @@ class Facts:
     bytes_after: int
     bits_per_weight: float
     provenance: Mapping[str, str] = field(default_factory=dict)
+    components: tuple[str, ...] = ("transformer",)
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def make_report(
     """Everything known about one evaluation, as plain JSON values."""
     status = _status(quantized, measured)
     size = {
+        "components": ", ".join(facts.components),
         "bytes_before": facts.bytes_before,
         "bytes_after": facts.bytes_after,
         "ratio": facts.bytes_before / facts.bytes_after,
@@ -170,10 +172,11 @@ def _headline(status: str, quantized: Generated, psnr: Interval | None, size: Ma
     return f"{quality}. {_size_sentence(size)}"
 
 
-def _size_sentence(size: Mapping[str, float]) -> str:
+def _size_sentence(size: Mapping[str, Any]) -> str:
     before, after = _size(size["bytes_before"]), _size(size["bytes_after"])
     less = f", {size['ratio']:.2f} times less" if size["ratio"] > 1 else ""
-    return f"The transformer takes {after} instead of {before}{less}."
+    takes = "together take" if "," in size["components"] else "takes"
+    return f"The {size['components']} {takes} {after} instead of {before}{less}."
 
 
 def _row_json(row: Row) -> dict[str, Any]:

@@ -6,6 +6,8 @@ Parameter, never a buffer: accelerate's disk offload leaves buffers behind on th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,8 @@ class QuantLinear(nn.Linear):
     """A Linear (K in, N out) under a Scheme; forward takes and returns 16-bit or fp32 activations.
 
     Parameters, none of which needs a gradient: `weight` (codes), `weight_scale`, and as the scheme asks
-    `weight_scale_2` and `input_scale` (both fp32 scalars); `bias` (N,) in the compute dtype.
+    `weight_scale_2` and `input_scale` (both fp32 scalars). In the compute dtype: `bias` (N,), and where the scheme
+    has a rank R the low-rank branch `svdquant_lora_a` (R, K) and `svdquant_lora_b` (N, R), which adds B A to W.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
@@ -33,13 +36,19 @@ class QuantLinear(nn.Linear):
         self.scale_names = tuple(name for name in SCALE_NAMES if name in stored)
         for name, (shape, stored_dtype) in stored.items():
             self.register_parameter(name, _frozen(torch.empty(shape, dtype=stored_dtype)))
+        if scheme.rank:
+            self.svdquant_lora_a = _frozen(torch.empty(scheme.rank, in_features, dtype=dtype))
+            self.svdquant_lora_b = _frozen(torch.empty(out_features, scheme.rank, dtype=dtype))
         self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if bias else None)
 
     @classmethod
     def from_quantized(
         cls, weight: QuantizedTensor, bias: Tensor | None, scheme: Scheme, input_scale: Tensor | None = None
     ) -> QuantLinear:
-        """A layer around a quantized weight; `input_scale` is needed exactly when the scheme is static."""
+        """A layer around a quantized weight; `input_scale` is needed exactly when the scheme is static.
+
+        The scheme has no rank: `append_low_rank` adds a branch.
+        """
         if (input_scale is not None) != scheme.static_input:
             raise ValueError(f"scheme {scheme} {'needs' if scheme.static_input else 'takes no'} input_scale")
         if weight.format != scheme.weights:
@@ -57,25 +66,64 @@ class QuantLinear(nn.Linear):
     def stored(self, name: str) -> Tensor | None:
         """A stored tensor in its own dtype, None if the scheme has none of that name.
 
-        Scales that a loader must not cast travel as integers of the same bits (see integrations/diffusers.py).
+        What a loader must not cast travels, and codes of text encoders stay, as integers of the same bits.
         """
         tensor = getattr(self, name, None)
-        if tensor is None or name not in SCALE_NAMES:
+        if tensor is None or name not in self.stored_names:
             return tensor
-        return tensor.view(scale_dtype(self.scheme, name))
+        return tensor.view(stored_dtype(self.scheme, name))
 
     @property
     def quantized_weight(self) -> QuantizedTensor:
         """The weight (N, K) as a QuantizedTensor that shares this layer's tensors."""
         shape = (self.out_features, self.in_features)
-        scale = self.get_parameter("weight_scale").data.view(scale_dtype(self.scheme, "weight_scale"))
-        return QuantizedTensor(self.weight.data, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
+        codes, scale = self.weight.data, self.get_parameter("weight_scale").data
+        codes = codes.view(stored_dtype(self.scheme, "weight"))
+        scale = scale.view(stored_dtype(self.scheme, "weight_scale"))
+        return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
+
+    @property
+    def low_rank(self) -> tuple[Tensor, Tensor] | None:
+        """The low-rank branch (A (R, K), B (N, R)), None if there is none."""
+        return (self.svdquant_lora_a.data, self.svdquant_lora_b.data) if self.scheme.rank else None
+
+    def append_low_rank(self, a: Tensor, b: Tensor) -> None:
+        """Add b a to what the layer computes, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
+        r, k = a.shape
+        if k != self.in_features or tuple(b.shape) != (self.out_features, r):
+            raise ValueError(
+                f"low-rank pair {(*a.shape,)}, {(*b.shape,)} does not fit a layer of {self.in_features} inputs and "
+                f"{self.out_features} outputs: expected (r, K) and (N, r)"
+            )
+        held_a, held_b = self.low_rank or (a[:0], b[:, :0])
+        with torch.no_grad():
+            self._set_low_rank(torch.cat([held_a, a.to(held_a)]), torch.cat([held_b, b.to(held_b)], dim=1))
+
+    def drop_low_rank(self, r: int) -> None:
+        """Take away the last r ranks of the branch; what was there before them keeps its bits."""
+        if not 0 <= r <= self.scheme.rank:
+            raise ValueError(f"cannot drop {r} ranks: the low-rank branch has {self.scheme.rank}")
+        if r and self.low_rank is not None:
+            a, b = self.low_rank
+            self._set_low_rank(a[:-r].clone(), b[:, :-r].clone())
+
+    def _set_low_rank(self, a: Tensor, b: Tensor) -> None:
+        self.scheme = replace(self.scheme, rank=a.shape[0])
+        for name, tensor in (("svdquant_lora_a", a), ("svdquant_lora_b", b)):
+            if self.scheme.rank:
+                self.register_parameter(name, _frozen(tensor.to(self.compute_dtype)))
+            else:
+                delattr(self, name)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
-        """A plain Linear that holds the same weight, rounded to `dtype`."""
+        """A plain Linear that holds the same weight, low-rank branch included, rounded to `dtype`."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=dtype)
-        linear.weight = _frozen(self.quantized_weight.dequantize(dtype))
+        weight = self.quantized_weight.dequantize()
+        if self.low_rank is not None:
+            a, b = self.low_rank
+            weight += b.float() @ a.float()
+        linear.weight = _frozen(weight.to(dtype))
         linear.bias = self.bias
         return linear
 
@@ -87,11 +135,12 @@ class QuantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return ops.quantized_linear(
             input,
-            self.weight,
+            self.stored("weight"),
             self.stored("weight_scale"),
             self.stored("weight_scale_2"),
             self.stored("input_scale"),
             self.bias,
+            *(self.low_rank or (None, None)),
             str(self.scheme),
         )
 
@@ -111,8 +160,10 @@ class QuantLinear(nn.Linear):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scheme={self.scheme}"
 
 
-def scale_dtype(scheme: Scheme, name: str) -> torch.dtype:
-    """The dtype in which the scale called `name` is stored."""
+def stored_dtype(scheme: Scheme, name: str) -> torch.dtype:
+    """The dtype in which the codes (`weight`) or the scale called `name` are stored."""
+    if name == "weight":
+        return getattr(torch, scheme.weights.element.storage)
     return SCALE_DTYPES[scheme.weights.scale] if name == "weight_scale" else torch.float32
 
 

@@ -5,8 +5,11 @@ The reference of a quantized Linear, y = x W^T + b with x (…, K) and W (N, K):
     int8 weights and activations   y = (float(xq · wq^T) · x_scale) · w_scale + b   exact integer product
     every other scheme             y = F.linear(dequantize(x), dequantize(W), b)    fp32
 
-then one cast to x's dtype. Activations are quantized per token row; nvfp4 takes its global scale from
-`input_scale` or, without one, from each token's own amax.
+then one cast to x's dtype. A low-rank branch (A, B) adds (x A^T) B^T, computed in x's dtype as a LoRA adapter beside
+the layer would be, so that fusing an adapter changes nothing.
+
+Activations are quantized per token row. `input_scale` () is nvfp4's calibrated global scale; (M, 1) gives every token
+its own: nvfp4's global scale, or the scale of fp8 and int8. Without one they follow from each token's amax.
 """
 
 from __future__ import annotations
@@ -30,47 +33,63 @@ def quantized_linear(
     weight_scale_2: Tensor | None,
     input_scale: Tensor | None,
     bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
     scheme: str,
 ) -> Tensor:
-    """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N)."""
+    """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
+
+    lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one.
+    """
     parsed = Scheme.parse(scheme)
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
     w = _as_stored(weight, weight_scale, weight_scale_2, parsed.weights)
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
-    if parsed.activations is FORMATS["int8"] and parsed.weights is FORMATS["int8"]:
-        y = _int8_linear(rows, w, bias)
+    if _multiplies_codes(parsed):
+        y = _int8_linear(rows, w, input_scale, bias)
     else:
         y = F.linear(_through(rows, parsed.activations, input_scale), w.dequantize(), _fp32(bias))
-    return y.to(x.dtype).reshape(*x.shape[:-1], w.shape[0])
+    y = y.to(x.dtype)
+    if lora_a is not None and lora_b is not None:
+        y += F.linear(F.linear(rows, lora_a.to(x.dtype)), lora_b.to(x.dtype))
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 @quantized_linear.register_fake
-def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, scheme):
+def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, ctx.scheme = inputs
-    ctx.save_for_backward(weight, weight_scale, weight_scale_2)
+    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme = inputs
+    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b)
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad):
-    """dL/dx = dL/dy · W, with the weight that the codes stand for and rounding of x taken as the identity."""
-    weight, weight_scale, weight_scale_2 = ctx.saved_tensors
+    """dL/dx = dL/dy · (W + B A), with the weight that the codes stand for; rounding of x is taken as the identity."""
+    weight, weight_scale, weight_scale_2, lora_a, lora_b = ctx.saved_tensors
     w = _as_stored(weight, weight_scale, weight_scale_2, Scheme.parse(ctx.scheme).weights)
-    grad_x = (grad.float() @ w.dequantize()).to(grad.dtype) if ctx.needs_input_grad[0] else None
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = (grad.float() @ w.dequantize()).to(grad.dtype)
+        if lora_a is not None:
+            grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
     grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
-    return grad_x, None, None, None, None, grad_bias, None
+    return grad_x, None, None, None, None, grad_bias, None, None, None
 
 
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:
-    """x (M, K) to codes per token. input_scale: nvfp4's calibrated global scale; None: one per token row."""
-    if format.two_level and input_scale is None:
+    """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax."""
+    if not format.two_level:
+        return quantize_blocks(x, format, None, "activation", row_scale=input_scale)
+    if input_scale is None:
         input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format)  # (M, 1)
     return quantize_blocks(x, format, input_scale, "activation")
 
@@ -88,10 +107,10 @@ def _through(x: Tensor, format: Format | None, input_scale: Tensor | None) -> Te
     return quantize_activation(x, format, input_scale).dequantize()
 
 
-def _int8_linear(x: Tensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
+def _int8_linear(x: Tensor, w: QuantizedTensor, input_scale: Tensor | None, bias: Tensor | None) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(0, w.shape[0], dtype=torch.float32)
-    q = quantize_activation(x, FORMATS["int8"])
+    q = quantize_activation(x, FORMATS["int8"], input_scale)
     y = _int8_product(q.codes, w.codes).float()
     y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
     return y if bias is None else y.add_(bias.float())
@@ -128,3 +147,20 @@ def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
 
 def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
+
+
+def _multiplies_codes(scheme: Scheme) -> bool:
+    return scheme.weights is FORMATS["int8"] and scheme.activations is FORMATS["int8"]
+
+
+def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
+    """What computes `quantized_linear` under a scheme on a type of device ("cpu", "cuda", …), and why."""
+    if not _multiplies_codes(scheme):
+        return "torch reference", f"no kernel for {device_type}"
+    if not _int_mm_is_exact(device_type):
+        cpu = device_type == "cpu"
+        why = "this CPU's int8 dot product saturates" if cpu else f"no torch._int_mm for {device_type}"
+        return "fp32 products of 1024 columns", why
+    if device_type == "cuda":
+        return "torch._int_mm", "exact; fp32 products below 17 tokens and where K or N is no multiple of 8"
+    return "torch._int_mm", f"exact integer product on this {device_type.upper()}"

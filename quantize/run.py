@@ -30,6 +30,7 @@ def quantize_component(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the quantized component: codes and scales of planned layers, the rest cast to `dtype`.
 
+    What the model's class keeps in fp32 stays as it is in the source.
     weight_sqnr is filled as layers are done: name -> dB.
     Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
     """
@@ -48,7 +49,8 @@ def quantize_component(
         if name not in taken:
             tensor = source[name]
             _require_finite(name, tensor)
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            cast = tensor.is_floating_point() and not source.stays_fp32(name)
+            yield name, tensor.to(dtype) if cast else tensor
 
 
 def require_finite_weights(source: SourceWeights) -> None:

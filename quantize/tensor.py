@@ -78,8 +78,13 @@ class QuantizedTensor:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def quantize_blocks(x: Tensor, format: Format, global_scale: Tensor | None, name: str) -> QuantizedTensor:
-    """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN."""
+def quantize_blocks(
+    x: Tensor, format: Format, global_scale: Tensor | None, name: str, row_scale: Tensor | None = None
+) -> QuantizedTensor:
+    """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN.
+
+    row_scale (M, 1) fp32: the scale of each row of a per-row format, where it must not follow from x alone.
+    """
     rows, k = x.shape
     format.check_shape(rows, k, name)
     x = x.to(torch.float32, copy=True)  # divided in place below
@@ -87,7 +92,12 @@ def quantize_blocks(x: Tensor, format: Format, global_scale: Tensor | None, name
         global_scale = encode.global_scale_for(x.abs().amax(), format)
     n, group = format.block
     blocks = x.reshape(1, 1, -1) if n == 0 else x.reshape(rows, -1, group or k)  # (rows, G, k)
-    scale = encode.block_scale(blocks, format, global_scale)
+    if row_scale is None:
+        scale = encode.block_scale(blocks, format, global_scale)
+    elif format.block == (1, 0):
+        scale = row_scale
+    else:
+        raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
     step = encode.decode_scale(scale, format, global_scale)
     codes = encode.encode(blocks.div_(step.unsqueeze(-1)), format.element).reshape(rows, k)
     if group == 0:

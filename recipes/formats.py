@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 
 
@@ -92,29 +93,41 @@ class Scheme:
     """How one Linear is held and computed; its text form is a key of `quantization_config.layers`.
 
     activations: None computes with 16-bit activations. static_input: the activations' global scale was
-    calibrated and is stored as `input_scale`; otherwise each token gets its own.
+    calibrated and is stored as `input_scale`; otherwise each token gets its own. rank: of the 16-bit low-rank
+    branch beside the quantized weight; 0 has none.
     """
 
     weights: Format
     activations: Format | None
     static_input: bool = False
+    rank: int = 0
 
     def __str__(self) -> str:
         activations = self.activations.name if self.activations else "16bit"
-        return f"{self.weights.name}-{activations}" + ("-static" if self.static_input else "")
+        static = "-static" if self.static_input else ""
+        return f"{self.weights.name}-{activations}{static}" + (f"-r{self.rank}" if self.rank else "")
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
         """Read the text form; ValueError for anything that this version does not know."""
-        parts = text.split("-")
-        static = parts[2:] == ["static"]
-        if len(parts) not in (2, 3) or (len(parts) == 3 and not static):
+        found = re.fullmatch(r"([^-]+)-([^-]+)(-static)?(?:-r([1-9]\d{0,5}))?", text)
+        if not found:
             raise ValueError(f"unknown quantization scheme {text!r}: a newer fluxq may be needed to read it")
-        activations = None if parts[1] == "16bit" else find_format(parts[1])
-        scheme = cls(find_format(parts[0]), activations, static)
-        if static and not (activations and activations.two_level):
+        activations = None if found[2] == "16bit" else find_format(found[2])
+        scheme = cls(find_format(found[1]), activations, bool(found[3]), int(found[4] or 0))
+        if scheme.static_input and not (activations and activations.two_level):
             raise ValueError(f"scheme {text!r}: only two-level activations have a static input scale")
         return scheme
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a reader of the checkpoint must know besides formats; `required_features` lists them."""
+        static = ("static_input_scale",) if self.static_input else ()
+        return static + (("low_rank",) if self.rank else ())
+
+    def stored_bits(self, n: int, k: int) -> int:
+        """Bits stored for an (n, k) weight: codes, scales, `input_scale` and the low-rank branch."""
+        return self.weights.stored_bits(n, k) + 32 * self.static_input + 16 * self.rank * (n + k)
 
 
 def find_format(name: str) -> Format:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fluxq.recipes.families import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.recipe import Component, Operand, Override
+from fluxq.recipes.recipe import Component, Operand, Override, Recipe
 
 UNKNOWN_ROLE = "other"
 KEPT_ROLE = "kept"
@@ -67,7 +67,7 @@ class LayerPlan:
         """Bits this layer's weight takes in the checkpoint."""
         if self.scheme is None:
             return 16 * self.n * self.k
-        return self.scheme.weights.stored_bits(self.n, self.k) + (32 if self.scheme.static_input else 0)
+        return self.scheme.stored_bits(self.n, self.k)
 
     @property
     def bits_per_weight(self) -> float:
@@ -94,12 +94,9 @@ class Plan:
         """Mean over the weights of all Linears, 16-bit ones included."""
         return sum(layer.stored_bits for layer in self.layers) / sum(layer.n * layer.k for layer in self.layers)
 
-    def schemes(self) -> dict[str, list[str]]:
-        """Scheme text -> layer names, as `quantization_config.layers` holds it."""
-        table: dict[str, list[str]] = {}
-        for layer in self.quantized:
-            table.setdefault(str(layer.scheme), []).append(layer.name)
-        return table
+    def schemes(self) -> list[tuple[str, Scheme]]:
+        """(layer name, scheme) of what leaves 16 bit, in the model's order."""
+        return [(layer.name, layer.scheme) for layer in self.layers if layer.scheme is not None]
 
     def statistics_groups(self) -> dict[str, tuple[LayerPlan, ...]]:
         """Input group -> its quantized layers, for the inputs that calibration looks at."""
@@ -114,6 +111,28 @@ class Plan:
         groups = self.statistics_groups().items()
         static = {g: tuple(m for m in members if m.scheme and m.scheme.static_input) for g, members in groups}
         return {group: members for group, members in static.items() if members}
+
+
+def component_recipe(recipe: Recipe, component: str | None, family: Family) -> Component:
+    """What a recipe says about a component of the class that `family` describes.
+
+    Its own entry, where the recipe names the component; else a transformer takes the entry `transformer`, and a text
+    encoder or VAE that entry's weight format, weight-only. component: None where the name is not known, as in a class
+    loaded by itself. Raises ValueError where the recipe says nothing, and for activations of a component whose
+    activations are not worth quantizing.
+    """
+    own = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
+    if own is not None:
+        if family.kind != "transformer" and any(part.activations for part in (own, *own.overrides)):
+            raise ValueError(
+                f"{component or 'vae'}: it runs once per image, so quantizing its activations saves no time worth the "
+                "error; write `activations: null`"
+            )
+        return own
+    main = recipe.components.get("transformer")
+    if main is None or (component is None and family.kind == "vae"):
+        raise ValueError(f"the recipe says nothing about {component or family.model}: give it an entry in `components`")
+    return main if family.kind == "transformer" else Component(weights=main.weights)
 
 
 def make_plan(
@@ -134,7 +153,7 @@ def make_plan(
     names = [linear.name for linear in linears]
     excluded = [*recipe.exclude, *exclude]
     included = list(include)
-    _require_matches([*excluded, *included, *(o.match for o in recipe.overrides if o.match)], names)
+    require_matches([*excluded, *included, *(o.match for o in recipe.overrides if o.match)], names)
     notes = _absent_roles(family, recipe)
     layers = []
     for linear in linears:
@@ -152,8 +171,22 @@ def make_plan(
                 layer.scheme.activations.check_shape(1, layer.k, f"input of {layer.name}")
         layers.append(layer)
     if not any(layer.scheme for layer in layers):
-        raise ValueError(f"{component_name}: the recipe leaves every Linear in 16 bit; there is nothing to quantize")
+        which = "the recipe leaves every Linear in 16 bit" if layers else "the model has no Linears"
+        raise ValueError(f"{component_name}: {which}; there is nothing to quantize")
     return Plan(family.name, component_name, tuple(layers), tuple(notes))
+
+
+def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
+    """ValueError naming the first pattern that matches none of the Linears called `names`, with a near one."""
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            tail = pattern.rpartition(".")[2]
+            same_tail = [name for name in names if tail in name.split(".")]
+            near = (same_tail or difflib.get_close_matches(pattern, names, n=1, cutoff=0) or ["none"])[0]
+            raise ValueError(
+                f"pattern {pattern!r} matches no Linear of this model; patterns are whole paths with * for one segment "
+                f"and ** for any number, for example {near!r} (`fluxq plan` lists all)"
+            )
 
 
 def _located(family: Family, linear: LinearShape) -> LayerPlan:
@@ -197,18 +230,6 @@ def _override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override |
         if override.role == layer.role or (override.match and matches(override.match, layer.name)):
             return override
     return None
-
-
-def _require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
-            tail = pattern.rpartition(".")[2]
-            same_tail = [name for name in names if tail in name.split(".")]
-            near = (same_tail or difflib.get_close_matches(pattern, names, n=1, cutoff=0) or ["none"])[0]
-            raise ValueError(
-                f"pattern {pattern!r} matches no Linear of this model; patterns are whole paths with * for one segment "
-                f"and ** for any number, for example {near!r} (`fluxq plan` lists all)"
-            )
 
 
 def _absent_roles(family: Family, recipe: Component) -> list[str]:

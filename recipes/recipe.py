@@ -148,14 +148,14 @@ class Recipe(Strict):
 
     @property
     def uses_data(self) -> bool:
-        """Whether quantizing needs calibration: a two-level activation format gets static scales from it."""
-        formats = [
-            operand.row
-            for component in self.components.values()
-            for operand in (component.activations, *(o.activations for o in component.overrides))
-            if operand is not None
-        ]
-        return self.profile != "rtn" and self.calibration is not None and any(f.two_level for f in formats)
+        """Whether quantizing the components that the recipe names needs calibration."""
+        return any(map(self.needs_data, self.components.values()))
+
+    def needs_data(self, component: Component) -> bool:
+        """Whether one entry needs calibration: a two-level activation format gets static scales from it."""
+        operands = (component.activations, *(override.activations for override in component.overrides))
+        two_level = any(operand.row.two_level for operand in operands if operand is not None)
+        return self.profile != "rtn" and self.calibration is not None and two_level
 
 
 def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[str, Recipe]:

@@ -10,11 +10,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
+from peft import LoraConfig
+from torch import nn
 
 from fluxq import jobs, tiny
-from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.patterns import matches
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite several times slower
 
@@ -43,10 +47,13 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """checkpoint("nvfp4") is a folder with the embedded pipeline under that shipped recipe, made once a session.
 
     Calibration is cut to 8 images at 2 steps and there is no closing check. Copy the folder before damaging it.
+    checkpoint("16 bit") is the embedded pipeline itself.
     """
     root = tmp_path_factory.mktemp("checkpoints")
 
     def make(recipe: str) -> Path:
+        if recipe == SIXTEEN_BIT:
+            return Path(tiny.path())
         folder = root / f"tiny-{recipe}"
         if not folder.exists():
             options = jobs.Options(model="tiny", recipe=str(quick(recipe, root)), output=str(folder), check=False)
@@ -62,6 +69,34 @@ def statistics_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("statistics")
     options = jobs.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
     return jobs.calibrate(jobs.prepare(options, writes=False))
+
+
+@pytest.fixture
+def lora_file(tmp_path, pipe) -> Callable[..., Path]:
+    """lora_file(name, layers, rank=4, alpha=None, seed=0) writes a LoRA as trainers do and returns its path.
+
+    layers: how the names of the embedded transformer's Linears that it changes end.
+    """
+    return lambda name, layers, **how: write_lora(tmp_path / name, pipe.transformer, layers, **how)
+
+
+def write_lora(path: Path, model: nn.Module, layers: tuple[str, ...], rank: int = 4, alpha=None, seed: int = 0) -> Path:
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and any(matches(f"**.{end}", name) for end in layers):
+            size = module.weight.float().norm() / (module.in_features * module.out_features) ** 0.5
+            a = torch.randn(rank, module.in_features, generator=noise) / module.in_features**0.5
+            b = torch.randn(module.out_features, rank, generator=noise) * size * module.in_features**0.5 / rank**0.5
+            tensors[f"{name}.lora_A.weight"] = a.bfloat16()
+            tensors[f"{name}.lora_B.weight"] = (0.2 * b).bfloat16()
+    targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    config = LoraConfig(r=rank, lora_alpha=alpha or rank, target_modules=targets).to_dict()
+    config["target_modules"] = sorted(config["target_modules"])
+    diffusers.FluxPipeline.save_lora_weights(
+        path.parent, tensors, weight_name=path.name, transformer_lora_adapter_metadata=config
+    )
+    return path
 
 
 def quick(recipe: str, folder: Path) -> Path:
@@ -82,6 +117,7 @@ def copy_of(source: Path, target: Path) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--write-features", action="store_true", help="write the cells that ran into docs/diffusers.md")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,3 +127,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# The table of docs/diffusers.md: a row for each `feature` marker, a column for 16 bit and each recipe. A cell is
+# what the tests of that row and column found: "yes" unless they recorded another word, for example "refused".
+
+SIXTEEN_BIT = "16 bit"
+COLUMNS = (SIXTEEN_BIT, *shipped_recipes())
+FEATURES = Path(__file__).parent.parent / "docs" / "diffusers.md"
+_cells: dict[tuple[str, str], set[str]] = {}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = (yield).get_result()
+    marker = item.get_closest_marker("feature")
+    if marker and report.when == "call" and report.passed:
+        word = dict(item.user_properties).get("cell", "yes")
+        parameters = item.callspec.params.values()
+        _cells.setdefault((marker.args[0], next(p for p in parameters if p in COLUMNS)), set()).add(str(word))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Compare what ran with the table in the docs, or write it there."""
+    before, table, after = FEATURES.read_text(encoding="utf-8").split("<!-- features -->\n")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    rows = {row: dict(zip(COLUMNS, words, strict=True)) for row, *words in lines}
+    found = {cell: ", ".join(sorted(words)) for cell, words in _cells.items()}
+    wrong = {cell: word for cell, word in found.items() if rows.get(cell[0], {}).get(cell[1]) != word}
+    if wrong and session.config.getoption("--write-features"):
+        for (feature, column), word in wrong.items():
+            rows.setdefault(feature, dict.fromkeys(COLUMNS, ""))[column] = word
+        lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1), *([row, *words.values()] for row, words in rows.items())]
+        table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        FEATURES.write_text("<!-- features -->\n".join([before, table, after]), encoding="utf-8")
+    elif wrong:
+        for (feature, column), word in wrong.items():
+            print(f"\n{FEATURES.name}: {feature!r} under {column!r} is {word!r}; `pytest --write-features` updates it")
+        session.exitstatus = 1

@@ -28,7 +28,7 @@ def pipe32():
 
 def captured(pipe, steps=STEPS, batch_size=None, groups=GROUPS, call=CALL, items=ITEMS):
     return capture_statistics(
-        pipe, "transformer", groups, items, call, steps=steps, model_digest="m", batch_size=batch_size
+        pipe, {"transformer": groups}, items, call, steps=steps, digests={"transformer": "m"}, batch_size=batch_size
     )
 
 

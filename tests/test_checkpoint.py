@@ -367,6 +367,7 @@ def test_a_config_is_read_as_it_was_written():
 def test_source_weights_are_found_in_shards_and_never_twice(tmp_path, tiny_folder, statistics_file):
     folder, names = tmp_path / "parts" / "transformer", sorted(SOURCE)
     folder.mkdir(parents=True)
+    (tmp_path / "parts" / "model_index.json").write_text((tiny_folder / "model_index.json").read_text())
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
 
     def write(shards):

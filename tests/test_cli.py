@@ -64,7 +64,7 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
 def test_help_is_instant_and_names_the_commands(fluxq):
     result = fluxq("--help")
     assert result.code == 0 and "Example:" in result.out
-    assert set(cli.commands) == {"plan", "calibrate", "quantize", "eval"}
+    assert set(cli.commands) == {"plan", "calibrate", "quantize", "eval", "verify", "env"}
     assert all(f"  {name} " in result.out for name in cli.commands)
 
 
@@ -77,7 +77,7 @@ def test_every_command_has_help_with_an_example(fluxq, command):
 
 MODEL = {"--revision", "--local-files-only"}
 COMMON = {"--json", "-v", "--verbose", "-q", "--quiet"}
-RECIPE = {"--recipe", "--profile", "--include", "--exclude"}
+RECIPE = {"--recipe", "--profile", "--components", "--include", "--exclude"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
 WRITES = {"--output", "-o", "--overwrite"}
 
@@ -86,8 +86,8 @@ WRITES = {"--output", "-o", "--overwrite"}
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | {"--statistics"}),
-        ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON),
-        ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | {"--statistics", "--no-check"}),
+        ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora"}),
+        ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--statistics", "--no-check"}),
     ],
 )
 def test_options_have_the_names_that_diffusers_uses(command, options):
@@ -243,8 +243,8 @@ def test_a_missing_recipe_lists_the_shipped_ones(fluxq, command):
         ("extends: gone\n", ["r.yaml:1: recipe 'gone' is neither a file nor a shipped recipe"]),
         ("extends: fp8\ncomponents:\n  vea:\n    weights: {format: fp8}\n", ["no component 'vea'", "transformer, vae"]),
         (
-            "extends: fp8\ncomponents:\n  vae:\n    weights: {format: fp8}\n",
-            ["AutoencoderKL has no row", "CONTRIBUTING"],
+            "extends: fp8\ncomponents:\n  scheduler:\n    weights: {format: fp8}\n",
+            ["FlowMatchEulerDiscreteScheduler is no model class", "without weights"],
         ),
         ("extends: fp8\ncomponents: {transformer: {exclude: [to_q]}}\n", ["'to_q' matches no Linear", "attn.to_q'"]),
     ],
@@ -313,14 +313,18 @@ BAD_MODELS = {
     "index is a list": (lambda m: (m / INDEX).write_text("[]"), [INDEX, "expected a JSON object, found list"]),
     "unknown family": (
         lambda m: (
-            edit_json(m / INDEX, transformer=["diffusers", "SD3Transformer2DModel"]),
-            (m / CONFIG).write_text('{"num_layers": 1, "joint_attention_dim": 64, "caption_projection_dim": 1152}'),
+            edit_json(m / INDEX, transformer=["diffusers", "PixArtTransformer2DModel"]),
+            (m / CONFIG).write_text('{"num_layers": 1}'),
         ),
-        ["SD3Transformer2DModel has no row in recipes/families.py", "known: FluxTransformer2DModel", "how to add one"],
+        [
+            "PixArtTransformer2DModel has no row in recipes/families.py",
+            "known: FluxTransformer2DModel",
+            "how to add one",
+        ],
     ),
     "unknown class": (
         lambda m: edit_json(m / INDEX, transformer=["diffusers", "NewTransformer"]),
-        ["transformer is a NewTransformer, which this diffusers"],
+        ["NewTransformer is no model class of this diffusers", "a newer diffusers has"],
     ),
     "remote pipeline": (
         lambda m: edit_json(m / INDEX, _class_name=["mine", "MyPipeline"]),

@@ -1,20 +1,28 @@
-"""FAMILIES against the diffusers classes they describe, on the meta device."""
+"""FAMILIES against the diffusers and transformers classes they describe, on the meta device and in forward passes."""
 
 import dataclasses
+import json
+from functools import cache
 
 import diffusers
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.patterns import matches
 
 
 def linears(family, config) -> dict[str, nn.Linear]:
-    with torch.device("meta"):
-        model = getattr(diffusers, family.transformer).from_config(config)
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return _linears(family.library, family.model, json.dumps(config))
+
+
+@cache
+def _linears(library, model_class, config) -> dict[str, nn.Linear]:
+    modules = build_on_meta(library, model_class, json.loads(config)).named_modules()
+    return {name: module for name, module in modules if isinstance(module, nn.Linear)}
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
@@ -25,12 +33,14 @@ def family(request):
 @pytest.mark.parametrize("size", ["tiny_config", "the class's own default"])
 def test_every_linear_is_either_located_or_kept(family, size):
     names = linears(family, family.tiny_config if size == "tiny_config" else {})
+    assert names
     for name in names:
         assert (family.locate(name) is None) != (family.kept(name) is None), name
 
 
 def test_every_name_of_the_row_is_a_linear_of_the_class(family):
-    names = linears(family, family.tiny_config)
+    variant = {"feed_forward_proj": "relu"} if "feed_forward_proj" in family.tiny_config else {}  # T5 without a gate
+    names = {*linears(family, family.tiny_config), *linears(family, variant)}
     for group in family.groups:
         for member in group.members:
             assert any(matches(f"{group.block}.{member}", name) for name in names), (group.block, member)
@@ -109,7 +119,99 @@ def test_single_and_double_blocks_are_told_apart():
     assert family.locate("transformer_blocks.0.extra.attn.to_q") is None
 
 
+def test_sd3_takes_every_kind_of_block():
+    family = FAMILIES["sd3"]
+    medium = linears(family, {"dual_attention_layers": list(range(13)), "qk_norm": "rms_norm", "num_layers": 24})
+    roles = [family.locate(name)[0].role for name in medium if name.startswith("transformer_blocks.0.")]
+    assert roles.count("qkv") == 6 and roles.count("attn_out") == 2 and roles.count("modulation") == 2
+    last = {name.removeprefix("transformer_blocks.23.") for name in medium if name.startswith("transformer_blocks.23.")}
+    assert "attn.add_q_proj" in last and not last & {"attn.to_add_out", "ff_context.net.2", "attn2.to_q"}
+
+
+def test_wan_without_an_image_has_no_image_keys():
+    family = FAMILIES["wan"]
+    text_only = linears(family, {**family.tiny_config, "image_dim": None, "added_kv_proj_dim": None})
+    assert not any(name.endswith(("add_k_proj", "add_v_proj")) for name in text_only)
+    assert all((family.locate(name) is None) != (family.kept(name) is None) for name in text_only)
+
+
+@pytest.mark.parametrize("name", [row.name for row in FAMILIES.values() if row.kind == "text_encoder"])
+def test_only_the_language_model_of_a_text_encoder_is_quantized(name):
+    family = FAMILIES[name]
+    located = [path for path in linears(family, {}) if family.locate(path)]
+    assert located and not any("visual" in path or "vision" in path or "lm_head" in path for path in located)
+
+
 def test_an_unknown_class_says_how_to_add_a_family():
     assert family_of("FluxTransformer2DModel") is FAMILIES["flux"]
-    with pytest.raises(ValueError, match=r"WanTransformer3DModel has no row in recipes/families\.py .*CONTRIBUTING"):
-        family_of("WanTransformer3DModel")
+    with pytest.raises(ValueError, match=r"LTXVideoTransformer3DModel has no row in recipes/families\.py .*CONTRIB"):
+        family_of("LTXVideoTransformer3DModel")
+
+
+# Input groups in a forward pass
+
+
+def inputs(family, model) -> dict[str, torch.Tensor]:
+    """Arguments of a small forward pass."""
+    if family.library == "transformers":
+        return {"input_ids": torch.tensor([[1, 5, 9, 2]])}
+    text, time = torch.randn(1, 5, 64), torch.tensor([500.0])
+    return {
+        "FluxTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "pooled_projections": torch.randn(1, 64),
+            "timestep": time,
+            "img_ids": torch.zeros(4, 3),
+            "txt_ids": torch.zeros(5, 3),
+        },
+        "SD3Transformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 8, 8),
+            "encoder_hidden_states": text,
+            "pooled_projections": torch.randn(1, 64),
+            "timestep": time,
+        },
+        "QwenImageTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "encoder_hidden_states_mask": torch.ones(1, 5, dtype=torch.bool),
+            "timestep": time,
+            "img_shapes": [[(1, 2, 2)]],
+        },
+        "WanTransformer3DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 1, 4, 4),
+            "encoder_hidden_states": torch.randn(1, 512, 64),
+            "encoder_hidden_states_image": torch.randn(1, 6, 64),
+            "timestep": time,
+        },
+        "AutoencoderKL": lambda: {"sample": torch.randn(1, 3, 8, 8)},
+    }[family.model]()
+
+
+def test_a_group_is_what_reads_one_tensor_and_no_less(family):
+    """Linears of one block are in the same group if and only if a forward pass hands them the same tensor."""
+    torch.manual_seed(0)
+    library = {"diffusers": diffusers, "transformers": transformers}[family.library]
+    model_class = getattr(library, family.model)
+    if family.library == "diffusers":
+        model = model_class.from_config(family.tiny_config)
+    else:
+        model = model_class(model_class.config_class.from_dict(family.tiny_config))
+    seen = {}  # the tensors are held, so that no later one can take over an address
+
+    def look(name):
+        return lambda _module, args: seen.update({name: args[0]})
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and family.locate(name):
+            module.register_forward_pre_hook(look(name))
+    with torch.no_grad():
+        model(**inputs(family, model))
+    readers, groups = {}, {}
+    for name, x in seen.items():
+        group, block = family.locate(name)
+        assert x.shape[-1] == model.get_submodule(name).in_features
+        readers.setdefault((block, x.data_ptr(), x.shape, x.stride()), set()).add(name)
+        groups.setdefault((block, group.members), set()).add(name)
+    assert seen.keys() == {name for name in linears(family, family.tiny_config) if family.locate(name)}
+    assert sorted(map(sorted, readers.values())) == sorted(map(sorted, groups.values()))

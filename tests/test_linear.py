@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluxq.quantize import ops
+from fluxq.quantize import encode, ops
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
@@ -31,6 +31,7 @@ SCHEMES = (
     "fp8-16bit",
     "nvfp4-fp8",
 )
+RANK = 6
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
 
 
@@ -170,10 +171,12 @@ def test_nan_and_infinity_in_a_token_make_its_outputs_nan_or_infinite(scheme, ba
 
 
 @EVERY_SCHEME
-def test_the_op_passes_opcheck_and_changes_no_input(scheme):
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_the_op_passes_opcheck_and_changes_no_input(scheme, rank):
     layer, _, _, input_scale, x = layer_and_input(scheme, True, torch.bfloat16, (5, K))
     global_scale = getattr(layer, "weight_scale_2", None)
-    tensors = (x, layer.weight, layer.weight_scale, global_scale, input_scale, layer.bias)
+    low_rank = (torch.randn(rank, K).bfloat16(), torch.randn(N, rank).bfloat16()) if rank else (None, None)
+    tensors = (x, layer.weight, layer.weight_scale, global_scale, input_scale, layer.bias, *low_rank)
     kept = [None if t is None else t.detach().clone() for t in tensors]
     checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
     if torch.float8_e4m3fn not in (layer.weight.dtype, layer.weight_scale.dtype):
@@ -224,11 +227,102 @@ def test_it_is_a_linear_of_frozen_parameters_without_buffers(scheme):
     assert repr(layer) == f"QuantLinear({K}, {N}, bias=True, scheme={scheme})"
 
 
+def low_rank_pair(rank: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    noise = torch.Generator().manual_seed(rank)
+    a, b = torch.randn(rank, K, generator=noise), torch.randn(N, rank, generator=noise)
+    return a.to(dtype), b.to(dtype)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_low_rank_branch_computes_what_two_linears_beside_the_layer_would(scheme, dtype):
+    layer, _, _, _, x = layer_and_input(scheme, True, dtype, (5, K))
+    (a, b), alone = low_rank_pair(RANK, dtype), layer(x)
+    layer.append_low_rank(a, b)
+    assert torch.equal(layer(x), alone + F.linear(F.linear(x, a), b))
+    assert not torch.equal(layer(x), alone)
+    assert str(layer.scheme) == f"{scheme}-r{RANK}" and set(layer.state_dict()) > {"svdquant_lora_a", "svdquant_lora_b"}
+    assert layer(x[:0]).shape == (0, N)
+
+
+def test_pairs_of_a_low_rank_branch_add_up_and_are_taken_away_without_a_trace():
+    layer, _, _, _, x = layer_and_input("nvfp4-nvfp4-static", True, torch.bfloat16, (5, K))
+    states, outputs = [{n: t.clone() for n, t in layer.state_dict().items()}], [layer(x)]
+    for rank in (RANK, 3):
+        layer.append_low_rank(*low_rank_pair(rank))
+        states.append({n: t.clone() for n, t in layer.state_dict().items()})
+        outputs.append(layer(x))
+    assert layer.scheme.rank == RANK + 3 and layer.svdquant_lora_a.shape == (RANK + 3, K)
+    for rank in (3, RANK):
+        states.pop(), outputs.pop()
+        layer.drop_low_rank(rank)
+        assert layer.state_dict().keys() == states[-1].keys() and torch.equal(layer(x), outputs[-1])
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(tensor.reshape(-1).view(torch.uint8), states[-1][name].reshape(-1).view(torch.uint8))
+    assert layer.low_rank is None and str(layer.scheme) == "nvfp4-nvfp4-static"
+
+
+def test_a_layer_with_a_low_rank_branch_is_built_loaded_and_dequantized():
+    layer, _, _, _, x = layer_and_input("fp8-16bit", True, torch.bfloat16, (5, K))
+    plain = layer.dequantized(torch.float32).weight
+    a, b = low_rank_pair(RANK)
+    layer.append_low_rank(a, b)
+    torch.testing.assert_close(layer.dequantized(torch.float32).weight, plain + b.float() @ a.float())
+    other = QuantLinear(K, N, True, layer.scheme, torch.bfloat16)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+def test_gradients_flow_through_the_low_rank_branch():
+    layer, *_ = layer_and_input("int4-16bit", True, torch.float32, (5, K))
+    layer.append_low_rank(*low_rank_pair(RANK, torch.float32))
+    x = torch.randn(5, K, requires_grad=True)
+    pull = torch.randn(5, N)
+    layer(x).backward(pull)
+    torch.testing.assert_close(x.grad, pull @ layer.dequantized(torch.float32).weight)
+
+
+def test_a_low_rank_pair_that_does_not_fit_is_refused():
+    layer, *_ = layer_and_input("fp8-fp8", True, torch.bfloat16, (1, K))
+    a, b = low_rank_pair(RANK)
+    for wrong in ((a[:, 1:], b), (a, b[1:]), (a[1:], b)):
+        with pytest.raises(ValueError, match="does not fit a layer of 256 inputs and 24 outputs"):
+            layer.append_low_rank(*wrong)
+    with pytest.raises(ValueError, match="cannot drop 1 ranks"):
+        layer.drop_low_rank(1)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "nvfp4"])
+def test_token_scales_given_from_outside_are_the_ones_used(format):
+    """Twice the scale that a token would choose: half the codes, the same values up to rounding."""
+    layer, _, _, _, x = layer_and_input(f"{format}-{format}", False, torch.float32, (5, K))
+    amax = x.abs().amax(-1, keepdim=True)
+    own = encode.block_scale(amax.unsqueeze(-1), FORMATS[format], None)
+    own = encode.global_scale_for(amax, FORMATS[format]) if format == "nvfp4" else own
+    arguments = (layer.weight, layer.weight_scale, getattr(layer, "weight_scale_2", None))
+    y = [ops.quantized_linear(x, *arguments, s, None, None, None, str(layer.scheme)) for s in (None, own, own * 1.7)]
+    assert torch.equal(y[0], y[1]) and not torch.equal(y[0], y[2])
+    assert 0 < (y[2] - y[0]).norm() / y[0].norm() < 0.1
+
+
+def test_a_token_scale_for_a_block_format_is_refused():
+    with pytest.raises(ValueError, match="mxfp8 takes its scales from each block"):
+        ops.quantize_activation(torch.ones(2, 64), FORMATS["mxfp8"], torch.ones(2, 1))
+
+
 def test_an_input_of_another_width_is_refused():
     for scheme in ("int8-int8", "nvfp4-nvfp4", "fp8-16bit"):
         layer, *_ = layer_and_input(scheme, False, torch.bfloat16, (1, K))
         with pytest.raises(ValueError, match=r"input \(2, 128\) does not fit the weight \(N, K\) = \(24, 256\)"):
             layer(torch.ones(2, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_an_input_that_somebody_cast_to_the_weight_s_dtype_is_refused(dtype):
+    """T5 casts what `wo` reads to the dtype of its weight."""
+    layer, *_ = layer_and_input("fp8-16bit", False, torch.bfloat16, (1, K))
+    with pytest.raises(ValueError, match="expected float16, bfloat16 or float32"):
+        layer(torch.ones(2, K).to(dtype))
 
 
 def test_a_weight_in_another_format_than_the_scheme_is_refused():
@@ -254,8 +348,9 @@ def test_a_shape_that_the_format_cannot_hold_is_refused_before_loading():
 @pytest.mark.parametrize("activations", [None, *FORMATS])
 def test_every_scheme_survives_its_text_form(weights, activations):
     for static in {False, activations == "nvfp4"}:
-        scheme = Scheme(find_format(weights), activations and FORMATS[activations], static)
-        assert Scheme.parse(str(scheme)) == scheme
+        for rank in (0, 1, 128):
+            scheme = Scheme(find_format(weights), activations and FORMATS[activations], static, rank)
+            assert Scheme.parse(str(scheme)) == scheme
 
 
 @pytest.mark.parametrize(
@@ -263,6 +358,7 @@ def test_every_scheme_survives_its_text_form(weights, activations):
     [
         *("", "nvfp4", "nvfp4-", "nvfp5-nvfp4", "nvfp4-nvfp4-dynamic", "nvfp4-nvfp4-static-x", "fp8-fp8-static"),
         *("nvfp4-16bit-static", "16bit-fp8", "int4_g32-16bit", "nvfp4_g32-nvfp4", "NVFP4-nvfp4"),
+        *("fp8-fp8-r0", "fp8-fp8-r", "fp8-fp8-r1-r2", "nvfp4-nvfp4-r4-static", "fp8-fp8-r-4"),
     ],
 )
 def test_an_unknown_scheme_is_refused(text):

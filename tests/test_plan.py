@@ -5,8 +5,8 @@ import pytest
 from fluxq.base.model import resolve_model
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.plan import LinearShape, make_plan
-from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
+from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
+from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
 
 FLUX = FAMILIES["flux"]
 LINEARS = list_linears(resolve_model("tiny"), "transformer")
@@ -50,12 +50,12 @@ def test_main_format_modulation_and_kept_layers():
 
 
 def test_without_data_scales_are_dynamic():
-    assert set(plan_of(static_inputs=False).schemes()) == {"nvfp4-nvfp4"}
+    assert {str(scheme) for _, scheme in plan_of(static_inputs=False).schemes()} == {"nvfp4-nvfp4"}
     assert plan_of(static_inputs=False).static_groups() == {}
 
 
 def test_one_level_activations_are_never_static():
-    assert set(plan_of(component(weights=FP8, activations=FP8)).schemes()) == {"fp8-fp8"}
+    assert {str(scheme) for _, scheme in plan_of(component(weights=FP8, activations=FP8)).schemes()} == {"fp8-fp8"}
 
 
 def test_a_pattern_for_the_top_does_not_catch_blocks_of_that_name():
@@ -78,7 +78,7 @@ def test_the_last_override_that_matches_wins():
 def test_a_role_that_the_family_lacks_is_noted_and_skipped():
     plan = plan_of(component(overrides=[{"role": "cross_attn", "weights": FP8, "reason": "r"}]))
     assert plan.notes == ("role 'cross_attn': the flux family has none, skipped",)
-    assert set(plan.schemes()) == set(plan_of().schemes())
+    assert plan.schemes() == plan_of().schemes()
 
 
 @pytest.mark.parametrize("where", ["override", "recipe exclude", "exclude", "include"])
@@ -165,6 +165,58 @@ def test_modulation_inputs_are_never_calibrated():
     linears = [LinearShape("transformer_blocks.0.norm1.linear", 768, 128), LinearShape(f"{BLOCK}.attn.to_q", 128, 128)]
     plan = make_plan(FAMILIES["flux"], "transformer", component, linears, static_inputs=True)
     assert [str(layer.scheme) for layer in plan.layers] == ["nvfp4-nvfp4", "nvfp4-nvfp4-static"]
+
+
+# Which entry of a recipe a component takes
+
+NVFP4 = {"weights": {"format": "nvfp4"}, "activations": {"format": "nvfp4"}, "modulation": FP8, "exclude": ["a"]}
+
+
+def entry(component, family, **components) -> Component:
+    recipe = Recipe.model_validate({"version": 1, "components": {"transformer": NVFP4, **components}})
+    return component_recipe(recipe, component, FAMILIES[family])
+
+
+@pytest.mark.parametrize("name", ["transformer", "transformer_2", None])
+def test_every_transformer_takes_the_transformer_s_entry_unless_it_has_its_own(name):
+    assert entry(name, "wan") == Component.model_validate(NVFP4)
+    assert entry("transformer_2", "wan", transformer_2={"weights": FP8}) == Component(weights={"format": "fp8"})
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_3", None])
+def test_a_text_encoder_takes_the_weights_alone(name):
+    assert entry(name, "t5") == Component.model_validate({"weights": {"format": "nvfp4"}})
+    assert entry(name, "t5", text_encoder_2={"weights": FP8}).weights.format == "nvfp4"
+    assert entry("text_encoder", "t5", text_encoder={"weights": FP8, "exclude": ["x"]}).exclude == ["x"]
+
+
+def test_a_vae_by_itself_needs_an_entry():
+    assert entry("vae", "kl") == Component.model_validate({"weights": {"format": "nvfp4"}})
+    assert entry(None, "kl", vae={"weights": FP8}).weights.format == "fp8"
+    with pytest.raises(ValueError, match="says nothing about AutoencoderKL: give it an entry"):
+        entry(None, "kl")
+
+
+@pytest.mark.parametrize(
+    "said", [{"activations": FP8}, {"overrides": [{"role": "qkv", "weights": FP8, "activations": FP8, "reason": "r"}]}]
+)
+@pytest.mark.parametrize(("name", "family"), [("text_encoder", "clip"), ("vae", "kl")])
+def test_activations_of_what_runs_once_are_refused(said, name, family):
+    with pytest.raises(ValueError, match=f"{name}: it runs once per image.*write `activations: null`"):
+        entry(name, family, **{name: {"weights": FP8, **said}})
+
+
+def test_a_recipe_without_a_transformer_serves_what_it_names():
+    recipe = Recipe.model_validate({"version": 1, "components": {"text_encoder": {"weights": FP8}}})
+    assert component_recipe(recipe, "text_encoder", FAMILIES["clip"]).weights.format == "fp8"
+    for name, family in (("transformer", "flux"), ("text_encoder_2", "t5")):
+        with pytest.raises(ValueError, match=f"says nothing about {name}"):
+            component_recipe(recipe, name, FAMILIES[family])
+
+
+def test_a_model_without_linears_is_named():
+    with pytest.raises(ValueError, match="vae: the model has no Linears; there is nothing to quantize"):
+        make_plan(FAMILIES["kl"], "vae", Component.model_validate({"weights": FP8}), [], static_inputs=False)
 
 
 BLOCK = "transformer_blocks.0"

@@ -286,6 +286,13 @@ def test_an_override_with_two_level_activations_needs_data(recipe):
     assert load_recipe(recipe(text))[1].uses_data
 
 
+def test_each_entry_needs_data_or_not(recipe):
+    text = "extends: nvfp4\ncomponents:\n  text_encoder:\n    weights: {format: nvfp4}\n"
+    read = load_recipe(recipe(text))[1]
+    assert read.uses_data and read.needs_data(read.components["transformer"])
+    assert not read.needs_data(read.components["text_encoder"])
+
+
 def test_gates():
     assert parse_gate(" psnr >= -2.5 ") == ("psnr", ">=", -2.5)
     for gate, value, holds in [

@@ -1,11 +1,12 @@
 """fluxq: post-training quantization for diffusion transformers.
 
-Importing this module loads nothing heavy. Public names load on first use, and once diffusers is imported it is told
-how to read a fluxq checkpoint, so that `FluxPipeline.from_pretrained(folder)` just works.
+Importing this module loads nothing heavy. Public names load on first use, and once diffusers or transformers is
+imported it is told how to read a fluxq checkpoint, so that `FluxPipeline.from_pretrained(folder)` just works.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
     from fluxq import tiny
+    from fluxq.integrations.config import FluxqConfig
     from fluxq.quantize.linear import QuantLinear
     from fluxq.quantize.run import quantize_linear
     from fluxq.quantize.tensor import QuantizedTensor
@@ -21,11 +23,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["FAMILIES", "FORMATS", "QuantLinear", "QuantizedTensor", "__version__", "quantize_linear", "tiny"]
+__all__ = [
+    "FAMILIES",
+    "FORMATS",
+    "FluxqConfig",
+    "QuantLinear",
+    "QuantizedTensor",
+    "__version__",
+    "quantize_linear",
+    "tiny",
+]
 
 _HOMES = {
     "FAMILIES": "fluxq.recipes.families",
     "FORMATS": "fluxq.recipes.formats",
+    "FluxqConfig": "fluxq.integrations.config",
     "QuantLinear": "fluxq.quantize.linear",
     "QuantizedTensor": "fluxq.quantize.tensor",
     "quantize_linear": "fluxq.quantize.run",
@@ -44,10 +56,17 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _register_with_diffusers() -> None:
-    from fluxq.integrations import diffusers
+def _register(function: str) -> None:
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)()
 
-    diffusers.register()
 
-
-when_imported("diffusers.quantizers.auto", _register_with_diffusers)
+# What is told about fluxq, and by which function, once a library's module is imported.
+_REGISTRATIONS = {
+    "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
+    "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
+    "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",
+    "transformers.quantizers.auto": "fluxq.integrations.transformers:register",
+}
+for _module, _function in _REGISTRATIONS.items():
+    when_imported(_module, functools.partial(_register, _function))

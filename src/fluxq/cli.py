@@ -45,6 +45,14 @@ def _options(*decorators: Callable) -> Callable:
     return apply
 
 
+def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """`a, b` as ("a", "b"); a name given twice counts once."""
+    names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",")))
+    if value is not None and "" in names:
+        raise click.BadParameter("give names with one comma between them, as in transformer,text_encoder")
+    return () if value is None else names
+
+
 _model = _options(
     click.argument("model", required=False),
     click.option("--revision", help="Revision of a hub model."),
@@ -56,6 +64,12 @@ _recipe = _options(
         "--profile",
         type=click.Choice(["rtn", "fast", "balanced", "best"]),
         help="Overrides the recipe's effort.",
+    ),
+    click.option(
+        "--components",
+        callback=_names,
+        metavar="NAME,NAME",
+        help="Components to quantize; by default those that the recipe names.",
     ),
     click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
@@ -72,6 +86,9 @@ _run = _options(
 )
 _output = click.option("--output", "-o", help="Where to write; by default ./<model>-<recipe>.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what stands at the output.")
+_lora = click.option(
+    "--lora", multiple=True, metavar="FILE:WEIGHT", help="Fuse this LoRA before quantizing (repeatable)."
+)
 _statistics = click.option("--statistics", metavar="FILE", help="Use this file of `fluxq calibrate`.")
 _common = _options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -102,6 +119,7 @@ def plan(**arguments: Any) -> None:
 @_model
 @_recipe
 @_run
+@_lora
 @_output
 @_overwrite
 @_common
@@ -125,6 +143,7 @@ def calibrate(**arguments: Any) -> None:
 @_model
 @_recipe
 @_run
+@_lora
 @_output
 @_overwrite
 @_statistics
@@ -167,6 +186,43 @@ def evaluate(output: str, count: int, **arguments: Any) -> None:
         session.start_work()
         report = session.jobs.evaluate_checkpoint(prepared)
         session.print(report, lambda: show.evaluated(Path(output), report))
+
+
+@cli.command("verify")
+@click.argument("output")
+@_common
+def verify_checkpoint(output: str, **arguments: Any) -> None:
+    """Prove that the checkpoint OUTPUT is whole and holds what it says; runs no model, exit code 1 if it does not.
+
+    \b
+    Example:
+      fluxq verify tiny-nvfp4
+    """
+    with _session(arguments) as session:
+        from fluxq.quantize.verify import verify
+
+        results = verify(Path(output))
+        session.start_work()
+        session.print([result.describe() for result in results], lambda: show.verified(results))
+        failed = [result.check for result in results if result.status == "failed"]
+        if failed:
+            raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)})")
+
+
+@cli.command()
+@_common
+def env(**arguments: Any) -> None:
+    """Print versions, devices and what computes each scheme on them; paste it into a bug report.
+
+    \b
+    Example:
+      fluxq env --json
+    """
+    with _session(arguments) as session:
+        from fluxq.environment import environment  # not through jobs.py, which imports diffusers
+
+        report = environment()
+        session.print(report, lambda: show.environment(report))
 
 
 def main() -> None:

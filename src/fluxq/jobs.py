@@ -10,7 +10,7 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,12 @@ from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
+from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, read_updates
 from fluxq.quantize.run import quantize_component, require_finite_weights
-from fluxq.recipes.families import family_of
-from fluxq.recipes.plan import Plan, make_plan
+from fluxq.quantize.verify import hash_files
+from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.patterns import matches
+from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from fluxq.eval.report import Facts
 
 CHECK_IMAGES = 4
+LORA_COMPONENT = "transformer"
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
 
@@ -57,9 +61,11 @@ class Options:
     seed: int | None = None
     prompts: str | None = None
     call: dict[str, Any] = field(default_factory=dict)
+    components: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     statistics: str | None = None
+    lora: tuple[str, ...] = ()
     revision: str | None = None
     local_files_only: bool = False
     overwrite: bool = False
@@ -68,7 +74,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a job needs, read and checked: one plan per component of the recipe."""
+    """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
 
     options: Options
     folder: ModelFolder
@@ -80,12 +86,39 @@ class Prepared:
     statistics: Statistics | None
     output: Path
     identity: dict[str, Any]
+    loras: tuple[LoraFile, ...] = ()
+    updates: tuple[Updates, ...] = ()
     finished: dict[str, Any] | None = None
+
+    @property
+    def calibrated(self) -> dict[str, Plan]:
+        """Component -> plan, of those whose activations calibration looks at: the transformers."""
+        return {plan.component: plan for plan in self.plans if FAMILIES[plan.family].kind == "transformer"}
 
     @property
     def call(self) -> dict[str, Any]:
         """Pipeline arguments: the folder's defaults, overridden by the command line."""
         return {**self.folder.generation_defaults, **self.options.call}
+
+    def weights(self, component: str) -> SourceWeights:
+        """The component's 16-bit weights, LoRA files fused."""
+        if self.updates and component == LORA_COMPONENT:
+            return FusedWeights(self.folder, component, self.updates)
+        return SourceWeights(self.folder, component)
+
+    def digest(self, component: str) -> str:
+        """SHA-256 of the component's weights, LoRA files included."""
+        own = self.identity.get("model", {}).get(component) or self.folder.digest(component)
+        if not self.loras or component != LORA_COMPONENT:
+            return own
+        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras)])
+
+    def load_reference(self) -> Any:
+        """The 16-bit pipeline that the checkpoint is made from and measured against."""
+        pipe: Any = load_pipeline(self.folder, self.options.dtype, self.options.device)
+        if self.updates:
+            fuse_into(getattr(pipe, LORA_COMPONENT), self.updates)
+        return pipe
 
 
 def prepare(options: Options, *, default_output: str = "{model}-{recipe}", writes: bool = True) -> Prepared:
@@ -98,20 +131,23 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
-    plans = tuple(_plan(folder, name, recipe, options) for name in recipe.components)
-    if len(recipe.components) > 1:
-        raise ValueError(f"recipe {recipe_name} names {len(recipe.components)} components; this version quantizes one")
+    plans = _plans(folder, recipe, options)
     prompts = load_prompts(options.prompts or calibration.prompts, folder)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
-    prepared = Prepared(options, folder, recipe_name, recipe, calibration, plans, prompts, statistics, output, {})
+    loras, updates = _loras(folder, plans, options)
+    prepared = Prepared(
+        options, folder, recipe_name, recipe, calibration, plans, prompts, statistics, output, {}, loras, updates
+    )
     _require_call(folder, prepared.call)
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
-        _require_same_model(statistics, folder, plans)
+        _require_same_model(statistics, prepared)
     if not writes:
         return prepared
+    if options.check:
+        _require_images(folder, "pass --no-check")
     _require_folder(prepared)
     prepared = replace(prepared, identity=_identity(prepared))
     return replace(prepared, finished=_finished(prepared))
@@ -129,8 +165,10 @@ def require_free_file(prepared: Prepared) -> None:
 
 def calibrate(prepared: Prepared) -> Path:
     """Gather statistics of every planned input group into one file; returns its path."""
-    pipe = load_pipeline(prepared.folder, prepared.options.dtype, prepared.options.device)
-    _calibrate(prepared, pipe).save(prepared.output)
+    if not prepared.calibrated:
+        planned = ", ".join(plan.component for plan in prepared.plans)
+        raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
+    _calibrate(prepared, prepared.load_reference()).save(prepared.output)
     return prepared.output
 
 
@@ -149,7 +187,7 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
     statistics = prepared.statistics
     needs_statistics = statistics is None and any(plan.static_groups() for plan in prepared.plans)
     if needs_statistics or options.check:
-        pipe = load_pipeline(folder, options.dtype, options.device)
+        pipe = prepared.load_reference()
         if needs_statistics:
             statistics = _calibrate(prepared, pipe)
         if options.check:
@@ -159,6 +197,7 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
         written = [_write(part, prepared, plan, statistics) for plan in prepared.plans]
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
         record = _record(prepared, statistics, written)
+        record["files"] = hash_files(part)
         if reference is not None:
             record["check"] = _check(part, prepared, reference)
         record["seconds"] = round(time.perf_counter() - started, 1)
@@ -177,6 +216,7 @@ class PreparedEvaluation:
     record: dict[str, Any]
     items: Sequence[tuple[str, int]]
     call: dict[str, Any]
+    updates: tuple[Updates, ...]
 
 
 def prepare_evaluation(output: Path, options: Options, count: int) -> PreparedEvaluation:
@@ -195,10 +235,12 @@ def prepare_evaluation(output: Path, options: Options, count: int) -> PreparedEv
         if reference.digest(component) != digest:
             raise ValueError(f"{reference.name}: its {component} is not what {output} was made from; give --model")
     quantized = ModelFolder(output.name, output)
+    _require_images(reference, "generate with both pipelines to judge")
     call = {**quantized.generation_defaults, **options.call}
     prompts = load_prompts(options.prompts or "default", quantized)
     items = items_for(prompts.prompts, count, options.seed or 0)
-    return PreparedEvaluation(options, reference, quantized, record, items, call)
+    updates = tuple(read_updates(lora, reference, LORA_COMPONENT) for lora in _recorded_loras(record))
+    return PreparedEvaluation(options, reference, quantized, record, items, call, updates)
 
 
 def evaluate_checkpoint(prepared: PreparedEvaluation) -> dict[str, Any]:
@@ -209,12 +251,14 @@ def evaluate_checkpoint(prepared: PreparedEvaluation) -> dict[str, Any]:
     from fluxq.eval.evaluate import measure  # brings torchmetrics and open_clip, which only this command needs
     from fluxq.eval.report import write_report
 
-    def images(folder: ModelFolder, description: str) -> Generated:
-        pipe = load_pipeline(folder, prepared.options.dtype, prepared.options.device)
+    def images(folder: ModelFolder, description: str, updates: tuple[Updates, ...] = ()) -> Generated:
+        pipe: Any = load_pipeline(folder, prepared.options.dtype, prepared.options.device)
+        if updates:
+            fuse_into(getattr(pipe, LORA_COMPONENT), updates)
         return generate(pipe, prepared.items, prepared.call, description=description)
 
     report = measure(
-        images(prepared.reference, "16-bit images"),
+        images(prepared.reference, "16-bit images", prepared.updates),
         images(prepared.quantized, "Quantized images"),
         prepared.call,
         metric_networks=_metric_networks(prepared.reference),
@@ -224,48 +268,93 @@ def evaluate_checkpoint(prepared: PreparedEvaluation) -> dict[str, Any]:
     return report
 
 
-def _plan(folder: ModelFolder, component: str, recipe: Recipe, options: Options) -> Plan:
-    linears = list_linears(folder, component)
+def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
+    linears = {component: list_linears(folder, component) for component in options.components or recipe.components}
+    names = {component: [linear.name for linear in part] for component, part in linears.items()}
+    require_matches([*options.include, *options.exclude], [name for part in names.values() for name in part])
+    return tuple(_plan(folder, component, part, recipe, options) for component, part in linears.items())
+
+
+def _plan(
+    folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: Options
+) -> Plan:
     family = family_of(folder.components[component])
+    entry = component_recipe(recipe, component, family)
+    include, exclude = ([p for p in given if _matches_any(p, linears)] for given in (options.include, options.exclude))
+    if options.include and not include:
+        raise ValueError(f"{component}: no --include pattern matches a Linear of it; leave it out of --components")
     plan = make_plan(
         family,
         component,
-        recipe.components[component],
+        entry,
         linears,
-        static_inputs=recipe.profile != "rtn" and (recipe.uses_data or options.statistics is not None),
-        include=options.include,
-        exclude=options.exclude,
+        static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or options.statistics is not None),
+        include=include,
+        exclude=exclude,
     )
     for note in plan.notes:
         logger.warning(note)
+    if family.kind == "vae":
+        saved = sum(16 * layer.n * layer.k - layer.stored_bits for layer in plan.quantized) / 8
+        logger.warning(
+            "%s: quantizing it saves %.1f%% of its size, because few of its weights are Linears, and its error goes "
+            "straight into the pixels; leave it in 16 bit unless you know why not",
+            component,
+            100 * saved / SourceWeights(folder, component).nbytes,
+        )
     return plan
 
 
+def _loras(
+    folder: ModelFolder, plans: Sequence[Plan], options: Options
+) -> tuple[tuple[LoraFile, ...], tuple[Updates, ...]]:
+    loras = tuple(LoraFile.parse(text) for text in options.lora)
+    if loras and LORA_COMPONENT not in [plan.component for plan in plans]:
+        raise ValueError(f"--lora changes the {LORA_COMPONENT}, which is not among the components quantized")
+    return loras, tuple(read_updates(lora, folder, LORA_COMPONENT) for lora in loras)
+
+
+def _recorded_loras(record: dict[str, Any]) -> Iterator[LoraFile]:
+    for recorded in record.get("loras", []):
+        lora = LoraFile(Path(recorded["file"]), recorded["weight"])
+        if not lora.path.is_file() or lora.digest != recorded["sha256"]:
+            raise ValueError(
+                f"{lora.path}: this LoRA was fused into the checkpoint, so the 16-bit images need it; the file is gone "
+                f"or another one (SHA-256 {recorded['sha256'][:16]}…): put it back"
+            )
+        yield lora
+
+
+def _matches_any(pattern: str, linears: Sequence[LinearShape]) -> bool:
+    return any(matches(pattern, linear.name) for linear in linears)
+
+
 def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
-    plan = prepared.plans[0]
-    digest = prepared.identity.get("model", {}).get(plan.component) or prepared.folder.digest(plan.component)
-    groups = {name: members[0].name for name, members in plan.statistics_groups().items()}
     seed = _CALIBRATION_SEEDS + prepared.calibration.seed
     try:
         return capture_statistics(
             pipe,
-            plan.component,
-            groups,
+            {
+                component: {group: members[0].name for group, members in plan.statistics_groups().items()}
+                for component, plan in prepared.calibrated.items()
+            },
             items_for(prepared.prompts.prompts, prepared.calibration.count, seed),
             prepared.call,
             steps=prepared.calibration.steps,
-            model_digest=digest,
+            digests={name: prepared.digest(name) for name in prepared.calibrated},
         )
     except ValueError:
-        require_finite_weights(SourceWeights(prepared.folder, plan.component))  # the cause, where there is one
+        for component in prepared.calibrated:
+            require_finite_weights(prepared.weights(component))  # the cause, where there is one
         raise
 
 
 def _write(part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | None) -> dict[str, Any]:
-    source = SourceWeights(prepared.folder, plan.component)
+    source = prepared.weights(plan.component)
     weight_sqnr: dict[str, float] = {}
     dtype = getattr(torch, prepared.options.dtype)
-    tensors = quantize_component(plan, source, statistics, dtype, weight_sqnr)
+    own = statistics.of_component(plan.component) if statistics else None
+    tensors = quantize_component(plan, source, own, dtype, weight_sqnr)
     shown = progress(tensors, f"Quantizing {plan.component}")
     size = checkpoint.write_component(part / plan.component, prepared.folder, plan, shown)
     return {
@@ -297,6 +386,7 @@ def _record(prepared: Prepared, statistics: Statistics | None, written: list[dic
             "digests": prepared.identity["model"],
         },
         "recipe": {"name": prepared.recipe_name, **prepared.recipe.model_dump(mode="json")},
+        "loras": [lora.describe() for lora in prepared.loras],
         "prompts": {"source": prepared.prompts.source, "digest": prepared.prompts.digest},
         "trajectory": statistics.trajectory if statistics else None,
         "statistics_digest": statistics.content_digest if statistics else None,
@@ -349,7 +439,9 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
         "fluxq": fluxq.__version__,
         "recipe": prepared.recipe.digest,
         "model": {plan.component: prepared.folder.digest(plan.component) for plan in prepared.plans},
-        "plans": sha256_json([[[layer.name, str(layer.scheme)] for layer in plan.layers] for plan in prepared.plans]),
+        "loras": [[lora.digest, lora.weight] for lora in prepared.loras],
+        "components": sorted(plan.component for plan in prepared.plans),
+        "plans": sha256_json({p.component: [[la.name, str(la.scheme)] for la in p.layers] for p in prepared.plans}),
         "prompts": prepared.prompts.digest,
         "calibration": prepared.calibration.model_dump(mode="json"),
         "statistics": prepared.statistics.content_digest if prepared.statistics else None,
@@ -424,10 +516,23 @@ def _require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
         )
 
 
-def _require_same_model(statistics: Statistics, folder: ModelFolder, plans: Sequence[Plan]) -> None:
-    digest = folder.digest(plans[0].component)
-    if statistics.trajectory.get("model") != digest:
-        raise ValueError("the statistics were gathered on another model; run `fluxq calibrate` on this one")
+def _require_images(folder: ModelFolder, cure: str) -> None:
+    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    if pipeline is not None and "num_frames" in inspect.signature(pipeline.__call__).parameters:
+        raise ValueError(f"{folder.name}: a {pipeline.__name__} makes video, and only images can be compared; {cure}")
+
+
+def _require_same_model(statistics: Statistics, prepared: Prepared) -> None:
+    """Refuse statistics that were gathered on other weights, or that nothing here can use."""
+    if not prepared.calibrated:
+        raise ValueError("what is quantized here is weight-only and uses no statistics: leave out --statistics")
+    model = statistics.trajectory.get("model")
+    for component in prepared.calibrated:
+        digest = model.get(component) if isinstance(model, dict) else model
+        if digest != prepared.digest(component):
+            raise ValueError(
+                f"{component}: the statistics were gathered on another model; run `fluxq calibrate` on this one"
+            )
 
 
 def _require_space(prepared: Prepared) -> None:
@@ -465,6 +570,7 @@ def _facts(record: dict[str, Any]) -> Facts:
     return Facts(
         model=record["model"]["name"],
         recipe=record["recipe"]["name"],
+        components=tuple(part["component"] for part in parts),
         bytes_before=sum(part["bytes_before"] for part in parts),
         bytes_after=sum(part["bytes_after"] for part in parts),
         bits_per_weight=bits / sum(weights),

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fluxq.jobs import Prepared
+    from fluxq.quantize.verify import Result
     from fluxq.recipes.plan import Plan
 
 
@@ -46,19 +49,18 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     """The closing table of `fluxq quantize`."""
     if prepared.finished is not None:
         click.echo(f"already done: {prepared.output} holds this recipe on this model")
-    check = record["check"]
-    for part in record["components"]:
-        done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
-        errors = [layer["weight_sqnr_db"] for layer in done if layer["weight_sqnr_db"] is not None]
-        before, after = part["bytes_before"], part["bytes_after"]
-        rows = [
-            ("layers quantized", f"{len(done)} of {len(part['layers'])} Linears"),
-            ("bits per weight", f"{part['bits_per_weight']:.2f} (all Linears)"),
-            ("size", f"{_size(before)} -> {_size(after)} ({after / before:.0%})"),
-            ("mean layer SQNR", f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"),
-            ("paired PSNR", _psnr(check)),
-        ]
-        _table((part["component"], prepared.recipe_name), rows)
+    parts = record["components"]
+    columns = {part["component"]: _facts(part) for part in parts}
+    if len(parts) == 1:
+        (component,) = columns
+        header = (component, prepared.recipe_name)
+    else:
+        columns["total"] = _facts(_together(parts))
+        header = (prepared.recipe_name, *columns)
+    rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
+    rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record["check"])))
+    rows += [("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g}") for f in prepared.loras]
+    _table(header, rows)
     click.echo(f"checkpoint: {prepared.output}")
     click.echo(f"next: fluxq eval {prepared.output}")
 
@@ -75,6 +77,54 @@ def evaluated(output: Path, report: dict[str, Any]) -> None:
     """The headline and where the report is."""
     click.echo(report["headline"])
     click.echo(f"report: {output / 'eval' / 'report.html'}")
+
+
+def verified(results: Sequence[Result]) -> None:
+    """Every check, and beneath it what it found."""
+    for result in results:
+        click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}")
+        for finding in result.findings:
+            click.echo(f"{'':<12}  {finding.where}: {finding.what}")
+
+
+def environment(report: dict[str, Any]) -> None:
+    """Versions, devices, what computes each scheme, and the variables that are set."""
+    driver = {"driver": report["driver"]} if report["driver"] else {}
+    for name, value in {**report["versions"], **driver, **report["variables"]}.items():
+        click.echo(f"{name:<16}  {value}")
+    for device in report["devices"]:
+        memory = f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""
+        facts = [device["name"], memory, device["capability"]]
+        click.echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
+    click.echo()
+    columns = ("op", "scheme", "recipes", "device", "implementation", "reason")
+    _table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
+
+
+def _facts(part: dict[str, Any]) -> dict[str, str]:
+    """What the closing table says of a component, or of all together."""
+    done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
+    errors = [layer["weight_sqnr_db"] for layer in done if layer["weight_sqnr_db"] is not None]
+    before, after = part["bytes_before"], part["bytes_after"]
+    return {
+        "layers quantized": f"{len(done)} of {len(part['layers'])} Linears",
+        "bits per weight": f"{part['bits_per_weight']:.2f} (all Linears)",
+        "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
+        "mean layer SQNR": f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact",
+    }
+
+
+def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several components as if they were one."""
+    layers = [layer for part in parts for layer in part["layers"]]
+    weights = [layer["shape"][0] * layer["shape"][1] for layer in layers]
+    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(layers, weights, strict=True))
+    return {
+        "layers": layers,
+        "bits_per_weight": bits / sum(weights),
+        "bytes_before": sum(part["bytes_before"] for part in parts),
+        "bytes_after": sum(part["bytes_after"] for part in parts),
+    }
 
 
 def _psnr(check: dict[str, Any] | None) -> str:

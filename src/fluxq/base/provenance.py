@@ -11,10 +11,11 @@ from pathlib import Path
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that compute, and the kind of machine."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python, of the packages that compute and of those named, and the kind of machine."""
     machine = f"{cpu_name()}, {os.cpu_count()} cores"
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}, "machine": machine}
+    packages = {name: version(name) for name in (*_PACKAGES, *more)}
+    return {"python": platform.python_version(), **packages, "machine": machine}
 
 
 def commit() -> str:

@@ -1,4 +1,5 @@
-"""fluxq as a quantization backend of diffusers: how `FluxPipeline.from_pretrained(folder)` loads a checkpoint.
+"""fluxq as a quantization backend of diffusers: `FluxPipeline.from_pretrained(folder)` loads a checkpoint, and
+`quantization_config=` quantizes a 16-bit model while it loads.
 
 diffusers has no entry point for backends, so `register` writes into its two tables; `import fluxq` arranges that.
 The loader casts every floating tensor but E4M3 to the model's dtype, which would round fp32 scales through bf16, and
@@ -9,45 +10,44 @@ layer itself.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 import torch
 from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
-from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
-from fluxq.quantize.linear import SCALE_NAMES, QuantLinear, scale_dtype
-
-
-class Method(StrEnum):
-    """diffusers reads `quant_method.value`, so a plain string will not do."""
-
-    FLUXQ = QUANT_METHOD
-
-
-class FluxqConfig(QuantizationConfigMixin):
-    """`quantization_config` of a checkpoint's config.json as diffusers holds it."""
-
-    def __init__(self, **config: Any) -> None:
-        config.pop("quant_method", None)
-        self.quant_method = Method.FLUXQ  # pyright: ignore[reportAttributeAccessIssue]  diffusers' enum is closed
-        self.config = QuantizationConfig.from_dict(config)
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.config.to_dict()
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return self.to_dict()
+from fluxq.integrations.config import FluxqConfig
+from fluxq.integrations.loading import (
+    Arrivals,
+    check_tensor,
+    dequantize_layers,
+    lacking,
+    plan_for,
+    put_layers,
+    quant_layers,
+    refuse_disk,
+    set_tensor,
+)
+from fluxq.quantize.checkpoint import QUANT_METHOD
+from fluxq.quantize.linear import SCALE_NAMES
 
 
 class FluxqQuantizer(DiffusersQuantizer):
-    """Puts QuantLinears where the checkpoint says and gives them their tensors untouched."""
+    """Puts QuantLinears where the checkpoint says, or the recipe, and gives them their tensors untouched.
+
+    On the fly, memory peaks at the quantized model, the files being read (memory-mapped: the system may drop their
+    pages) and the fp32 working copies of one weight, or of one group of weights that share a global scale.
+    """
 
     use_keep_in_fp32_modules = True
-    quantization_config: FluxqConfig
+    quantization_config: FluxqConfig  # pyright: ignore[reportIncompatibleVariableOverride]  diffusers' base is a name
+
+    def __init__(self, quantization_config: FluxqConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)  # pyright: ignore[reportArgumentType]
+        self.pre_quantized = quantization_config.recipe is None  # from_single_file does not say
+        self.exact: dict[str, Tensor] = {}
+        self.arrivals: Arrivals | None = None
 
     @property
     def is_serializable(self) -> bool:
@@ -61,66 +61,64 @@ class FluxqQuantizer(DiffusersQuantizer):
     def is_compileable(self) -> bool:
         return True
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Every device with a torch runs the reference."""
+        if not self.pre_quantized:
+            refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         self.dtype = torch_dtype or torch.bfloat16
         return self.dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        for name, scheme in self.quantization_config.config.schemes.items():
-            old = _submodule(model, name)
-            if not isinstance(old, nn.Linear):
-                raise ValueError(f"checkpoint quantizes {name!r}, which is no Linear of this {type(model).__name__}")
-            scheme.weights.check_shape(old.out_features, old.in_features, name)
-            with torch.device("meta"):
-                new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, self.dtype)
-            for scale in new.scale_names:
-                held = new.get_parameter(scale)
-                _set(new, scale, torch.empty_like(held, dtype=_SAME_BITS.get(held.dtype, held.dtype)))
-            model.set_submodule(name, new)
-
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for layer in model.modules():
-            if isinstance(layer, QuantLinear):
-                # What is still on the meta device comes from disk later, in the dtype of its placeholder.
+        if self.pre_quantized:
+            self.exact = put_layers(model, self.quantization_config.stored.schemes, self.dtype)
+            for _, layer in quant_layers(model):
                 for name in layer.scale_names:
-                    if not layer.get_parameter(name).is_meta:
-                        _set(layer, name, layer.stored(name))
+                    held = layer.get_parameter(name)
+                    set_tensor(layer, name, torch.empty_like(held, dtype=_SAME_BITS.get(held.dtype, held.dtype)))
+            return
+        plan = plan_for(model, self.quantization_config)
+        if plan is not None:
+            self.arrivals = Arrivals(plan)
+            put_layers(model, dict(plan.schemes()), self.dtype)
+            for _, layer in quant_layers(model):  # the loader compares a weight's shape before it asks
+                shape = (layer.out_features, layer.in_features)
+                set_tensor(layer, "weight", torch.empty(shape, dtype=torch.uint8, device="meta"))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
+        if self.arrivals is not None:
+            self.arrivals.require_all()
+        for _, layer in quant_layers(model):
+            # What is still on the meta device comes from disk later, in the dtype of its placeholder.
+            for name in layer.scale_names:
+                stored = layer.stored(name)
+                if stored is not None and not stored.is_meta:
+                    set_tensor(layer, name, stored)
+        self.exact, self.arrivals = {}, None
+        model.is_quantized = bool(quant_layers(model))
+        _set_config(model, self.quantization_config.describing(model) if model.is_quantized else None)
         return model
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        schemes = self.quantization_config.config.schemes
-        for name, tensor in state_dict.items():
-            module, _, parameter = name.rpartition(".")
-            if module in schemes and parameter in SCALE_NAMES:
-                expected = scale_dtype(schemes[module], parameter)
-                if tensor.dtype == expected and expected in _SAME_BITS:
-                    state_dict[name] = tensor.view(_SAME_BITS[expected])
+        for name in self.exact.keys() & state_dict.keys():
+            expected = self.exact[name]
+            check_tensor(name, state_dict[name].dtype, state_dict[name].shape, expected)
+            if name.rpartition(".")[2] in SCALE_NAMES:
+                state_dict[name] = state_dict[name].view(_SAME_BITS.get(expected.dtype, expected.dtype))
         return state_dict
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        if missing_keys:
-            raise ValueError(f"the weight files lack {missing_keys[0]!r}, which config.json names: copy them again")
-        return missing_keys
+        made = set()
+        if self.arrivals is not None:
+            made = {f"{name}.{scale}" for name, layer in quant_layers(model) for scale in layer.scale_names}
+        missing = sorted(set(missing_keys) - made)
+        if missing:
+            raise lacking(missing[0])
+        return missing
 
-    def check_if_quantized_param(
-        self,
-        model: nn.Module,
-        param_value: Tensor,
-        param_name: str,
-        state_dict: dict[str, Any],
-        **kwargs: Any,
-    ) -> bool:
-        module, _, tensor = param_name.rpartition(".")
-        layer = _submodule(model, module)
-        return isinstance(layer, QuantLinear) and tensor in layer.stored_names
-
-    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> None:
-        if current_param.shape != loaded_param.shape:
-            expected, came = tuple(current_param.shape), tuple(loaded_param.shape)
-            raise ValueError(f"{param_name}: shape {came} in the file, {expected} by config.json")
+    def check_if_quantized_param(self, model: nn.Module, param_value: Tensor, param_name: str, *args, **kwargs) -> bool:
+        return param_name in self.exact or (self.arrivals is not None and param_name in self.arrivals)
 
     def create_quantized_param(
         self,
@@ -132,23 +130,27 @@ class FluxqQuantizer(DiffusersQuantizer):
         unexpected_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        module, _, tensor = param_name.rpartition(".")
-        layer: Any = model.get_submodule(module)
-        stored = state_dict[param_name]  # param_value has been cast to the model's dtype already
-        if stored.dtype != layer.get_parameter(tensor).dtype:
-            expected = scale_dtype(layer.scheme, tensor) if tensor in SCALE_NAMES else layer.weight.dtype
-            raise ValueError(f"{param_name}: {stored.dtype} in the file, {expected} by config.json")
-        _set(layer, tensor, stored.to(target_device))
+        tensor = state_dict[param_name]  # param_value has been cast to the model's dtype already
+        if self.arrivals is not None:
+            for name, q in self.arrivals.add(param_name, tensor.to(target_device)).items():
+                for part, value in q.tensors().items():
+                    set_tensor(model.get_submodule(name), part, value)
+            return
+        module, _, name = param_name.rpartition(".")
+        set_tensor(model.get_submodule(module), name, tensor.to(target_device))
+
+    def get_state_dict_and_metadata(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        attached = next((name for name in state_dict if ".base_layer." in name), None)
+        if attached is not None:
+            raise ValueError(
+                f"{attached}: an adapter is attached, and its names would be saved instead of the model's; unload it "
+                "first (`pipe.unload_lora_weights()`), which keeps what has been fused"
+            )
+        return state_dict, {}
 
     def _dequantize(self, model: Any) -> Any:
-        for name in self.quantization_config.config.schemes:
-            layer = model.get_submodule(name)
-            if not isinstance(layer, QuantLinear):
-                raise ValueError(f"{name} is not a fluxq layer any more; dequantize before changing modules")
-            model.set_submodule(name, layer.dequantized(self.dtype))
-        # The base class keeps this key, and a model saved with it would not load again.
-        kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
-        model._internal_dict = type(model.config)(kept)
+        dequantize_layers(model, self.dtype)
+        _set_config(model, None)  # a model saved with it would not load again
         return model
 
 
@@ -158,15 +160,10 @@ def register() -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = FluxqConfig
 
 
-def _set(layer: QuantLinear, name: str, tensor: Tensor | None) -> None:
-    layer.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+def _set_config(model: Any, config: FluxqConfig | None) -> None:
+    """Make `config` what `model.config` says of quantization; the dictionary itself is frozen."""
+    kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
+    model._internal_dict = type(model.config)({**kept, "quantization_config": config} if config else kept)
 
 
 _SAME_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None

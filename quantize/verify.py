@@ -1,0 +1,322 @@
+"""Is a checkpoint folder what it claims to be? No model runs, and one tensor is in memory at a time.
+
+The plan file says what was written (layers, sizes, a hash of every file), config.json what a loader will build. Both
+are held against the files; CHECKS, at the end of this file, says how.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import progress
+from fluxq.base.files import sha256_file
+from fluxq.base.model import PICKLES, ModelFolder, open_weights, resolve_model
+from fluxq.quantize.checkpoint import (
+    PLAN_FILE,
+    QUANT_METHOD,
+    QuantizationConfig,
+    as_filed,
+    build_on_meta,
+    library_of,
+    read_plan_file,
+    tensor_bytes,
+)
+from fluxq.quantize.linear import QuantLinear
+from fluxq.recipes.formats import Scheme
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. where: a file, layer or tensor. what: found, expected and the cure."""
+
+    where: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of CHECKS on one checkpoint.
+
+    status: "ok", "failed", "not recorded" (nothing to hold the files against) or "not made" (a file cannot be read,
+    which an earlier check has reported).
+    """
+
+    check: str
+    about: str
+    status: str
+    findings: tuple[Finding, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return asdict(self)
+
+
+def verify(path: Path) -> list[Result]:
+    """Make every check on a checkpoint folder. FileNotFoundError if there is none; all else is a finding."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder; give one that `fluxq quantize` wrote")
+    checkpoint, results, unreadable = _Checkpoint(path), [], set()
+    for name, (about, check) in CHECKS.items():
+        findings: list[Finding] = []
+        status = ""
+        try:
+            for finding in check(checkpoint):  # what was found before a file cannot be read counts
+                findings.append(finding)
+        except _NotRecorded:
+            status = "not recorded"
+        except (ValueError, OSError) as error:
+            if str(error) in unreadable:
+                status = "not made"
+            else:
+                unreadable.add(str(error))
+                findings.append(Finding(path.name, str(error)))
+        results.append(Result(name, about, "failed" if findings else status or "ok", tuple(findings)))
+    return results
+
+
+def hash_files(path: Path) -> dict[str, str]:
+    """SHA-256 of every file of a folder by its relative name: what `fluxq quantize` records."""
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): sha256_file(file) for file in files}
+
+
+class _NotRecorded(Exception):
+    """The checkpoint does not say what a check would compare; diffusers saves no plan file, for example."""
+
+
+class _Checkpoint:
+    """A checkpoint's folder; everything that is read from it more than once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def folder(self) -> ModelFolder:
+        return resolve_model(str(self.path.resolve()))
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        record = read_plan_file(self.path)
+        if record is None:
+            raise _NotRecorded
+        return record
+
+    @cached_property
+    def models(self) -> list[str]:
+        """The components that have weights."""
+        found = []
+        for component, class_name in self.folder.components.items():
+            library = importlib.import_module(library_of(self.folder, component))
+            component_class = getattr(library, class_name, None)
+            if component_class is None:
+                raise ValueError(f"{component} is a {class_name}, which {library.__name__} does not have; update it")
+            if issubclass(component_class, nn.Module):
+                found.append(component)
+        return found
+
+    @cached_property
+    def quantized(self) -> dict[str, QuantizationConfig]:
+        """Component -> its quantization_config, for those that fluxq quantized."""
+        found = {}
+        for component in self.models:
+            config = self.folder.config(component).get("quantization_config")
+            if isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD:
+                try:
+                    found[component] = QuantizationConfig.from_dict(config)
+                    _ = found[component].schemes  # ValueError for one that this version does not know
+                except ValueError as error:
+                    raise ValueError(f"{component}/config.json: {error}") from None
+        return found
+
+    def weights(self, component: str) -> dict[str, Any]:
+        """Tensor name -> the open file that holds it; ValueError for a name in two files."""
+        found = {}
+        for path in self.folder.weight_files(component):
+            stream = open_weights(path)
+            for name in stream.keys():
+                if name in found:
+                    raise ValueError(f"{path}: tensor {name!r} is in two files; remove the copy that is not meant")
+                found[name] = stream
+        return found
+
+    def expected(self, component: str) -> dict[str, _Expected]:
+        """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""
+        library, class_name = library_of(self.folder, component), self.folder.components[component]
+        where = self.folder.path / component / "config.json"
+        config = {key: value for key, value in self.folder.config(component).items() if key != "quantization_config"}
+        try:
+            model = build_on_meta(library, class_name, config)
+        except Exception as error:  # whatever a constructor makes of values that it did not expect
+            raise ValueError(f"{where}: no {class_name} can be built from it ({error}); copy it again") from error
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for name, scheme in self.quantized[component].schemes.items():
+            old = linears.get(name)
+            if old is None:
+                raise ValueError(f"{where}: quantizes {name!r}, which is no Linear of {class_name}; copy it again")
+            with torch.device("meta"):
+                new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, torch.bfloat16)
+            model.set_submodule(name, new)
+        found = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            parent, _, parameter = name.rpartition(".")
+            layer = model.get_submodule(parent)
+            if isinstance(layer, QuantLinear) and parameter in layer.stored_names:
+                filed = as_filed(library, tensor) if parameter == "weight" else tensor
+                rule = _rule(layer.scheme, parameter)
+                found[name] = _Expected(tuple(filed.shape), (tensor.dtype,), rule, id(tensor))
+            else:
+                dtypes = _PLAIN if tensor.is_floating_point() else (tensor.dtype,)
+                rule = "finite" if tensor.is_floating_point() else None
+                found[name] = _Expected(tuple(tensor.shape), dtypes, rule, id(tensor))
+        return found
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A tensor that a file must hold. rule: a key of RULES. identity: the same for names that are tied."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    rule: str | None
+    identity: int
+
+
+def _safe(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    root = checkpoint.path.resolve()
+    # A download of the hub's is a folder of links into the `blobs` beside it.
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for file in sorted(root.rglob("*")):
+        name, real = file.relative_to(root).as_posix(), Path(os.path.realpath(file))
+        if file.suffix.lower() in PICKLES:
+            yield Finding(name, "a pickle, which runs code as it is read; a checkpoint has none: remove it")
+        if not any(real.is_relative_to(folder) for folder in allowed):
+            yield Finding(name, "a link that leads out of the folder; put the file itself there")
+    _ = checkpoint.folder.components  # ValueError for an index that asks for remote code or for files elsewhere
+
+
+def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    recorded = checkpoint.record.get("files")
+    if recorded is None:
+        raise _NotRecorded
+    if not isinstance(recorded, dict) or not all(isinstance(digest, str) for digest in recorded.values()):
+        raise ValueError(f"{checkpoint.path / PLAN_FILE}: its `files` are no names and hashes; copy it again")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in recorded):
+        raise ValueError(f"{checkpoint.path / PLAN_FILE}: its `files` lead out of the folder; copy it again")
+    for name, expected in progress(recorded.items(), "Hashing files"):
+        file = checkpoint.path / name
+        if not file.is_file():
+            yield Finding(name, "missing; copy the checkpoint again")
+        elif (found := sha256_file(file)) != expected:
+            yield Finding(name, f"SHA-256 is {found[:16]}…, {expected[:16]}… was recorded; copy the file again")
+
+
+def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    for component in checkpoint.models:
+        if not (checkpoint.path / component / "config.json").is_file():
+            yield Finding(f"{component}/config.json", "missing, though model_index.json names the model; copy it again")
+        else:
+            checkpoint.weights(component)
+
+
+def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    if not checkpoint.quantized:
+        yield Finding("config.json", "no component has a quantization_config of fluxq; `fluxq quantize` writes one")
+    for component, config in checkpoint.quantized.items():
+        needed = sorted({feature for scheme in config.schemes.values() for feature in scheme.features})
+        if sorted(config.required_features) != needed:
+            listed = list(config.required_features)
+            what = f"required_features are {listed}, its layers need {needed}; copy the file again"
+            yield Finding(f"{component}/config.json", what)
+
+
+def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    for component in checkpoint.quantized:
+        expected, held = checkpoint.expected(component), checkpoint.weights(component)
+        tied = {expected[name].identity for name in expected.keys() & held.keys()}
+        for name in sorted(expected.keys() - held.keys()):
+            if expected[name].identity not in tied:
+                yield Finding(f"{component}: {name}", "missing, though config.json implies it; copy the weights again")
+        for name in sorted(held.keys() - expected.keys()):
+            what = "config.json implies no such tensor, and no loader would read it; copy both files again"
+            yield Finding(f"{component}: {name}", what)
+        for name in progress(sorted(expected.keys() & held.keys()), f"Reading {component}"):
+            what = _fault(held[name].get_tensor(name), expected[name])
+            if what:
+                yield Finding(f"{component}: {name}", f"{what}; copy the weights again, or quantize again")
+
+
+def _fault(tensor: Tensor, expected: _Expected) -> str:
+    """What is wrong with a tensor, "" if nothing is."""
+    if tensor.dtype not in expected.dtypes or tuple(tensor.shape) != expected.shape:
+        dtypes = " or ".join(map(str, expected.dtypes))
+        return f"{tensor.dtype} {(*tensor.shape,)}, expected {dtypes} {expected.shape}"
+    if expected.rule is None:
+        return ""
+    is_sound, words = RULES[expected.rule]
+    sound = is_sound(tensor)
+    if sound.all():
+        return ""
+    bad = (~sound).nonzero()
+    first = tuple(bad[0].tolist())
+    return f"{len(bad)} of {tensor.numel()} values are not {words}: {tensor[first].item()} at {first}"
+
+
+def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    try:
+        parts = {str(part["component"]): part for part in checkpoint.record["components"]}
+        planned = {c: {str(layer["name"]): layer["scheme"] for layer in part["layers"]} for c, part in parts.items()}
+        sizes = {c: part["bytes_after"] for c, part in parts.items()}
+    except (KeyError, TypeError) as error:
+        path = checkpoint.path / PLAN_FILE
+        raise ValueError(f"{path}: does not list components with layers ({error!r}); copy it again") from None
+    for component in sorted(planned.keys() ^ checkpoint.quantized.keys()):
+        says, other = (PLAN_FILE, "config.json") if component in planned else ("config.json", PLAN_FILE)
+        yield Finding(component, f"{says} says it is quantized, {other} does not; copy both files again")
+    for component in sorted(planned.keys() & checkpoint.quantized.keys()):
+        written = {name: str(scheme) for name, scheme in checkpoint.quantized[component].schemes.items()}
+        for name in sorted(planned[component].keys() | written.keys()):
+            plan, config = planned[component].get(name, "16bit"), written.get(name, "16bit")
+            if plan != config:
+                what = f"{PLAN_FILE} says {plan}, config.json {config}; copy both files again"
+                yield Finding(f"{component}: {name}", what)
+        size = sum(map(tensor_bytes, checkpoint.folder.weight_files(component)))
+        if size != sizes[component]:
+            what = f"its tensors take {size} bytes, {PLAN_FILE} says {sizes[component]}; copy the weights again"
+            yield Finding(component, what)
+
+
+def _rule(scheme: Scheme, parameter: str) -> str | None:
+    """Which values a stored tensor of a quantized layer may hold; None: every byte is a code."""
+    if parameter == "weight":
+        element = scheme.weights.element.name
+        return element if element in RULES else None
+    return "e8m0" if parameter == "weight_scale" and scheme.weights.scale == "e8m0" else "positive"
+
+
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+
+RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "finite": (torch.isfinite, "finite"),
+    "positive": (lambda t: torch.isfinite(t.float()) & (t.float() > 0), "finite and above 0"),
+    "e4m3": (lambda t: (t.view(torch.uint8) & 0x7F) != 0x7F, "numbers"),
+    "int8": (lambda t: t != -128, "in [-127, 127]"),
+    "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
+}
+
+CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]]]] = {
+    "safe": ("no pickles, no links out of the folder, no remote code", _safe),
+    "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes),
+    "files": ("every model has its config.json and whole weight files", _files),
+    "config": ("formats and features that this fluxq knows, and just those that the layers need", _config),
+    "tensors": ("just those that config.json implies, in its dtypes and shapes; scales positive, no NaN", _tensors),
+    "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan),
+}

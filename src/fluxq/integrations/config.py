@@ -1,0 +1,126 @@
+"""`quantization_config`: what diffusers and transformers are told about a model under fluxq.
+
+One class serves both libraries. They ask for a dictionary, `quant_method` and a few methods, never for their own base
+class, and one class may then stand in either's part of a pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
+from fluxq.quantize.linear import QuantLinear
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Method(StrEnum):
+    """Both libraries read `quant_method.value`, so a plain string will not do."""
+
+    FLUXQ = QUANT_METHOD
+
+
+class FluxqConfig:
+    """Quantize a 16-bit model while it loads: `quantization_config=FluxqConfig(recipe="fp8")`.
+
+    recipe: a shipped recipe's name or the path of a file. profile: "rtn" needs no calibration whatever the recipe says.
+    include, exclude: patterns of module paths, as `fluxq quantize` takes them. component: what the pipeline calls the
+    model, where the recipe has an entry of that name; otherwise a transformer gets the recipe's formats and a text
+    encoder the same weight format with 16-bit activations.
+
+    A stored checkpoint's `quantization_config` is the same class without a recipe. Raises ValueError for what is
+    neither of the two and TypeError for an unknown argument.
+    """
+
+    def __init__(
+        self,
+        recipe: str | PathLike[str] | None = None,
+        profile: str | None = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        component: str | None = None,
+        **stored: Any,
+    ) -> None:
+        stored.pop("quant_method", None)
+        if recipe is not None and stored:
+            raise TypeError(f"FluxqConfig takes no {', '.join(stored)} beside a recipe")
+        if recipe is None and not stored:
+            raise ValueError("FluxqConfig needs a recipe, for example FluxqConfig(recipe='fp8')")
+        self.quant_method = Method.FLUXQ
+        self.recipe, self.profile = None if recipe is None else str(recipe), profile
+        self.include, self.exclude, self.component = list(include), list(exclude), component
+        self._stored = QuantizationConfig.from_dict(stored) if stored else None
+        self._model: weakref.ref[nn.Module] | None = None
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Read the dictionary form; the libraries pass their own arguments along, none of which is ours."""
+        made = cls(**config)
+        return (made, kwargs) if return_unused_kwargs else made
+
+    @property
+    def stored(self) -> QuantizationConfig:
+        """What a checkpoint of the model would say: of its layers as they are now, once there is a model."""
+        model = self._model() if self._model else None
+        if model is not None:
+            return _layers_of(model)
+        if self._stored is None:
+            raise ValueError(f"recipe {self.recipe} has not been applied to a model yet")
+        return self._stored
+
+    def describing(self, model: nn.Module) -> FluxqConfig:
+        """A config for this model alone, which from now on says what its layers are."""
+        config = FluxqConfig.__new__(FluxqConfig)
+        config.__dict__.update(self.__dict__, recipe=None)
+        config._stored, config._model = _layers_of(model), weakref.ref(model)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; it holds a recipe until that has been applied to a model, and from then on layers."""
+        if self.recipe is None:
+            return self.stored.to_dict()
+        asked = ("recipe", "profile", "include", "exclude", "component")
+        return {"quant_method": QUANT_METHOD, **{name: getattr(self, name) for name in asked}}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, json_file_path: str | PathLike[str]) -> None:
+        Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
+
+    def update(self, **kwargs: Any) -> dict[str, Any]:
+        """The libraries offer loading arguments to a config; this one takes none."""
+        return kwargs
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
+
+    def __repr__(self) -> str:
+        return f"FluxqConfig {self.to_json_string()}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FluxqConfig:
+        """A model's copy gets a config that describes the copy; a config copied alone says what this one says now."""
+        config = FluxqConfig.__new__(FluxqConfig)
+        config.__dict__.update(self.__getstate__())
+        twin = memo.get(id(self._model())) if self._model else None
+        config._model = weakref.ref(twin) if twin is not None else None
+        return config
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, which cannot hold the reference to the model."""
+        state = {**self.__dict__, "include": list(self.include), "exclude": list(self.exclude), "_model": None}
+        return state if self.recipe else {**state, "_stored": self.stored}
+
+
+def _layers_of(model: nn.Module) -> QuantizationConfig:
+    return QuantizationConfig.of((name, m.scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))

@@ -1,0 +1,184 @@
+"""What the loaders of diffusers and transformers share.
+
+A stored checkpoint: QuantLinears are put in place on the meta device, and every tensor that comes for one must have
+the dtype and shape of its placeholder. On the fly: the 16-bit weights of planned layers are rounded as they arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import logger
+from fluxq.integrations.config import FluxqConfig
+from fluxq.quantize import encode
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.run import quantize_weight
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.families import family_of
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
+from fluxq.recipes.recipe import load_recipe
+
+
+def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Replace Linears by QuantLinears on the meta device.
+
+    Returns what the files must hold untouched: the full name of every tensor that no loader may cast, with a meta
+    tensor of its dtype and shape. Raises ValueError for a name that is no Linear of this model.
+    """
+    exact: dict[str, Tensor] = {}
+    for name, scheme in schemes.items():
+        old = submodule(model, name)
+        if not isinstance(old, nn.Linear):
+            raise ValueError(f"checkpoint quantizes {name!r}, which is no Linear of this {type(model).__name__}")
+        scheme.weights.check_shape(old.out_features, old.in_features, name)
+        with torch.device("meta"):
+            new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, dtype)
+        exact.update({f"{name}.{tensor}": new.get_parameter(tensor).data for tensor in new.stored_names})
+        model.set_submodule(name, new)
+    return exact
+
+
+def check_tensor(name: str, dtype: torch.dtype, shape: Iterable[int], expected: Tensor) -> None:
+    """ValueError unless a tensor that was found in a file is what config.json implies."""
+    if dtype != expected.dtype:
+        raise ValueError(f"{name}: {dtype} in the file, {expected.dtype} by config.json")
+    if tuple(shape) != tuple(expected.shape):
+        raise ValueError(f"{name}: shape {tuple(shape)} in the file, {tuple(expected.shape)} by config.json")
+
+
+def lacking(name: str) -> ValueError:
+    """The error for a tensor that the weight files lack."""
+    return ValueError(f"the weight files lack {name!r}, which config.json names: copy them again")
+
+
+def quant_layers(model: nn.Module) -> list[tuple[str, QuantLinear]]:
+    """(name, layer) of every QuantLinear."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+
+
+def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a layer a parameter that needs no gradient."""
+    layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every QuantLinear by the plain Linear that it stands for."""
+    for name, layer in quant_layers(model):
+        model.set_submodule(name, layer.dequantized(dtype))
+
+
+def submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """The module called `name`, None if there is none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def refuse_disk(device_map: object) -> None:
+    """ValueError for a device map with a disk part: the libraries write weights there before they are quantized."""
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        raise ValueError(
+            "a model cannot be quantized on the fly and offloaded to disk at once: write the checkpoint with "
+            "`fluxq quantize` (or save_pretrained on a larger machine) and load that with this device_map"
+        )
+
+
+def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
+    """What config's recipe makes of a 16-bit model; None, with a warning, for a VAE that the recipe does not name.
+
+    Raises ValueError for a class that no family row knows and where the recipe needs calibration.
+    """
+    recipe_name, recipe = load_recipe(str(config.recipe), profile=config.profile)  # pyright: ignore[reportArgumentType]
+    class_name = type(model).__name__
+    try:
+        family = family_of(class_name)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Leave this component in 16 bit by naming those to quantize: "
+            "PipelineQuantizationConfig(..., components_to_quantize=['transformer'])"
+        ) from None
+    if family.kind == "vae" and "vae" not in recipe.components:
+        logger.warning(
+            "%s stays in 16 bit: few of its weights are Linears, and its error would go straight into pixels; "
+            "a recipe that names `vae` quantizes it",
+            class_name,
+        )
+        return None
+    entry = component_recipe(recipe, config.component, family)
+    if recipe.needs_data(entry):
+        raise ValueError(
+            f"recipe {recipe_name} calibrates this {class_name}, which loading cannot do: run `fluxq quantize MODEL "
+            f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn' for scales computed at run time"
+        )
+    plan = make_plan(
+        family,
+        class_name,
+        entry,
+        [LinearShape(n, m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)],
+        static_inputs=False,
+        include=config.include,
+        exclude=config.exclude,
+    )
+    for note in plan.notes:
+        logger.warning(note)
+    return plan
+
+
+class Arrivals:
+    """Rounds the weights of a plan in whatever order, and from whichever thread, a loader brings them.
+
+    A weight is rounded at once and its 16-bit form can go. Only those that share NVFP4's global scale (q, k and v; a
+    single block's q, k, v and proj_mlp) wait for one another. So beside the quantized model no more is held than what
+    the loader holds itself and one such group.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._layers = {f"{layer.name}.weight": layer for layer in plan.quantized}
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._left = set(self._layers)
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
+
+    def add(self, name: str, weight: Tensor) -> dict[str, QuantizedTensor]:
+        """Layers that this weight (N, K), as it is in the file, completes: itself, its group, or none yet."""
+        layer = self._layers[name]
+        if not _shares_scale(layer):
+            self._left.discard(name)
+            return {layer.name: quantize_weight(weight, layer)}
+        if not torch.isfinite(weight).all():  # it would reach the whole group's scale
+            raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
+        members = [n for n, other in self._layers.items() if other.group == layer.group and _shares_scale(other)]
+        with self._lock:
+            group = self._waiting.setdefault(layer.group, {})
+            group[name] = weight
+            if len(group) < len(members):
+                return {}
+            del self._waiting[layer.group]
+            self._left.difference_update(members)
+        amax = torch.stack([group[member].abs().amax().float() for member in members]).amax()
+        rounded = {}
+        for member in members:
+            planned = self._layers[member]
+            scale = encode.global_scale_for(amax, planned.scheme.weights)  # pyright: ignore[reportOptionalMemberAccess]
+            rounded[planned.name] = quantize_weight(group.pop(member), planned, scale)
+        return rounded
+
+    def require_all(self) -> None:
+        """ValueError naming a weight that never came."""
+        if self._left:
+            raise ValueError(
+                f"{min(self._left)} did not pass through fluxq while the model was loaded, so it is not quantized; "
+                "leave out offload_state_dict, or quantize first (`fluxq quantize`) and load the checkpoint"
+            )
+
+
+def _shares_scale(layer: LayerPlan) -> bool:
+    return layer.joined and layer.scheme is not None and layer.scheme.weights.two_level

@@ -1,0 +1,134 @@
+"""LoRA on quantized layers: PEFT adapters that fuse exactly, and a diffusers LoRA loader that reads shapes right.
+
+PEFT fuses an adapter by adding B A to the weight, which codes cannot take. Here the pair becomes the last ranks of the
+layer's 16-bit low-rank branch: what is computed stays what the unfused adapter computed, and unfusing gives back the
+bytes. Neither library lets others register a layer type, so `register_*` wrap the functions that choose one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.lora import layer as lora
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from fluxq.quantize.linear import QuantLinear
+
+
+class QuantLora(lora.Linear):
+    """Adapters around a QuantLinear."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.merged_ranks: list[int] = []  # of merged_adapters; a hot swap may change an adapter's own
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        variant = self.resolve_lora_variant(config=config)
+        if variant is not None:
+            raise ValueError(
+                f"adapter {adapter_name!r} is a {type(variant).__name__}, which needs the 16-bit weight, and this "
+                f"layer holds {self._layer.scheme} codes: fuse it into the 16-bit model and quantize that"
+            )
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Move adapters into the layer's low-rank branch, exact up to one rounding of B · scaling."""
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name not in self.lora_A.keys():
+                continue
+            if self.lora_bias[name]:
+                raise ValueError(f"adapter {name!r} has a bias of its own, which cannot be fused and taken out exactly")
+            down: Any = self.lora_A[name]
+            up: Any = self.lora_B[name]
+            a, b = down.weight, up.weight * self.scaling[name]
+            if safe_merge and not (a.isfinite().all() and b.isfinite().all()):
+                raise ValueError(f"adapter {name!r} holds NaN or infinity; get its file again")
+            self._layer.append_low_rank(a.detach(), b.detach())
+            self.merged_adapters.append(name)
+            self.merged_ranks.append(a.shape[0])
+
+    def unmerge(self) -> None:
+        """Take all merged adapters out again; the layer's tensors are what they were, byte for byte."""
+        while self.merged_adapters:
+            self.merged_adapters.pop()
+            self._layer.drop_low_rank(self.merged_ranks.pop())
+
+    @property
+    def _layer(self) -> QuantLinear:
+        return self.get_base_layer()  # pyright: ignore[reportReturnType]
+
+
+class KeptLora(lora.Linear):
+    """Adapters around a Linear that a quantized model keeps in 16 bit: stock, but unfusing gives back the bytes.
+
+    PEFT subtracts what it added, which in 16 bit does not lead back; here the weight is kept aside.
+    """
+
+    before: Tensor | None = None
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to the weight, as PEFT does."""
+        if not self.merged:
+            self.before = self._layer.weight.data.clone()
+        super().merge(safe_merge, adapter_names)
+
+    def unmerge(self) -> None:
+        """Put back the weight that stood before the first adapter was merged."""
+        super().unmerge()
+        if self.before is not None:
+            self._layer.weight.data = self.before.to(self._layer.weight.device)
+            self.before = None
+
+    @property
+    def _layer(self) -> nn.Linear:
+        return self.get_base_layer()  # pyright: ignore[reportReturnType]
+
+
+def register_with_peft() -> None:
+    """Make PEFT put adapters of this file around the Linears of a quantized model."""
+    stock = LoraModel._create_new_module
+
+    def create(*arguments: Any, **options: Any) -> nn.Module:
+        # PEFT asks through an instance, which says what model it is, or, when it mixes adapters, without one.
+        *asked_through, lora_config, adapter_name, target = arguments
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(base, QuantLinear):
+            return QuantLora(target, adapter_name, config=lora_config, **options)
+        if type(base) is nn.Linear and any(_is_quantized(tuner.model) for tuner in asked_through):
+            return KeptLora(target, adapter_name, config=lora_config, **options)
+        return stock(lora_config, adapter_name, target, **options)
+
+    LoraModel._create_new_module = create
+
+
+def register_with_lora_loader() -> None:
+    """Tell diffusers' FLUX LoRA loader the size of a QuantLinear.
+
+    It compares an adapter's with the stored weight's, and would widen a layer whose 4-bit codes are two to a byte.
+    """
+    from diffusers.loaders import lora_pipeline
+
+    loader = lora_pipeline.FluxLoraLoaderMixin
+    stock_shape, stock_weight = loader._calculate_module_shape, lora_pipeline._maybe_dequantize_weight_for_expanded_lora
+
+    def shape(model: nn.Module, base_module: Any = None, base_weight_param_name: str | None = None) -> Any:
+        layer = base_module
+        if layer is None and base_weight_param_name is not None:
+            layer = model.get_submodule(base_weight_param_name.removesuffix(".weight"))
+        if isinstance(layer, QuantLinear):
+            return (layer.out_features, layer.in_features)
+        return stock_shape(model, base_module, base_weight_param_name)  # pyright: ignore[reportArgumentType]
+
+    def weight(model: Any, module: nn.Module) -> Tensor:
+        if isinstance(module, QuantLinear):
+            return module.dequantized(model.dtype).weight
+        return stock_weight(model, module)
+
+    loader._calculate_module_shape = staticmethod(shape)
+    lora_pipeline._maybe_dequantize_weight_for_expanded_lora = weight
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, QuantLinear) for module in model.modules())

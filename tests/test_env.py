@@ -1,0 +1,100 @@
+"""`fluxq env`: true, quick, and safe to paste into a public report."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fluxq import environment as env
+from fluxq.quantize import ops
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import FORMATS, Scheme
+from fluxq.recipes.recipe import shipped_recipes
+
+
+def run(*arguments: str, **variables: str) -> str:
+    command = [sys.executable, "-m", "fluxq", "env", *arguments]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout
+
+
+def implementations(device: str = "cpu") -> dict[str, dict[str, str]]:
+    return {row["scheme"]: row for row in env.environment()["implementations"] if row["device"] == device}
+
+
+def test_the_command_holds_no_names_paths_or_tokens():
+    private = {"HOME": "/home/alice", "USER": "alice", "FLUXQ_CACHE": "/home/alice/cache", "HF_TOKEN": "hf_secret"}
+    set_here = {"FLUXQ_STRICT": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    text = run("--json", **private, **set_here)
+    assert not [word for word in ("alice", "hf_secret", os.getcwd(), sys.prefix) if word in text]
+    report = json.loads(text)
+    assert report["variables"] == {**set_here, "FLUXQ_CACHE": "set (17 characters, not shown)"}
+    assert report["versions"]["diffusers"] == version("diffusers")
+
+
+def test_for_people_it_is_lines_and_a_table():
+    lines = run().splitlines()
+    assert f"torch             {torch.__version__}" in lines
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert [line for line in lines if line.startswith("cpu ") and line.endswith(f"cores, {capability}")]
+    assert [line for line in lines if line.startswith("quantized_linear") and "torch reference" in line]
+
+
+def test_it_imports_neither_diffusers_nor_transformers():
+    code = "import sys\nfrom fluxq.environment import environment\nenvironment()\n"
+    code += "print({'diffusers', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_package_that_is_not_there_is_said_so(monkeypatch):
+    monkeypatch.setattr(env, "_PACKAGES", ("peft", "no-such-package"))
+    versions = env.environment()["versions"]
+    assert versions["no-such-package"] == "not installed" and versions["peft"] == version("peft")
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_every_scheme_of_a_checkpoint_has_a_row(checkpoint, recipe):
+    config = json.loads((checkpoint(recipe) / "transformer" / "config.json").read_text())
+    rows = implementations()
+    for scheme in config["quantization_config"]["layers"]:
+        assert recipe in rows[scheme]["recipes"].split(", "), scheme
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("scheme", ["int8-int8", "int8-16bit", "fp8-fp8"])
+def test_what_is_said_to_compute_is_what_computes(monkeypatch, scheme, exact):
+    """`torch._int_mm` is called exactly when it is named."""
+    parsed = Scheme.parse(scheme)
+    weight = QuantizedTensor.quantize(torch.randn(32, 64), parsed.weights)
+    layer = QuantLinear.from_quantized(weight, None, parsed)
+    calls, real = [], torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: calls.append(1) or real(a, b))
+    monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device: exact)
+    layer(torch.randn(20, 64))
+    name, reason = ops.implementation(parsed, "cpu")
+    assert (name == "torch._int_mm") == bool(calls) == (exact and scheme == "int8-int8")
+    assert reason and implementations()[scheme]["implementation"] == name
+
+
+def test_an_accelerator_is_listed_and_has_its_rows(monkeypatch):
+    card = SimpleNamespace(name="NVIDIA Test", total_memory=2**33, major=9, minor=0, gcnArchName="")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    report = env.environment()
+    assert report["devices"][1]["device"] == "cuda:0" and report["devices"][1]["memory_bytes"] == 2**33
+    assert implementations("cuda").keys() == implementations("cpu").keys()
+    assert implementations("cuda")["nvfp4-nvfp4-static"]["reason"] == "no kernel for cuda"
+
+
+def test_every_format_has_an_implementation_with_a_reason_everywhere():
+    for row in FORMATS.values():
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            assert all(ops.implementation(Scheme(row, None), device))

@@ -1,0 +1,217 @@
+"""LoRA on a quantized model: what loads on the 16-bit model loads here, fuses without loss and leaves no trace."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+import fluxq
+from fluxq import tiny
+from fluxq.recipes.recipe import shipped_recipes
+
+QUANTIZED = ("to_q", "to_v", "to_out.0", "proj_mlp", "ff.net.2", "single_transformer_blocks.*.proj_out")
+MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
+KEPT = ("x_embedder", "context_embedder", "norm_out.linear")
+
+
+def load(folder: Path) -> diffusers.FluxPipeline:
+    pipe = diffusers.FluxPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(params=["16 bit", *shipped_recipes()])
+def pipe_of(request, checkpoint: Callable[[str], Path]) -> diffusers.FluxPipeline:
+    return load(checkpoint(request.param))
+
+
+@pytest.fixture
+def nvfp4(checkpoint: Callable[[str], Path]) -> diffusers.FluxPipeline:
+    return load(checkpoint("nvfp4"))
+
+
+@torch.no_grad()
+def velocity(pipe: diffusers.FluxPipeline, tokens: int = 16, images: int = 8) -> Tensor:
+    """The transformer's output for fixed inputs (images, tokens, 16)."""
+    noise = torch.Generator().manual_seed(0)
+    return pipe.transformer(
+        hidden_states=torch.randn(images, tokens, 16, generator=noise).bfloat16(),
+        encoder_hidden_states=torch.randn(images, 8, 64, generator=noise).bfloat16(),
+        pooled_projections=torch.randn(images, 64, generator=noise).bfloat16(),
+        timestep=torch.linspace(0.05, 0.95, images).bfloat16(),
+        img_ids=torch.zeros(tokens, 3),
+        txt_ids=torch.zeros(8, 3),
+        return_dict=False,
+    )[0]
+
+
+def error(approximation: Tensor, reference: Tensor) -> float:
+    return float((approximation.double() - reference.double()).norm() / reference.double().norm())
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach().clone().contiguous().reshape(-1).view(torch.uint8) for n, t in model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def adapted(model: nn.Module) -> Iterator[nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
+    return (module for module in model.modules() if isinstance(module, LoraLayer))
+
+
+@pytest.mark.feature("LoRA: several adapters with weights, unloaded again")
+def test_adapters_with_weights_add_no_error_and_unload_without_a_trace(pipe_of, lora_file):
+    """Two adapters at 0.8 and -0.5 on attention, MLP, modulation and 16-bit layers."""
+    one = lora_file("one.safetensors", QUANTIZED + MODULATION, alpha=4)
+    two = lora_file("two.safetensors", ("to_q", *KEPT), rank=8, seed=1)
+    reference, before, plain = tiny.load(), bits(pipe_of.transformer), velocity(pipe_of)
+    own, sixteen_bit = error(plain, velocity(reference)), velocity(reference)
+    for pipe in (pipe_of, reference):
+        pipe.load_lora_weights(one, adapter_name="one")
+        pipe.load_lora_weights(two, adapter_name="two")
+        pipe.set_adapters(["one", "two"], [0.8, -0.5])
+    assert error(velocity(reference), sixteen_bit) > 0.05
+    assert error(velocity(pipe_of), velocity(reference)) <= own * 1.1
+    pipe_of.unload_lora_weights()
+    assert same(bits(pipe_of.transformer), before) and torch.equal(velocity(pipe_of), plain)
+
+
+def test_every_linear_keeps_its_type_and_size_under_a_loaded_lora(nvfp4, lora_file):
+    """diffusers compares adapters with the stored weight and would widen layers whose codes are two to a byte."""
+    layers = {n: m.in_features for n, m in nvfp4.transformer.named_modules() if isinstance(m, fluxq.QuantLinear)}
+    nvfp4.load_lora_weights(lora_file("l.safetensors", QUANTIZED))
+    nvfp4.unload_lora_weights()
+    after = {n: m.in_features for n, m in nvfp4.transformer.named_modules() if isinstance(m, fluxq.QuantLinear)}
+    assert after == layers
+
+
+@pytest.mark.feature("LoRA: fuse and unfuse")
+def test_fusing_changes_no_bit_of_the_output_and_unfusing_none_of_the_model(pipe_of, lora_file, record_property):
+    """The 16-bit model, as it is in diffusers, comes out of it changed."""
+    pipe_of.load_lora_weights(lora_file("l.safetensors", QUANTIZED + MODULATION), adapter_name="style")
+    unfused, before = velocity(pipe_of), bits(pipe_of.transformer)
+    pipe_of.fuse_lora()
+    fused, layers = velocity(pipe_of), [module.get_base_layer() for module in adapted(pipe_of.transformer)]
+    pipe_of.unfuse_lora()
+    restored = same(bits(pipe_of.transformer), before)
+    if isinstance(layers[0], fluxq.QuantLinear):
+        assert torch.equal(fused, unfused) and restored
+    else:
+        assert not torch.equal(fused, unfused) and not restored
+        record_property("cell", "inexact")
+
+
+def test_a_fused_adapter_is_the_low_rank_branch_of_its_layer(nvfp4, lora_file):
+    nvfp4.load_lora_weights(lora_file("l.safetensors", QUANTIZED + MODULATION))
+    layers = [module.get_base_layer() for module in adapted(nvfp4.transformer)]
+    assert {layer.scheme.rank for layer in layers} == {0}
+    nvfp4.fuse_lora()
+    assert {layer.scheme.rank for layer in layers} == {4}
+
+
+def test_fused_adapters_with_weights_are_as_exact_as_unfused_ones(nvfp4, lora_file):
+    """Scalings that are no powers of two round B once; in exchange the sum of adapters is rounded once, not twice."""
+    layer = nvfp4.transformer.single_transformer_blocks[0].proj_mlp
+    nvfp4.load_lora_weights(lora_file("a.safetensors", QUANTIZED, alpha=3), adapter_name="a")
+    nvfp4.load_lora_weights(lora_file("b.safetensors", QUANTIZED, rank=8, seed=1), adapter_name="b")
+    nvfp4.set_adapters(["a", "b"], [0.7, 0.9])
+    lora = nvfp4.transformer.single_transformer_blocks[0].proj_mlp
+    x = torch.randn(64, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = layer(x).double()
+    for name in ("a", "b"):
+        a, b = lora.lora_A[name].weight.double(), lora.lora_B[name].weight.double()
+        exact += x.double() @ a.t() @ b.t() * lora.scaling[name]
+    unfused = error(lora(x), exact)
+    before = bits(nvfp4.transformer)
+    nvfp4.fuse_lora()
+    assert lora(x).dtype == torch.bfloat16 and layer.scheme.rank == 12
+    assert error(lora(x), exact) <= 1.1 * unfused < 0.01
+    nvfp4.unfuse_lora()
+    assert same(bits(nvfp4.transformer), before)
+
+
+def test_unfusing_gives_16_bit_layers_their_bytes_back(nvfp4, lora_file):
+    nvfp4.load_lora_weights(lora_file("l.safetensors", KEPT))
+    before, unfused = bits(nvfp4.transformer), velocity(nvfp4)
+    nvfp4.fuse_lora(lora_scale=0.3)
+    assert not torch.equal(velocity(nvfp4), unfused) and not same(bits(nvfp4.transformer), before)
+    nvfp4.unfuse_lora()
+    assert same(bits(nvfp4.transformer), before)
+
+
+@pytest.mark.feature("LoRA: fused, saved and loaded")
+def test_a_fused_model_is_saved_and_loads_as_it_was(pipe_of, lora_file, tmp_path):
+    pipe_of.load_lora_weights(lora_file("l.safetensors", QUANTIZED, rank=3))
+    pipe_of.fuse_lora()
+    pipe_of.unload_lora_weights()
+    want = velocity(pipe_of)
+    pipe_of.save_pretrained(tmp_path / "fused")
+    again = load(tmp_path / "fused")
+    assert torch.equal(velocity(again), want)
+    assert same(bits(again.transformer), bits(pipe_of.transformer))
+
+
+def test_a_second_lora_fuses_on_top_of_a_saved_one(nvfp4, lora_file):
+    nvfp4.load_lora_weights(lora_file("one.safetensors", QUANTIZED))
+    nvfp4.fuse_lora()
+    nvfp4.unload_lora_weights()
+    nvfp4.load_lora_weights(lora_file("two.safetensors", QUANTIZED, rank=2, seed=1))
+    before, unfused = bits(nvfp4.transformer), velocity(nvfp4)
+    nvfp4.fuse_lora()
+    assert nvfp4.transformer.single_transformer_blocks[0].proj_mlp.get_base_layer().scheme.rank == 6
+    assert error(velocity(nvfp4), unfused) < 0.1
+    nvfp4.unfuse_lora()
+    assert same(bits(nvfp4.transformer), before)
+
+
+@pytest.mark.feature("LoRA: hot swap under torch.compile")
+def test_hot_swapping_under_compile_recompiles_nothing(pipe_of, lora_file):
+    one = lora_file("one.safetensors", QUANTIZED + MODULATION + KEPT, rank=4)
+    two = lora_file("two.safetensors", QUANTIZED + MODULATION + KEPT, rank=8, alpha=4, seed=1)
+    swapped = {}
+    for name, file in (("one", one), ("two", two)):
+        pipe_of.load_lora_weights(file, adapter_name="style")
+        swapped[name] = velocity(pipe_of)
+        pipe_of.unload_lora_weights()
+    pipe_of.enable_lora_hotswap(target_rank=8)
+    pipe_of.load_lora_weights(one, adapter_name="style")
+    torch._dynamo.reset()
+    pipe_of.transformer = torch.compile(pipe_of.transformer, fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert error(velocity(pipe_of), swapped["one"]) < 0.02
+        pipe_of.load_lora_weights(two, adapter_name="style", hotswap=True)
+        assert error(velocity(pipe_of), swapped["two"]) < 0.02
+    assert error(swapped["one"], swapped["two"]) > 0.1
+
+
+def test_a_dora_is_refused_because_it_needs_the_16_bit_weight(nvfp4):
+    config = LoraConfig(r=4, target_modules=["to_q"], use_dora=True)
+    with pytest.raises(ValueError, match="DoraLinearVariant, which needs the 16-bit weight"):
+        nvfp4.transformer.add_adapter(config)
+
+
+def test_an_adapter_with_a_bias_is_not_fused(nvfp4):
+    nvfp4.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q"], lora_bias=True), "biased")
+    with pytest.raises(ValueError, match="'biased' has a bias of its own"):
+        nvfp4.fuse_lora()
+
+
+def test_a_lora_with_nan_is_not_fused_safely(nvfp4, lora_file):
+    nvfp4.load_lora_weights(lora_file("l.safetensors", ("to_q",)), adapter_name="bad")
+    next(adapted(nvfp4.transformer)).lora_B["bad"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="'bad' holds NaN"):
+        nvfp4.fuse_lora(safe_fusing=True)
+
+
+def test_models_without_fluxq_layers_keep_the_stock_adapters():
+    model = tiny.load().transformer
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q"]))
+    assert {type(module).__module__ for module in adapted(model)} == {"peft.tuners.lora.layer"}

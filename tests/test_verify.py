@@ -1,0 +1,346 @@
+"""`fluxq verify`: an undamaged checkpoint passes; every single damage is found by the right check and named."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fluxq import jobs
+from fluxq.base.files import sha256_file
+from fluxq.cli import main
+from fluxq.quantize.verify import CHECKS, verify
+from fluxq.recipes.recipe import shipped_recipes
+
+LAYER = "transformer_blocks.0.attn.to_k"
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+CONFIG = "transformer/config.json"
+PLAN = "fluxq_plan.json"
+
+
+@pytest.fixture
+def copied(checkpoint, tmp_path) -> Callable[[str], Path]:
+    """copied("nvfp4") is a checkpoint of that recipe that a test may damage."""
+    return lambda recipe: Path(shutil.copytree(checkpoint(recipe), tmp_path / recipe))
+
+
+def failed(folder: Path) -> dict[str, str]:
+    """Failed check -> all that it found, as text."""
+    return {r.check: "\n".join(f"{f.where}: {f.what}" for f in r.findings) for r in verify(folder) if r.findings}
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {result.check: result.status for result in verify(folder)}
+
+
+def edit_json(folder: Path, file: str, edit: Callable[[dict], object], record: bool = True) -> None:
+    value = json.loads((folder / file).read_text())
+    edit(value)
+    (folder / file).write_text(json.dumps(value))
+    if record and file != PLAN:
+        record_hash(folder, file)
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object], file: str = WEIGHTS) -> None:
+    """Change tensors and record the new hash, so that only a look at the tensors can tell."""
+    tensors = load_file(folder / file)
+    edit(tensors)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    record_hash(folder, file)
+
+
+def record_hash(folder: Path, file: str) -> None:
+    edit_json(folder, PLAN, lambda plan: plan["files"].update({file: sha256_file(folder / file)}))
+
+
+# What is whole
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_an_undamaged_checkpoint_passes_every_check(checkpoint, recipe):
+    assert statuses(checkpoint(recipe)) == dict.fromkeys(CHECKS, "ok")
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_what_diffusers_saved_again_passes_and_says_what_is_not_recorded(checkpoint, recipe, tmp_path):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(checkpoint(recipe), dtype=torch.bfloat16)
+    pipe.save_pretrained(tmp_path / "again", max_shard_size="300KB")
+    found = statuses(tmp_path / "again")
+    assert found.pop("hashes") == found.pop("plan") == "not recorded"
+    assert found == dict.fromkeys(found, "ok")
+
+
+def test_quantized_text_encoders_pass_and_codes_without_their_last_axis_do_not(tmp_path):
+    """T5's tied embedding is in the file under one of its two names; codes are stored (N, K, 1)."""
+    components = ("text_encoder", "text_encoder_2")
+    options = jobs.Options("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
+    jobs.quantize(jobs.prepare(options))
+    assert failed(tmp_path / "out") == {}
+    layer = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    file = "text_encoder_2/model.safetensors"
+    edit_weights(tmp_path / "out", lambda tensors: tensors.update({layer: tensors[layer].squeeze(-1)}), file)
+    found = failed(tmp_path / "out")
+    assert found.keys() == {"tensors"} and f"text_encoder_2: {layer}: torch.float8_e4m3fn" in found["tensors"]
+
+
+def test_a_snapshot_of_the_hubs_cache_is_links_to_blobs_and_passes(checkpoint, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    blobs.mkdir()
+    source = checkpoint("fp8")
+    for number, file in enumerate(sorted(file for file in source.rglob("*") if file.is_file())):
+        link = snapshot / file.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, blobs / str(number))
+        link.symlink_to(blobs / str(number))
+    assert failed(snapshot) == {}
+
+
+# One value of one tensor
+
+
+def put(value: float) -> Callable[[Tensor], None]:
+    return lambda tensor: tensor.view(-1)[-1:].fill_(value)
+
+
+def put_byte(byte: int) -> Callable[[Tensor], None]:
+    return lambda tensor: tensor.view(torch.uint8).view(-1)[-1:].fill_(byte)
+
+
+VALUES = [
+    *(("fp8", f"{LAYER}.weight_scale", put(value)) for value in (0.0, -1.0, float("inf"), float("nan"))),
+    *(("int8", f"{LAYER}.weight_scale", put(value)) for value in (0.0, float("nan"))),
+    *(("int4", f"{LAYER}.weight_scale", put(value)) for value in (0.0, -1.0, float("inf"), float("nan"))),
+    *(("mxfp8", f"{LAYER}.weight_scale", put_byte(byte)) for byte in (0, 255)),
+    *(("nvfp4", f"{LAYER}.weight_scale", put_byte(byte)) for byte in (0x00, 0x7F, 0xFF, 0x81)),
+    *(("nvfp4", f"{LAYER}.weight_scale_2", put(value)) for value in (0.0, -1.0, float("inf"))),
+    *(("nvfp4", f"{LAYER}.input_scale", put(value)) for value in (0.0, -1.0, float("nan"))),
+    *((recipe, f"{LAYER}.weight", put_byte(byte)) for recipe in ("fp8", "mxfp8") for byte in (0x7F, 0xFF)),
+    ("int8", f"{LAYER}.weight", put(-128)),
+    *((recipe, f"{LAYER}.bias", put(float("nan"))) for recipe in shipped_recipes()),
+    ("fp8", "x_embedder.weight", put(float("-inf"))),
+]
+
+
+@pytest.mark.parametrize(("recipe", "name", "damage"), VALUES)
+def test_one_bad_value_is_found_though_the_hash_agrees(copied, recipe, name, damage):
+    folder = copied(recipe)
+    edit_weights(folder, lambda tensors: damage(tensors[name]))
+    found = failed(folder)
+    assert found.keys() == {"tensors"}
+    assert f"transformer: {name}: 1 of " in found["tensors"] and "quantize again" in found["tensors"]
+    assert len(found["tensors"].splitlines()) == 1
+
+
+# One tensor
+
+
+def drop(tensors: dict[str, Tensor], name: str) -> None:
+    del tensors[name]
+
+
+TENSORS = {
+    "scale missing": ("fp8", f"{LAYER}.weight_scale", drop, "missing"),
+    "input scale missing": ("nvfp4", f"{LAYER}.input_scale", drop, "missing"),
+    "bias missing": ("int4", f"{LAYER}.bias", drop, "missing"),
+    "16-bit tensor missing": ("fp8", "proj_out.weight", drop, "missing"),
+    "a scale too many": (
+        "fp8",
+        f"{LAYER}.weight_scale_2",
+        lambda t, n: t.update({n: torch.ones(())}),
+        "no such tensor",
+    ),
+    "a stranger": ("int8", "adapter.weight", lambda t, n: t.update({n: torch.ones(2)}), "no such tensor"),
+    "scales as bf16": ("fp8", f"{LAYER}.weight_scale", lambda t, n: t.update({n: t[n].bfloat16()}), "torch.float32"),
+    "codes as int8": ("nvfp4", f"{LAYER}.weight", lambda t, n: t.update({n: t[n].view(torch.int8)}), "torch.uint8"),
+    "a scale per tensor": ("int8", f"{LAYER}.weight_scale", lambda t, n: t.update({n: t[n][:1]}), "(128,)"),
+    "codes transposed": ("int4", f"{LAYER}.weight", lambda t, n: t.update({n: t[n].t().contiguous()}), "(128, 64)"),
+    "bias as fp8": ("fp8", f"{LAYER}.bias", lambda t, n: t.update({n: t[n].to(torch.float8_e4m3fn)}), "torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("damage", TENSORS)
+def test_one_damaged_tensor_is_named(copied, damage):
+    recipe, name, edit, words = TENSORS[damage]
+    folder = copied(recipe)
+    edit_weights(folder, lambda tensors: edit(tensors, name))
+    found = failed(folder)
+    assert found.keys() <= {"tensors", "plan"}, "the plan records the size of all tensors"
+    (line,) = found["tensors"].splitlines()
+    assert line.startswith(f"transformer: {name}: ") and words in line and "again" in line
+
+
+# Files
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"])
+def test_one_flipped_bit_changes_the_hash(copied, file):
+    folder = copied("int4")
+    flip(folder / file)
+    found = failed(folder)
+    assert found.keys() == {"hashes"} and found["hashes"].startswith(f"{file}: SHA-256 is ")
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_a_truncated_weight_file_is_reported_once_and_named(copied, recipe):
+    folder = copied(recipe)
+    truncate(folder / WEIGHTS)
+    found = statuses(folder)
+    assert found["hashes"] == found["files"] == "failed" and found["tensors"] == "not made"
+    assert "truncated or damaged" in failed(folder)["files"] and WEIGHTS in failed(folder)["files"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [CONFIG, WEIGHTS, "model_index.json", "vae/config.json", "text_encoder_2/model.safetensors", "LICENSE.txt"],
+)
+def test_a_missing_file_is_named(copied, file):
+    folder = copied("fp8")
+    (folder / file).unlink()
+    found = failed(folder)
+    assert f"{file}: missing" in found["hashes"]
+    edit_json(folder, PLAN, lambda plan: plan.pop("files"))
+    found = "\n".join(failed(folder).values())
+    assert Path(file).name in found or Path(file).parent.name in found or file == "LICENSE.txt"
+
+
+@pytest.mark.parametrize("file", [CONFIG, PLAN, "model_index.json"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"components": 3, "files": 3}'])
+def test_bad_json_is_a_finding_and_no_traceback(copied, file, text):
+    folder = copied("fp8")
+    (folder / file).write_text(text)
+    found = failed(folder)
+    assert found and file.rpartition("/")[2] in "\n".join(found.values())
+
+
+def test_a_pickle_and_links_that_lead_outside_are_found(copied, tmp_path):
+    folder = copied("fp8")
+    (folder / "vae" / "extra.BIN").write_bytes(b"")
+    outside = tmp_path / "weights.safetensors"
+    (folder / WEIGHTS).rename(outside)
+    (folder / WEIGHTS).symlink_to(outside)
+    (folder / "loop").symlink_to(folder / "loop")
+    found = failed(folder)
+    assert found.keys() == {"safe"}
+    assert "vae/extra.BIN: a pickle" in found["safe"] and f"{WEIGHTS}: a link that leads out" in found["safe"]
+
+
+def test_recorded_hashes_that_make_no_sense_are_refused(copied):
+    folder = copied("fp8")
+    edit_json(folder, PLAN, lambda plan: plan["files"].update({"../secret": "0"}))
+    assert "lead out of the folder" in failed(folder)["hashes"]
+    edit_json(folder, PLAN, lambda plan: plan.update(files={CONFIG: None}))
+    assert "no names and hashes" in failed(folder)["hashes"]
+
+
+# What is said of the layers
+
+
+def quantization(edit: Callable[[dict], object]) -> Callable[[dict], object]:
+    return lambda config: edit(config["quantization_config"])
+
+
+SAID = {
+    "unknown feature": (lambda q: q["required_features"].append("x_rays"), "config", "x_rays"),
+    "needless feature": (lambda q: q["required_features"].append("low_rank"), "config", "its layers need"),
+    "feature missing": (lambda q: q.update(required_features=[]), "config", "static_input_scale"),
+    "newer format": (lambda q: q.update(format_version=99), "config", "update fluxq"),
+    "unknown scheme": (lambda q: q["layers"].update({"fp3-fp3": ["proj_out"]}), "config", "fp3"),
+    "layers named by numbers": (lambda q: q["layers"].update({"fp8-fp8": [1]}), "config", "else than text"),
+    "layers named by lists": (lambda q: q["layers"].update({"fp8-fp8": [[1]]}), "config", "transformer/config.json"),
+    "no fluxq checkpoint": (lambda q: q.update(quant_method="other"), "config", "fluxq quantize"),
+    "no such layer": (lambda q: q["layers"].update({"fp8-fp8": ["nobody"]}), "tensors", "'nobody'"),
+    "another scheme": (lambda q: swap(q["layers"], LAYER, "fp8-16bit"), "plan", f"{LAYER}: fluxq_plan.json says nvfp4"),
+}
+
+
+def swap(layers: dict[str, list[str]], name: str, scheme: str) -> None:
+    for members in layers.values():
+        if name in members:
+            members.remove(name)
+    layers[scheme].append(name)
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_config_json_says_wrongly_is_found(copied, case):
+    edit, check, words = SAID[case]
+    folder = copied("nvfp4")
+    edit_json(folder, CONFIG, quantization(edit))
+    assert words in failed(folder)[check]
+
+
+def layer_of(plan: dict) -> dict:
+    return next(layer for layer in plan["components"][0]["layers"] if layer["name"] == LAYER)
+
+
+PLANNED = {
+    "another scheme": (lambda plan: layer_of(plan).update(scheme="fp8-fp8"), f"{LAYER}: {PLAN} says fp8-fp8"),
+    "left in 16 bit": (lambda plan: layer_of(plan).update(scheme="16bit"), f"{LAYER}: {PLAN} says 16bit"),
+    "another size": (lambda plan: plan["components"][0].update(bytes_after=1), "says 1"),
+    "another component": (lambda plan: plan["components"][0].update(component="vae"), "vae: fluxq_plan.json says"),
+    "no layers": (lambda plan: plan["components"][0].pop("layers"), "copy it again"),
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_plan_that_is_not_the_tensors_is_found(copied, case):
+    edit, words = PLANNED[case]
+    folder = copied("int8")
+    edit_json(folder, PLAN, edit)
+    found = failed(folder)
+    assert found.keys() == {"plan"} and words in found["plan"]
+
+
+# The command
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fluxq", "verify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return caught.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_exit_code_0_where_all_is_well(command, checkpoint):
+    code, out, err = command(checkpoint("fp8"))
+    assert code == 0 and err == ""
+    assert [line.split()[:2] for line in out.splitlines()] == [["ok", name] for name in CHECKS]
+
+
+def test_exit_code_1_with_every_finding_where_something_is_wrong(command, copied):
+    folder = copied("fp8")
+    edit_weights(folder, lambda tensors: put(0.0)(tensors[f"{LAYER}.weight_scale"]))
+    code, out, err = command(folder)
+    assert code == 1 and err.startswith("Error: ") and "1 of 6 checks failed (tensors)" in err
+    assert f"{LAYER}.weight_scale: 1 of 128 values are not finite and above 0: 0.0 at (127,)" in out
+    code, out, _ = command(folder, "--json")
+    assert code == 1 and {row["check"]: row["status"] for row in json.loads(out)}["tensors"] == "failed"
+
+
+def test_exit_code_2_where_there_is_no_folder(command, tmp_path):
+    code, out, err = command(tmp_path / "nothing")
+    assert code == 2 and out == "" and "no such folder" in err and "Traceback" not in err
+
+
+def test_a_plain_pipeline_is_no_checkpoint(command, tiny_folder):
+    code, out, _ = command(tiny_folder)
+    assert code == 1 and "no component has a quantization_config of fluxq" in out
