@@ -24,12 +24,12 @@ import click
 import torch
 from torch import Tensor, nn
 
-import fluxq
 from fluxq import jobs, tiny
 from fluxq.base.files import write_json
 from fluxq.base.provenance import commit, versions
 
 HERE = Path(__file__).parent
+WORK = tempfile.TemporaryDirectory()  # checkpoints, made once for each process
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "proj_mlp", "ff.net.2"]
 
 
@@ -213,7 +213,7 @@ def ours(recipe: str) -> Callable[[], nn.Module]:
     def load() -> nn.Module:
         import diffusers
 
-        folder = Path(tempfile.gettempdir()) / f"fluxq-peers-{fluxq.__version__}" / recipe
+        folder = Path(WORK.name) / recipe
         options = jobs.Options(model="tiny", recipe=recipe, output=str(folder), check=False)
         jobs.quantize(jobs.prepare(options))
         return diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
