@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch import nn
 
 from fluxq import jobs, tiny
+from fluxq.recipes.families import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
@@ -78,6 +79,48 @@ def lora_file(tmp_path, pipe) -> Callable[..., Path]:
     layers: how the names of the embedded transformer's Linears that it changes end.
     """
     return lambda name, layers, **how: write_lora(tmp_path / name, pipe.transformer, layers, **how)
+
+
+@pytest.fixture(scope="session")
+def family_inputs() -> Callable[[Family], dict]:
+    """family_inputs(row) are arguments of a small forward pass of the row's tiny configuration, fp32."""
+    return _inputs
+
+
+def _inputs(family: Family) -> dict:
+    if family.library == "transformers":
+        return {"input_ids": torch.tensor([[1, 5, 9, 2]])}
+    text, time = torch.randn(1, 5, 64), torch.tensor([500.0])
+    return {
+        "FluxTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "pooled_projections": torch.randn(1, 64),
+            "timestep": time,
+            "img_ids": torch.zeros(4, 3),
+            "txt_ids": torch.zeros(5, 3),
+        },
+        "SD3Transformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 8, 8),
+            "encoder_hidden_states": text,
+            "pooled_projections": torch.randn(1, 64),
+            "timestep": time,
+        },
+        "QwenImageTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "encoder_hidden_states_mask": torch.ones(1, 5, dtype=torch.bool),
+            "timestep": time,
+            "img_shapes": [[(1, 2, 2)]],
+        },
+        "WanTransformer3DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 1, 4, 4),
+            "encoder_hidden_states": torch.randn(1, 512, 64),
+            "encoder_hidden_states_image": torch.randn(1, 6, 64),
+            "timestep": time,
+        },
+        "AutoencoderKL": lambda: {"sample": torch.randn(1, 3, 8, 8)},
+    }[family.model]()
 
 
 def write_lora(path: Path, model: nn.Module, layers: tuple[str, ...], rank: int = 4, alpha=None, seed: int = 0) -> Path:

@@ -11,6 +11,8 @@ from fluxq.recipes.recipe import shipped_recipes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DIFFUSERS = (ROOT / "docs" / "diffusers.md").read_text(encoding="utf-8")
+PEERS = json.loads((ROOT / "benchmarks" / "peers.json").read_text(encoding="utf-8"))["rows"]
 QUALITY = json.loads((ROOT / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))
 
 
@@ -31,6 +33,52 @@ def test_the_readme_quotes_the_committed_results(recipe: str) -> None:
     assert f"over {QUALITY['prompts']} prompts with {QUALITY['seeds_per_prompt']} seeds each" in README
 
 
+def peers_cell(found: object) -> str:
+    """What a cell of the side-by-side table says: words as they are, errors short, numbers as what is off."""
+    if isinstance(found, float):
+        return f"{found:.4f} off"
+    if "Error:" in str(found):
+        return "fails"
+    return "crashes" if str(found).startswith("killed") else str(found)
+
+
+def peers_line(row: str) -> str:
+    """One line of the side-by-side table, from the committed result file."""
+    found = dict(PEERS[row])
+    error, with_lora = found.pop("error to 16 bit"), found.pop("LoRA, error to 16 bit + LoRA")
+    if row == "16 bit":
+        found["dequantize and save"] = "–"
+    return f"| {row} | {error:.4f} | {with_lora:.4f} | {' | '.join(map(peers_cell, found.values()))} |"
+
+
+@pytest.mark.parametrize("row", PEERS)
+def test_the_side_by_side_table_quotes_the_committed_results(row: str) -> None:
+    assert peers_line(row) in DIFFUSERS
+
+
+def test_beside_its_peers_every_operation_on_a_fluxq_model_is_exact() -> None:
+    for row, found in PEERS.items():
+        operations = {operation: word for operation, word in found.items() if "error" not in operation}
+        if row.startswith("fluxq"):
+            assert set(operations.values()) == {"identical", "exact"}, row
+
+
+def test_every_row_of_the_feature_table_is_a_feature_of_some_test() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", DIFFUSERS.split("<!-- features -->")[1], flags=re.MULTILINE)
+    marked = re.findall(r'mark\.feature\("([^"]+)"\)', "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")))
+    assert sorted(rows[1:]) == sorted(set(marked))
+
+
+def test_the_snippets_of_the_diffusers_page_run(checkpoint, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-nvfp4").symlink_to(checkpoint("nvfp4"))
+    names: dict = {}
+    for snippet in re.findall(r"```python\n(.*?)```", DIFFUSERS, flags=re.DOTALL):
+        snippet = snippet.replace('"path/to/16-bit/pipeline"', repr(str(checkpoint("16 bit"))))
+        exec(compile(snippet, "diffusers.md", "exec"), names)
+    assert type(names["pipe"].text_encoder_2.encoder.block[0].layer[0].SelfAttention.q).__name__ == "QuantLinear"
+
+
 def test_the_quick_start_holds_exactly_the_two_commands() -> None:
     section = README.split("## Quick start")[1].split("\n## ")[0]
     commands = re.findall(r"^python -m pip install .*$", section, flags=re.MULTILINE)
@@ -46,7 +94,9 @@ def test_every_command_is_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("*/README.md")), ids=lambda p: p.parent.name
+    "page",
+    [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))],
+    ids=lambda page: f"{page.parent.name}-{page.name}",
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):

@@ -151,44 +151,7 @@ def test_an_unknown_class_says_how_to_add_a_family():
 # Input groups in a forward pass
 
 
-def inputs(family, model) -> dict[str, torch.Tensor]:
-    """Arguments of a small forward pass."""
-    if family.library == "transformers":
-        return {"input_ids": torch.tensor([[1, 5, 9, 2]])}
-    text, time = torch.randn(1, 5, 64), torch.tensor([500.0])
-    return {
-        "FluxTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "pooled_projections": torch.randn(1, 64),
-            "timestep": time,
-            "img_ids": torch.zeros(4, 3),
-            "txt_ids": torch.zeros(5, 3),
-        },
-        "SD3Transformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 8, 8),
-            "encoder_hidden_states": text,
-            "pooled_projections": torch.randn(1, 64),
-            "timestep": time,
-        },
-        "QwenImageTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "encoder_hidden_states_mask": torch.ones(1, 5, dtype=torch.bool),
-            "timestep": time,
-            "img_shapes": [[(1, 2, 2)]],
-        },
-        "WanTransformer3DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 1, 4, 4),
-            "encoder_hidden_states": torch.randn(1, 512, 64),
-            "encoder_hidden_states_image": torch.randn(1, 6, 64),
-            "timestep": time,
-        },
-        "AutoencoderKL": lambda: {"sample": torch.randn(1, 3, 8, 8)},
-    }[family.model]()
-
-
-def test_a_group_is_what_reads_one_tensor_and_no_less(family):
+def test_a_group_is_what_reads_one_tensor_and_no_less(family, family_inputs):
     """Linears of one block are in the same group if and only if a forward pass hands them the same tensor."""
     torch.manual_seed(0)
     library = {"diffusers": diffusers, "transformers": transformers}[family.library]
@@ -206,7 +169,7 @@ def test_a_group_is_what_reads_one_tensor_and_no_less(family):
         if isinstance(module, nn.Linear) and family.locate(name):
             module.register_forward_pre_hook(look(name))
     with torch.no_grad():
-        model(**inputs(family, model))
+        model(**family_inputs(family))
     readers, groups = {}, {}
     for name, x in seen.items():
         group, block = family.locate(name)

@@ -1,0 +1,126 @@
+"""Tiny random transformers of every family: what holds for the embedded FLUX holds for them."""
+
+import copy
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+import fluxq
+from fluxq.recipes.families import FAMILIES, Family
+
+TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
+
+
+class Case:
+    """A family's 16-bit model and its checkpoint on disk."""
+
+    def __init__(self, row: Family, inputs: dict, folder: Path) -> None:
+        self.model_class = getattr(diffusers, row.model)
+        self.inputs = inputs
+        self.plain, self.folder = folder / "16bit", folder / "nvfp4"
+        torch.manual_seed(0)
+        self.model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(self.plain)
+        config = fluxq.FluxqConfig(recipe="nvfp4", profile="rtn")
+        self.load(self.plain, quantization_config=config).save_pretrained(self.folder)
+
+    def load(self, folder: Path | None = None, **how) -> nn.Module:
+        return self.model_class.from_pretrained(folder or self.folder, **{"dtype": torch.bfloat16, **how})
+
+    @torch.no_grad()
+    def output(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        def cast(value: object) -> object:
+            floats = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+            return value.to(dtype) if floats else value
+
+        return model(**{name: cast(value) for name, value in self.inputs.items()}, return_dict=False)[0]
+
+
+@pytest.fixture(scope="module", params=TRANSFORMERS, ids=lambda row: row.name)
+def case(request, family_inputs, tmp_path_factory) -> Case:
+    torch.manual_seed(0)
+    return Case(request.param, family_inputs(request.param), tmp_path_factory.mktemp(request.param.name))
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach().clone().contiguous().reshape(-1).view(torch.uint8) for n, t in model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def quantized(model: nn.Module) -> dict[str, fluxq.QuantLinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, fluxq.QuantLinear)}
+
+
+def test_it_computes_what_the_16_bit_model_computes_up_to_four_bits(case):
+    model, plain = case.load(), case.load(case.plain)
+    assert len(quantized(model)) > 10
+    got, want = case.output(model).float(), case.output(plain).float()
+    assert 1e-4 < (got - want).norm() / want.norm() < 0.25
+
+
+def test_it_is_saved_and_loaded_bit_for_bit(case, tmp_path):
+    model = case.load()
+    model.save_pretrained(tmp_path, max_shard_size="200KB")
+    again = case.load(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert same(bits(again), bits(model)) and torch.equal(case.output(again), case.output(model))
+    assert torch.equal(case.output(copy.deepcopy(model)), case.output(model))
+
+
+def test_blocks_on_disk_compute_alike(case, tmp_path):
+    """In fp32, for on disk diffusers casts what a class keeps in fp32, in 16 bit too.
+
+    Up to fp32 rounding: tensors of a mapped file are aligned otherwise, and sums go another way. A scale that went
+    through bf16 would be off by 1e-3.
+    """
+    how = {"dtype": torch.float32}
+    whole = case.load(**how)
+    names = [*dict(whole.named_children()), *(name for name, _ in whole.named_parameters() if "." not in name)]
+    split = {name: "disk" if name.endswith("blocks") else "cpu" for name in names}
+    model = case.load(device_map=split, offload_folder=tmp_path, **how)
+    assert all(layer.weight.is_meta for layer in quantized(model).values())
+    torch.testing.assert_close(case.output(model, **how), case.output(whole, **how), rtol=0, atol=1e-5)
+
+
+def test_group_offload_computes_alike(case):
+    model = case.load()
+    want = case.output(model)
+    cpu = torch.device("cpu")
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    assert torch.equal(case.output(model), want)
+
+
+def test_a_lora_fuses_without_loss_and_leaves_no_trace(case):
+    model = case.load()
+    plain, before = case.output(model), bits(model)
+    targets = sorted(quantized(model))
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False), "style")
+    unfused = case.output(model)
+    assert not torch.equal(unfused, plain)
+    model.fuse_lora()
+    assert torch.equal(case.output(model), unfused)
+    model.unfuse_lora()
+    model.unload_lora()
+    assert same(bits(model), before) and torch.equal(case.output(model), plain)
+
+
+def test_compiled_it_is_one_graph(case):
+    model = case.load()
+    want = case.output(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(case.output(compiled), want)
+
+
+def test_dequantized_it_is_a_plain_model(case, tmp_path):
+    model = case.load()
+    model.dequantize()
+    model.save_pretrained(tmp_path)
+    plain = case.load(tmp_path)
+    assert not quantized(plain) and torch.equal(case.output(plain), case.output(model))
