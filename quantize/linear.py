@@ -89,6 +89,7 @@ class QuantLinear(nn.Linear):
 
     def append_low_rank(self, a: Tensor, b: Tensor) -> None:
         """Add b a to what the layer computes, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
+        self._require_present()
         r, k = a.shape
         if k != self.in_features or tuple(b.shape) != (self.out_features, r):
             raise ValueError(
@@ -103,9 +104,14 @@ class QuantLinear(nn.Linear):
         """Take away the last r ranks of the branch; what was there before them keeps its bits."""
         if not 0 <= r <= self.scheme.rank:
             raise ValueError(f"cannot drop {r} ranks: the low-rank branch has {self.scheme.rank}")
+        self._require_present()
         if r and self.low_rank is not None:
             a, b = self.low_rank
             self._set_low_rank(a[:-r].clone(), b[:, :-r].clone())
+
+    def _require_present(self) -> None:
+        if self.weight.is_meta:
+            raise ValueError("this layer is offloaded, and a changed one would not come back: fuse before offloading")
 
     def _set_low_rank(self, a: Tensor, b: Tensor) -> None:
         self.scheme = replace(self.scheme, rank=a.shape[0])
@@ -145,16 +151,22 @@ class QuantLinear(nn.Linear):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused."""
+        """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused.
+
+        A cast to the dtype that the layer computes in is none: libraries ask for it along with a move.
+        """
+        stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
         for name in self.stored_names:
             held = getattr(self, name)
-            cast = fn(torch.empty(0, dtype=held.dtype, device=held.device)).dtype
-            if cast != held.dtype:
+            probe = fn(torch.empty(0, dtype=held.dtype, device=held.device))
+            if probe.dtype == self.compute_dtype != held.dtype:
+                stored[id(held)] = probe.device
+            elif probe.dtype != held.dtype:
                 raise ValueError(
-                    f"a layer quantized as {self.scheme} cannot be cast to {cast}: its {name} is stored as it must be "
-                    "read. Load the checkpoint with another dtype, and leave out layerwise casting"
+                    f"a layer quantized as {self.scheme} cannot be cast to {probe.dtype}: its {name} is stored as it "
+                    "must be read. Load the checkpoint with another dtype, and leave out layerwise casting"
                 )
-        return super()._apply(fn, recurse)
+        return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scheme={self.scheme}"

@@ -15,6 +15,8 @@ its own: nvfp4's global scale, or the scale of fp8 and int8. Without one they fo
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,11 @@ def quantized_linear(
 
     lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one.
     """
+    with _no_autocast(x):
+        return _quantized_linear(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme)
+
+
+def _quantized_linear(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme) -> Tensor:
     parsed = Scheme.parse(scheme)
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
@@ -75,9 +82,10 @@ def _backward(ctx, grad):
     w = _as_stored(weight, weight_scale, weight_scale_2, Scheme.parse(ctx.scheme).weights)
     grad_x = None
     if ctx.needs_input_grad[0]:
-        grad_x = (grad.float() @ w.dequantize()).to(grad.dtype)
-        if lora_a is not None:
-            grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
+        with _no_autocast(grad):
+            grad_x = (grad.float() @ w.dequantize()).to(grad.dtype)
+            if lora_a is not None:
+                grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
     grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
     return grad_x, None, None, None, None, grad_bias, None, None, None
 
@@ -92,6 +100,12 @@ def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = 
     if input_scale is None:
         input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format)  # (M, 1)
     return quantize_blocks(x, format, input_scale, "activation")
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast would make bf16 of the fp32 arithmetic in here."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _as_stored(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:

@@ -63,7 +63,7 @@ class Result:
 def verify(path: Path) -> list[Result]:
     """Make every check on a checkpoint folder. FileNotFoundError if there is none; all else is a finding."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder; give one that `fluxq quantize` wrote")
+        raise FileNotFoundError(f"{path} is no folder; give one that `fluxq quantize` wrote")
     checkpoint, results, unreadable = _Checkpoint(path), [], set()
     for name, (about, check) in CHECKS.items():
         findings: list[Finding] = []

@@ -394,3 +394,31 @@ def test_the_int8_product_is_exact_without_int_mm(monkeypatch):
     b = torch.randint(-128, 128, (7, 3000), generator=generator, dtype=torch.int8)
     monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device_type: False)
     assert torch.equal(ops._int8_product(a, b).double(), a.double() @ b.double().t())
+
+
+@pytest.mark.parametrize("scheme", ["fp8-fp8", "nvfp4-nvfp4", "int8-int8", "int4-16bit"])
+@pytest.mark.parametrize("int_mm", [True, False])
+def test_autocast_changes_no_bit(scheme, int_mm, monkeypatch):
+    """Inside it, fp32 products would be taken in bf16; the fallback of the int8 product would be inexact."""
+    if not int_mm:
+        monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device_type: False)
+    layer, _, _, _, x = layer_and_input(scheme, True, torch.float32, (5, K))
+    x.requires_grad_()
+    pull = torch.randn(5, N)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = layer(x)
+            results.append((y, *torch.autograd.grad(y, x, pull)))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_cast_to_the_dtype_it_computes_in_is_a_move():
+    layer, _, _, _, x = layer_and_input("fp8-fp8", True, torch.bfloat16, (5, K))
+    before, want = {n: t.clone() for n, t in layer.state_dict().items()}, layer(x)
+    layer.to("cpu", torch.bfloat16)
+    assert all(t.dtype == before[n].dtype for n, t in layer.state_dict().items()) and torch.equal(layer(x), want)
+    layer.to("meta", torch.bfloat16)
+    assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
+    with pytest.raises(ValueError, match=r"cannot be cast to torch\.float16"):
+        layer.to(torch.float16)

@@ -142,7 +142,7 @@ def test_gradients_reach_what_stands_before_a_quantized_layer(quantized):
     assert layer.weight.grad is None
 
 
-@pytest.mark.feature("LoRA: training with gradient checkpointing")
+@pytest.mark.feature("LoRA: training with gradient checkpointing (every gradient is there)")
 def test_a_lora_trains_with_gradient_checkpointing(folder):
     from peft import LoraConfig
 
@@ -187,7 +187,7 @@ def test_group_offload_computes_alike(folder, tmp_path, how):
     assert torch.equal(output(model), want)
 
 
-@pytest.mark.feature("LoRA: several adapters with weights, unloaded again")
+@pytest.mark.feature("LoRA: several adapters with weights (no error added), unloaded again (the same bits)")
 def test_a_lora_loads_and_unloads_without_a_trace(folder):
     """Adding an adapter changes the output; removing it gives back every bit."""
     from peft import LoraConfig

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from diffusers import FluxPipeline, FluxTransformer2DModel, PipelineQuantizationConfig
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import T5EncoderModel
@@ -331,12 +330,6 @@ def test_the_saved_config_follows_the_layers(model, tmp_path):
     again.get_submodule(LAYER).drop_low_rank(3)
     again.save_pretrained(tmp_path)
     assert LAYER in quantization(tmp_path)["layers"]["int8-int8"], "a second save follows too"
-
-
-def test_a_model_with_an_adapter_is_not_saved_under_the_adapter_s_names(model, tmp_path):
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
-    with pytest.raises(ValueError, match=r"unload it first"):
-        model.save_pretrained(tmp_path)
 
 
 def test_a_copy_speaks_for_itself(model):

@@ -67,7 +67,7 @@ def adapted(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, LoraLayer))
 
 
-@pytest.mark.feature("LoRA: several adapters with weights, unloaded again")
+@pytest.mark.feature("LoRA: several adapters with weights (no error added), unloaded again (the same bits)")
 def test_adapters_with_weights_add_no_error_and_unload_without_a_trace(pipe_of, lora_file):
     """Two adapters at 0.8 and -0.5 on attention, MLP, modulation and 16-bit layers."""
     one = lora_file("one.safetensors", QUANTIZED + MODULATION, alpha=4)
@@ -93,7 +93,7 @@ def test_every_linear_keeps_its_type_and_size_under_a_loaded_lora(nvfp4, lora_fi
     assert after == layers
 
 
-@pytest.mark.feature("LoRA: fuse and unfuse")
+@pytest.mark.feature("LoRA: fuse (scaling 1) and unfuse")
 def test_fusing_changes_no_bit_of_the_output_and_unfusing_none_of_the_model(pipe_of, lora_file, record_property):
     """The 16-bit model, as it is in diffusers, comes out of it changed."""
     pipe_of.load_lora_weights(lora_file("l.safetensors", QUANTIZED + MODULATION), adapter_name="style")
@@ -172,7 +172,7 @@ def test_a_second_lora_fuses_on_top_of_a_saved_one(nvfp4, lora_file):
     assert same(bits(nvfp4.transformer), before)
 
 
-@pytest.mark.feature("LoRA: hot swap under torch.compile")
+@pytest.mark.feature("LoRA: hot swap under torch.compile, nothing compiled again (within 2 %)")
 def test_hot_swapping_under_compile_recompiles_nothing(pipe_of, lora_file):
     one = lora_file("one.safetensors", QUANTIZED + MODULATION + KEPT, rank=4)
     two = lora_file("two.safetensors", QUANTIZED + MODULATION + KEPT, rank=8, alpha=4, seed=1)
@@ -215,3 +215,91 @@ def test_models_without_fluxq_layers_keep_the_stock_adapters():
     model = tiny.load().transformer
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q"]))
     assert {type(module).__module__ for module in adapted(model)} == {"peft.tuners.lora.layer"}
+
+
+def test_a_model_is_saved_as_itself_while_adapters_are_attached(nvfp4, lora_file, tmp_path, caplog):
+    """Fused ones are part of it, others are left out with a warning; the folder stays loadable either way."""
+    plain = velocity(nvfp4)
+    nvfp4.load_lora_weights(lora_file("l.safetensors", (*QUANTIZED, *KEPT)))
+    want = velocity(nvfp4)
+    with caplog.at_level("WARNING", logger="fluxq"):
+        nvfp4.save_pretrained(tmp_path / "attached")
+    assert "not saved with the model" in caplog.text
+    assert torch.equal(velocity(load(tmp_path / "attached")), plain)
+    nvfp4.fuse_lora()
+    fused = velocity(nvfp4)
+    nvfp4.save_pretrained(tmp_path / "attached")
+    assert torch.equal(velocity(load(tmp_path / "attached")), fused)
+    assert error(fused, want) < 0.1
+
+
+def test_dequantizing_waits_until_adapters_are_gone(nvfp4, lora_file):
+    nvfp4.load_lora_weights(lora_file("l.safetensors", ("to_q",)))
+    with pytest.raises(ValueError, match="unload them"):
+        nvfp4.transformer.dequantize()
+    nvfp4.fuse_lora()
+    fused = velocity(nvfp4)
+    nvfp4.unload_lora_weights()
+    nvfp4.transformer.dequantize()
+    assert error(velocity(nvfp4), fused) < 0.15
+
+
+def test_fusing_into_an_offloaded_layer_is_refused(nvfp4, lora_file):
+    import accelerate
+
+    nvfp4.load_lora_weights(lora_file("l.safetensors", ("to_q",)))
+    accelerate.cpu_offload(nvfp4.transformer, torch.device("cpu"))
+    with pytest.raises(ValueError, match="fuse before offloading"):
+        nvfp4.fuse_lora()
+
+
+@pytest.mark.parametrize("method", ["IA3Config", "OFTConfig", "HRAConfig"])
+def test_other_adapters_are_not_merged_into_codes(checkpoint, method):
+    import peft
+
+    model = load(checkpoint("fp8")).transformer
+    options = {"feedforward_modules": []} if method == "IA3Config" else {}
+    adapted_model = peft.get_peft_model(model, getattr(peft, method)(target_modules=["to_q"], **options))
+    for merge in (adapted_model.merge_and_unload, adapted_model.merge_adapter):
+        with pytest.raises(ValueError, match="cannot be merged into a quantized layer"):
+            merge()
+    adapted_model.unload()
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_a_lora_of_a_quantized_text_encoder_loads_fuses_and_leaves_no_trace(recipe, lora_file, tmp_path):
+    import fluxq.jobs as jobs
+
+    out, parts = tmp_path / "out", ("transformer", "text_encoder")
+    jobs.quantize(
+        jobs.prepare(jobs.Options("tiny", recipe, profile="rtn", output=str(out), components=parts, check=False))
+    )
+    pipe = load(out)
+    encoder, ids = pipe.text_encoder, torch.arange(8)[None]
+    q = "encoder.layers.0.self_attn.q_proj"
+    layer = encoder.get_submodule(next(name for name, _ in encoder.named_modules() if name.endswith(q)))
+    assert isinstance(layer, fluxq.QuantLinear)
+    noise = torch.Generator().manual_seed(0)
+    tensors = {
+        f"text_encoder.{q}.lora_A.weight": torch.randn(4, layer.in_features, generator=noise) * 0.3,
+        f"text_encoder.{q}.lora_B.weight": torch.randn(layer.out_features, 4, generator=noise) * 0.3,
+    }
+    from safetensors.torch import load_file, save_file
+
+    file = lora_file("l.safetensors", ("to_q",))
+    tensors |= {name: t for name, t in load_file(file).items()}
+    save_file({name: t.bfloat16().contiguous() for name, t in tensors.items()}, file)
+
+    @torch.no_grad()
+    def encoded() -> Tensor:
+        return encoder(ids).last_hidden_state
+
+    plain, before = encoded(), bits(encoder)
+    pipe.load_lora_weights(file, adapter_name="style")
+    adapted_output = encoded()
+    assert not torch.equal(adapted_output, plain)
+    pipe.fuse_lora(components=["text_encoder"])
+    assert torch.equal(encoded(), adapted_output)
+    pipe.unfuse_lora(components=["text_encoder"])
+    pipe.unload_lora_weights()
+    assert same(bits(encoder), before) and torch.equal(encoded(), plain)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -364,3 +365,20 @@ def test_a_low_rank_branch_is_saved_and_loaded(text_encoder, tmp_path):
     again = load(tmp_path)
     assert again.get_submodule(LAYER).scheme.rank == 2
     assert torch.equal(output(again), output(model))
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "nvfp4"])
+def test_what_t5_keeps_in_fp32_does_not_overflow_in_fp16(recipe, text_encoder, tmp_path):
+    """T5-XXL's `wo` reaches beyond 65,504; stock fp16 computes it in fp32."""
+    folder = shutil.copytree(text_encoder(recipe), tmp_path / "t5")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("wo.weight_scale_2" if recipe == "nvfp4" else "wo.weight_scale"):
+            tensors[name] = tensor * 6e4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    seen = []
+    half = load(folder, dtype=torch.float16)
+    half.encoder.block[0].layer[1].DenseReluDense.wo.register_forward_hook(lambda _m, _i, out: seen.append(out))
+    got, want = output(half).float(), output(load(folder, dtype=torch.float32))
+    assert seen[0].abs().max() > 65504 and got.isfinite().all()
+    assert (got - want).norm() / want.norm() < 0.05

@@ -338,7 +338,7 @@ def test_exit_code_1_with_every_finding_where_something_is_wrong(command, copied
 
 def test_exit_code_2_where_there_is_no_folder(command, tmp_path):
     code, out, err = command(tmp_path / "nothing")
-    assert code == 2 and out == "" and "no such folder" in err and "Traceback" not in err
+    assert code == 2 and out == "" and "is no folder" in err and "Traceback" not in err
 
 
 def test_a_plain_pipeline_is_no_checkpoint(command, tiny_folder):

@@ -40,9 +40,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
 def calibrated(prepared: Prepared, path: Path) -> None:
     """Where the statistics are and how to use them."""
     click.echo(f"statistics of {prepared.calibration.count} images in {path}")
-    options = prepared.options
-    model = f"{options.model} " if options.model else ""
-    click.echo(f"next: fluxq quantize {model}--recipe {options.recipe} --statistics {path}")
+    click.echo(f"next: the same command with `quantize`, and --statistics {path}")
 
 
 def quantized(prepared: Prepared, record: dict[str, Any]) -> None:

@@ -86,6 +86,9 @@ class ModelFolder:
                 return _indexed(index)
             if (folder / f"{stem}.safetensors").is_file():
                 return [folder / f"{stem}.safetensors"]
+        variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
+        if variants:
+            raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
         cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
         held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"

@@ -43,8 +43,8 @@ class FluxqConfig:
         self,
         recipe: str | PathLike[str] | None = None,
         profile: str | None = None,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
+        include: str | Iterable[str] = (),
+        exclude: str | Iterable[str] = (),
         component: str | None = None,
         **stored: Any,
     ) -> None:
@@ -55,7 +55,7 @@ class FluxqConfig:
             raise ValueError("FluxqConfig needs a recipe, for example FluxqConfig(recipe='fp8')")
         self.quant_method = Method.FLUXQ
         self.recipe, self.profile = None if recipe is None else str(recipe), profile
-        self.include, self.exclude, self.component = list(include), list(exclude), component
+        self.include, self.exclude, self.component = _patterns(include), _patterns(exclude), component
         self._stored = QuantizationConfig.from_dict(stored) if stored else None
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -122,5 +122,11 @@ class FluxqConfig:
         return state if self.recipe else {**state, "_stored": self.stored}
 
 
+def _patterns(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
 def _layers_of(model: nn.Module) -> QuantizationConfig:
-    return QuantizationConfig.of((name, m.scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
+    """PEFT puts the layers that it adapts one level down."""
+    layers = ((name, m.scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
+    return QuantizationConfig.of((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)

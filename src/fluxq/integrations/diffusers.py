@@ -17,6 +17,7 @@ from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
+from fluxq.base.console import logger
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
     Arrivals,
@@ -140,13 +141,11 @@ class FluxqQuantizer(DiffusersQuantizer):
         set_tensor(model.get_submodule(module), name, tensor.to(target_device))
 
     def get_state_dict_and_metadata(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        attached = next((name for name in state_dict if ".base_layer." in name), None)
-        if attached is not None:
-            raise ValueError(
-                f"{attached}: an adapter is attached, and its names would be saved instead of the model's; unload it "
-                "first (`pipe.unload_lora_weights()`), which keeps what has been fused"
-            )
-        return state_dict, {}
+        """The model's own tensors under its own names, also while adapters are attached."""
+        own = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
+        if len(own) < len(state_dict):
+            logger.warning("adapters are not saved with the model, fused ones are; `save_lora_weights` writes them")
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}, {}
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)

@@ -68,7 +68,10 @@ def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace every QuantLinear by the plain Linear that it stands for."""
-    for name, layer in quant_layers(model):
+    layers = quant_layers(model)
+    if any(name.endswith(".base_layer") for name, _ in layers):
+        raise ValueError("adapters are attached to this model: unload them (unload_lora_weights) before dequantizing")
+    for name, layer in layers:
         model.set_submodule(name, layer.dequantized(dtype))
 
 
@@ -115,6 +118,11 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
         raise ValueError(
             f"recipe {recipe_name} calibrates this {class_name}, which loading cannot do: run `fluxq quantize MODEL "
             f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn' for scales computed at run time"
+        )
+    if config.component and config.component not in recipe.components and not config.component.startswith(family.kind):
+        raise ValueError(
+            f"component {config.component!r}: recipe {recipe_name} has no entry of that name, and {class_name} is a "
+            f"{family.kind}"
         )
     plan = make_plan(
         family,

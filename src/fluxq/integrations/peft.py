@@ -7,11 +7,13 @@ bytes. Neither library lets others register a layer type, so `register_*` wrap t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.model import LoraModel
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from fluxq.quantize.linear import QuantLinear
@@ -34,7 +36,10 @@ class QuantLora(lora.Linear):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Move adapters into the layer's low-rank branch, exact up to one rounding of B · scaling."""
+        """Move adapters into the layer's low-rank branch: A and B · scaling, rounded to the layer's dtype.
+
+        Nothing is rounded, and no output changes, where the adapter has that dtype and its scaling is a power of two.
+        """
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.lora_A.keys():
                 continue
@@ -70,7 +75,7 @@ class KeptLora(lora.Linear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters to the weight, as PEFT does."""
-        if not self.merged:
+        if not self.merged and any(name in self.lora_A for name in check_adapters_to_merge(self, adapter_names)):
             self.before = self._layer.weight.data.clone()
         super().merge(safe_merge, adapter_names)
 
@@ -96,11 +101,32 @@ def register_with_peft() -> None:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if isinstance(base, QuantLinear):
             return QuantLora(target, adapter_name, config=lora_config, **options)
-        if type(base) is nn.Linear and any(_is_quantized(tuner.model) for tuner in asked_through):
-            return KeptLora(target, adapter_name, config=lora_config, **options)
-        return stock(lora_config, adapter_name, target, **options)
+        made = stock(lora_config, adapter_name, target, **options)
+        if type(made) is lora.Linear and any(_is_quantized(tuner.model) for tuner in asked_through):
+            made.__class__ = KeptLora  # built as PEFT builds it; only merging differs
+        return made
 
     LoraModel._create_new_module = create
+    for name in ("merge_adapter", "_unload_and_optionally_merge"):
+        setattr(BaseTuner, name, _refusing_to_merge_into_codes(getattr(BaseTuner, name)))
+
+
+def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Methods other than LoRA rotate, scale or add to `weight`, which holds codes here."""
+
+    @functools.wraps(stock)
+    def merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+        merges = stock.__name__ == "merge_adapter" or kwargs.get("merge", args[0] if args else True)
+        for name, module in self.model.named_modules() if merges else ():
+            if isinstance(module, BaseTunerLayer) and not isinstance(module, QuantLora):
+                if isinstance(module.get_base_layer(), QuantLinear):
+                    raise ValueError(
+                        f"{name}: a {type(module).__name__} adapter cannot be merged into a quantized layer; only LoRA "
+                        "can. Merge it into the 16-bit model and quantize that"
+                    )
+        return stock(self, *args, **kwargs)
+
+    return merge
 
 
 def register_with_lora_loader() -> None:

@@ -88,6 +88,8 @@ class FluxqHfQuantizer(HfQuantizer):
         stored = put_layers(model, schemes, self.dtype)
         self.exact = {name: t.unsqueeze(-1) if name.endswith(".weight") else t for name, t in stored.items()}
         for name, layer in quant_layers(model):
+            if self.dtype == torch.float16 and _is_kept_in_fp32(model, name):
+                layer.register_forward_pre_hook(_in_fp32)
             if self.pre_quantized:
                 set_tensor(layer, "weight", layer.weight.data.view(torch.int8))
             else:
@@ -226,6 +228,16 @@ class _AddAxis(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return _TakeAxis(self.dtype)
+
+
+def _is_kept_in_fp32(model: Any, name: str) -> bool:
+    """Whether the class computes this module in fp32 where the rest is fp16: T5's `wo` overflows there."""
+    return any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in model._keep_in_fp32_modules or ())
+
+
+def _in_fp32(_layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward pre-hook; a QuantLinear computes and returns the dtype of its input."""
+    return (args[0].float(), *args[1:])
 
 
 def _takes_axis(entry: Any) -> bool:
