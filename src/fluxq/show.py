@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,13 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
 def calibrated(prepared: Prepared, path: Path) -> None:
     """Where the statistics are and how to use them."""
     click.echo(f"statistics of {prepared.calibration.count} images in {path}")
-    click.echo(f"next: the same command with `quantize`, and --statistics {path}")
+    options = prepared.options
+    again = [options.model] if options.model else []
+    again += ["--recipe", options.recipe]
+    again += ["--components", ",".join(options.components)] if options.components else []
+    again += [word for lora in options.lora for word in ("--lora", lora)]
+    again += ["--revision", options.revision] if options.revision else []
+    click.echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
 
 
 def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
