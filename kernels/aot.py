@@ -1,0 +1,302 @@
+"""Compiles kernels for ten chips without having one, and compares what came out with what was expected.
+
+    python -m fluxq.kernels.aot                                       every cell for every chip
+    python -m fluxq.kernels.aot --target sm_90 --kernel scaled_matmul_kernel --json rows.json
+    python -m fluxq.kernels.aot --write                               accept what came out, into targets.json
+
+A row is `ok` if the cell compiles, spills no register, fits the chip's shared memory, stays within its registers and,
+for a matmul, has the chip's matrix instruction of its kind. targets.json holds the accepted rows by Triton version: a
+row that is not `ok` there is known not to run on that chip, so that no dispatcher may choose it. The command fails when
+a row is worse than the accepted one, or new.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fluxq.base.files import write_json, write_text
+from fluxq.kernels.cells import Cell
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one cell on one chip. registers: per thread. spills: loads and stores of spilled registers.
+
+    shared: bytes of shared memory. instruction: the matrix instruction that is there most often. reason: why not ok.
+    """
+
+    kernel: str
+    format: str
+    target: str
+    instruction: str | None = None
+    registers: int | None = None
+    spills: int | None = None
+    shared: int | None = None
+    ok: bool = False
+    reason: str | None = None
+
+
+@click.command()
+@click.option("--target", "targets", multiple=True, help="Only this chip (repeatable).")
+@click.option("--kernel", "kernels", multiple=True, help="Only this kernel (repeatable).")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the rows here.")
+@click.option("--write", is_flag=True, help="Accept the rows: write them into targets.json.")
+def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | None, write: bool) -> None:
+    """Compile kernels ahead of time and compare with targets.json."""
+    cells = all_cells()
+    _check_names("--target", targets, TARGETS)
+    _check_names("--kernel", kernels, sorted({cell.name for cell in cells}))
+    accepted = accepted_rows(triton.__version__)
+    found, worse = [], []
+    click.echo(f"triton {triton.__version__}\n{HEADING}")
+    for cell in cells:
+        for target in targets or cell.targets or tuple(TARGETS):
+            if (kernels and cell.name not in kernels) or (cell.targets and target not in cell.targets):
+                continue
+            row = compile_cell(cell, target)
+            found.append(row)
+            complaints = compare(row, accepted.get(key(row)))
+            worse += complaints
+            click.echo(line(row) + "".join(f"\n  ! {text}" for text in complaints))
+    if json_file:
+        write_json(json_file, {"triton": triton.__version__, "rows": [asdict(row) for row in found]})
+    if write:
+        write_accepted(triton.__version__, accepted | {key(row): row for row in found})
+    elif worse:
+        raise click.ClickException(f"{len(worse)} differences from {EXPECTED.name}; --write accepts them")
+
+
+def all_cells() -> list[Cell]:
+    """The cells of every kernel file, in the order of KERNEL_FILES."""
+    return [cell for name in KERNEL_FILES for cell in import_module(f"fluxq.kernels.{name}").CELLS]
+
+
+def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
+    """Compile in a process of its own: the compiler may abort, and what it prints is not for people."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    worker = context.Process(target=_compile_and_send, args=(cell, target, sender))
+    worker.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            return Row(cell.name, cell.format, target, reason=f"the compiler had no result after {seconds:g} s")
+        return receiver.recv()
+    except EOFError:
+        worker.join()
+        return Row(cell.name, cell.format, target, reason=f"the compiler aborted (exit code {worker.exitcode})")
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def compare(row: Row, accepted: Row | None) -> list[str]:
+    """What is worse than accepted, as sentences; a row that was never accepted is worse if it is not ok or new."""
+    name = f"{row.kernel} {row.format} {row.target}"
+    if accepted is None:
+        return [f"{name}: not in {EXPECTED.name} for Triton {_minor(triton.__version__)}"]
+    complaints = []
+    if row.ok != accepted.ok:
+        complaints.append(f"{name}: ok is {row.ok}, accepted {accepted.ok} ({row.reason or accepted.reason})")
+    if row.instruction != accepted.instruction:
+        complaints.append(f"{name}: instruction is {row.instruction}, accepted {accepted.instruction}")
+    for field, slack in (("registers", 8), ("spills", 0), ("shared", 0)):
+        now, then = getattr(row, field), getattr(accepted, field)
+        if now is not None and then is not None and now > then + slack:
+            complaints.append(f"{name}: {field} is {now}, accepted {then}")
+    return complaints
+
+
+def accepted_rows(version: str) -> dict[tuple[str, str, str], Row]:
+    """The rows of targets.json for a Triton version, by kernel, format and target."""
+    rows = json.loads(EXPECTED.read_text(encoding="utf-8")).get(_minor(version), [])
+    return {key(row): row for row in (Row(**fields) for fields in rows)}
+
+
+def write_accepted(version: str, rows: dict[tuple[str, str, str], Row]) -> None:
+    """Replace the rows of a Triton version in targets.json, one to a line; rows of cells that are gone are dropped."""
+    known = {(cell.name, cell.format, target) for cell in all_cells() for target in cell.targets or TARGETS}
+    everything = json.loads(EXPECTED.read_text(encoding="utf-8")) | {
+        _minor(version): [asdict(row) for name, row in sorted(rows.items()) if name in known]
+    }
+    parts = [
+        f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in everything[v]) + "\n]"
+        for v in sorted(everything)
+    ]
+    write_text(EXPECTED, "{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    return row.kernel, row.format, row.target
+
+
+def line(row: Row) -> str:
+    """A row as a line of the table under HEADING."""
+    cells = (row.kernel, row.format, row.target, row.registers, row.spills, row.shared, row.instruction)
+    texts = ["-" if cell is None else str(cell) for cell in cells]
+    return LINE.format(*texts, "ok" if row.ok else f"no: {row.reason}")
+
+
+def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
+    """The worker: sends a Row; on an abort of the compiler it sends nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MLIR prints whole programs there
+    try:
+        sender.send(_inspect(cell, target, _compile(cell, target)))
+    except Exception as error:  # whatever the compiler raises is this row's result
+        text = " ".join(str(error).split()).rpartition(" ^ ")[2]  # after the line of source that Triton quotes
+        sender.send(Row(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
+
+
+def _compile(cell: Cell, target: str) -> Any:
+    chip = TARGETS[target]
+    names = cell.kernel.arg_names
+    unknown = [name for name in names if name not in cell.arguments and name not in cell.constants]
+    if unknown:
+        raise ValueError(f"cell {cell.name} {cell.format} says nothing of {', '.join(unknown)}")
+    types = {name: cell.arguments.get(name, "constexpr") for name in names}
+    aligned = [i for i, text in enumerate(types.values()) if text.startswith("*") or text.endswith(":16")]
+    source = ASTSource(
+        cell.kernel,
+        {name: text.removesuffix(":16") for name, text in types.items()},
+        constexprs=cell.constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    gpu = GPUTarget(chip.backend, chip.architecture, chip.warp_size)
+    return triton.compile(source, target=gpu, options=cell.options)
+
+
+def _inspect(cell: Cell, target: str, compiled: Any) -> Row:
+    chip = TARGETS[target]
+    if chip.backend == "cuda":
+        instructions, registers, spills = _read_sass(compiled.asm["cubin"])
+    else:
+        instructions, registers, spills = _read_amd(compiled.asm["amdgcn"])
+    common = collections.Counter(instructions).most_common(1)
+    shared = compiled.metadata.shared
+    reasons = []
+    if spills:
+        reasons.append(f"{spills} spills")
+    if cell.max_registers and registers > cell.max_registers:
+        reasons.append(f"{registers} registers, limit {cell.max_registers}")
+    if shared > chip.shared:
+        reasons.append(f"{shared} bytes of shared memory, limit {chip.shared}")
+    if cell.tensor_core:
+        wanted = MATRIX_INSTRUCTIONS[chip.backend][cell.tensor_core]
+        if not any(re.match(wanted, name) for name in instructions):
+            reasons.append(f"no {cell.tensor_core} matrix instruction")
+    return Row(
+        kernel=cell.name,
+        format=cell.format,
+        target=target,
+        instruction=common[0][0] if common else None,
+        registers=registers,
+        spills=spills,
+        shared=shared,
+        ok=not reasons,
+        reason="; ".join(reasons) or None,
+    )
+
+
+def _read_sass(cubin: bytes) -> tuple[list[str], int, int]:
+    """Matrix instructions, registers and spills of an NVIDIA binary, by the disassembler that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = knobs.nvidia.cuobjdump.path
+        done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True)
+    registers = re.search(r"\bREG:(\d+)", done.stdout)
+    if done.returncode or not registers:
+        raise RuntimeError("cuobjdump: " + (done.stdout + done.stderr).strip().splitlines()[-1])
+    instructions = re.findall(r"\b((?:H|Q|O|I|HG|QG|IG|UTC\w*)MMA[.\w]*)", done.stdout)
+    noise = r"\.(tnsp[AB]|GSB\d|gdesc|reuse)\b"
+    return [re.sub(noise, "", name) for name in instructions], int(registers[1]), len(_SPILL.findall(done.stdout))
+
+
+def _read_amd(assembly: str) -> tuple[list[str], int, int]:
+    """Matrix instructions, registers and spills of AMD assembly, by its own metadata."""
+    counts = {
+        name: int(found[1]) if (found := re.search(rf"\.{name}:\s*(\d+)", assembly)) else 0
+        for name in ("vgpr_count", "vgpr_spill_count")
+    }
+    return re.findall(r"\bv_(?:mfma|wmma|smfmac)\w*", assembly), counts["vgpr_count"], counts["vgpr_spill_count"]
+
+
+def _check_names(option: str, given: tuple[str, ...], known: Any) -> None:
+    for name in given:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the compiler and the checks know of a chip. shared: bytes of shared memory that one block may use."""
+
+    backend: str
+    architecture: int | str
+    shared: int
+    warp_size: int = 32
+
+
+KB = 1024
+# Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's LDS: CDNA 3,
+# CDNA 4 and RDNA 4 instruction set guides.
+TARGETS = {
+    "sm_80": Chip("cuda", 80, 163 * KB),  # A100
+    "sm_86": Chip("cuda", 86, 99 * KB),  # RTX 30, A40
+    "sm_89": Chip("cuda", 89, 99 * KB),  # RTX 40, L40S
+    "sm_90": Chip("cuda", 90, 227 * KB),  # H100, H200
+    "sm_100": Chip("cuda", 100, 227 * KB),  # B200
+    "sm_103": Chip("cuda", 103, 227 * KB),  # B300
+    "sm_120": Chip("cuda", 120, 99 * KB),  # RTX 50
+    "gfx942": Chip("hip", "gfx942", 64 * KB, warp_size=64),  # MI300
+    "gfx950": Chip("hip", "gfx950", 160 * KB, warp_size=64),  # MI350
+    "gfx1201": Chip("hip", "gfx1201", 64 * KB),  # RX 9070
+}
+
+# By kind: H.. is 16-bit, I.. int8, Q.. fp8, O.. fp4; .SF takes block scales. UTC.. is tcgen05, ..G.. is wgmma.
+MATRIX_INSTRUCTIONS = {
+    "cuda": {
+        "bf16": r"(H|HG|UTCH)MMA",
+        "int8": r"(I|IG|UTCI)MMA",
+        "fp8": r"(Q|QG|UTCQ)MMA",
+        "mxfp8": r"QMMA\.SF|UTCQMMA",
+        "nvfp4": r"OMMA\.SF|UTCOMMA",
+    },
+    "hip": {
+        "bf16": r"v_(mfma|wmma)_f32_\w*bf16",
+        "int8": r"v_(mfma|wmma)_i32_\w*i(8|u8)",
+        "fp8": r"v_(mfma|wmma)_f32_\w*(fp8|f8f6f4)",
+        "mxfp8": r"v_mfma_scale_f32_\w*f8f6f4",
+        "nvfp4": r"(?!)",  # no AMD chip has it
+    },
+}
+
+KERNEL_FILES: tuple[str, ...] = ("dequantize", "quantize_activation", "scaled_matmul")  # each holds CELLS
+EXPECTED = Path(__file__).parent / "targets.json"
+LINE = "{:<28} {:<22} {:<8} {:>5} {:>6} {:>7}  {:<34} {}"
+HEADING = LINE.format("kernel", "format", "target", "regs", "spills", "shared", "instruction", "").rstrip()
+_SPILL = re.compile(r"\b(?:LDL|STL)\b")
+
+if __name__ == "__main__":
+    main()
