@@ -16,7 +16,7 @@ from fluxq.quantize import encode
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import Format, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.recipe import Component
 
@@ -51,6 +51,11 @@ def quantize_component(
             _require_finite(name, tensor)
             cast = tensor.is_floating_point() and not source.stays_fp32(name)
             yield name, tensor.to(dtype) if cast else tensor
+
+
+def joined_global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
+    """The one global scale (fp32, ()) of weights that a fused layout concatenates along N."""
+    return encode.global_scale_for(torch.stack([w.abs().amax().float() for w in weights]).amax(), format)
 
 
 def require_finite_weights(source: SourceWeights) -> None:
@@ -110,17 +115,16 @@ def _joined_global_scales(plan: Plan, source: SourceWeights) -> dict[str, Tensor
     """Layer -> the global scale it shares: a fused layout concatenates these layers and has room for one."""
     groups: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
-        if layer.joined and layer.scheme and layer.scheme.weights.two_level:
+        if layer.shares_global_scale:
             groups.setdefault(layer.group, []).append(layer)
     scales: dict[str, Tensor] = {}
     for members in groups.values():
         weights = [(f"{layer.name}.weight", source[f"{layer.name}.weight"]) for layer in members]
         for name, weight in weights:
             _require_finite(name, weight)
-        amax = torch.stack([weight.abs().amax().float() for _, weight in weights]).amax()
         first = members[0].scheme
         if first is not None:
-            scales.update(_copies(members, encode.global_scale_for(amax, first.weights)))
+            scales.update(_copies(members, joined_global_scale([weight for _, weight in weights], first.weights)))
     return scales
 
 

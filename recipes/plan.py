@@ -51,6 +51,11 @@ class LayerPlan:
         """Whether calibration looks at its input: modulation reads one row per image and is left out."""
         return self.group != "" and self.role != "modulation"
 
+    @property
+    def shares_global_scale(self) -> bool:
+        """Whether its weight has one global scale with the other joined members of its group."""
+        return self.joined and self.scheme is not None and self.scheme.weights.two_level
+
     def describe(self) -> dict[str, object]:
         """The layer as JSON."""
         return {

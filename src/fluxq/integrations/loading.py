@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.integrations.config import FluxqConfig
-from fluxq.quantize import encode
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.run import quantize_weight
+from fluxq.quantize.run import joined_global_scale, quantize_weight
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.families import family_of
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
+from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
 
 
@@ -158,12 +157,12 @@ class Arrivals:
     def add(self, name: str, weight: Tensor) -> dict[str, QuantizedTensor]:
         """Layers that this weight (N, K), as it is in the file, completes: itself, its group, or none yet."""
         layer = self._layers[name]
-        if not _shares_scale(layer):
+        if not layer.shares_global_scale:
             self._left.discard(name)
             return {layer.name: quantize_weight(weight, layer)}
         if not torch.isfinite(weight).all():  # it would reach the whole group's scale
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
-        members = [n for n, other in self._layers.items() if other.group == layer.group and _shares_scale(other)]
+        members = [n for n, other in self._layers.items() if other.group == layer.group and other.shares_global_scale]
         with self._lock:
             group = self._waiting.setdefault(layer.group, {})
             group[name] = weight
@@ -171,12 +170,13 @@ class Arrivals:
                 return {}
             del self._waiting[layer.group]
             self._left.difference_update(members)
-        amax = torch.stack([group[member].abs().amax().float() for member in members]).amax()
+        weights = [group[member] for member in members]
+        scale = joined_global_scale(weights, layer.scheme.weights)  # pyright: ignore[reportOptionalMemberAccess]
+        del weights  # each 16-bit form goes as soon as it is rounded
         rounded = {}
         for member in members:
             planned = self._layers[member]
-            scale = encode.global_scale_for(amax, planned.scheme.weights)  # pyright: ignore[reportOptionalMemberAccess]
-            rounded[planned.name] = quantize_weight(group.pop(member), planned, scale)
+            rounded[planned.name] = quantize_weight(group.pop(member), planned, scale.clone())
         return rounded
 
     def require_all(self) -> None:
@@ -186,7 +186,3 @@ class Arrivals:
                 f"{min(self._left)} did not pass through fluxq while the model was loaded, so it is not quantized; "
                 "leave out offload_state_dict, or quantize first (`fluxq quantize`) and load the checkpoint"
             )
-
-
-def _shares_scale(layer: LayerPlan) -> bool:
-    return layer.joined and layer.scheme is not None and layer.scheme.weights.two_level
