@@ -1,13 +1,14 @@
 """Compiles kernels for ten chips without having one, and compares what came out with what was expected.
 
     python -m fluxq.kernels.aot                                       every cell for every chip
-    python -m fluxq.kernels.aot --target sm_90 --kernel scaled_matmul_kernel --json rows.json
-    python -m fluxq.kernels.aot --write                               accept what came out, into targets.json
+    python -m fluxq.kernels.aot --target sm_90 --kernel scaled_matmul --json rows.json
+    python -m fluxq.kernels.aot --write                               accept what came out, into kernels/compiled
 
 A row is `ok` if the cell compiles, spills no register, fits the chip's shared memory, stays within its registers and,
-for a matmul, has the chip's matrix instruction of its kind. targets.json holds the accepted rows by Triton version: a
-row that is not `ok` there is known not to run on that chip, so that no dispatcher may choose it. The command fails when
-a row is worse than the accepted one, or new.
+for a matmul, has the chip's matrix instruction of its kind. kernels/compiled holds the accepted rows, a file for each
+kernel file, by Triton version: a row that is not `ok` there is known not to run on that chip, so that the dispatcher
+does not choose it. The command fails when a row is worse than the accepted one, or new. With an older Triton only the
+chips of REQUIRED must have been compiled for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -33,6 +35,7 @@ from triton.compiler import ASTSource
 
 from fluxq.base.files import write_json, write_text
 from fluxq.kernels.cells import Cell
+from fluxq.kernels.tiles import TUNED
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,20 @@ class Row:
 
 @click.command()
 @click.option("--target", "targets", multiple=True, help="Only this chip (repeatable).")
-@click.option("--kernel", "kernels", multiple=True, help="Only this kernel (repeatable).")
+@click.option("--kernel", "kernels", multiple=True, help="Only this kernel file (repeatable).")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the rows here.")
-@click.option("--write", is_flag=True, help="Accept the rows: write them into targets.json.")
+@click.option("--write", is_flag=True, help="Accept the rows: write them into kernels/compiled.")
 def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | None, write: bool) -> None:
-    """Compile kernels ahead of time and compare with targets.json."""
-    cells = all_cells()
+    """Compile kernels ahead of time and compare with kernels/compiled."""
     _check_names("--target", targets, TARGETS)
-    _check_names("--kernel", kernels, sorted({cell.name for cell in cells}))
+    _check_names("--kernel", kernels, KERNEL_FILES)
+    chips = targets or REQUIRED.get(_minor(triton.__version__), tuple(TARGETS))
     accepted = accepted_rows(triton.__version__)
     found, worse = [], []
     click.echo(f"triton {triton.__version__}\n{HEADING}")
-    for cell in cells:
-        for target in targets or cell.targets or tuple(TARGETS):
-            if (kernels and cell.name not in kernels) or (cell.targets and target not in cell.targets):
+    for cell in all_cells(kernels or KERNEL_FILES):
+        for target in chips:
+            if cell.targets and target not in cell.targets:
                 continue
             row = compile_cell(cell, target)
             found.append(row)
@@ -78,14 +81,14 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
     if json_file:
         write_json(json_file, {"triton": triton.__version__, "rows": [asdict(row) for row in found]})
     if write:
-        write_accepted(triton.__version__, accepted | {key(row): row for row in found})
+        write_accepted(triton.__version__, found, kernels or KERNEL_FILES)
     elif worse:
-        raise click.ClickException(f"{len(worse)} differences from {EXPECTED.name}; --write accepts them")
+        raise click.ClickException(f"{len(worse)} differences from kernels/{EXPECTED.name}; --write accepts them")
 
 
-def all_cells() -> list[Cell]:
-    """The cells of every kernel file, in the order of KERNEL_FILES."""
-    return [cell for name in KERNEL_FILES for cell in import_module(f"fluxq.kernels.{name}").CELLS]
+def all_cells(files: Iterable[str] | None = None) -> list[Cell]:
+    """The cells of the given kernel files, by default of all."""
+    return [cell for name in files or KERNEL_FILES for cell in import_module(f"fluxq.kernels.{name}").CELLS]
 
 
 def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
@@ -111,7 +114,7 @@ def compare(row: Row, accepted: Row | None) -> list[str]:
     """What is worse than accepted, as sentences; a row that was never accepted is worse if it is not ok or new."""
     name = f"{row.kernel} {row.format} {row.target}"
     if accepted is None:
-        return [f"{name}: not in {EXPECTED.name} for Triton {_minor(triton.__version__)}"]
+        return [f"{name}: not in kernels/{EXPECTED.name} for Triton {_minor(triton.__version__)}"]
     complaints = []
     if row.ok != accepted.ok:
         complaints.append(f"{name}: ok is {row.ok}, accepted {accepted.ok} ({row.reason or accepted.reason})")
@@ -125,22 +128,26 @@ def compare(row: Row, accepted: Row | None) -> list[str]:
 
 
 def accepted_rows(version: str) -> dict[tuple[str, str, str], Row]:
-    """The rows of targets.json for a Triton version, by kernel, format and target."""
-    rows = json.loads(EXPECTED.read_text(encoding="utf-8")).get(_minor(version), [])
-    return {key(row): row for row in (Row(**fields) for fields in rows)}
+    """The rows of kernels/compiled for a Triton version, by kernel, format and target."""
+    texts = (file.read_text(encoding="utf-8") for file in sorted(EXPECTED.glob("*.json")))
+    rows = (Row(**fields) for text in texts for fields in json.loads(text).get(_minor(version), []))
+    return {key(row): row for row in rows}
 
 
-def write_accepted(version: str, rows: dict[tuple[str, str, str], Row]) -> None:
-    """Replace the rows of a Triton version in targets.json, one to a line; rows of cells that are gone are dropped."""
-    known = {(cell.name, cell.format, target) for cell in all_cells() for target in cell.targets or TARGETS}
-    everything = json.loads(EXPECTED.read_text(encoding="utf-8")) | {
-        _minor(version): [asdict(row) for name, row in sorted(rows.items()) if name in known]
-    }
-    parts = [
-        f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in everything[v]) + "\n]"
-        for v in sorted(everything)
-    ]
-    write_text(EXPECTED, "{\n" + ",\n".join(parts) + "\n}\n")
+def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
+    """Put rows of a Triton version into the files of their kernels, one to a line; rows of cells gone are dropped."""
+    new = {key(row): row for row in rows}
+    for name in files:
+        file = EXPECTED / f"{name}.json"
+        known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or TARGETS}
+        held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        old = {key(row): row for row in (Row(**fields) for fields in held.get(_minor(version), []))}
+        held[_minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
+        parts = [
+            f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in held[v]) + "\n]"
+            for v in sorted(held)
+        ]
+        write_text(file, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def key(row: Row) -> tuple[str, str, str]:
@@ -292,8 +299,9 @@ MATRIX_INSTRUCTIONS = {
     },
 }
 
-KERNEL_FILES: tuple[str, ...] = ("dequantize", "quantize_activation", "scaled_matmul")  # each holds CELLS
-EXPECTED = Path(__file__).parent / "targets.json"
+REQUIRED = {"3.6": ("sm_80", "sm_86", "sm_89", "sm_90")}  # of other Triton versions all
+KERNEL_FILES = tuple(sorted(file.stem for file in TUNED.glob("*.json")))  # each holds CELLS
+EXPECTED = Path(__file__).parent / "compiled"
 LINE = "{:<28} {:<22} {:<8} {:>5} {:>6} {:>7}  {:<34} {}"
 HEADING = LINE.format("kernel", "format", "target", "regs", "spills", "shared", "instruction", "").rstrip()
 _SPILL = re.compile(r"\b(?:LDL|STL)\b")

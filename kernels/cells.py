@@ -33,5 +33,5 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As targets.json and the command line spell it: `scaled_matmul_kernel`."""
+        """As kernels/compiled spells it: `scaled_matmul_kernel`."""
         return self.kernel.fn.__name__

@@ -12,8 +12,6 @@ exponent's bias, and that is an exact multiplication by a power of two, subnorma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,17 +19,9 @@ from torch import Tensor
 
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.tiles import Tile
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Format
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program of a memory-bound kernel works on at a time: powers of two, and warps that share it."""
-
-    rows: int
-    columns: int
-    warps: int
 
 
 def dequantize(

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize import MAX_REGISTERS, Tile, as_bytes, check_tile, decode_e4m3
+from fluxq.kernels.dequantize import MAX_REGISTERS, as_bytes, check_tile, decode_e4m3
+from fluxq.kernels.tiles import Tile
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Format
 

@@ -14,8 +14,6 @@ follow in fp32, so that y is rounded once where separate layers round after each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -24,28 +22,11 @@ from torch import Tensor
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize import check_stored
+from fluxq.kernels.tiles import MatmulTile
 from fluxq.quantize.tensor import QuantizedTensor
 
 LARGEST_RANK = 256  # one tile of the low-rank branch holds every rank
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class MatmulTile:
-    """What one program computes, (m, n) at k columns a step, and how: all but acc_split powers of two.
-
-    group_m: tiles of rows that are launched side by side, so that they find the same weights in the cache.
-    acc_split: fp8 on Hopper only, whose matrix units accumulate in fewer bits than fp32 has: columns after which
-    the partial sum moves to a true fp32 one; a divisor of k, or 0 for never.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    group_m: int = 8
-    acc_split: int = 0
 
 
 def scaled_matmul(

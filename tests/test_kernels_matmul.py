@@ -15,7 +15,7 @@ from triton.runtime.errors import InterpreterError
 
 from fluxq.kernels import scaled_matmul
 from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.scaled_matmul import MatmulTile
+from fluxq.kernels.tiles import MatmulTile
 from fluxq.quantize import ops
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS

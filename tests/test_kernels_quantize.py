@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from fluxq.kernels import dequantize, quantize_activation
-from fluxq.kernels.dequantize import Tile
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.tiles import Tile
 from fluxq.quantize import encode, ops
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, find_format

@@ -1,0 +1,94 @@
+"""Tile sizes are data: kernels/tuned/<kernel>.json holds them by format, chip and number of tokens.
+
+Each file is a list of rows, the first that fits is taken:
+
+    {"format": "fp8", "chips": ["sm_90"], "max_m": 64, "tile": {"m": 64, "n": 128, …}, "measured": "NVIDIA H200"}
+
+chips: names of aot.TARGETS; left out, the row is for every chip. max_m: the largest M it is for; left out, every M.
+measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills (aot.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program of a memory-bound kernel works on at a time: powers of two, and warps that share it."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """What one program computes, (m, n) at k columns a step, and how: all but acc_split powers of two.
+
+    group_m: tiles of rows that are launched side by side, so that they find the same weights in the cache.
+    acc_split: fp8 on Hopper only, whose matrix units accumulate in fewer bits than fp32 has: columns after which
+    the partial sum moves to a true fp32 one; a divisor of k, or 0 for never.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    acc_split: int = 0
+
+
+@dataclass(frozen=True)
+class TunedRow:
+    """A row of kernels/tuned/<kernel>.json, as the top of this file says."""
+
+    format: str
+    tile: Tile | MatmulTile
+    chips: tuple[str, ...] = ()
+    max_m: int | None = None
+    measured: str | None = None
+
+    def fits(self, format: str, chip: str, m: int) -> bool:
+        return self.format == format and chip in (self.chips or (chip,)) and (self.max_m is None or m <= self.max_m)
+
+
+def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
+    """The tile for m tokens of that format on a chip ("sm_90"); LookupError if kernels/tuned holds none."""
+    for row in tuned_rows(kernel):
+        if row.fits(format, chip, m):
+            return row.tile
+    raise LookupError(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
+
+
+@functools.cache
+def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
+    """All rows of kernels/tuned/<kernel>.json, in their order."""
+    rows = json.loads((TUNED / f"{kernel}.json").read_text(encoding="utf-8"))
+    return tuple(
+        TunedRow(
+            row["format"],
+            (Tile if "rows" in row["tile"] else MatmulTile)(**row["tile"]),
+            tuple(row.get("chips", ())),
+            row.get("max_m"),
+            row.get("measured"),
+        )
+        for row in rows
+    )
+
+
+def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
+    """Each tile of a format once, with the chips it is for (none: every chip), for CELLS."""
+    found: dict[Tile | MatmulTile, tuple[str, ...]] = {}
+    for row in tuned_rows(kernel):
+        if row.format == format:
+            chips = found.get(row.tile, row.chips)
+            found[row.tile] = tuple(dict.fromkeys(chips + row.chips)) if chips and row.chips else ()
+    return found
+
+
+TUNED = Path(__file__).parent / "tuned"
