@@ -20,7 +20,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -35,6 +35,7 @@ from triton.compiler import ASTSource
 
 from fluxq.base.files import write_json, write_text
 from fluxq.kernels.cells import Cell
+from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.tiles import TUNED
 
 
@@ -63,9 +64,9 @@ class Row:
 @click.option("--write", is_flag=True, help="Accept the rows: write them into kernels/compiled.")
 def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | None, write: bool) -> None:
     """Compile kernels ahead of time and compare with kernels/compiled."""
-    _check_names("--target", targets, TARGETS)
+    _check_names("--target", targets, CHIPS)
     _check_names("--kernel", kernels, KERNEL_FILES)
-    chips = targets or REQUIRED.get(_minor(triton.__version__), tuple(TARGETS))
+    chips = targets or REQUIRED.get(_minor(triton.__version__), tuple(CHIPS))
     accepted = accepted_rows(triton.__version__)
     found, worse = [], []
     click.echo(f"triton {triton.__version__}\n{HEADING}")
@@ -129,9 +130,14 @@ def compare(row: Row, accepted: Row | None) -> list[str]:
 
 def accepted_rows(version: str) -> dict[tuple[str, str, str], Row]:
     """The rows of kernels/compiled for a Triton version, by kernel, format and target."""
-    texts = (file.read_text(encoding="utf-8") for file in sorted(EXPECTED.glob("*.json")))
-    rows = (Row(**fields) for text in texts for fields in json.loads(text).get(_minor(version), []))
-    return {key(row): row for row in rows}
+    return {key(row): row for _, row in accepted_files(version)}
+
+
+def accepted_files(version: str) -> Iterator[tuple[str, Row]]:
+    """(name of the kernel file, row) of all rows of kernels/compiled for a Triton version."""
+    for file in sorted(EXPECTED.glob("*.json")):
+        for fields in json.loads(file.read_text(encoding="utf-8")).get(_minor(version), []):
+            yield file.stem, Row(**fields)
 
 
 def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
@@ -139,7 +145,7 @@ def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
     new = {key(row): row for row in rows}
     for name in files:
         file = EXPECTED / f"{name}.json"
-        known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or TARGETS}
+        known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
         held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         old = {key(row): row for row in (Row(**fields) for fields in held.get(_minor(version), []))}
         held[_minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
@@ -172,7 +178,7 @@ def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
 
 
 def _compile(cell: Cell, target: str) -> Any:
-    chip = TARGETS[target]
+    chip = CHIPS[target]
     names = cell.kernel.arg_names
     unknown = [name for name in names if name not in cell.arguments and name not in cell.constants]
     if unknown:
@@ -190,7 +196,7 @@ def _compile(cell: Cell, target: str) -> Any:
 
 
 def _inspect(cell: Cell, target: str, compiled: Any) -> Row:
-    chip = TARGETS[target]
+    chip = CHIPS[target]
     if chip.backend == "cuda":
         instructions, registers, spills = _read_sass(compiled.asm["cubin"])
     else:
@@ -255,32 +261,6 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-@dataclass(frozen=True)
-class Chip:
-    """What the compiler and the checks know of a chip. shared: bytes of shared memory that one block may use."""
-
-    backend: str
-    architecture: int | str
-    shared: int
-    warp_size: int = 32
-
-
-KB = 1024
-# Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's LDS: CDNA 3,
-# CDNA 4 and RDNA 4 instruction set guides.
-TARGETS = {
-    "sm_80": Chip("cuda", 80, 163 * KB),  # A100
-    "sm_86": Chip("cuda", 86, 99 * KB),  # RTX 30, A40
-    "sm_89": Chip("cuda", 89, 99 * KB),  # RTX 40, L40S
-    "sm_90": Chip("cuda", 90, 227 * KB),  # H100, H200
-    "sm_100": Chip("cuda", 100, 227 * KB),  # B200
-    "sm_103": Chip("cuda", 103, 227 * KB),  # B300
-    "sm_120": Chip("cuda", 120, 99 * KB),  # RTX 50
-    "gfx942": Chip("hip", "gfx942", 64 * KB, warp_size=64),  # MI300
-    "gfx950": Chip("hip", "gfx950", 160 * KB, warp_size=64),  # MI350
-    "gfx1201": Chip("hip", "gfx1201", 64 * KB),  # RX 9070
-}
-
 # By kind: H.. is 16-bit, I.. int8, Q.. fp8, O.. fp4; .SF takes block scales. UTC.. is tcgen05, ..G.. is wgmma.
 MATRIX_INSTRUCTIONS = {
     "cuda": {
@@ -288,6 +268,7 @@ MATRIX_INSTRUCTIONS = {
         "int8": r"(I|IG|UTCI)MMA",
         "fp8": r"(Q|QG|UTCQ)MMA",
         "mxfp8": r"QMMA\.SF|UTCQMMA",
+        "mxfp4": r"OMMA\.SF|UTCOMMA",
         "nvfp4": r"OMMA\.SF|UTCOMMA",
     },
     "hip": {
@@ -295,6 +276,7 @@ MATRIX_INSTRUCTIONS = {
         "int8": r"v_(mfma|wmma)_i32_\w*i(8|u8)",
         "fp8": r"v_(mfma|wmma)_f32_\w*(fp8|f8f6f4)",
         "mxfp8": r"v_mfma_scale_f32_\w*f8f6f4",
+        "mxfp4": r"v_mfma_scale_f32_\w*f8f6f4",
         "nvfp4": r"(?!)",  # no AMD chip has it
     },
 }

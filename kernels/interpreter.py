@@ -229,13 +229,17 @@ class _Builder(stock.InterpreterBuilder):
         with np.errstate(over="ignore", invalid="ignore"):
             return TensorHandle(np.matmul(x, np.swapaxes(y, -1, -2)) + acc.data, tl.float32)
 
-    def create_masked_load(self, ptrs: TensorHandle, mask: TensorHandle, other: Any, *policy: Any) -> TensorHandle:
+    def create_masked_load(
+        self, ptrs: TensorHandle, mask: TensorHandle, other: Any, *policy: Any, **of_descriptor: Any
+    ) -> TensorHandle:
         self.check_access("load", ptrs, mask)
-        return super().create_masked_load(ptrs, mask, other, *policy)
+        return super().create_masked_load(ptrs, mask, other, *policy, **of_descriptor)
 
-    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, *policy: Any) -> None:
+    def create_masked_store(
+        self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, *policy: Any, **of_descriptor: Any
+    ) -> None:
         self.check_access("store", ptrs, mask)
-        super().create_masked_store(ptrs, value, mask, *policy)
+        super().create_masked_store(ptrs, value, mask, *policy, **of_descriptor)
 
     def check_access(self, access: str, ptrs: TensorHandle, mask: TensorHandle) -> None:
         """Raise IndexError unless every address lies in one of the kernel's argument tensors."""

@@ -1,19 +1,24 @@
-"""Activations to codes and scales on the GPU, byte for byte what `quantize_activation` in quantize/ops.py computes.
+"""Activations to codes and scales on the GPU, byte for byte what the references in quantize/producers.py compute.
 
-    fp8, int8   s = amax(row) / largest                                 code = RNE(x / s)
-    mxfp8       s = 2^e, the smallest that does not saturate            code = RNE(x / s)
-    mxfp4       s = 2^e, of three the least squared error               code = RNE(x / s)
-    nvfp4       s = E4M3(amax(block) / 6 / g), g given or amax(row) / (6 · 448)     code = RNE(x / (s · g))
+    a = x, or act(x)                              gelu(x) in either form, silu(x1) · x2, x1 · silu(x2) for x = (x1, x2)
+    h = a · down^T                                the first half of a low-rank branch
+    v = (a - mean) · smooth · H / sqrt(size)      every factor optional; H is a Hadamard matrix on blocks of columns
+    fp8, int8   s = amax(row) / largest           or of the whole tensor                code = RNE(v / s)
+    mxfp8       s = 2^e, the smallest that does not saturate                            code = RNE(v / s)
+    mxfp4       s = 2^e, of three the least squared error                               code = RNE(v / s)
+    nvfp4       s = E4M3(amax(block) / 6 / g), g given or amax(row) / (6 · 448)         code = RNE(v / (s · g))
+    four over six: s = E4M3(amax(block) / 4 / g) where that has less error, and own g = amax(row) / (6 · 256)
 
-One launch reads x and writes codes and scales; a row that fits into one tile is read once. Nothing is left to a
-conversion instruction, because chips differ in them: rounding is fp32 addition of a number so large that the sum's last
-bit is the code's last bit. Maxima are taken of the bits of |x| as integers, where NaN > infinity > every number.
+One launch reads x and writes codes, scales and h; a row that fits into one tile is read once. fp8_tensor alone takes
+two launches, unless its scale is given. What becomes of v is in codes.py, which other kernels share.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -22,87 +27,106 @@ from torch import Tensor
 
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize import MAX_REGISTERS, as_bytes, check_tile, decode_e4m3
-from fluxq.kernels.tiles import Tile
+from fluxq.kernels.codes import (
+    magnitude_bits,
+    quantize_blocks_tile,
+    quantize_rows_tile,
+    row_global,
+    row_step,
+    transform_tile,
+)
+from fluxq.kernels.dequantize import MAX_REGISTERS, as_bytes, check_tile
+from fluxq.kernels.epilogue import gelu_tanh
+from fluxq.kernels.tiles import Tile, distinct_tiles
+from fluxq.quantize.producers import ACTS, GATED, check_steps
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Format
 
-SUPPORTED = ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
+LARGEST_RANK = 256  # one tile of `down` holds every rank
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = None, *, tile: Tile) -> QuantizedTensor:
-    """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token.
+def quantize_activation(
+    x: Tensor,
+    format: Format,
+    input_scale: Tensor | None = None,
+    *,
+    act: str | None = None,
+    smooth: Tensor | None = None,
+    mean: Tensor | None = None,
+    hadamard: int = 0,
+    down: Tensor | None = None,
+    four_over_six: bool = False,
+    swizzled: bool = False,
+    tile: Tile,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h where `down` is.
 
-    input_scale: fp32. For fp8 and int8 (M, 1), the scale of each row; for nvfp4 () or (M, 1), its global scale. By
-    default both follow from each token's amax. Raises ValueError for input that the kernels do not take.
+    act: what `activate` takes; the codes then are those of activate(x, act), to the byte. None for x itself.
+    input_scale: fp32. For fp8 and int8 (M, 1), the scale of each row; for fp8_tensor () that of all; for nvfp4 () or
+    (M, 1), its global scale. By default they follow from the amax of each token, for fp8_tensor of all.
+    smooth, mean: (K,) fp32. hadamard: size of its blocks, 0 for none. down: (R, K) of x's type, of bfloat16 or float16
+    for float32 x, R at most 256: h (M, R) of that type is x · down^T, after act and before the other steps.
+    four_over_six: nvfp4 only. swizzled: block scales lie in the 128x4 layout of Blackwell's matrix units, a flat
+    tensor of `swizzled_size` elements, padded with zeros.
+    tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
+    Raises ValueError for input that the kernels do not take.
     """
-    m, k = _check_input(x, format)
-    stored = stored_shapes(format, m, k)
-    codes, scale = (torch.empty(*shape, dtype=dtype, device=x.device) for shape, dtype in list(stored.values())[:2])
+    name = "quantize_activation"
+    m, k = _check_rows(name, x, format, act)
+    check_steps(name, k, format, hadamard, four_over_six, swizzled)
+    shapes = _shapes(format, m, k, swizzled)
+    codes, scale = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in list(shapes.values())[:2])
     global_scale = None
     if format.two_level:
         global_scale = x.new_empty(m, 1, dtype=torch.float32) if input_scale is None else input_scale
-    elif input_scale is not None and not format.group_size:
-        check_tensor("quantize_activation: input_scale", input_scale, (m, 1), (torch.float32,), x.device)
-        scale = input_scale.reshape(m)
+    elif input_scale is not None:
+        if format.group_size:
+            raise ValueError(f"{name}: {format.name} takes its scales from each block; give no input_scale")
+        shape = () if format.block[0] == 0 else (m, 1)
+        check_tensor(f"{name}: input_scale", input_scale, shape, (torch.float32,), x.device)
+        scale = input_scale.reshape(scale.shape)
+    h = None if down is None else down.new_empty(m, down.shape[0])
     out = QuantizedTensor(codes, scale, global_scale, (m, k), format)
-    quantize_into(out, x, scale_given=input_scale is not None, tile=tile)
+    quantize_into(
+        out,
+        x,
+        act=act,
+        scale_given=input_scale is not None,
+        smooth=smooth,
+        mean=mean,
+        hadamard=hadamard,
+        down=down,
+        h=h,
+        four_over_six=four_over_six,
+        swizzled=swizzled,
+        tile=tile,
+    )
+    return out, h
+
+
+def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> Tensor:
+    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round; written to `out` if given.
+
+    x is (M, K) for gelu and gelu_tanh, and (M, 2K) for silu_mul, silu(first half) · second half, and for mul_silu,
+    first half · silu(second half).
+    """
+    m, k = _check_rows("activate", x, None, act)
+    if out is None:
+        out = x.new_empty(m, k)
+    check_tensor("activate: out", out, (m, k), (x.dtype,), x.device)
+    check_device("activate", x.device)
+    grid = (triton.cdiv(m, tile.rows), triton.cdiv(k, tile.columns))
+    activate_kernel[grid](
+        x, out, m, k, x.stride(0), ACT=act, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, **EXACT
+    )
     return out
 
 
-def quantize_into(
-    out: QuantizedTensor, x: Tensor, *, scale_given: bool = False, swizzled: bool = False, tile: Tile
-) -> None:
-    """Quantize x (M, K) into the tensors of `out`, all of them contiguous.
-
-    scale_given: `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
-    swizzled: block scales are written in the 128x4 layout of Blackwell's matrix units; `out.scale` then is flat, of
-    `swizzled_size` elements, and those that pad it are left as they are: allocate it as zeros.
-    tile: powers of two, its columns a multiple of the format's group. Raises ValueError as `quantize_activation` does.
-    """
-    row = out.format
-    group = row.group_size
-    m, k = _check_input(x, row)
-    _check_output(out, x, scale_given, swizzled)
-    check_tile("quantize_activation", tile, row)
-    check_device("quantize_activation", x.device)
-    tiles = triton.cdiv(k, tile.columns)
-    size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
-    options = {"num_warps": tile.warps} | EXACT
-    if not group:
-        quantize_rows_kernel[(triton.cdiv(m, tile.rows),)](
-            x,
-            as_bytes(out.codes),
-            out.scale,
-            m,
-            k,
-            x.stride(0),
-            ELEMENT=row.element.name,
-            LARGEST=row.element.max,
-            SCALE_GIVEN=scale_given,
-            **size,
-            **options,
-        )
-        return
-    # Tokens that take their own global scale need the whole row first; otherwise every tile stands alone.
-    own_global = row.two_level and not scale_given
-    per_token = out.global_scale is not None and out.global_scale.ndim == 2
-    quantize_blocks_kernel[(triton.cdiv(m, tile.rows), 1 if own_global else tiles)](
-        x,
-        as_bytes(out.codes),
-        as_bytes(out.scale),
-        out.global_scale,
-        m,
-        k,
-        x.stride(0),
-        int(per_token),
-        FORMAT=row.name,
-        GROUP=group,
-        OWN_GLOBAL=own_global,
-        SWIZZLED=swizzled,
-        **size,
-        **options,
-    )
+def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None) -> str:
+    """What kernels/tuned calls the tile for these arguments: whole rows and matrix products want other tiles."""
+    own_global = format.two_level and input_scale is None
+    return "down " * (down is not None) + format.name + " own global" * own_global
 
 
 def swizzled_size(rows: int, groups: int) -> int:
@@ -110,306 +134,479 @@ def swizzled_size(rows: int, groups: int) -> int:
     return triton.cdiv(rows, 128) * 128 * triton.cdiv(groups, 4) * 4
 
 
-def _check_input(x: Tensor, format: Format) -> tuple[int, int]:
+def quantize_into(
+    out: QuantizedTensor,
+    x: Tensor,
+    *,
+    act: str | None = None,
+    scale_given: bool = False,
+    smooth: Tensor | None = None,
+    mean: Tensor | None = None,
+    hadamard: int = 0,
+    down: Tensor | None = None,
+    h: Tensor | None = None,
+    four_over_six: bool = False,
+    swizzled: bool = False,
+    tile: Tile,
+) -> None:
+    """Quantize x, or act(x), into the tensors of `out`, and x · down^T into h (M, R), all of them contiguous.
+
+    scale_given: `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
+    swizzled: `out.scale` then is flat, of `swizzled_size` elements.
+    The others are as `quantize_activation` takes them; it raises the same errors.
+    """
     name = "quantize_activation"
-    if format.name not in SUPPORTED or FORMATS[format.name] != format:
-        raise ValueError(f"{name}: no kernel for {format.name}, only for {', '.join(SUPPORTED)}; use quantize/ops.py")
-    if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    row = out.format
+    group = row.group_size
+    m, k = _check_rows(name, x, row, act)
+    check_steps(name, k, row, hadamard, four_over_six, swizzled)
+    _check_output(name, out, x, (m, k), scale_given, swizzled)
+    for what, vector in (("smooth", smooth), ("mean", mean)):
+        if vector is not None:
+            check_tensor(f"{name}: {what}", vector, (k,), (torch.float32,), x.device)
+    rank = _check_down(name, x, (m, k), down, h)
+    _check_tile(name, tile, row, hadamard, rank, swizzled)
+    check_device(name, x.device)
+    tiles = triton.cdiv(k, tile.columns)
+    what = {"ACT": act or "", "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
+    options = {"num_warps": tile.warps} | EXACT
+    programs = triton.cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
+    block_r = {"BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
+    if not group:
+        amax = None
+        if row.block[0] == 0 and not scale_given:
+            amax = torch.zeros((), dtype=torch.int32, device=x.device)
+            tensor_amax_kernel[(programs,)](x, smooth, mean, amax, m, k, x.stride(0), **what, **size, **options)
+        quantize_rows_kernel[(programs,)](
+            x,
+            smooth,
+            mean,
+            down,
+            as_bytes(out.codes),
+            out.scale,
+            amax,
+            h,
+            m,
+            k,
+            rank,
+            x.stride(0),
+            row.block[0],
+            **what,
+            ELEMENT=row.element.name,
+            LARGEST=row.element.max,
+            SCALE_GIVEN=scale_given,
+            **size,
+            **block_r,
+            **options,
+        )
+        return
+    # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
+    own_global = row.two_level and not scale_given
+    per_token = out.global_scale is not None and out.global_scale.ndim == 2
+    quantize_blocks_kernel[(programs, 1 if own_global or rank else tiles)](
+        x,
+        smooth,
+        mean,
+        down,
+        as_bytes(out.codes),
+        as_bytes(out.scale),
+        out.global_scale,
+        h,
+        m,
+        k,
+        rank,
+        x.stride(0),
+        int(per_token),
+        **what,
+        FORMAT=row.name,
+        GROUP=group,
+        OWN_GLOBAL=own_global,
+        FOUR_OVER_SIX=four_over_six,
+        SWIZZLED=swizzled,
+        **size,
+        **block_r,
+        **options,
+    )
+
+
+def _check_rows(name: str, x: Tensor, format: Format | None, act: str | None) -> tuple[int, int]:
+    """(M, K) of x, or of act(x)."""
+    if act is not None and act not in ACTS:
+        raise ValueError(f"{name}: act is {act!r}, expected one of {', '.join(ACTS)}")
+    if x.ndim != 2 or x.dtype not in _FLOATS:
         raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, K) of bfloat16, float16 or float32")
     m, k = x.shape
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    format.check_shape(m, k, f"{name}: x")
+    if 0 in (m, k):
+        raise ValueError(f"{name}: x {(m, k)} is empty, so there is nothing to launch; return an empty result")
     if k > 1 and x.stride(1) != 1:
         raise ValueError(f"{name}: x has strides {x.stride()}, expected rows of adjacent elements: pass .contiguous()")
+    if act in GATED and k % 2:
+        raise ValueError(f"{name}: x {(m, k)} has no two halves, expected (M, 2K) for {act}")
+    k //= 2 if act in GATED else 1
+    if format is not None:
+        format.check_shape(m, k, f"{name}: x")
     return m, k
 
 
-def _check_output(out: QuantizedTensor, x: Tensor, scale_given: bool, swizzled: bool) -> None:
-    m, k = x.shape
-    row = out.format
-    if out.shape != (m, k):
-        raise ValueError(f"quantize_activation: out is for a matrix {out.shape}, x is {(m, k)}")
-    shapes = stored_shapes(row, m, k)
+def _check_down(name: str, x: Tensor, shape: tuple[int, int], down: Tensor | None, h: Tensor | None) -> int:
+    """The rank of `down`, 0 for none."""
+    if down is None:
+        if h is not None:
+            raise ValueError(f"{name}: h is given but `down` is not: give both or neither")
+        return 0
+    rank = down.shape[0] if down.ndim == 2 else 0
+    if not 1 <= rank <= LARGEST_RANK:
+        raise ValueError(
+            f"{name}: down is {(*down.shape,)}, expected (R, K) with R from 1 to {LARGEST_RANK}: "
+            "multiply by a larger one in a pass of its own"
+        )
+    dtypes = _FLOATS[:2] if x.dtype == torch.float32 else (x.dtype,)
+    check_tensor(f"{name}: down", down, (rank, shape[1]), dtypes, x.device)
+    if h is None:
+        raise ValueError(f"{name}: `down` is given but no h to write to: give both or neither")
+    check_tensor(f"{name}: h", h, (shape[0], rank), (down.dtype,), x.device)
+    return rank
+
+
+def _check_tile(name: str, tile: Tile, format: Format, hadamard: int, rank: int, swizzled: bool) -> None:
+    check_tile(name, tile, format)
+    if hadamard and tile.columns % hadamard:
+        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of hadamard {hadamard}")
+    if swizzled and tile.columns % (4 * format.group_size):
+        raise ValueError(
+            f"{name}: tile.columns is {tile.columns}, expected a multiple of {4 * format.group_size}: "
+            "swizzled scales are padded to 4 groups"
+        )
+    if rank and tile.rows < 16:
+        raise ValueError(f"{name}: tile.rows is {tile.rows}, expected at least 16 for a product with `down`")
+
+
+def _shapes(format: Format, m: int, k: int, swizzled: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    shapes = stored_shapes(format, m, k)
     if swizzled:
-        if not row.group_size:
-            raise ValueError(f"quantize_activation: {row.name} has a scale per row; only block scales are swizzled")
-        shapes["weight_scale"] = (swizzled_size(m, k // row.group_size),), shapes["weight_scale"][1]
+        shapes["weight_scale"] = (swizzled_size(m, k // format.group_size),), shapes["weight_scale"][1]
+    return shapes
+
+
+def _check_output(
+    name: str, out: QuantizedTensor, x: Tensor, shape: tuple[int, int], scale_given: bool, swizzled: bool
+) -> None:
+    row = out.format
+    if out.shape != shape:
+        raise ValueError(f"{name}: out is for a matrix {out.shape}, x is {shape}")
     if scale_given and row.scale == "e8m0":
-        raise ValueError(f"quantize_activation: {row.name} takes its scales from each block; give no input_scale")
+        raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
     names = {"weight": "codes", "weight_scale": "scale", "weight_scale_2": "global scale"}
     tensors = out.tensors()
-    for part, (shape, dtype) in shapes.items():
+    for part, (expected, dtype) in _shapes(row, *shape, swizzled).items():
         if part not in tensors:
-            raise ValueError(f"quantize_activation: {row.name} needs a global scale, out has none")
+            raise ValueError(f"{name}: {row.name} needs a global scale, out has none")
         if part == "weight_scale_2" and not (scale_given and tensors[part].ndim == 0):
-            shape = (m, 1)
-        check_tensor(f"quantize_activation: {names[part]}", tensors[part], shape, (dtype,), x.device)
+            expected = (shape[0], 1)
+        check_tensor(f"{name}: {names[part]}", tensors[part], expected, (dtype,), x.device)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x,  # (M, K)
+    x,  # (M, K), or (M, 2K) for activations of two halves
+    smooth,  # (K,) fp32 or None
+    mean,  # (K,) fp32 or None
+    down,  # (R, K) or None
     codes,  # (M, K) bytes
-    scale,  # (M,) fp32
+    scale,  # (M,) fp32, or () for the tensor
+    amax,  # () int32 bits of the tensor's amax, or None
+    h,  # (M, R) or None
     M,
     K,
+    R,
     stride_x,  # between rows
+    stride_scale,  # 1, or 0 where all rows share a scale
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
     ELEMENT: tl.constexpr,
     LARGEST: tl.constexpr,
     SCALE_GIVEN: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """code = RNE(x / s) with s = amax(row) / LARGEST; reads x, writes codes and scale (reads scale if given)."""
+    """code = RNE(v / s), s = amax / LARGEST; reads x, writes codes, scale (or reads it, if given) and h."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    row_mask = rows < M
+    OWN_AMAX: tl.constexpr = amax is None and not SCALE_GIVEN  # pyright: ignore[reportAssignmentType]
     if SCALE_GIVEN:
-        step = tl.load(scale + rows, mask=row_mask, other=1.0)  # (ROWS,)
+        step = tl.load(scale + rows * stride_scale, mask=rows < M, other=1.0)  # (ROWS,)
+    elif amax is not None:
+        step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
     else:
-        amax = row_amax(x, rows, row_mask, K, stride_x, TILES, ROWS, COLUMNS)
-        step = nan_unless_finite(amax, amax_scale(amax, LARGEST))
+        bits, product = scan_rows(
+            x, smooth, mean, down, rows, M, K, R, stride_x, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R
+        )
+        step = row_step(bits, LARGEST)
+    if not OWN_AMAX:
+        product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-        mask = row_mask[:, None] & (columns < K)[None, :]
-        values = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        code = encode(tl.div_rn(values, step[:, None]), ELEMENT)
-        tl.store(codes + rows[:, None] * K + columns[None, :], code.to(codes.dtype.element_ty), mask=mask)
+        taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)
+        if down is not None and not OWN_AMAX:
+            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, COLUMNS)
     if not SCALE_GIVEN:
         # Last: a store between the two loads of x would keep the compiler from reading x once.
-        tl.store(scale + rows, step, mask=row_mask)
+        tl.store(scale + rows * stride_scale, step, mask=rows < M)
+    if down is not None:
+        store_product(product, h, rows, M, R, BLOCK_R)
 
 
 @triton.jit
 def quantize_blocks_kernel(
-    x,  # (M, K)
+    x,  # (M, K), or (M, 2K) for activations of two halves
+    smooth,  # (K,) fp32 or None
+    mean,  # (K,) fp32 or None
+    down,  # (R, K) or None
     codes,  # (M, K) bytes, or (M, K/2) with two codes to a byte
     scale,  # (M, G) bytes, or the 128x4 layout
     global_scale,  # () or (M, 1) fp32, for nvfp4
+    h,  # (M, R) or None
     M,
     K,
+    R,
     stride_x,  # between rows
     stride_global,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     OWN_GLOBAL: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
     SWIZZLED: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """code = RNE(x / step), one step for each GROUP of a row; reads x, writes codes and scale.
+    """code = RNE(v / step), one step for each GROUP of a row; reads x, writes codes, scale and h.
 
-    OWN_GLOBAL: also writes global_scale, from the amax of each row; only for grids of one program per row.
+    OWN_GLOBAL: also writes global_scale, from the amax of each row. With it or `down`, one program takes whole rows.
     """
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    row_mask = rows < M
     g = tl.full((ROWS,), 1.0, tl.float32)
+    product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     if OWN_GLOBAL:
-        g = amax_scale(row_amax(x, rows, row_mask, K, stride_x, TILES, ROWS, COLUMNS), 6.0 * 448.0)
+        bits, product = scan_rows(
+            x, smooth, mean, down, rows, M, K, R, stride_x, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R
+        )
+        g = row_global(bits, FOUR_OVER_SIX)
     elif FORMAT == "nvfp4":
-        g = tl.load(global_scale + rows * stride_global, mask=row_mask, other=1.0)
+        g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
     for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-        mask = row_mask[:, None] & (columns < K)[None, :]
-        values = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        blocks = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
-        amax = tl.max(magnitude_bits(blocks), 2)  # (ROWS, COLUMNS / GROUP)
-        if FORMAT == "nvfp4":
-            byte = nvfp4_scale(amax, g[:, None])
-            scaled = tl.div_rn(blocks, (decode_e4m3(byte) * g[:, None])[:, :, None])
-        else:
-            byte = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
-            scaled = blocks * nan_unless_finite(amax, power_of_two(254 - byte))[:, :, None]  # exact, as x / s is
-        groups = tile * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
-        if SWIZZLED:
-            offset = swizzled_offset(rows[:, None], groups[None, :], K // GROUP)
-        else:
-            offset = rows[:, None] * (K // GROUP) + groups[None, :]
-        tl.store(scale + offset, byte.to(tl.uint8), mask=row_mask[:, None] & (groups < K // GROUP)[None, :])
-        scaled = tl.reshape(scaled, (ROWS, COLUMNS))
-        if FORMAT == "mxfp8":
-            code = encode(scaled, "e4m3").to(tl.uint8)
-            tl.store(codes + rows[:, None] * K + columns[None, :], code, mask=mask)
-        else:
-            low, high = tl.split(tl.reshape(encode(scaled, "e2m1"), (ROWS, COLUMNS // 2, 2)))
-            pairs = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-            mask = row_mask[:, None] & (pairs < K // 2)[None, :]
-            tl.store(codes + rows[:, None] * (K // 2) + pairs[None, :], (low | (high << 4)).to(tl.uint8), mask=mask)
+        taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)
+        if down is not None and not OWN_GLOBAL:
+            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        quantize_blocks_tile(
+            values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
+        )
     if OWN_GLOBAL:
-        tl.store(global_scale + rows, g, mask=row_mask)
+        tl.store(global_scale + rows, g, mask=rows < M)
+    if down is not None:
+        store_product(product, h, rows, M, R, BLOCK_R)
 
 
 @triton.jit
-def row_amax(x, rows, row_mask, K, stride_x, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bits of max |x| of each row (ROWS,)."""
+def tensor_amax_kernel(
+    x,  # (M, K), or (M, 2K) for activations of two halves
+    smooth,  # (K,) fp32 or None
+    mean,  # (K,) fp32 or None
+    amax,  # () int32, zero before the launch
+    M,
+    K,
+    stride_x,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """amax = bits of the largest |v| of all rows. A maximum of integers is the same in every order of its programs."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    bits, _ = scan_rows(x, smooth, mean, None, rows, M, K, 0, stride_x, ACT, HADAMARD, TILES, ROWS, COLUMNS, 1)
+    tl.atomic_max(amax, tl.max(tl.where(rows < M, bits, 0), 0))
+
+
+@triton.jit
+def activate_kernel(
+    x,  # (M, K), or (M, 2K) for activations of two halves
+    y,  # (M, K)
+    M,
+    K,
+    stride_x,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y = act(x): reads x, writes y."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    value = load_tile(x, rows, tl.program_id(1), M, K, stride_x, ACT, COLUMNS)
+    tl.store(y + rows[:, None] * K + columns[None, :], value, mask=mask)
+
+
+@triton.jit
+def scan_rows(
+    x,
+    smooth,
+    mean,
+    down,
+    rows,
+    M,
+    K,
+    R,
+    stride_x,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Bits of max |v| of each row (ROWS,), and x · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-        mask = row_mask[:, None] & (columns < K)[None, :]
-        values = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)
+        if down is not None:
+            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         largest = tl.maximum(largest, magnitude_bits(values))
-    return tl.max(largest, 1)
+    return tl.max(largest, 1), product
 
 
 @triton.jit
-def magnitude_bits(x):
-    """The bits of |x| in fp32, as int32: in the order of |x|, with NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def load_tile(x, rows, tile, M, K, stride_x, ACT: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile'th COLUMNS columns of x, or of act(x) rounded as a layer of its own rounds; zeros beyond M and K."""
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    place = x + rows[:, None] * stride_x + columns[None, :]
+    taken = tl.load(place, mask=mask, other=0.0)
+    if ACT == "gelu_tanh":
+        taken = gelu_tanh(taken.to(tl.float32)).to(taken.dtype)
+    elif ACT == "gelu":
+        taken = gelu(taken.to(tl.float32)).to(taken.dtype)
+    elif ACT == "silu_mul":
+        other = tl.load(place + K, mask=mask, other=0.0)
+        taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)
+    elif ACT == "mul_silu":
+        other = tl.load(place + K, mask=mask, other=0.0)
+        taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))
+    return taken
 
 
 @triton.jit
-def amax_scale(amax, LARGEST: tl.constexpr):
-    """amax / LARGEST from amax's bits; 1 for zeros, at least 2^-126, NaN stays NaN."""
-    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)
-    scale = tl.where(scale < 2.0**-126, 2.0**-126, scale)
-    return tl.where(amax == 0, 1.0, scale)
+def gelu(v):
+    """v · (1 + erf(v / √2)) / 2."""
+    return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
 
 
 @triton.jit
-def nan_unless_finite(amax, scale):
-    return tl.where(amax >= 0x7F800000, float("nan"), scale)
+def silu(v):
+    """v / (1 + e^-v)."""
+    return tl.div_rn(v, 1.0 + tl.exp(-v))
 
 
 @triton.jit
-def nvfp4_scale(amax, g):
-    """E4M3 bytes (int32) of amax / 6 / g, between 2^-9 and 448; 1 for zeros."""
-    scale = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0), g)
-    scale = tl.where(scale < 2.0**-9, 2.0**-9, scale)  # encode stops at 448
-    scale = tl.where(amax == 0, 1.0, scale)
-    return encode(nan_unless_finite(amax, scale), "e4m3")
+def product_of(a, b):
+    """a · b, rounded once to their type."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
 @triton.jit
-def ceil_scale(amax):
-    """E8M0 bytes (int32) of the smallest power of two 2^e with amax <= 448 · 2^e; 448 is 1.75 · 2^8."""
-    byte = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
-    return e8m0_byte(amax, byte)
+def add_down(product, taken, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """product (ROWS, BLOCK_R) += x · down^T over the tile'th COLUMNS columns, in down's type with fp32 sums."""
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, BLOCK_R)
+    mask = (ranks < R)[:, None] & (columns < K)[None, :]
+    weights = tl.load(down + ranks[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0)
+    return tl.dot(taken.to(weights.dtype), weights.T, product)
 
 
 @triton.jit
-def least_squares_scale(blocks, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """E8M0 bytes (int32) of the power of two, of OCP's floor and its neighbours, with the least squared error.
-
-    Errors are summed in units of the first candidate; ties go to it, then to the larger neighbour.
-    """
-    floor = tl.maximum((amax >> 23) - 2, 1)
-    units = blocks * power_of_two(254 - floor)[:, :, None]
-    byte = floor
-    least = squared_error(units, 1.0, ROWS, COLUMNS, GROUP)
-    error = squared_error(units, 2.0, ROWS, COLUMNS, GROUP)
-    byte = tl.where(error < least, floor + 1, byte)
-    least = tl.minimum(error, least)
-    error = squared_error(units, 0.5, ROWS, COLUMNS, GROUP)
-    byte = tl.where((error < least) & (floor > 1), floor - 1, byte)
-    return e8m0_byte(amax, byte)
+def store_product(product, h, rows, M, R, BLOCK_R: tl.constexpr):
+    """h[rows] = product (ROWS, BLOCK_R), rounded to h's type."""
+    ranks = tl.arange(0, BLOCK_R)
+    mask = (rows < M)[:, None] & (ranks < R)[None, :]
+    tl.store(h + rows[:, None] * R + ranks[None, :], product.to(h.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def squared_error(units, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Sum over each group of (RNE(u / STEP) · STEP - u)^2 for E2M1 codes (ROWS, COLUMNS / GROUP).
-
-    Summed pair by pair, in one order on every chip: in another, candidates that nearly tie could change places.
-    """
-    magnitude = tl.abs(units)
-    error = round_magnitude(magnitude * (1.0 / STEP), 1, 1, 6.0) * STEP - magnitude
-    error = error * error
-    for level in tl.static_range(5):  # GROUP is 32
-        left, right = tl.split(tl.reshape(error, (ROWS, COLUMNS // GROUP, GROUP >> (level + 1), 2)))
-        error = left + right
-    return tl.reshape(error, (ROWS, COLUMNS // GROUP))
+_TYPES = {
+    **dict.fromkeys(("x", "y", "down", "h"), "*bf16"),
+    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
+    **dict.fromkeys(("K", "R", "stride_x"), "i32:16"),
+    **dict.fromkeys(("M", "stride_scale", "stride_global"), "i32"),
+    "amax": "*i32",
+}
+_PLAIN = {"smooth": None, "mean": None, "ACT": "", "HADAMARD": 0, "down": None, "h": None, "BLOCK_R": 1}
+_FUSED = {"ACT": "gelu_tanh", "HADAMARD": 7, "down": None, "h": None, "BLOCK_R": 1}
+_DOWN = {"ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
 
 
-@triton.jit
-def e8m0_byte(amax, byte):
-    """A block's exponent as it is stored: 1 to 254, 127 for zeros, 255 (NaN) for infinity and NaN."""
-    byte = tl.minimum(tl.maximum(byte, 1), 254)
-    byte = tl.where(amax == 0, 127, byte)
-    return tl.where(amax >= 0x7F800000, 255, byte)
+def _row_cells(name: str, what: str = "", tiles: int = 1, **constants: Any) -> list[Cell]:
+    """Rows of an 8-bit format, of so many tiles each."""
+    row = FORMATS[name]
+    types = {"codes": "*i8" if row.element.name == "int8" else "*u8", "scale": "*fp32"}
+    held = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
+    if row.block[0]:
+        held |= {"amax": None, "stride_scale": 1}
+    return _cells(quantize_rows_kernel, name, what, types, held | constants)
 
 
-@triton.jit
-def power_of_two(byte):
-    """2^(byte - 127) for bytes 1 to 254 (int32)."""
-    return (byte << 23).to(tl.float32, bitcast=True)
+def _block_cells(name: str, what: str = "", **constants: Any) -> list[Cell]:
+    """Blocks, of which nvfp4's are swizzled; constants: what differs from tiles that stand alone."""
+    row = FORMATS[name]
+    held = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
+    held |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
+    if not row.two_level:
+        held |= {"global_scale": None, "stride_global": 0}
+    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, held | constants)
 
 
-@triton.jit
-def encode(v, ELEMENT: tl.constexpr):
-    """fp32 to unpacked codes (int32): nearest, ties to even, saturating. NaN is 0x7F in e4m3, 0 elsewhere."""
-    if ELEMENT == "int8":
-        clamped = tl.where(v > 127.0, 127.0, tl.where(v < -127.0, -127.0, v))
-        code = (clamped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 · 2^23: the sum's last bit is 1
-        return tl.where(v == v, code, 0)
-    elif ELEMENT == "e4m3":
-        magnitude = round_magnitude(tl.abs(v), 3, 7, 448.0)
-        code = (magnitude * 2.0**-120).to(tl.int32, bitcast=True) >> 20
-        code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 0x80, 0)
-        return tl.where(v == v, code, 0x7F)
-    else:
-        magnitude = round_magnitude(tl.abs(v), 1, 1, 6.0)
-        code = (magnitude * 2.0**-126).to(tl.int32, bitcast=True) >> 22
-        code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
-        return tl.where(v == v, code, 0)
-
-
-@triton.jit
-def round_magnitude(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """a >= 0 (fp32) to the nearest value of a float with MANTISSA bits, ties to even, at most LARGEST.
-
-    Adding 2^(e + 23 - MANTISSA) to a number with exponent e rounds it in the last place of its mantissa, and numbers
-    below the smallest normal one, 2^(1 - BIAS), round as that one does.
-    """
-    a = tl.minimum(a, LARGEST)
-    exponent = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, (128 - BIAS) << 23)
-    large = (exponent + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
-    return (a + large) - large
-
-
-@triton.jit
-def swizzled_offset(row, group, groups):
-    """Where block scale (row, group) lies in the 128x4 layout: tiles of 128 rows and 4 groups, in 32 lines of 16."""
-    tile = (row // 128) * ((groups + 3) // 4) + group // 4
-    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4
-
-
-def _row_cell(format: Format, tiles: int) -> Cell:
-    """bf16 rows of up to 4096 columns in one tile, or longer ones in several."""
-    codes = "*i8" if format.element.name == "int8" else "*u8"
-    sizes = {"M": "i32", "K": "i32:16", "stride_x": "i32:16"}
-    constants = {"ELEMENT": format.element.name, "LARGEST": format.element.max, "SCALE_GIVEN": False}
-    return Cell(
-        quantize_rows_kernel,
-        f"{format.name} {tiles} tile" + "s" * (tiles > 1),
-        {"x": "*bf16", "codes": codes, "scale": "*fp32"} | sizes,
-        constants | {"TILES": tiles, "ROWS": 1, "COLUMNS": 4096},
-        {"num_warps": 8} | EXACT,
-        max_registers=MAX_REGISTERS,
-    )
-
-
-def _block_cell(format: Format, rows: int, columns: int, *, own_global: bool = False, swizzled: bool = False) -> Cell:
-    arguments = {"x": "*bf16", "codes": "*u8", "scale": "*u8", "M": "i32", "K": "i32:16", "stride_x": "i32:16"}
-    constants = {"FORMAT": format.name, "GROUP": format.group_size, "OWN_GLOBAL": own_global, "SWIZZLED": swizzled}
-    constants |= {"TILES": 1 if own_global else 6, "ROWS": rows, "COLUMNS": columns}
-    if format.two_level:
-        arguments |= {"global_scale": "*fp32", "stride_global": "i32"}
-    else:
-        constants |= {"global_scale": None, "stride_global": 0}
-    return Cell(
-        quantize_blocks_kernel,
-        format.name + " own global" * own_global + " swizzled" * swizzled,
-        arguments,
-        constants,
-        {"num_warps": 4 if rows > 1 else 8} | EXACT,
-        max_registers=MAX_REGISTERS,
-    )
+def _cells(kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any]) -> list[Cell]:
+    """A cell for each tile of kernels/tuned; `what` tells it from other cells of the format."""
+    down = constants.get("BLOCK_R", 1) > 1
+    tuned = "down " * down + name + " own global" * constants.get("OWN_GLOBAL", False)
+    constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
+    types = {argument: kind for argument, kind in (_TYPES | types).items() if argument in kernel.arg_names}
+    return [
+        Cell(
+            kernel,
+            tuned + what,
+            {argument: kind for argument, kind in types.items() if argument not in constants},
+            constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+            {"num_warps": tile.warps} | EXACT,
+            max_registers=MAX_REGISTERS,
+            tensor_core="bf16" if down else None,
+            targets=chips,
+        )
+        for tile, chips in distinct_tiles("quantize_activation", tuned).items()
+        if isinstance(tile, Tile)
+    ]
 
 
 CELLS = (
-    *(_row_cell(FORMATS[name], tiles) for name in ("int8", "fp8") for tiles in (1, 3)),
-    *(_block_cell(FORMATS[name], 4, 512) for name in ("mxfp8", "mxfp4", "nvfp4")),
-    _block_cell(FORMATS["nvfp4"], 4, 512, swizzled=True),
-    _block_cell(FORMATS["nvfp4"], 1, 4096, own_global=True),
+    *_row_cells("int8", **_PLAIN),
+    *_row_cells("int8", " fused", 4, **_FUSED),
+    *_row_cells("int8", "", 24, **_DOWN),
+    *_row_cells("fp8", **_PLAIN),
+    *_row_cells("fp8_tensor", "", 4, **_FUSED),
+    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _FUSED | {"TILES": 4}),
+    *_block_cells("mxfp8", **_PLAIN),
+    *_block_cells("mxfp4", **_FUSED),
+    *_block_cells("nvfp4", **_PLAIN),
+    *_block_cells("nvfp4", " fused", **_FUSED, FOUR_OVER_SIX=True),
+    *_block_cells("nvfp4", "", **_FUSED, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
+    *_block_cells("nvfp4", "", **_DOWN, FOUR_OVER_SIX=True, TILES=24),
+    *_block_cells("nvfp4", "", **_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=24),
+    *_cells(activate_kernel, "16bit", "", {}, {"ACT": "silu_mul"}),
 )

@@ -1,15 +1,13 @@
 """int8 and fp8 codes multiplied on the GPU's matrix units, with scales, bias and what follows in one pass.
 
-    v = (float(xq · wq^T) · x_scale) · w_scale + b        int8 accumulates in int32, exactly; fp8 in fp32
-    v = v + h · up^T                                      low-rank branch, h = x · down^T
-    v = gelu(v)                                           tanh form
-    y = residual + gate · v
+    v = (float(xq · wq^T) · x_scale) · w_scale            int8 accumulates in int32, exactly; fp8 in fp32
 
-The first line is the reference in quantize/ops.py, operation by operation; for int8 the result is its bits. The others
-follow in fp32, so that y is rounded once where separate layers round after each step.
+With a bias this is the reference in quantize/ops.py, operation by operation; for int8 the result is its bits. What
+follows is in epilogue.py.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
@@ -18,99 +16,85 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, check_device
 from fluxq.kernels.dequantize import check_stored
-from fluxq.kernels.tiles import MatmulTile
+from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.tiles import MatmulTile, distinct_tiles
 from fluxq.quantize.tensor import QuantizedTensor
-
-LARGEST_RANK = 256  # one tile of the low-rank branch holds every rank
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def scaled_matmul(
     x: QuantizedTensor,
     w: QuantizedTensor,
     *,
-    bias: Tensor | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    gelu: bool = False,
-    gate: Tensor | None = None,
-    residual: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x (M, K) times w (N, K), both int8 or both fp8 with a scale per row; returns (M, N) of `dtype`.
+    """x (M, K) times w (N, K), both int8 or both fp8; returns (M, N) of the epilogue's dtype.
 
-    bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 256. gate (B, N): a row for
-    each of B images whose M / B tokens follow one another. residual (M, N). out (M, N): written instead of a new
-    tensor. Raises ValueError for operands that do not fit.
+    Scales are one for each row or, for fp8, () for all. out (M, N): written instead of a new tensor. Raises ValueError
+    for operands that do not fit.
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w)
-    rank = 0
-    h = up = None
-    if low_rank is not None:
-        h, up = low_rank
-        rank = h.shape[-1]
-        if not 1 <= rank <= LARGEST_RANK:
-            raise ValueError(f"scaled_matmul: low_rank has rank {rank}, expected 1 to {LARGEST_RANK}: merge it into w")
-        check_tensor("scaled_matmul: low_rank h", h, (m, rank), _FLOATS[:2], device)
-        check_tensor("scaled_matmul: low_rank up", up, (n, rank), (h.dtype,), device)
-    if bias is not None:
-        check_tensor("scaled_matmul: bias", bias, (n,), _FLOATS, device)
-    if residual is not None:
-        check_tensor("scaled_matmul: residual", residual, (m, n), _FLOATS, device)
-    images = 1
-    if gate is not None:
-        images = gate.shape[0] if gate.ndim == 2 else 0
-        if images == 0 or m % images:
-            raise ValueError(f"scaled_matmul: gate {(*gate.shape,)} does not split {m} tokens into equal images (B, N)")
-        check_tensor("scaled_matmul: gate", gate, (images, n), _FLOATS, device)
-    if dtype not in _FLOATS:
-        raise ValueError(f"scaled_matmul: dtype is {dtype}, expected bfloat16, float16 or float32")
-    if out is None:
-        out = torch.empty(m, n, dtype=dtype, device=device)
-    check_tensor("scaled_matmul: out", out, (m, n), (dtype,), device)
+    if tile.unit_scales and (x.format.name == "int8" or tile.k % 32):
+        raise ValueError(
+            f"scaled_matmul: tile.unit_scales is for fp8 and k in multiples of 32, not for {x.format.name} at "
+            f"{tile.k}: take a tile without"
+        )
+    arguments = epilogue.arguments("scaled_matmul", m, n, device, out)
+    if tile.descriptors:
+        check_copyable("scaled_matmul", x=x.codes, w=w.codes)
     check_device("scaled_matmul", device)
-    grid = (triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
-    scaled_matmul_kernel[grid](
-        x.codes,
-        w.codes,
-        x.scale,
-        w.scale,
-        bias,
-        h,
-        up,
-        gate,
-        residual,
-        out,
-        m,
-        n,
-        k,
-        rank,
-        m // images,
-        INTEGER=x.format.name == "int8",
-        GELU=gelu,
-        EVEN_K=k % tile.k == 0,
-        ACC_SPLIT=tile.acc_split,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)),
-        GROUP_M=tile.group_m,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **EXACT,
-    )
-    return out
+    arguments |= {"x_scale": x.scale, "w_scale": w.scale, "M": m, "N": n, "K": k}
+    arguments |= {"stride_x_scale": min(x.scale.ndim, 1), "stride_w_scale": min(w.scale.ndim, 1)}
+    constants = {
+        "INTEGER": x.codes.dtype == torch.int8,
+        "ACC_SPLIT": tile.acc_split,
+        "UNIT_SCALES": tile.unit_scales,
+        "HALVES": tile.halves,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "GROUP_M": tile.group_m,
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    if tile.descriptors:
+        left = TensorDescriptor.from_tensor(x.codes, [tile.m, tile.k])
+        right = TensorDescriptor.from_tensor(w.codes, [tile.n, tile.k])
+        grid = (min(tiles, processors(device)),)
+        scaled_matmul_descriptors_kernel[grid](left, right, **arguments, **constants, **options)
+    else:
+        constants["EVEN_K"] = k % tile.k == 0
+        scaled_matmul_kernel[tiles,](x.codes, w.codes, **arguments, **constants, **options)
+    return arguments["y"]
+
+
+def check_copyable(name: str, **codes: Tensor) -> None:
+    """Raise ValueError unless the copy engine can fetch tiles of these matrices."""
+    for part, tensor in codes.items():
+        size = tensor.shape[1] * tensor.element_size()
+        if size % 16 or tensor.data_ptr() % 16:
+            raise ValueError(
+                f"{name}: {part} has rows of {size} bytes at address {tensor.data_ptr() % 16} modulo 16, expected "
+                "multiples of 16: take a tile without descriptors"
+            )
+
+
+def processors(device: torch.device) -> int:
+    """How many programs stay; on the interpreter a few, so that each takes several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
     (m, k), name = x.shape, "scaled_matmul"
-    if x.format != w.format or x.format.name not in ("int8", "fp8"):
+    both = {x.format.name, w.format.name}
+    if both != {"int8"} and not both <= {"fp8", "fp8_tensor"}:
         raise ValueError(
             f"{name}: x is {x.format.name} and w {w.format.name}, expected both int8 or both fp8; "
             "re-encode the weight, or dequantize both"
@@ -133,8 +117,8 @@ def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
 def scaled_matmul_kernel(
     x,  # (M, K) int8 or fp8
     w,  # (N, K)
-    x_scale,  # (M,) fp32
-    w_scale,  # (N,) fp32
+    x_scale,  # (M,) or () fp32
+    w_scale,  # (N,) or () fp32
     bias,  # (N,) or None
     h,  # (M, R) or None
     up,  # (N, R) or None
@@ -146,10 +130,14 @@ def scaled_matmul_kernel(
     K,
     R,
     tokens,  # of one image: rows that share a row of gate
+    stride_x_scale,  # 1, or 0 where rows share a scale
+    stride_w_scale,
     INTEGER: tl.constexpr,
     GELU: tl.constexpr,
     EVEN_K: tl.constexpr,
     ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -172,33 +160,101 @@ def scaled_matmul_kernel(
         else:
             left = tl.load(x_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
             right = tl.load(w_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
-        if INTEGER:
-            acc = tl.dot(left, right.T, acc, out_dtype=tl.int32)
-        elif ACC_SPLIT:
-            acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=ACC_SPLIT)
-        else:
-            acc = tl.dot(left, right.T, acc)
-    row_mask, column_mask = rows < M, columns < N
-    mask = row_mask[:, None] & column_mask[None, :]
-    value = acc.to(tl.float32) * tl.load(x_scale + rows, mask=row_mask, other=0.0)[:, None]
-    value = value * tl.load(w_scale + columns, mask=column_mask, other=0.0)[None, :]
-    if bias is not None:
-        value = value + tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    if h is not None:
-        ranks = tl.arange(0, BLOCK_R)
-        rank_mask = (ranks < R)[None, :]
-        left = tl.load(h + rows[:, None] * R + ranks[None, :], mask=row_mask[:, None] & rank_mask, other=0.0)
-        right = tl.load(up + columns[:, None] * R + ranks[None, :], mask=column_mask[:, None] & rank_mask, other=0.0)
-        value = tl.dot(left, right.T, value)
-    if GELU:
-        value = gelu_tanh(value)
-    if gate is not None:
-        gates = tl.load(gate + (rows // tokens)[:, None] * N + columns[None, :], mask=mask, other=0.0)
-        value = value * gates.to(tl.float32)
-    if residual is not None:
-        added = tl.load(residual + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
-        value = value + added.to(tl.float32)
-    tl.store(y + rows[:, None] * N + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
+        acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+    finish_tile(
+        acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
+        bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_matmul_descriptors_kernel(
+    x,  # descriptor of (M, K) int8 or fp8, in blocks of (BLOCK_M, BLOCK_K)
+    w,  # descriptor of (N, K), in blocks of (BLOCK_N, BLOCK_K)
+    x_scale,  # (M,) or () fp32
+    w_scale,  # (N,) or () fp32
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    M,
+    N,
+    K,
+    R,
+    tokens,
+    stride_x_scale,
+    stride_w_scale,
+    INTEGER: tl.constexpr,
+    GELU: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """As scaled_matmul_kernel, for tiles that are num_programs apart; what lies past an edge is read as zeros."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
+        for start in range(0, K, BLOCK_K):
+            left = x.load([tile_m * BLOCK_M, start])
+            right = w.load([tile_n * BLOCK_N, start])
+            acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+        finish_tile(
+            acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
+            bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_product(
+    acc,  # (BLOCK_M, BLOCK_N)
+    left,  # (BLOCK_M, BLOCK_K)
+    right,  # (BLOCK_N, BLOCK_K)
+    INTEGER: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + left · right^T"""
+    if INTEGER:
+        return tl.dot(left, right.T, acc, out_dtype=tl.int32)
+    elif UNIT_SCALES:
+        left_ones = tl.full((BLOCK_M, BLOCK_K // 32), 127, tl.uint8)  # E8M0 bytes
+        right_ones = tl.full((BLOCK_N, BLOCK_K // 32), 127, tl.uint8)
+        return tl.dot_scaled(left, left_ones, "e4m3", right.T, right_ones, "e4m3", acc)
+    elif ACC_SPLIT:
+        return tl.dot(left, right.T, acc, max_num_imprecise_acc=ACC_SPLIT)
+    else:
+        return tl.dot(left, right.T, acc)
+
+
+@triton.jit
+def finish_tile(
+    acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
+    bias, h, up, gate, residual, y, R, tokens,
+    GELU: tl.constexpr, BLOCK_R: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scale sums (BLOCK_M, BLOCK_N), where there are scales, and finish them, with HALVES first the left columns."""
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    PARTS: tl.constexpr = 2 if HALVES else 1
+    parts = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))) if HALVES else (acc,)
+    for part in tl.static_range(PARTS):
+        columns = (tile_n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)).to(tl.int64)
+        value = parts[part].to(tl.float32)
+        if x_scale is not None:
+            value = value * tl.load(x_scale + rows * stride_x_scale, mask=rows < M, other=0.0)[:, None]
+        if w_scale is not None:
+            value = value * tl.load(w_scale + columns * stride_w_scale, mask=columns < N, other=0.0)[None, :]
+        finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
 
 
 @triton.jit
@@ -210,45 +266,42 @@ def grouped_tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first + program % in_group % height, program % in_group // height
 
 
-@triton.jit
-def gelu_tanh(v):
-    """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u))."""
-    u = 0.7978845608028654 * (v + 0.044715 * v * v * v)
-    return tl.div_rn(v, 1.0 + tl.exp(-2.0 * u))
-
-
-def _cell(code: str, m: int, n: int, *, fused: bool, targets: tuple[str, ...] = (), acc_split: int = 0) -> Cell:
+def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: bool) -> Cell:
     """8-bit codes with only a bias, or `fused` with everything that may follow at once."""
-    name = {"i8": "int8", "fp8e4nv": "fp8"}[code]
-    optional = dict.fromkeys(("h", "up", "gate", "residual"), "*bf16")
-    arguments = {
-        "x": f"*{code}",
-        "w": f"*{code}",
-        "x_scale": "*fp32",
-        "w_scale": "*fp32",
-        "bias": "*bf16",
-        "y": "*bf16",
-    }
-    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16", "R": "i32:16", "tokens": "i32"}
-    tile = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128, "BLOCK_R": 32, "GROUP_M": 8}
-    how = {"INTEGER": name == "int8", "GELU": fused, "EVEN_K": True, "ACC_SPLIT": acc_split}
+    code = "i8" if format == "int8" else "fp8e4nv"
+    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
+    following, constants = cell_arguments(fused=fused)
+    constants |= {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "UNIT_SCALES": tile.unit_scales}
+    constants |= {"HALVES": tile.halves, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    constants |= {"GROUP_M": tile.group_m}
+    strides = ("stride_x_scale", "stride_w_scale")
+    if format == "fp8_tensor":
+        sizes |= dict.fromkeys(strides, "i32")
+    else:
+        constants |= dict.fromkeys(strides, 1)
+    if tile.descriptors:
+        kernel = scaled_matmul_descriptors_kernel
+        codes = {part: f"tensordesc<{code}[{rows}, {tile.k}]>" for part, rows in (("x", tile.m), ("w", tile.n))}
+    else:
+        kernel = scaled_matmul_kernel
+        codes = dict.fromkeys(("x", "w"), f"*{code}")
+        constants["EVEN_K"] = True
+    how = " descriptors" * tile.descriptors + f" split {tile.acc_split}" * bool(tile.acc_split)
     return Cell(
-        scaled_matmul_kernel,
-        f"{name} {m}x{n}" + " fused" * fused + f" split {acc_split}" * bool(acc_split),
-        arguments | sizes | (optional if fused else {}),
-        tile | how | ({} if fused else dict.fromkeys(optional)),
-        {"num_warps": 8, "num_stages": 3} | EXACT,
-        tensor_core=name,
+        kernel,
+        f"{format} {tile.m}x{tile.n}x{tile.k}" + how + " unit scales" * tile.unit_scales + " fused" * fused,
+        codes | {"x_scale": "*fp32", "w_scale": "*fp32"} | sizes | following,
+        constants,
+        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
+        tensor_core="int8" if format == "int8" else "mxfp8" if tile.unit_scales else "fp8",
         targets=targets,
     )
 
 
-CELLS = (
-    _cell("i8", 128, 128, fused=False),
-    _cell("i8", 128, 128, fused=True),
-    _cell("i8", 128, 256, fused=False, targets=("sm_90",)),
-    _cell("fp8e4nv", 128, 128, fused=False),
-    _cell("fp8e4nv", 128, 128, fused=True),
-    _cell("fp8e4nv", 128, 128, fused=True, targets=("sm_90",), acc_split=128),
-    _cell("fp8e4nv", 128, 256, fused=False, targets=("sm_90",)),
+CELLS = tuple(
+    _cell(name, tile, targets, fused=fused)
+    for name in ("int8", "fp8", "fp8_tensor")
+    for tile, targets in distinct_tiles("scaled_matmul", name).items()
+    # The hardest to fit is what matters; the plain one is compiled once for each large tile of a format's own codes.
+    for fused in ((False, True) if tile.m >= 128 and name != "fp8_tensor" else (True,))
 )

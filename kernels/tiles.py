@@ -4,7 +4,7 @@ Each file is a list of rows, the first that fits is taken:
 
     {"format": "fp8", "chips": ["sm_90"], "max_m": 64, "tile": {"m": 64, "n": 128, …}, "measured": "NVIDIA H200"}
 
-chips: names of aot.TARGETS; left out, the row is for every chip. max_m: the largest M it is for; left out, every M.
+chips: names of chips.CHIPS; left out, the row is for every chip. max_m: the largest M it is for; left out, every M.
 measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills (aot.py).
 """
 
@@ -14,6 +14,8 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from fluxq.kernels.chips import CHIPS
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """What one program computes, (m, n) at k columns a step, and how: all but acc_split powers of two.
+    """What one program computes, (m, n) at k columns a step, and how: sizes are powers of two.
 
     group_m: tiles of rows that are launched side by side, so that they find the same weights in the cache.
     acc_split: fp8 on Hopper only, whose matrix units accumulate in fewer bits than fp32 has: columns after which
     the partial sum moves to a true fp32 one; a divisor of k, or 0 for never.
+    descriptors: the copy engine of Hopper and Blackwell fetches operands; rows of codes must then be multiples of 16
+    bytes.
+    halves: the tile is finished and stored one half of its columns after the other, which takes fewer registers.
+    unit_scales: fp8 as mxfp8 whose scales are all 1, which consumer Blackwell multiplies faster, to the same bits.
     """
 
     m: int
@@ -41,6 +47,9 @@ class MatmulTile:
     stages: int
     group_m: int = 8
     acc_split: int = 0
+    descriptors: bool = False
+    halves: bool = False
+    unit_scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,14 @@ def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
     raise LookupError(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
 
 
+def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
+    """`find_tile` of a memory-bound kernel."""
+    tile = find_tile(kernel, format, chip, m)
+    if not isinstance(tile, Tile):
+        raise LookupError(f"kernels/tuned/{kernel}.json: the tile of {format} is one of a matmul")
+    return tile
+
+
 @functools.cache
 def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
     """All rows of kernels/tuned/<kernel>.json, in their order."""
@@ -82,12 +99,15 @@ def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
 
 
 def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
-    """Each tile of a format once, with the chips it is for (none: every chip), for CELLS."""
+    """Each tile that `find_tile` can return for a format, with the chips it is returned for: what CELLS compile."""
     found: dict[Tile | MatmulTile, tuple[str, ...]] = {}
-    for row in tuned_rows(kernel):
-        if row.format == format:
-            chips = found.get(row.tile, row.chips)
-            found[row.tile] = tuple(dict.fromkeys(chips + row.chips)) if chips and row.chips else ()
+    for chip in CHIPS:
+        covered = 0.0  # the largest M for which an earlier row is taken
+        for row in tuned_rows(kernel):
+            limit = float("inf") if row.max_m is None else row.max_m
+            if row.fits(format, chip, 1) and limit > covered:
+                covered = limit
+                found[row.tile] = tuple(dict.fromkeys((*found.get(row.tile, ()), chip)))
     return found
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fluxq.base.files import read_json, write_json
 from fluxq.base.model import PICKLES, ModelFolder, open_weights, save_weights
+from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LinearShape, Plan
 
@@ -250,6 +251,30 @@ def model_on_meta(folder: ModelFolder, component: str) -> nn.Module:
             f"{folder.path / component / 'config.json'}: no {class_name} can be built from it "
             f"({type(error).__name__}: {error}); the file is damaged, copy it again"
         ) from error
+
+
+def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
+    """The model that a loader builds of a quantized component, on the meta device, QuantLinears in place.
+
+    Raises ValueError naming what config.json and the class do not agree on.
+    """
+    library, class_name = library_of(folder, component), folder.components[component]
+    where = folder.path / component / "config.json"
+    config = folder.config(component)
+    schemes = QuantizationConfig.from_dict(config.pop("quantization_config", {})).schemes
+    try:
+        model = build_on_meta(library, class_name, config)
+    except Exception as error:  # whatever a constructor makes of values that it did not expect
+        raise ValueError(f"{where}: no {class_name} can be built from it ({error}); copy it again") from error
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, scheme in schemes.items():
+        old = linears.get(name)
+        if old is None:
+            raise ValueError(f"{where}: quantizes {name!r}, which is no Linear of {class_name}; copy it again")
+        with torch.device("meta"):
+            new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, torch.bfloat16)
+        model.set_submodule(name, new)
+    return model
 
 
 def _transformers_names(folder: ModelFolder, component: str) -> Callable[[str], str]:

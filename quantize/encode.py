@@ -9,7 +9,8 @@ Everything is computed in fp32. Outcomes that a format leaves open are fixed her
 - E4M3 and E2M1 keep the sign of zero, and of a negative that rounds to zero; integers have no -0;
 - a block that holds NaN or infinity gets a NaN scale and decodes to NaN throughout, and so does all that
   shares a global scale derived from it; nothing else is touched;
-- least squares over E8M0 exponents: ties go to the first of OCP's floor, floor + 1, floor - 1.
+- least squares over E8M0 exponents: ties go to the first of OCP's floor, floor + 1, floor - 1;
+- squared errors are added up pair by pair, neighbours first, so that every device chooses the same scale.
 """
 
 from __future__ import annotations
@@ -81,17 +82,26 @@ def block_scale(blocks: Tensor, format: Format, global_scale: Tensor | None) -> 
 
     global_scale: fp32, scalar or (rows, 1); only for two-level formats.
     """
-    amax = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # of |blocks|, without a copy of them
+    amax = _amax(blocks)
     if format.scale == "e8m0":
         if format.rule == "least_squares":
             return _encode_e8m0(_least_squares_exponent(blocks, amax, format.element), amax)
         return _encode_e8m0(ceil_exponent(amax, format.element.max), amax)
-    scale = amax / format.element.max
-    if global_scale is not None:
-        scale = (scale / global_scale).clamp(_E4M3_SMALLEST, 448.0)
-    scale = torch.where(amax == 0, 1.0, scale.clamp(min=_FP32_SMALLEST))
-    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
-    return scale.to(SCALE_DTYPES[format.scale])
+    return _amax_scale(amax, format.element.max, format, global_scale)
+
+
+def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: Tensor) -> Tensor:
+    """For each nvfp4 block the scale that takes its amax to 4, where E2M1's steps are finer, if it has less error.
+
+    scale: what `block_scale` gave, which takes amax to 6; it stays in a tie. Squared errors are in units of its step:
+    as they are, they would overflow or vanish in fp32.
+    """
+    wide = _amax_scale(_amax(blocks), 4.0, format, global_scale)
+    steps = [decode_scale(s, format, global_scale).unsqueeze(-1) for s in (scale, wide)]
+    ratio = (wide.float() / scale.float()).unsqueeze(-1)
+    least = _rounding_error(blocks / steps[0], torch.ones_like(ratio), format.element)
+    better = _rounding_error(blocks / steps[1], ratio, format.element) < least
+    return torch.where(better, wide.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
 
 
 def decode_scale(scale: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
@@ -102,9 +112,13 @@ def decode_scale(scale: Tensor, format: Format, global_scale: Tensor | None) -> 
     return scale.float() if global_scale is None else scale.float() * global_scale
 
 
-def global_scale_for(amax: Tensor, format: Format) -> Tensor:
-    """NVFP4's fp32 global scale amax / (6 · 448): the largest block then gets the largest E4M3 scale."""
-    scale = (amax.float() / (format.element.max * 448.0)).clamp(min=_FP32_SMALLEST)
+def global_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -> Tensor:
+    """NVFP4's fp32 global scale amax / (6 · 448): the largest block then gets the largest E4M3 scale.
+
+    four_over_six: amax / (6 · 256), which leaves room for that block's larger scale, 256 · 6 / 4.
+    """
+    largest = 256.0 if four_over_six else 448.0
+    scale = (amax.float() / (format.element.max * largest)).clamp(min=_FP32_SMALLEST)
     return torch.where(amax == 0, 1.0, scale)
 
 
@@ -113,6 +127,20 @@ def ceil_exponent(amax: Tensor, element_max: float) -> Tensor:
     mantissa, exponent = torch.frexp(amax)
     limit, limit_exponent = torch.frexp(torch.tensor(element_max))
     return exponent - int(limit_exponent) + (mantissa > float(limit)).to(torch.int32)
+
+
+def _amax(blocks: Tensor) -> Tensor:
+    return torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # of |blocks|, without a copy of them
+
+
+def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tensor | None) -> Tensor:
+    """The scale, as stored, that takes amax to the code value `largest`."""
+    scale = amax / largest
+    if global_scale is not None:
+        scale = (scale / global_scale).clamp(_E4M3_SMALLEST, 448.0)
+    scale = torch.where(amax == 0, 1.0, scale.clamp(min=_FP32_SMALLEST))
+    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
+    return scale.to(SCALE_DTYPES[format.scale])
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:
@@ -145,4 +173,12 @@ def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> T
 
 def _squared_error(blocks: Tensor, scale: Tensor, element: Element) -> Tensor:
     step = scale.unsqueeze(-1)
-    return (decode(encode(blocks / step, element), element) * step - blocks).square().sum(-1)
+    return _rounding_error(blocks / step, step, element)
+
+
+def _rounding_error(scaled: Tensor, unit: Tensor, element: Element) -> Tensor:
+    """Sum over each block of ((RNE(v) - v) · unit)^2, pair by pair: every device then adds up in the same order."""
+    error = decode(encode(scaled, element), element).sub_(scaled).mul_(unit).square_()
+    while error.shape[-1] > 1:
+        error = error[..., 0::2] + error[..., 1::2]
+    return error.squeeze(-1)

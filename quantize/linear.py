@@ -6,15 +6,34 @@ Parameter, never a buffer: accelerate's disk offload leaves buffers behind on th
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fluxq.quantize import ops
 from fluxq.quantize.encode import SCALE_DTYPES
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, unswizzle_scales
 from fluxq.recipes.formats import Scheme
+
+if TYPE_CHECKING:
+    from fluxq.quantize.prepare import Origin
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What quantize/prepare.py did to a layer for one GPU, and the layer's scheme as stored.
+
+    added_error: of a weight that was encoded anew, relative to the stored one, ||w' - w|| / ||w||. origin, digest:
+    where the stored tensors are and the SHA-256 of the codes, for a layer that no longer holds them.
+    """
+
+    scheme: Scheme
+    how: str
+    added_error: float = 0.0
+    origin: Origin | None = None
+    digest: str = ""
 
 
 class QuantLinear(nn.Linear):
@@ -23,7 +42,10 @@ class QuantLinear(nn.Linear):
     Parameters, none of which needs a gradient: `weight` (codes), `weight_scale`, and as the scheme asks
     `weight_scale_2` and `input_scale` (both fp32 scalars). In the compute dtype: `bias` (N,), and where the scheme
     has a rank R the low-rank branch `svdquant_lora_a` (R, K) and `svdquant_lora_b` (N, R), which adds B A to W.
+    `prepared` says what was changed for one GPU; `scheme` always says what the layer is now.
     """
+
+    prepared: Prepared | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
@@ -74,12 +96,22 @@ class QuantLinear(nn.Linear):
         return tensor.view(stored_dtype(self.scheme, name))
 
     @property
+    def stored_scheme(self) -> Scheme:
+        """The scheme under which a checkpoint stores this layer: what it is now, adapters fused into it included."""
+        if self.prepared is None:
+            return self.scheme
+        merged = self.prepared.scheme.weights != self.scheme.weights  # its low-rank branch went into the new codes
+        return self.prepared.scheme if merged else replace(self.prepared.scheme, rank=self.scheme.rank)
+
+    @property
     def quantized_weight(self) -> QuantizedTensor:
         """The weight (N, K) as a QuantizedTensor that shares this layer's tensors."""
         shape = (self.out_features, self.in_features)
         codes, scale = self.weight.data, self.get_parameter("weight_scale").data
         codes = codes.view(stored_dtype(self.scheme, "weight"))
         scale = scale.view(stored_dtype(self.scheme, "weight_scale"))
+        if scale.ndim == 1 and self.scheme.weights.group_size:
+            scale = unswizzle_scales(scale, self.out_features, self.in_features // self.scheme.weights.group_size)
         return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
 
     @property
@@ -138,17 +170,22 @@ class QuantLinear(nn.Linear):
         """Names of the parameters that must be kept exactly as stored, whatever dtype a model is cast to."""
         return ("weight", *self.scale_names)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return ops.quantized_linear(
-            input,
+    @property
+    def operands(self) -> tuple:
+        """What `fluxq::quantized_linear` takes beside x, in its order."""
+        return (
             self.stored("weight"),
             self.stored("weight_scale"),
             self.stored("weight_scale_2"),
-            self.stored("input_scale"),
+            self.stored("input_scale") if self.scheme.static_input else None,
             self.bias,
             *(self.low_rank or (None, None)),
             str(self.scheme),
+            self.stored("weight_row_scale"),
         )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.quantized_linear(input, *self.operands)
 
     def _apply(self, fn, recurse: bool = True):
         """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused.

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.quantize import encode
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks
+from fluxq.quantize.reencode import reencode
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 
@@ -38,24 +39,33 @@ def quantized_linear(
     lora_a: Tensor | None,
     lora_b: Tensor | None,
     scheme: str,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
 
-    lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one.
+    lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the 4-bit weight
+    is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives.
     """
-    with _no_autocast(x):
-        return _quantized_linear(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme)
+    with no_autocast(x):
+        return quantized_linear_reference(
+            x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale
+        )
 
 
-def _quantized_linear(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme) -> Tensor:
+def quantized_linear_reference(
+    x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale
+) -> Tensor:
+    """The torch form of the op, for every device."""
     parsed = Scheme.parse(scheme)
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    w = _as_stored(weight, weight_scale, weight_scale_2, parsed.weights)
+    w = stored_weight(weight, weight_scale, weight_scale_2, parsed.weights)
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
-    if _multiplies_codes(parsed):
+    if row_scale is not None and parsed.activations is not None:
+        w = reencode(w, parsed.activations.name, row_scale)
+    if _multiplies_codes(w.format, parsed.activations):
         y = _int8_linear(rows, w, input_scale, bias)
     else:
         y = F.linear(_through(rows, parsed.activations, input_scale), w.dequantize(), _fp32(bias))
@@ -66,12 +76,12 @@ def _quantized_linear(x, weight, weight_scale, weight_scale_2, input_scale, bias
 
 
 @quantized_linear.register_fake
-def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme):
+def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale=None):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme = inputs
+    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme, _row_scale = inputs
     ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b)
     ctx.has_bias = bias is not None
 
@@ -79,15 +89,15 @@ def _save_for_backward(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     """dL/dx = dL/dy · (W + B A), with the weight that the codes stand for; rounding of x is taken as the identity."""
     weight, weight_scale, weight_scale_2, lora_a, lora_b = ctx.saved_tensors
-    w = _as_stored(weight, weight_scale, weight_scale_2, Scheme.parse(ctx.scheme).weights)
+    w = stored_weight(weight, weight_scale, weight_scale_2, Scheme.parse(ctx.scheme).weights)
     grad_x = None
     if ctx.needs_input_grad[0]:
-        with _no_autocast(grad):
+        with no_autocast(grad):
             grad_x = (grad.float() @ w.dequantize()).to(grad.dtype)
             if lora_a is not None:
                 grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
     grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
-    return grad_x, None, None, None, None, grad_bias, None, None, None
+    return grad_x, None, None, None, None, grad_bias, None, None, None, None
 
 
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
@@ -102,16 +112,19 @@ def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = 
     return quantize_blocks(x, format, input_scale, "activation")
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast would make bf16 of the fp32 arithmetic in here."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
-def _as_stored(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
-    """The op's weight tensors as one matrix (N, K); 4-bit codes are two to a byte."""
+def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
+    """The op's weight tensors as one matrix (N, K); 4-bit codes are two to a byte, block scales may be swizzled."""
     n, columns = weight.shape
-    return QuantizedTensor(weight, scale, global_scale, (n, columns * 8 // format.element.bits), format)
+    k = columns * 8 // format.element.bits
+    if format.group_size and scale.ndim == 1:
+        scale = unswizzle_scales(scale, n, k // format.group_size)
+    return QuantizedTensor(weight, scale, global_scale, (n, k), format)
 
 
 def _through(x: Tensor, format: Format | None, input_scale: Tensor | None) -> Tensor:
@@ -125,17 +138,17 @@ def _int8_linear(x: Tensor, w: QuantizedTensor, input_scale: Tensor | None, bias
     if x.shape[0] == 0:
         return x.new_zeros(0, w.shape[0], dtype=torch.float32)
     q = quantize_activation(x, FORMATS["int8"], input_scale)
-    y = _int8_product(q.codes, w.codes).float()
+    y = int8_product(q.codes, w.codes).float()
     y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
     return y if bias is None else y.add_(bias.float())
 
 
-def _int8_product(a: Tensor, b: Tensor) -> Tensor:
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
     """int8 (M, K) by (N, K) to int32 (M, N), exact for every K below 2^17.
 
     Where `torch._int_mm` cannot serve, fp32 products of 1024 columns: sums below 2^24 are exact too.
     """
-    if _int_mm_is_exact(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
+    if int_mm_is_exact(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
         return torch._int_mm(a, b.t())
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True):
@@ -144,7 +157,7 @@ def _int8_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @functools.cache
-def _int_mm_is_exact(device_type: str) -> bool:
+def int_mm_is_exact(device_type: str) -> bool:
     """Whether `torch._int_mm` is there and adds up the largest codes: x86 without VNNI saturates int16."""
     if device_type == "cuda":
         return True
@@ -163,15 +176,15 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
 
 
-def _multiplies_codes(scheme: Scheme) -> bool:
-    return scheme.weights is FORMATS["int8"] and scheme.activations is FORMATS["int8"]
+def _multiplies_codes(weights: Format, activations: Format | None) -> bool:
+    return weights is FORMATS["int8"] and activations is FORMATS["int8"]
 
 
 def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
-    """What computes `quantized_linear` under a scheme on a type of device ("cpu", "cuda", …), and why."""
-    if not _multiplies_codes(scheme):
-        return "torch reference", f"no kernel for {device_type}"
-    if not _int_mm_is_exact(device_type):
+    """What of this file computes `quantized_linear` under a scheme on a type of device ("cpu", "cuda", …), and why."""
+    if not _multiplies_codes(scheme.weights, scheme.activations):
+        return "torch reference", f"no kernel for {device_type}" + " without Triton" * (device_type == "cuda")
+    if not int_mm_is_exact(device_type):
         cpu = device_type == "cpu"
         why = "this CPU's int8 dot product saturates" if cpu else f"no torch._int_mm for {device_type}"
         return "fp32 products of 1024 columns", why

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.quantize import encode
@@ -79,25 +80,33 @@ class QuantizedTensor:
 
 
 def quantize_blocks(
-    x: Tensor, format: Format, global_scale: Tensor | None, name: str, row_scale: Tensor | None = None
+    x: Tensor,
+    format: Format,
+    global_scale: Tensor | None,
+    name: str,
+    row_scale: Tensor | None = None,
+    four_over_six: bool = False,
 ) -> QuantizedTensor:
     """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN.
 
-    row_scale (M, 1) fp32: the scale of each row of a per-row format, where it must not follow from x alone.
+    row_scale fp32: the scale of each row (M, 1) of a per-row format, or of a per-tensor format (), where it must not
+    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales.
     """
     rows, k = x.shape
     format.check_shape(rows, k, name)
     x = x.to(torch.float32, copy=True)  # divided in place below
     if format.two_level and global_scale is None:
-        global_scale = encode.global_scale_for(x.abs().amax(), format)
+        global_scale = encode.global_scale_for(x.abs().amax(), format, four_over_six)
     n, group = format.block
     blocks = x.reshape(1, 1, -1) if n == 0 else x.reshape(rows, -1, group or k)  # (rows, G, k)
     if row_scale is None:
         scale = encode.block_scale(blocks, format, global_scale)
-    elif format.block == (1, 0):
-        scale = row_scale
+    elif group == 0:
+        scale = row_scale.reshape(blocks.shape[:2])
     else:
         raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
+    if four_over_six and global_scale is not None:
+        scale = encode.four_over_six(blocks, scale, format, global_scale)
     step = encode.decode_scale(scale, format, global_scale)
     codes = encode.encode(blocks.div_(step.unsqueeze(-1)), format.element).reshape(rows, k)
     if group == 0:
@@ -128,3 +137,26 @@ def stored_shapes(format: Format, n: int, k: int) -> dict[str, tuple[tuple[int, 
     if format.two_level:
         stored["weight_scale_2"] = ((), torch.float32)
     return stored
+
+
+def swizzle_scales(scale: Tensor) -> Tensor:
+    """Block scales (rows, G), of one byte each, in the order that Blackwell's matrix units read; flat, padded with 0.
+
+    Tiles of 128 rows and 4 groups follow one another, each as 32 lines of 4 quarters (rows 32 apart) of 4 groups.
+    """
+    rows, groups = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
+    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+
+
+def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:
+    """Inverse of `swizzle_scales`: (rows, groups), without the padding."""
+    tall, wide = -(-rows // 128), -(-groups // 4)
+    if flat.shape != (tall * wide * 512,):
+        raise ValueError(
+            f"swizzled scales are {(*flat.shape,)}, expected ({tall * wide * 512},) for ({rows}, {groups}): "
+            "make them with swizzle_scales"
+        )
+    tiles = flat.view(torch.uint8).reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tall * 128, wide * 4)[:rows, :groups].contiguous().view(flat.dtype)

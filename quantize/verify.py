@@ -25,8 +25,8 @@ from fluxq.quantize.checkpoint import (
     QUANT_METHOD,
     QuantizationConfig,
     as_filed,
-    build_on_meta,
     library_of,
+    quantized_on_meta,
     read_plan_file,
     tensor_bytes,
 )
@@ -150,21 +150,8 @@ class _Checkpoint:
 
     def expected(self, component: str) -> dict[str, _Expected]:
         """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""
-        library, class_name = library_of(self.folder, component), self.folder.components[component]
-        where = self.folder.path / component / "config.json"
-        config = {key: value for key, value in self.folder.config(component).items() if key != "quantization_config"}
-        try:
-            model = build_on_meta(library, class_name, config)
-        except Exception as error:  # whatever a constructor makes of values that it did not expect
-            raise ValueError(f"{where}: no {class_name} can be built from it ({error}); copy it again") from error
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        for name, scheme in self.quantized[component].schemes.items():
-            old = linears.get(name)
-            if old is None:
-                raise ValueError(f"{where}: quantizes {name!r}, which is no Linear of {class_name}; copy it again")
-            with torch.device("meta"):
-                new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, torch.bfloat16)
-            model.set_submodule(name, new)
+        library = library_of(self.folder, component)
+        model = quantized_on_meta(self.folder, component)
         found = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             parent, _, parameter = name.rpartition(".")

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from fluxq.kernels import aot
 from fluxq.kernels.aot import Row, compile_cell
 from fluxq.kernels.cells import Cell
+from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.interpreter import PROVEN
 
 compiles = pytest.mark.slow
@@ -69,7 +70,7 @@ def test_a_matmul_uses_the_matrix_unit(cell, target, instruction):
     assert row.ok, row.reason
     assert row.instruction and row.instruction.startswith(instruction)
     assert row.spills == 0 and 16 < (row.registers or 0) <= 255
-    assert row.shared is not None and 0 < row.shared <= aot.TARGETS[target].shared
+    assert row.shared is not None and 0 < row.shared <= CHIPS[target].shared
 
 
 @compiles
@@ -192,11 +193,11 @@ def test_an_unknown_name_lists_the_known_ones(accepted, option, cure):
 
 def test_every_cell_is_accepted_for_every_chip_it_is_meant_for():
     cells = aot.all_cells()
-    names = [(cell.name, cell.format, target) for cell in cells for target in cell.targets or aot.TARGETS]
+    names = [(cell.name, cell.format, target) for cell in cells for target in cell.targets or CHIPS]
     assert len(names) == len(set(names)), "two cells of a kernel need two formats"
     for version in PROVEN:
         accepted = aot.accepted_rows(version)
-        chips = aot.REQUIRED.get(version, tuple(aot.TARGETS))
+        chips = aot.REQUIRED.get(version, tuple(CHIPS))
         assert {name for name in names if name[2] in chips} <= set(accepted), "python -m fluxq.kernels.aot --write"
         assert set(accepted) <= set(names), "python -m fluxq.kernels.aot --write drops cells that are gone"
         for row in accepted.values():
@@ -209,6 +210,6 @@ def test_every_cell_is_accepted_for_every_chip_it_is_meant_for():
 @pytest.mark.parametrize("file", aot.KERNEL_FILES)
 def test_the_first_cell_of_each_file_compiles_to_what_was_accepted(file, target):
     cells = import_module(f"fluxq.kernels.{file}").CELLS
-    cell = next(cell for cell in cells if target in (cell.targets or aot.TARGETS))
+    cell = next(cell for cell in cells if target in (cell.targets or CHIPS))
     row = compile_cell(cell, target)
     assert aot.compare(row, aot.accepted_rows(triton.__version__)[aot.key(row)]) == []

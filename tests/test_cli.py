@@ -80,12 +80,13 @@ COMMON = {"--json", "-v", "--verbose", "-q", "--quiet"}
 RECIPE = {"--recipe", "--profile", "--components", "--include", "--exclude"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
 WRITES = {"--output", "-o", "--overwrite"}
+GPU = {"--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
 
 
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("plan", MODEL | RECIPE | COMMON | {"--statistics"}),
+        ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--statistics", "--no-check"}),
     ],
@@ -114,6 +115,53 @@ def test_plan_as_json(fluxq):
     layers = {layer["name"]: layer for layer in json.loads(result.out)["transformer"]}
     assert layers[LAYER]["scheme"] == "16bit" and layers[LAYER]["reason"] == "excluded by '**.to_k'"
     assert layers["transformer_blocks.0.attn.to_q"]["scheme"] == "fp8-fp8"
+
+
+def test_plan_on_a_gpu_prints_memory_and_modelled_time(fluxq):
+    result = fluxq("plan", "--recipe", "nvfp4", "--gpu", "H200", "--height", "1024", "--width", "1024", "--batch", "2")
+    assert result.code == 0 and result.err == "" and result.left == [] and LAYER not in result.out
+    lines = result.out.splitlines()
+    assert "transformer: 38 of 46 Linears quantized, 6.18 bits per weight" in lines
+    # The VAE of `tiny` halves once, and its prompts have 8 tokens.
+    assert lines[3].startswith("transformer on one H200 SXM, one step, modelled, not measured: 65536 image and 8 text")
+    assert lines[3].endswith(", 2 sequences")
+    rows = {line.split("  ")[0]: line.split() for line in lines[5:13]}
+    assert list(rows) == [
+        *("attention projections", "feed-forward", "single blocks", "modulation", "kept in 16 bit"),
+        *("attention", "elementwise", "total"),
+    ]
+    assert rows["total"][1] == "46" and rows["total"][-1].endswith("x")
+    assert "nvfp4-nvfp4-static: re-encoded at load to int8 or fp8, timed as fp8" in lines
+    assert "peaks: NVIDIA H200 data sheet, sparse figures halved" in lines
+    assert any(line.startswith("efficiency of attention: 0.70 (assumed: ") for line in lines)
+    assert any("efficiency of fp8: 0.69 (1359 TFLOP/s" in line for line in lines)
+
+
+def test_the_cost_as_json_and_what_prefer_does(fluxq):
+    def total(*arguments):
+        result = fluxq("plan", "tiny", "--recipe", "nvfp4", "--gpu", "h200", "--json", *arguments)
+        told = json.loads(result.out)
+        assert told["cost"]["transformer"]["modelled"] is True and len(told["transformer"]) == 46
+        return told["cost"]["transformer"]["parts"][-1]
+
+    fast, small = total(), total("--prefer", "memory")
+    assert fast["part"] == "total" and fast["stored_gb"] == small["stored_gb"] == small["resident_gb"]
+    assert fast["resident_gb"] > 1.3 * fast["stored_gb"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h20"], ["unknown GPU 'h20'; known: a100, h100, h200", "mi355x"]),
+        (["--height", "512", "--batch", "2"], ["--batch, --height: only the cost on a GPU", "give --gpu too"]),
+        (["--prefer", "memory"], ["--prefer: only the cost on a GPU"]),
+        (["--gpu", "h100", "--frames", "9"], ["flux makes images, not video"]),
+        (["--gpu", "h100", "--components", "text_encoder"], ["text_encoder: runs once per image", "a transformer"]),
+        (["--gpu", "h100", "--height", "3"], ["flux: 3x16, 1 images of 1 frames make no token; one is 4 pixels"]),
+    ],
+)
+def test_a_cost_that_cannot_be_modelled_is_refused(fluxq, arguments, words):
+    assert_refused(fluxq("plan", "-q", *arguments), 2, *words)
 
 
 def test_plan_tells_of_a_role_that_the_family_lacks(fluxq, tmp_path, caplog):

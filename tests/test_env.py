@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fluxq import environment as env
+from fluxq.kernels import dispatch
 from fluxq.quantize import ops
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.tensor import QuantizedTensor
@@ -77,7 +78,7 @@ def test_what_is_said_to_compute_is_what_computes(monkeypatch, scheme, exact):
     layer = QuantLinear.from_quantized(weight, None, parsed)
     calls, real = [], torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: calls.append(1) or real(a, b))
-    monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device: exact)
+    monkeypatch.setattr(ops, "int_mm_is_exact", lambda device: exact)
     layer(torch.randn(20, 64))
     name, reason = ops.implementation(parsed, "cpu")
     assert (name == "torch._int_mm") == bool(calls) == (exact and scheme == "int8-int8")
@@ -90,8 +91,14 @@ def test_an_accelerator_is_listed_and_has_its_rows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     report = env.environment()
     assert report["devices"][1]["device"] == "cuda:0" and report["devices"][1]["memory_bytes"] == 2**33
-    assert implementations("cuda").keys() == implementations("cpu").keys()
-    assert implementations("cuda")["nvfp4-nvfp4-static"]["reason"] == "no kernel for cuda"
+    found = implementations("sm_90")
+    assert found.keys() == implementations("cpu").keys()
+    for scheme, row in found.items():
+        choice = dispatch.choose(Scheme.parse(scheme), "sm_90", 4096, 3072, 3072)
+        assert (row["implementation"], row["reason"]) == (choice.implementation, choice.reason)
+    assert found["int8-int8"]["implementation"] in ("scaled_matmul", "torch._int_mm")
+    monkeypatch.setattr(env, "find_spec", lambda name: None)
+    assert implementations("sm_90")["nvfp4-nvfp4-static"]["reason"] == "no kernel for cuda without Triton"
 
 
 def test_every_format_has_an_implementation_with_a_reason_everywhere():

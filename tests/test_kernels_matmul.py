@@ -1,11 +1,13 @@
 """The int8 and fp8 matmul kernel on Triton's interpreter: int8 to the bit, the rest within what fp32 sums may lose."""
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from fluxq.kernels import scaled_matmul
+from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import MatmulTile
 from fluxq.quantize import ops
@@ -34,6 +37,7 @@ def sibling(name: str) -> ModuleType:
 beside = sibling("test_kernels_quantize")
 TILE = MatmulTile(m=32, n=32, k=32, warps=4, stages=3, group_m=2)
 SHAPES = [(1, 33, 64), (5, 64, 45), (17, 130, 80), (130, 70, 96)]  # (M, N, K): tails of every axis, groups of 5 tiles
+FP32 = Epilogue(dtype=torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # as gelu(-100) does
 
 
@@ -52,58 +56,90 @@ def operands(format: str, m: int, n: int, k: int) -> tuple[Tensor, QuantizedTens
     return x, ops.quantize_activation(x, FORMATS[format]), weight, torch.randn(n, generator=noise)
 
 
-def check_int8(kernels: ModuleType, m: int, n: int, k: int) -> None:
+def check_int8(kernels: ModuleType, m: int, n: int, k: int, tile: MatmulTile = TILE) -> None:
     """The bits of the reference op."""
     x, q, w, bias = operands("int8", m, n, k)
     out = beside.guarded(m, n, dtype=torch.float32)
-    kernels.scaled_matmul(q, w, bias=bias, dtype=torch.float32, tile=TILE, out=out)
+    kernels.scaled_matmul(q, w, epilogue=Epilogue(bias=bias, dtype=torch.float32), tile=tile, out=out)
     expected = ops.quantized_linear(x, w.codes, w.scale, None, None, bias, None, None, "int8-int8")
-    assert_within(out, expected, torch.zeros_like(expected))
+    assert_within(out, expected, torch.zeros_like(expected), tile)
     beside.assert_guards_untouched(out)
 
 
 def check_epilogue(
-    kernels: ModuleType, format: str, shape: tuple[int, int, int], dtype: torch.dtype, *, images: int = 0, **follows
+    kernels: ModuleType,
+    format: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    tile: MatmulTile = TILE,
+    x_scales: Callable = lambda q: q,
+    w_scales: Callable = lambda q: q,
+    **follows: Any,
 ) -> None:
-    """Against float64, each element within the rounding of its own sum. follows: rank, gelu, residual."""
+    """Against float64, each element within the rounding of its own sum; follows: as `followed_by` takes them."""
     m, n, k = shape
     _, q, w, bias = operands(format, m, n, k)
+    q, w = x_scales(q), w_scales(w)
+    a, b = (t.codes.double() * t.scale.double().reshape(-1, 1) for t in (q, w))
+    epilogue, value, bound = followed_by(a @ b.T, a.abs() @ b.abs().T, k, bias, dtype, **follows)
+    out = beside.guarded(m, n, dtype=dtype)
+    kernels.scaled_matmul(q, w, epilogue=epilogue, tile=tile, out=out)
+    assert_within(out.double(), value, bound, tile)
+    beside.assert_guards_untouched(out)
+
+
+def one_scale(q: QuantizedTensor) -> QuantizedTensor:
+    """The same codes under one scale."""
+    return QuantizedTensor(q.codes, q.scale.mean(), None, q.shape, FORMATS["fp8_tensor"])
+
+
+def followed_by(
+    product: Tensor,
+    size: Tensor,
+    terms: int,
+    bias: Tensor,
+    dtype: torch.dtype,
+    *,
+    rank: int = 0,
+    gelu: bool = False,
+    images: int = 0,
+    residual: bool = False,
+) -> tuple[Epilogue, Tensor, Tensor]:
+    """An epilogue of random tensors, what it makes of a product (M, N) in float64, and what fp32 may lose.
+
+    size: the sum of |a| |b| over the product's `terms`, each rounded once, and so is what follows.
+    """
     noise = torch.Generator().manual_seed(7)
-    options: dict = {"bias": bias, "gelu": follows.get("gelu", False)}
-    a, b = q.dequantize().double(), w.dequantize().double()
-    value, size = a @ b.T + bias, a.abs() @ b.abs().T + bias.abs()
-    terms = k + 8
-    if rank := follows.get("rank", 0):
+    (m, n), low_rank, gate, added = product.shape, None, None, None
+    value, size, terms = product + bias.double(), size + bias.double().abs(), terms + 8
+    if rank:
         h, up = (torch.randn(rows, rank, generator=noise).bfloat16() for rows in (m, n))
-        options["low_rank"] = h, up
+        low_rank = h, up
         value += h.double() @ up.double().T
         size += h.double().abs() @ up.double().abs().T
         terms += rank
     bound = terms * 2.0**-24 * size
-    if options["gelu"]:
+    if gelu:
         value = F.gelu(value, approximate="tanh")
         bound = 1.13 * bound + 2.0**-20 * size  # 1.13 is gelu's steepest slope
     if images:
-        options["gate"] = torch.randn(images, n, generator=noise).bfloat16()
-        gate = options["gate"].double().repeat_interleave(m // images, dim=0)
-        value, bound = value * gate, bound * gate.abs() + 2.0**-24 * (value * gate).abs()
-    if follows.get("residual"):
-        options["residual"] = torch.randn(m, n, generator=noise).bfloat16()
-        value = value + options["residual"].double()
+        gate = torch.randn(images, n, generator=noise).bfloat16()
+        gates = gate.double().repeat_interleave(m // images, dim=0)
+        value, bound = value * gates, bound * gates.abs() + 2.0**-24 * (value * gates).abs()
+    if residual:
+        added = torch.randn(m, n, generator=noise).bfloat16()
+        value = value + added.double()
     bound += 2.0**-23 * value.abs() + torch.finfo(dtype).eps / 2 * (value.abs() + bound)
-    out = beside.guarded(m, n, dtype=dtype)
-    kernels.scaled_matmul(q, w, dtype=dtype, tile=TILE, out=out, **options)
-    assert_within(out.double(), value, bound)
-    beside.assert_guards_untouched(out)
+    return Epilogue(bias, low_rank, gelu, gate, added, dtype), value, bound
 
 
-def assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
+def assert_within(found: Tensor, expected: Tensor, bound: Tensor, tile: MatmulTile = TILE) -> None:
     """|found - expected| <= bound for each element; the message says where it first is not, and in which tiles."""
     wrong = ~((found - expected).abs() <= bound)  # NaN is wrong
     if wrong.any():
         places = wrong.nonzero()
         row, column = places[0].tolist()
-        tiles = sorted({(r // TILE.m, c // TILE.n) for r, c in places.tolist()})
+        tiles = sorted({(r // tile.m, c // tile.n) for r, c in places.tolist()})
         raise AssertionError(
             f"{len(places)} of {wrong.numel()} differ, in tiles {tiles}; first at ({row}, {column}): "
             f"{found[row, column]:.9g}, expected {expected[row, column]:.9g} within {bound[row, column]:.2g}"
@@ -120,7 +156,7 @@ def test_int8_sums_are_exact_for_the_largest_codes() -> None:
     codes = torch.full((16, k), 127, dtype=torch.int8)
     codes[:, 0] = torch.arange(16, dtype=torch.int8)  # odd sums beyond 2^24, which fp32 would have rounded on the way
     q = QuantizedTensor(codes, torch.ones(16), None, (16, k), FORMATS["int8"])
-    y = scaled_matmul.scaled_matmul(q, q, dtype=torch.float32, tile=MatmulTile(16, 16, 512, 4, 3))
+    y = scaled_matmul.scaled_matmul(q, q, epilogue=FP32, tile=MatmulTile(16, 16, 512, 4, 3))
     assert torch.equal(y, (codes.long() @ codes.long().T).float())
 
 
@@ -147,36 +183,74 @@ def test_what_follows_the_product_is_computed_in_fp32(format: str, follows: str)
     check_epilogue(scaled_matmul, format, (130, 70, 64), torch.float32, **FOLLOWS[follows])
 
 
-def test_promoting_partial_sums_changes_nothing_where_sums_are_fp32() -> None:
-    _, q, w, _ = operands("fp8", 17, 33, 96)
-    plain, promoted = (
-        scaled_matmul.scaled_matmul(q, w, tile=MatmulTile(32, 32, 32, 4, 3, acc_split=split)) for split in (0, 32)
+VARIANTS = {
+    "promoted": dataclasses.replace(TILE, acc_split=32),
+    "descriptors": dataclasses.replace(TILE, descriptors=True),
+    "halves": dataclasses.replace(TILE, halves=True),
+    "descriptors and halves": dataclasses.replace(TILE, descriptors=True, halves=True),
+    "unit scales": dataclasses.replace(TILE, unit_scales=True),
+    "unit scales and descriptors": dataclasses.replace(TILE, unit_scales=True, descriptors=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_way_to_multiply_computes_the_same(variant: str) -> None:
+    """Promotion too, where sums are fp32 as here."""
+    tile = VARIANTS[variant]
+    _, q, w, _ = operands("fp8", 130, 70, 80)
+    plain, other = (scaled_matmul.scaled_matmul(q, w, tile=t) for t in (TILE, tile))
+    assert torch.equal(plain, other)
+    check_epilogue(
+        scaled_matmul, "fp8", (130, 70, 80), torch.bfloat16, tile, rank=5, gelu=True, images=5, residual=True
     )
-    assert torch.equal(plain, promoted)
+    if not tile.unit_scales:
+        check_int8(scaled_matmul, 130, 70, 80, tile)
+
+
+@pytest.mark.parametrize("tile", ["plain", "descriptors"])
+@pytest.mark.parametrize("which", ["x", "w", "both"])
+def test_fp8_codes_may_share_one_scale(which: str, tile: str) -> None:
+    scales: dict[str, Any] = {f"{part}_scales": one_scale for part in ("x", "w") if which in (part, "both")}
+    check_epilogue(
+        scaled_matmul, "fp8", (17, 70, 80), torch.float32, {"plain": TILE, **VARIANTS}[tile], residual=True, **scales
+    )
 
 
 def bad_input() -> dict[str, tuple[Callable, str]]:
     _, q, w, bias = operands("int8", 4, 8, 32)
     _, fp8, _, _ = operands("fp8", 4, 8, 32)
     call = partial(scaled_matmul.scaled_matmul, q, w, tile=TILE)
+
+    def followed(**by) -> Callable:
+        return partial(call, epilogue=Epilogue(**by))
+
     h, up = torch.ones(4, 2).bfloat16(), torch.ones(8, 2).bfloat16()
     empty = QuantizedTensor(q.codes[:0], q.scale[:0], None, (0, 32), q.format)
     long = QuantizedTensor(q.codes.repeat(1, 4096), q.scale, None, (4, 2**17), q.format)
     short = QuantizedTensor(w.codes[:, :16].contiguous(), w.scale, None, (8, 16), w.format)
+    narrow = QuantizedTensor(q.codes[:, :24].contiguous(), q.scale, None, (4, 24), q.format)
     per_tensor = QuantizedTensor(q.codes, q.scale[0], None, q.shape, q.format)
     return {
         "formats": (partial(scaled_matmul.scaled_matmul, fp8, w, tile=TILE), "x is fp8 and w int8, expected both"),
         "no rows": (partial(scaled_matmul.scaled_matmul, empty, w, tile=TILE), r"x \(0, 32\) has no rows"),
         "K": (partial(scaled_matmul.scaled_matmul, q, short, tile=TILE), "K differs"),
         "long sums": (partial(scaled_matmul.scaled_matmul, long, long, tile=TILE), "K is 131072, expected less"),
+        "descriptors": (
+            partial(scaled_matmul.scaled_matmul, narrow, narrow, tile=VARIANTS["descriptors"]),
+            "x has rows of 24 bytes .* take a tile without descriptors",
+        ),
+        "unit scales": (
+            partial(scaled_matmul.scaled_matmul, q, w, tile=VARIANTS["unit scales"]),
+            "tile.unit_scales is for fp8 .* not for int8 at 32",
+        ),
         "scale": (partial(scaled_matmul.scaled_matmul, per_tensor, w, tile=TILE), r"scale is .* \(\), expected"),
-        "bias": (partial(call, bias=bias[:7]), r"bias is .* \(7,\), expected .* \(8,\)"),
-        "bias type": (partial(call, bias=bias.double()), r"bias is torch\.float64"),
-        "low rank": (partial(call, low_rank=(h, up.half())), r"up is torch\.float16 .* expected bfloat16"),
-        "rank": (partial(call, low_rank=(h.repeat(1, 200), up.repeat(1, 200))), "rank 400, expected 1 to 256"),
-        "gate": (partial(call, gate=torch.ones(3, 8)), r"gate \(3, 8\) does not split 4 tokens"),
-        "residual": (partial(call, residual=torch.ones(8, 4).t()), r"residual has strides .*contiguous"),
-        "dtype": (partial(call, dtype=torch.float64), r"dtype is torch\.float64"),
+        "bias": (followed(bias=bias[:7]), r"bias is .* \(7,\), expected .* \(8,\)"),
+        "bias type": (followed(bias=bias.double()), r"bias is torch\.float64"),
+        "low rank": (followed(low_rank=(h, up.half())), r"up is torch\.float16 .* expected bfloat16"),
+        "rank": (followed(low_rank=(h.repeat(1, 200), up.repeat(1, 200))), "rank 400, expected 1 to 256"),
+        "gate": (followed(gate=torch.ones(3, 8)), r"gate \(3, 8\) does not split 4 tokens"),
+        "residual": (followed(residual=torch.ones(8, 4).t()), r"residual has strides .*contiguous"),
+        "dtype": (followed(dtype=torch.float64), r"dtype is torch\.float64"),
         "out": (partial(call, out=torch.ones(4, 8)), r"out is torch\.float32 .* expected bfloat16"),
         "device": (partial(call, out=torch.ones(4, 8, device="meta").bfloat16()), "out is on meta"),
     }
@@ -201,31 +275,41 @@ def test_outside_the_interpreter_cpu_tensors_are_refused(monkeypatch) -> None:
 int8 = partial(check_int8, m=130, n=70, k=80)
 fp8 = partial(check_epilogue, format="fp8", shape=(130, 70, 80), dtype=torch.bfloat16)
 everything = partial(fp8, rank=5, gelu=True, images=5, residual=True)
-X_SCALE = "tl.load(x_scale + rows, mask=row_mask, other=0.0)[:, None]"
-W_SCALE = "tl.load(w_scale + columns, mask=column_mask, other=0.0)[None, :]"
-THEN = "\n    value = value * "
-FAULTS: dict[str, tuple[str, str, Callable]] = {
-    "scale added": (THEN + W_SCALE, THEN.replace("*", "+") + W_SCALE, fp8),
-    "scales in the other order": (X_SCALE + THEN + W_SCALE, W_SCALE + THEN + X_SCALE, int8),
-    "scale of the other axis": (X_SCALE, "tl.load(x_scale + columns, mask=columns < M, other=0.0)[None, :]", fp8),
-    "sums in bf16": ("value = acc.to(tl.float32)", "value = acc.to(tl.bfloat16).to(tl.float32)", int8),
-    "no mask of K": ("EVEN_K=k % tile.k == 0", "EVEN_K=True", fp8),
-    "no mask of the output": ("row_mask[:, None] & column_mask[None, :]\n", "row_mask[:, None]\n", fp8),
-    "rows past the end": ("tl.minimum(rows, M - 1)", "rows", fp8),
-    "tiles unwritten": ("first + program % in_group % height", "first", fp8),
-    "last K tile dropped": ("range(0, K, BLOCK_K)", "range(0, K - BLOCK_K, BLOCK_K)", fp8),
-    "bias of the wrong sign": ("value + tl.load(bias", "value - tl.load(bias", int8),
-    "ranks past the end": ("(ranks < R)[None, :]", "(ranks < BLOCK_R)[None, :]", everything),
-    "gate of the first image": ("rows // tokens", "rows * 0", everything),
-    "gelu": ("v + 0.044715 * v * v * v", "v", everything),
-    "residual dropped": ("value + added", "value + 0.0 * added", everything),
+copied = partial(everything, tile=VARIANTS["descriptors and halves"])
+shared = partial(fp8, x_scales=one_scale)
+MATMUL, FOLLOWING = "scaled_matmul.py", "epilogue.py"
+X_SCALE = "tl.load(x_scale + rows * stride_x_scale, mask=rows < M, other=0.0)"
+W_SCALE = "value * tl.load(w_scale + columns"
+FAULTS: dict[str, tuple[str, str, str, Callable]] = {
+    "scale added": (MATMUL, W_SCALE, W_SCALE.replace("*", "+"), fp8),
+    "scale rounded": (MATMUL, X_SCALE, X_SCALE + ".to(tl.bfloat16).to(tl.float32)", int8),
+    "scale of the other axis": (MATMUL, X_SCALE, X_SCALE.replace("rows", "columns"), fp8),
+    "one scale for all": (MATMUL, "min(x.scale.ndim, 1)", "0", fp8),
+    "a scale for each": (MATMUL, "min(x.scale.ndim, 1)", "1", shared),
+    "sums in bf16": (MATMUL, "value = parts[part].to(", "value = parts[part].to(tl.bfloat16).to(", int8),
+    "no mask of K": (MATMUL, "k % tile.k == 0", "True", fp8),
+    "rows past the end": (MATMUL, "tl.minimum(rows, M - 1)", "rows", fp8),
+    "tiles unwritten": (MATMUL, "first + program % in_group % height", "first", fp8),
+    "last K tile dropped": (MATMUL, "K, BLOCK_K):\n        ks", "K - BLOCK_K, BLOCK_K):\n        ks", fp8),
+    "descriptors: one tile each": (MATMUL, "tiles_m * tiles_n, tl.num_programs(0)", "1, 1", copied),
+    "descriptors: rows of x": (MATMUL, "w.load([tile_n * BLOCK_N", "w.load([tile_m * BLOCK_M", copied),
+    "halves: the left twice": (MATMUL, "parts[part].to(", "parts[0].to(", copied),
+    "no mask of the output": (FOLLOWING, "row_mask[:, None] & column_mask[None, :]\n", "row_mask[:, None]\n", fp8),
+    "bias of the wrong sign": (FOLLOWING, "value + tl.load(bias", "value - tl.load(bias", int8),
+    "ranks past the end": (FOLLOWING, "(ranks < R)[None, :]", "(ranks < BLOCK_R)[None, :]", everything),
+    "gate of the first image": (FOLLOWING, "rows // tokens", "rows * 0", everything),
+    "gelu": (FOLLOWING, "v + 0.044715 * v * v * v", "v", everything),
+    "residual dropped": (FOLLOWING, "value + added", "value + 0.0 * added", everything),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
-    old, new, check = FAULTS[fault]
+def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, old, new, check = FAULTS[fault]
     check(scaled_matmul)
-    faulty = beside.with_fault("scaled_matmul.py", old, new, tmp_path)
+    faulty = beside.with_fault(file, old, new, tmp_path)
+    if file == FOLLOWING:
+        monkeypatch.setattr(scaled_matmul, "finish", faulty.finish)
+        faulty = scaled_matmul
     with pytest.raises((AssertionError, InterpreterError), match=r"differ|outside every argument tensor"):
         check(faulty)

@@ -18,15 +18,22 @@ from triton.runtime.errors import InterpreterError
 from fluxq.kernels import dequantize, quantize_activation
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import Tile
-from fluxq.quantize import encode, ops
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize import encode, ops, producers
+from fluxq.quantize.producers import PRODUCED
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
 from fluxq.recipes.formats import FORMATS, find_format
 
-SUPPORTED = quantize_activation.SUPPORTED
 TILE = Tile(rows=16, columns=256, warps=4)
 POISON = 0xA5
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinity and NaN are among x
-COLUMNS = {"int8": 331, "fp8": 331, "mxfp8": 352, "mxfp4": 352, "nvfp4": 336}  # never a multiple of the tile's
+COLUMNS = {
+    "int8": 331,
+    "fp8": 331,
+    "fp8_tensor": 331,
+    "mxfp8": 352,
+    "mxfp4": 352,
+    "nvfp4": 336,
+}  # never a multiple of the tile's
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,6 +100,8 @@ def assert_same_bytes(found: QuantizedTensor, reference: QuantizedTensor, x: Ten
 
 def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype = torch.bfloat16) -> None:
     x = awkward(m, COLUMNS[format], dtype)
+    if format == "fp8_tensor":
+        x = x.nan_to_num(0.0, 0.0, 0.0)  # one NaN would be everything
     out = buffers(format, m, COLUMNS[format])
     kernels.quantize_into(out, x, tile=TILE)
     assert_same_bytes(out, ops.quantize_activation(x, FORMATS[format]), x)
@@ -102,8 +111,10 @@ def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype 
 def check_given_scale(kernels: ModuleType, format: str, per_token: bool) -> None:
     x = awkward(33, COLUMNS[format])
     scale = torch.linspace(0.01, 3, 33)[:, None] if per_token else torch.tensor(0.037)
-    q = kernels.quantize_activation(x, FORMATS[format], scale, tile=TILE)
-    assert_same_bytes(q, ops.quantize_activation(x, FORMATS[format], scale), x)
+    q, _ = kernels.quantize_activation(x, FORMATS[format], scale, tile=TILE)
+    row = FORMATS[format]
+    reference = quantize_blocks(x, row, scale, "x") if row.two_level else quantize_blocks(x, row, None, "x", scale)
+    assert_same_bytes(q, reference, x)
 
 
 def check_every_bf16_number(kernels: ModuleType, format: str) -> None:
@@ -112,7 +123,7 @@ def check_every_bf16_number(kernels: ModuleType, format: str) -> None:
     numbers = torch.cat([bits, bits + 1, bits - 1]).view(torch.float32)
     x = numbers[numbers.isfinite() & (numbers.abs() < 600)]
     x = x[: len(x) // 4096 * 4096].reshape(-1, 4096)
-    q = kernels.quantize_activation(x, FORMATS[format], torch.ones(len(x), 1), tile=Tile(16, 4096, 4))
+    q, _ = kernels.quantize_activation(x, FORMATS[format], torch.ones(len(x), 1), tile=Tile(16, 4096, 4))
     expected = encode.encode(x.clone(), FORMATS[format].element)
     assert_equal_values(q.codes.float(), expected.float())
 
@@ -120,16 +131,10 @@ def check_every_bf16_number(kernels: ModuleType, format: str) -> None:
 def check_swizzled(kernels: ModuleType, format: str, m: int) -> None:
     x = awkward(m, COLUMNS[format])
     given = torch.tensor(0.02) if FORMATS[format].two_level else None
-    groups = x.shape[1] // FORMATS[format].group_size
-    padded_m, padded_groups = -(-m // 128) * 128, -(-groups // 4) * 4
-    out = buffers(format, m, COLUMNS[format], global_scale=given, padded=padded_m * padded_groups)
+    expected = swizzle_scales(ops.quantize_activation(x, FORMATS[format], given).scale)
+    out = buffers(format, m, COLUMNS[format], global_scale=given, padded=len(expected))
     kernels.quantize_into(out, x, scale_given=given is not None, swizzled=True, tile=TILE)
-    plain = torch.full((padded_m, padded_groups), POISON, dtype=torch.uint8)  # padding keeps what was there
-    scale = ops.quantize_activation(x, FORMATS[format], given).scale
-    plain[:m, :groups] = scale.view(torch.uint8)
-    # cuBLAS: tiles of 128 rows and 4 groups, each as 32 lines of 4 quarters (row // 32) of 4 groups
-    expected = plain.reshape(-1, 4, 32, padded_groups // 4, 4).permute(0, 3, 2, 1, 4).flatten()
-    assert_equal_values(out.scale.view(torch.uint8), expected)
+    assert_equal_values(out.scale.view(torch.uint8), expected.view(torch.uint8))
     assert_guards_untouched(out.codes, out.scale)
 
 
@@ -138,8 +143,105 @@ def check_distant_rows(kernels: ModuleType) -> None:
     k = 32
     x = torch.empty(2**31 + k, dtype=torch.bfloat16).as_strided((3, k), (2**30, 1))  # only what is written is resident
     x.copy_(awkward(3, k))
-    q = kernels.quantize_activation(x, FORMATS["mxfp8"], tile=Tile(4, 32, 1))
+    q, _ = kernels.quantize_activation(x, FORMATS["mxfp8"], tile=Tile(4, 32, 1))
     assert_same_bytes(q, ops.quantize_activation(x.clone(), FORMATS["mxfp8"]), x)
+
+
+def check_steps(
+    kernels: ModuleType,
+    format: str,
+    m: int = 17,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    act: str | None = None,
+    given: bool = False,
+    hadamard: int = 0,
+    rank: int = 0,
+    four_over_six: bool = False,
+    swizzled: bool = False,
+    tile: Tile = TILE,
+) -> None:
+    """mean and smooth, then the other steps: the bytes of the reference, of the kernel's own act(x) if there is one."""
+    k, row = 640, FORMATS[format]
+    x = awkward(m, k * (1 + (act in producers.GATED)), dtype)
+    if rank or format == "fp8_tensor":
+        x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4)  # one NaN would be everything, and sums are not to overflow
+    noise = torch.Generator().manual_seed(m)
+    mean, smooth = 9 * torch.randn(k, generator=noise), torch.randn(k, generator=noise).exp()
+    given_scale = None
+    if given:
+        given_scale = torch.rand(m, 1, generator=noise) if row.block[0] else torch.tensor(0.37)
+    a = kernels.activate(x, act, tile=TILE) if act else x
+    expected = producers.quantize_activation(
+        a, given_scale, smooth, mean, None, format, hadamard, four_over_six, swizzled
+    )
+    out = buffers(format, m, k, given_scale if row.two_level else None, expected[1].numel() if swizzled else 0)
+    if given and not row.two_level:
+        assert given_scale is not None
+        out = QuantizedTensor(out.codes, given_scale.reshape(out.scale.shape), None, out.shape, row)
+    low_rank: dict = {}
+    if rank:
+        low_rank["down"] = torch.randn(rank, k, generator=noise).to(
+            torch.float16 if dtype == torch.float16 else torch.bfloat16
+        )
+        low_rank["h"] = guarded(m, rank, dtype=low_rank["down"].dtype)
+    kernels.quantize_into(
+        out,
+        x,
+        act=act,
+        scale_given=given,
+        smooth=smooth,
+        mean=mean,
+        hadamard=hadamard,
+        four_over_six=four_over_six,
+        swizzled=swizzled,
+        tile=tile,
+        **low_rank,
+    )
+    any_code = producers.transform(a, smooth, mean, hadamard).isnan().reshape(*out.codes.shape, -1).any(-1)
+    assert_equal_values(out.codes.float().where(~any_code, 0), expected[0].float().where(~any_code, 0))
+    if not given or row.two_level:
+        assert_equal_values(out.scale.float(), expected[1].float())
+        assert_guards_untouched(out.scale)
+    if not given and out.global_scale is not None:
+        assert_equal_values(out.global_scale, expected[2])
+        assert_guards_untouched(out.global_scale)
+    assert_guards_untouched(out.codes)
+    if rank:
+        check_low_rank(low_rank["h"], a.to(low_rank["down"].dtype), low_rank["down"])
+
+
+def check_low_rank(h: Tensor, a: Tensor, down: Tensor) -> None:
+    """h = a · down^T within what fp32 sums and one rounding may lose."""
+    a64, down64 = a.double(), down.double()
+    value = a64 @ down64.T
+    bound = 1.01 * (a.shape[1] * 2.0**-24 * (a64.abs() @ down64.abs().T) + torch.finfo(h.dtype).eps / 2 * value.abs())
+    wrong = ~((h.double() - value).abs() <= bound + torch.finfo(h.dtype).smallest_normal)
+    assert not wrong.any(), f"h: {int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
+    assert_guards_untouched(h)
+
+
+def check_order_of_sums(kernels: ModuleType) -> None:
+    """Neighbours first: 2^24 + 1 loses the 1, which would come back if 2^24 - 2^24 were first."""
+    x, one = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0]).repeat(3, 16), torch.ones(3, 1)
+    q, _ = kernels.quantize_activation(x, FORMATS["fp8"], one, hadamard=64, tile=TILE)
+    codes, *_ = producers.quantize_activation(x, one, None, None, None, "fp8", 64, False, False)
+    assert_equal_values(q.codes.float(), codes.float())
+
+
+def check_rows_that_are_not_there(kernels: ModuleType) -> None:
+    """Of the tile's 16 rows 13 lie beyond x: they hold 0 - mean, which is not the tensor's amax."""
+    x, mean = torch.full((3, 32), 5.0), torch.full((32,), 4.0)
+    q, _ = kernels.quantize_activation(x, FORMATS["fp8_tensor"], mean=mean, tile=TILE)
+    assert_equal_values(q.scale, torch.tensor(1.0) / 448)
+
+
+def check_tie_of_four_and_six(kernels: ModuleType) -> None:
+    """Blocks that both scales hold exactly keep the one for 6; one that only 4 holds exactly takes that."""
+    x = torch.tensor([6.0, 0.0, 3.0, 0.0, -6.0, *[0.0] * 11, 6.0, 4.5, *[0.0] * 14]).repeat(1, 2)
+    q, _ = kernels.quantize_activation(x, FORMATS["nvfp4"], torch.tensor(1.0), four_over_six=True, tile=Tile(1, 64, 1))
+    assert_equal_values(q.scale.float(), torch.tensor([[1.0, 1.5, 1.0, 1.5]]))
+    assert_equal_values(q.dequantize(), x)
 
 
 # Checks of dequantize.py
@@ -173,23 +275,33 @@ def check_every_code_and_scale(kernels: ModuleType, format: str) -> None:
 
 
 def assert_equal_values(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
     wrong = ~((found == expected) & (found.signbit() == expected.signbit()) | (found.isnan() & expected.isnan()))
-    assert not wrong.any(), f"{int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
+    if wrong.any():
+        first = wrong.nonzero()[0].tolist()
+        tile = [i // size for i, size in zip(first, (TILE.rows, TILE.columns), strict=False)]
+        values = [t.flatten()[wrong.flatten()][0].item() for t in (found, expected)]
+        raise AssertionError(
+            f"{int(wrong.sum())} differ, first at {first} (tile {tile}): {values[0]:.9g}, expected {values[1]:.9g}"
+        )
 
 
 @pytest.mark.parametrize("m", [1, 5, 17, 130])
-@pytest.mark.parametrize("format", SUPPORTED)
+@pytest.mark.parametrize("format", PRODUCED)
 def test_codes_and_scales_are_the_reference_byte_for_byte(format: str, m: int) -> None:
     check_quantize(quantize_activation, format, m)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("format", SUPPORTED)
+@pytest.mark.parametrize("format", PRODUCED)
 def test_other_input_types_are_quantized_alike(format: str, dtype: torch.dtype) -> None:
     check_quantize(quantize_activation, format, 17, dtype)
 
 
-@pytest.mark.parametrize(("format", "per_token"), [("int8", True), ("fp8", True), ("nvfp4", True), ("nvfp4", False)])
+@pytest.mark.parametrize(
+    ("format", "per_token"),
+    [("int8", True), ("fp8", True), ("fp8_tensor", False), ("nvfp4", True), ("nvfp4", False)],
+)
 def test_a_given_scale_takes_the_place_of_the_amax(format: str, per_token: bool) -> None:
     check_given_scale(quantize_activation, format, per_token)
 
@@ -200,19 +312,76 @@ def test_every_bf16_number_and_its_neighbours_round_to_the_nearest_even_code(for
 
 
 @pytest.mark.parametrize(("format", "m"), [("mxfp8", 5), ("mxfp4", 5), ("nvfp4", 5), ("nvfp4", 130)])
-def test_swizzled_scales_lie_in_128x4_tiles_and_padding_is_not_written(format: str, m: int) -> None:
+def test_swizzled_scales_lie_in_128x4_tiles_padded_with_zeros(format: str, m: int) -> None:
     check_swizzled(quantize_activation, format, m)
 
 
 def test_mxfp4_chooses_the_exponent_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    q = quantize_activation.quantize_activation(x, FORMATS["mxfp4"], tile=Tile(64, 512, 4))
-    reference = ops.quantize_activation(x, FORMATS["mxfp4"])
-    wrong = (q.scale != reference.scale).nonzero()
-    # The order of the reference's sums is torch's own: candidates may change places where they tie to rounding.
-    errors = [(t.dequantize().double() - x.double()).reshape(512, 16, 32).square().sum(-1) for t in (q, reference)]
-    assert len(wrong) < 3
-    torch.testing.assert_close(*errors, rtol=1e-6, atol=0)
+    q, _ = quantize_activation.quantize_activation(x, FORMATS["mxfp4"], tile=Tile(64, 512, 4))
+    assert_same_bytes(q, ops.quantize_activation(x, FORMATS["mxfp4"]), x)
+
+
+def test_four_over_six_chooses_the_scale_of_the_reference_in_many_blocks() -> None:
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    q, _ = quantize_activation.quantize_activation(x, FORMATS["nvfp4"], four_over_six=True, tile=Tile(64, 512, 4))
+    codes, scale, global_scale, _ = producers.quantize_activation(x, None, None, None, None, "nvfp4", 0, True, False)
+    assert_same_bytes(q, QuantizedTensor(codes, scale, global_scale, q.shape, q.format), x)
+
+
+def test_ties_between_four_and_six_go_to_six() -> None:
+    check_tie_of_four_and_six(quantize_activation)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp8_tensor", "nvfp4"])
+def test_mean_smoothing_and_hadamard_come_first(format: str, given: bool) -> None:
+    check_steps(quantize_activation, format, given=given, hadamard=32)
+
+
+@pytest.mark.parametrize("hadamard", [0, 16, 32, 64, 128])
+@pytest.mark.parametrize("m", [1, 5, 130])
+def test_every_hadamard_size_gives_the_bits_of_the_reference(hadamard: int, m: int) -> None:
+    check_steps(quantize_activation, "mxfp8", m, hadamard=hadamard)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("given", [False, True])
+def test_four_over_six_with_every_step(dtype: torch.dtype, given: bool) -> None:
+    check_steps(quantize_activation, "nvfp4", 5, dtype, given=given, hadamard=64, four_over_six=True, swizzled=True)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("format", PRODUCED)
+def test_the_low_rank_product_comes_from_x_and_leaves_the_codes_alone(format: str, given: bool) -> None:
+    if given and FORMATS[format].scale == "e8m0":
+        pytest.skip("mx formats take no scale")
+    check_steps(quantize_activation, format, given=given, hadamard=16, rank=33)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_low_rank_product_of_other_types(dtype: torch.dtype) -> None:
+    check_steps(quantize_activation, "int8", 5, dtype, rank=1)
+
+
+@pytest.mark.parametrize("format", ["int8", "mxfp4", "nvfp4"])
+def test_a_row_in_one_tile_is_quantized_alike(format: str) -> None:
+    check_steps(quantize_activation, format, 5, hadamard=128, tile=Tile(1, 1024, 4))
+
+
+def test_sums_of_the_hadamard_transform_are_in_the_order_of_the_reference() -> None:
+    check_order_of_sums(quantize_activation)
+
+
+def test_rows_beyond_x_do_not_count_for_the_scale_of_a_tensor() -> None:
+    check_rows_that_are_not_there(quantize_activation)
+
+
+def test_one_nan_is_the_whole_tensor() -> None:
+    x = torch.ones(3, 32)
+    x[1, 5] = torch.nan
+    q, _ = quantize_activation.quantize_activation(x, FORMATS["fp8_tensor"], tile=TILE)
+    assert q.scale.isnan() and q.dequantize().isnan().all()
 
 
 def test_rows_may_be_any_distance_apart() -> None:
@@ -232,16 +401,45 @@ def test_every_code_decodes_under_every_scale(format: str) -> None:
 
 X = torch.ones(4, 64)
 BAD_INPUT = {
-    "no rows": ((X[:0], "fp8"), {}, r"x \(0, 64\) has no rows"),
+    "no rows": ((X[:0], "fp8"), {}, r"x \(0, 64\) is empty"),
     "three axes": ((X[None], "fp8"), {}, r"expected \(M, K\)"),
     "integers": ((X.int(), "fp8"), {}, "x is torch.int32"),
     "K tail": ((X[:, :40], "mxfp8"), {}, "multiples of 32"),
     "column stride": ((torch.ones(64, 32).t(), "nvfp4"), {}, r"strides \(1, 32\).*\.contiguous"),
-    "a weight format": ((X, "int4"), {}, "no kernel for int4, only for int8"),
+    "a weight format": ((X, "int4"), {}, "not quantized to int4, only to int8"),
     "an mx scale": ((X, "mxfp8"), {"input_scale": torch.ones(4, 1)}, "give no input_scale"),
     "scale of another shape": ((X, "int8"), {"input_scale": torch.ones(4)}, r"input_scale is .* \(4,\), expected"),
     "scale of another type": ((X, "nvfp4"), {"input_scale": torch.tensor(1.0).half()}, "expected float32"),
     "scale elsewhere": ((X, "nvfp4"), {"input_scale": torch.ones((), device="meta")}, "on meta.*move it"),
+    "smoothing of another length": ((X, "fp8"), {"smooth": torch.ones(32)}, r"smooth is .* \(32,\), expected"),
+    "mean of another type": ((X, "fp8"), {"mean": torch.ones(64).half()}, "mean is torch.float16"),
+    "a Hadamard size": ((X, "fp8"), {"hadamard": 48}, "hadamard is 48, expected one of 0, 16"),
+    "a Hadamard tail": ((X, "fp8"), {"hadamard": 128}, "K is 64, no multiple of hadamard 128"),
+    "a tile that splits Hadamard blocks": (
+        (X, "fp8"),
+        {"hadamard": 64, "tile": Tile(4, 32, 1)},
+        "tile.columns is 32, expected a multiple of hadamard 64",
+    ),
+    "4-over-6 elsewhere": ((X, "mxfp4"), {"four_over_six": True}, "mxfp4 has none: leave it out"),
+    "swizzled rows": ((X, "int8"), {"swizzled": True}, "int8 has none: leave it out"),
+    "swizzled in narrow tiles": (
+        (X, "nvfp4"),
+        {"swizzled": True, "tile": Tile(4, 32, 1)},
+        "tile.columns is 32, expected a multiple of 64",
+    ),
+    "a rank too large": (
+        (X.half(), "fp8"),
+        {"down": torch.ones(257, 64).half()},
+        r"down is \(257, 64\), expected .* R from 1 to 256",
+    ),
+    "down of another type": ((X.half(), "fp8"), {"down": torch.ones(4, 64)}, "down is torch.float32"),
+    "down for few rows": (
+        (X.half(), "fp8"),
+        {"down": torch.ones(4, 64).half(), "tile": Tile(4, 64, 1)},
+        "tile.rows is 4, expected at least 16",
+    ),
+    "an unknown act": ((X, "fp8"), {"act": "relu"}, "act is 'relu', expected one of gelu, gelu_tanh"),
+    "an act of two halves": ((X[:, :63], "fp8"), {"act": "silu_mul"}, r"no two halves, expected \(M, 2K\)"),
     "a tile that splits blocks": ((X, "mxfp8"), {"tile": Tile(4, 16, 1)}, "multiple of mxfp8's 32"),
 }
 
@@ -272,47 +470,86 @@ def test_buffers_that_do_not_fit_are_named() -> None:
         dequantize.dequantize(q, torch.float64, tile=TILE)
     with pytest.raises(ValueError, match=r"scale is .* \(4, 4\), expected float8_e4m3fn \(512,\)"):
         quantize_activation.quantize_into(q, torch.ones(4, 64), scale_given=True, swizzled=True, tile=TILE)
+    down = torch.ones(4, 64).bfloat16()
+    with pytest.raises(ValueError, match="no h to write to: give both or neither"):
+        quantize_activation.quantize_into(q, torch.ones(4, 64), scale_given=True, tile=TILE, down=down)
+    with pytest.raises(ValueError, match="h is given but `down` is not"):
+        quantize_activation.quantize_into(q, torch.ones(4, 64), scale_given=True, tile=TILE, h=down)
 
 
 # Faults: in `file`, the text `old` (which must occur once) becomes `new`, and the check must notice.
-QUANTIZE, DEQUANTIZE = "quantize_activation.py", "dequantize.py"
+QUANTIZE, CODES, DEQUANTIZE = "quantize_activation.py", "codes.py", "dequantize.py"
 every_number = partial(check_every_bf16_number, format="fp8")
 nvfp4 = partial(check_quantize, format="nvfp4", m=17)
 mxfp4 = partial(check_quantize, format="mxfp4", m=17)
 mxfp8 = partial(check_quantize, format="mxfp8", m=17)
 int8 = partial(check_quantize, format="int8", m=17)
 swizzled = partial(check_swizzled, format="nvfp4", m=130)
+four_over_six = partial(check_steps, format="nvfp4", four_over_six=True)
+steps = partial(check_steps, format="mxfp8", hadamard=32)
+tensor_scale = partial(check_steps, format="fp8_tensor", m=130)
+low_rank = partial(check_steps, format="int8", rank=33)
 codes_of = {name: partial(check_every_code_and_scale, format=name) for name in FORMATS}
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
-    "nibbles swapped": (QUANTIZE, "low | (high << 4)", "high | (low << 4)", nvfp4),
-    "scales transposed": (QUANTIZE, "(K // GROUP) + groups[None, :]", "1 + groups[None, :] * M", mxfp8),
-    "scales one group off": (QUANTIZE, "groups = tile * (COLUMNS // GROUP) +", "groups = 1 +", mxfp8),
-    "no mask of rows": (QUANTIZE, "row_mask[:, None] & (groups <", "(rows[:, None] < M + 1) & (groups <", mxfp8),
-    "no mask of columns": (QUANTIZE, "row_mask[:, None] & (pairs < K // 2)", "row_mask[:, None] & (pairs < K)", nvfp4),
+    "nibbles swapped": (CODES, "low | (high << 4)", "high | (low << 4)", nvfp4),
+    "scales transposed": (CODES, "(K // GROUP) + groups[None, :]", "1 + groups[None, :] * M", mxfp8),
+    "scales one group off": (CODES, "groups = tile * (COLUMNS // GROUP) +", "groups = 1 +", mxfp8),
+    "no mask of rows": (CODES, "(rows < M)[:, None] & (groups <", "(rows < M + 1)[:, None] & (groups <", mxfp8),
+    "no mask of columns": (CODES, "(rows < M)[:, None] & (pairs < K // 2)", "(rows < M)[:, None] & (pairs < K)", nvfp4),
     "a tile unwritten": (QUANTIZE, "range(tl.program_id(1), TILES,", "range(tl.program_id(1) + 1, TILES,", mxfp4),
-    "amax of one tile": (
-        QUANTIZE,
-        "tl.int32)\n    for tile in range(TILES)",
-        "tl.int32)\n    for tile in range(1)",
-        int8,
+    "amax of one tile": (QUANTIZE, "tl.maximum(largest, magnitude_bits(values))", "magnitude_bits(values)", int8),
+    "amax without sign": (CODES, "bitcast=True) & 0x7FFFFFFF", "bitcast=True)", int8),
+    "global scale of 4-over-6": (CODES, "256.0 if FOUR_OVER_SIX else 448.0", "256.0", nvfp4),
+    "global scale not of 4-over-6": (CODES, "256.0 if FOUR_OVER_SIX else 448.0", "448.0", four_over_six),
+    "4-over-6: errors in other units": (CODES, "ratio[:, :, None], ROWS", "1.0, ROWS", four_over_six),
+    "4-over-6: codes of the other scale": (CODES, "wide, scaled)", "scaled, scaled)", four_over_six),
+    "4-over-6: ties go to 4": (CODES, "GROUP) < least", "GROUP) <= least", check_tie_of_four_and_six),
+    "global scale ignored": (
+        CODES,
+        "tl.div_rn(blocks, (decode_e4m3(byte) * g[:, None])",
+        "tl.div_rn(blocks, (decode_e4m3(byte))",
+        nvfp4,
     ),
-    "amax without sign": (QUANTIZE, "bitcast=True) & 0x7FFFFFFF", "bitcast=True)", int8),
-    "global scale of 4-over-6": (QUANTIZE, "6.0 * 448.0", "6.0 * 256.0", nvfp4),
-    "global scale ignored": (QUANTIZE, "decode_e4m3(byte) * g[:, None]", "decode_e4m3(byte)", nvfp4),
-    "ceil limit": (QUANTIZE, "0x600000", "0x7FFFFF", mxfp8),
-    "least squares: ties go up": (QUANTIZE, "error < least, floor + 1", "error <= least, floor + 1", mxfp4),
-    "least squares: not squared": (QUANTIZE, "error = error * error", "error = tl.abs(error)", mxfp4),
-    "reciprocal": (QUANTIZE, "tl.div_rn(values, step[:, None])", "values * tl.div_rn(1.0, step[:, None])", int8),
-    "no subnormal codes": (QUANTIZE, "(128 - BIAS) << 23", "(100 - BIAS) << 23", every_number),
-    "no saturation": (QUANTIZE, "a = tl.minimum(a, LARGEST)", "a = a", every_number),
-    "sign of zero dropped": (QUANTIZE, "v.to(tl.int32, bitcast=True) < 0, 8", "v < 0, 8", nvfp4),
-    "infinity is a number": (QUANTIZE, "amax >= 0x7F800000, float", "amax > 0x7F800000, float", int8),
-    "swizzle: lines": (QUANTIZE, "(row % 32) * 16 + (row % 128) // 32 * 4", "(row % 128) * 4", swizzled),
-    "32-bit offsets": (QUANTIZE, "M\n    g =", "M\n    rows = rows.to(tl.int32)\n    g =", check_distant_rows),
+    "ceil limit": (CODES, "0x600000", "0x7FFFFF", mxfp8),
+    "least squares: ties go up": (CODES, "error < least, floor + 1", "error <= least, floor + 1", mxfp4),
+    "least squares: not squared": (CODES, "error = error * error", "error = tl.abs(error)", mxfp4),
+    "reciprocal": (CODES, "tl.div_rn(values, step[:, None])", "values * tl.div_rn(1.0, step[:, None])", int8),
+    "no subnormal codes": (CODES, "(128 - BIAS) << 23", "(100 - BIAS) << 23", every_number),
+    "no saturation": (CODES, "a = tl.minimum(a, LARGEST)", "a = a", every_number),
+    "sign of zero dropped": (CODES, "v.to(tl.int32, bitcast=True) < 0, 8", "v < 0, 8", nvfp4),
+    "infinity is a number": (CODES, "amax >= 0x7F800000, float", "amax > 0x7F800000, float", int8),
+    "swizzle: lines": (CODES, "(row % 32) * 16 + (row % 128) // 32 * 4", "(row % 128) * 4", swizzled),
+    "swizzle: padding unwritten": (CODES, "mask=padded", "mask=mask", swizzled),
+    "32-bit offsets": (
+        QUANTIZE,
+        "    g = tl.full(",
+        "    rows = rows.to(tl.int32)\n    g = tl.full(",
+        check_distant_rows,
+    ),
+    "mean added": (CODES, "values - tl.load(mean", "values + tl.load(mean", steps),
+    "one smoothing factor": (CODES, "smooth + columns", "smooth + columns * 0", steps),
+    "hadamard: not normalised": (CODES, "2.0 ** (-0.5 * HADAMARD)", "1.0", steps),
+    "hadamard: a sign": (CODES, "tl.join(a + b, a - b)", "tl.join(a + b, b - a)", steps),
+    "hadamard: order of the sums": (
+        CODES,
+        "COLUMNS >> (level + 1), 2, 1 << level)",
+        "COLUMNS >> (HADAMARD - level), 2, 1 << (HADAMARD - 1 - level))",
+        check_order_of_sums,
+    ),
+    "tensor: rows that are not there": (QUANTIZE, "tl.where(rows < M, bits, 0)", "bits", check_rows_that_are_not_there),
+    "tensor: amax of the last rows": (QUANTIZE, "tl.atomic_max(amax,", "tl.store(amax,", tensor_scale),
+    "low rank: one tile": (QUANTIZE, "weights.T, product)", "weights.T)", low_rank),
+    "low rank: columns of the first tile": (
+        QUANTIZE,
+        "if down is not None:\n            product = add_down(product, taken, down, tile",
+        "if down is not None:\n            product = add_down(product, taken, down, 0",
+        low_rank,
+    ),
+    "low rank: no mask": (QUANTIZE, "(ranks < R)[None, :]", "(ranks < R + 1)[None, :]", low_rank),
     "decode: nibbles swapped": (
         DEQUANTIZE,
-        "stored & 0xF, stored >> 4",
-        "stored >> 4, stored & 0xF",
+        "tl.join(code & 0xF, code >> 4)",
+        "tl.join(code >> 4, code & 0xF)",
         codes_of["nvfp4"],
     ),
     "decode: no NaN in e4m3": (DEQUANTIZE, "(byte & 0x7F) == 0x7F", "byte == 256", codes_of["mxfp8"]),
@@ -333,14 +570,24 @@ def test_a_fault_in_a_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> 
 
 
 def with_fault(file: str, old: str, new: str, folder: Path) -> ModuleType:
-    """A kernel file as a module of its own, with one text replaced."""
+    """A kernel file as a module of its own, with one text replaced; of codes.py, the quantizers on top of it."""
     text = (Path(quantize_activation.__file__).parent / file).read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{file} does not hold {old!r} once"
-    path = folder / file
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"faulty_{path.stem}", path)
+    faulty = load_module(f"faulty_{Path(file).stem}", text.replace(old, new), folder)
+    if file != CODES:
+        return faulty
+    above = Path(quantize_activation.__file__).read_text(encoding="utf-8")
+    return load_module(
+        "above_faulty_codes", above.replace("from fluxq.kernels.codes", f"from {faulty.__name__}"), folder
+    )
+
+
+def load_module(name: str, text: str, folder: Path) -> ModuleType:
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[name] = module  # imports and dataclasses look there
     spec.loader.exec_module(module)
     return module

@@ -368,32 +368,32 @@ def test_an_unknown_scheme_is_refused(text):
 
 LARGEST_CODES = """
 import torch
-from fluxq.quantize.ops import _int8_product
+from fluxq.quantize.ops import int8_product
 for m, k, n in ((1, 3072, 64), (17, 64, 48), (64, 3100, 256)):
     a = torch.full((m, k), 127, dtype=torch.int8)
     b = torch.full((n, k), 127, dtype=torch.int8)
     b[::2], b[::3] = -127, -128
-    assert torch.equal(_int8_product(a, b).double(), a.double() @ b.double().t()), f"wrong at {m} x {k} x {n}"
+    assert torch.equal(int8_product(a, b).double(), a.double() @ b.double().t()), f"wrong at {m} x {k} x {n}"
 """
 
 
-def test_the_int8_product_is_exact_for_the_largest_codes():
+def test_theint8_product_is_exact_for_the_largest_codes():
     exec(LARGEST_CODES, {})
 
 
-def test_the_int8_product_is_exact_on_processors_without_vnni_too():
+def test_theint8_product_is_exact_on_processors_without_vnni_too():
     """oneDNN, told to use AVX2 only, saturates pairs of int8 products at 16 bits."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", LARGEST_CODES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_int8_product_is_exact_without_int_mm(monkeypatch):
+def test_theint8_product_is_exact_without_int_mm(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-127, 128, (5, 3000), generator=generator, dtype=torch.int8)
     b = torch.randint(-128, 128, (7, 3000), generator=generator, dtype=torch.int8)
-    monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device_type: False)
-    assert torch.equal(ops._int8_product(a, b).double(), a.double() @ b.double().t())
+    monkeypatch.setattr(ops, "int_mm_is_exact", lambda device_type: False)
+    assert torch.equal(ops.int8_product(a, b).double(), a.double() @ b.double().t())
 
 
 @pytest.mark.parametrize("scheme", ["fp8-fp8", "nvfp4-nvfp4", "int8-int8", "int4-16bit"])
@@ -401,7 +401,7 @@ def test_the_int8_product_is_exact_without_int_mm(monkeypatch):
 def test_autocast_changes_no_bit(scheme, int_mm, monkeypatch):
     """Inside it, fp32 products would be taken in bf16; the fallback of the int8 product would be inexact."""
     if not int_mm:
-        monkeypatch.setattr(ops, "_int_mm_is_exact", lambda device_type: False)
+        monkeypatch.setattr(ops, "int_mm_is_exact", lambda device_type: False)
     layer, _, _, _, x = layer_and_input(scheme, True, torch.float32, (5, K))
     x.requires_grad_()
     pull = torch.randn(5, N)

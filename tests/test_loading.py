@@ -207,10 +207,15 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-COMPILED = pytest.mark.parametrize("folder", ["int8", "nvfp4"], indirect=True)  # the two ways through the op
+TWO_WAYS = ("int8", "nvfp4")  # through the op; the others compile to the same graph as the second
 
 
 @pytest.mark.feature("torch.compile(fullgraph=True), one graph for every resolution")
+@pytest.mark.parametrize(
+    "folder",
+    [name if name in TWO_WAYS else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS],
+    indirect=True,
+)
 def test_compiled_it_is_one_graph_for_every_size(folder):
     """A second resolution, which is another number of image tokens, compiles nothing again."""
     model = shortened(load(folder))
@@ -223,7 +228,7 @@ def test_compiled_it_is_one_graph_for_every_size(folder):
 
 
 @pytest.mark.slow
-@COMPILED
+@pytest.mark.parametrize("folder", TWO_WAYS, indirect=True)
 def test_compiled_with_dynamic_left_to_torch_it_compiles_as_often_as_16_bit(folder):
     """Twice: for the first size and, once it has seen another, for all."""
 
@@ -239,7 +244,7 @@ def test_compiled_with_dynamic_left_to_torch_it_compiles_as_often_as_16_bit(fold
 
 
 @pytest.mark.slow
-@COMPILED
+@pytest.mark.parametrize("folder", TWO_WAYS, indirect=True)
 def test_compiled_by_inductor_it_computes_closely_the_same(folder):
     model = shortened(load(folder))
     torch._dynamo.reset()

@@ -14,7 +14,9 @@ from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
     from fluxq import tiny
+    from fluxq.base.settings import configure
     from fluxq.integrations.config import FluxqConfig
+    from fluxq.integrations.prepare import prepare
     from fluxq.quantize.linear import QuantLinear
     from fluxq.quantize.run import quantize_linear
     from fluxq.quantize.tensor import QuantizedTensor
@@ -30,6 +32,8 @@ __all__ = [
     "QuantLinear",
     "QuantizedTensor",
     "__version__",
+    "configure",
+    "prepare",
     "quantize_linear",
     "tiny",
 ]
@@ -40,6 +44,8 @@ _HOMES = {
     "FluxqConfig": "fluxq.integrations.config",
     "QuantLinear": "fluxq.quantize.linear",
     "QuantizedTensor": "fluxq.quantize.tensor",
+    "configure": "fluxq.base.settings",
+    "prepare": "fluxq.integrations.prepare",
     "quantize_linear": "fluxq.quantize.run",
 }
 
@@ -61,9 +67,10 @@ def _register(function: str) -> None:
     getattr(importlib.import_module(module), name)()
 
 
-# What is told about fluxq, and by which function, once a library's module is imported.
+# What is told about fluxq, and by which function, once a library's module is imported; our own ops about kernels.
 _REGISTRATIONS = {
     "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
+    "fluxq.quantize.linear": "fluxq.integrations.gpu:register",
     "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
     "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",
     "transformers.quantizers.auto": "fluxq.integrations.transformers:register",

@@ -74,6 +74,10 @@ _recipe = _options(
     click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
 )
+_size = _options(
+    click.option("--height", type=click.IntRange(min=1), help="Image height in pixels."),
+    click.option("--width", type=click.IntRange(min=1), help="Image width in pixels."),
+)
 _run = _options(
     click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
     click.option("--device", default="cpu", show_default=True, help="Torch device that runs the pipeline."),
@@ -81,8 +85,7 @@ _run = _options(
     click.option("--prompts", help="Prompt file (.txt, .jsonl, .csv, .parquet) or datasets id."),
     click.option("--num-inference-steps", type=click.IntRange(min=1), help="Denoising steps of each image."),
     click.option("--guidance-scale", type=float, help="Guidance of each image."),
-    click.option("--height", type=click.IntRange(min=1), help="Image height in pixels."),
-    click.option("--width", type=click.IntRange(min=1), help="Image width in pixels."),
+    _size,
 )
 _output = click.option("--output", "-o", help="Where to write; by default ./<model>-<recipe>.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what stands at the output.")
@@ -101,18 +104,26 @@ _common = _options(
 @_model
 @_recipe
 @_statistics
+@click.option("--gpu", metavar="NAME", help="Print what a step costs on this GPU instead, modelled: h200, rtx5090, …")
+@click.option("--prefer", type=click.Choice(["speed", "memory"]), help="With --gpu: 4-bit weights it cannot multiply.")
+@_size
+@click.option("--frames", type=click.IntRange(min=1), help="With --gpu: frames of a video.")
+@click.option("--batch", type=click.IntRange(min=1), help="With --gpu: sequences, two an image under guidance.")
 @_common
-def plan(**arguments: Any) -> None:
-    """Print what becomes of every Linear of MODEL, and why; computes nothing.
+def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | None, **arguments: Any) -> None:
+    """Print what becomes of every Linear of MODEL, and why, or what a step costs on a GPU; computes nothing.
 
     \b
     Example:
       fluxq plan tiny --recipe fp8
+      fluxq plan tiny --recipe nvfp4 --gpu h200
     """
     with _session(arguments) as session:
+        session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
         prepared = session.prepare(writes=False)
-        session.print(show.plan_json(prepared), lambda: show.plan(prepared))
+        costs = session.jobs.model_costs(prepared, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
+        session.print(show.plan_json(prepared, costs), lambda: show.plan(prepared, costs))
 
 
 @cli.command()
@@ -210,6 +221,41 @@ def verify_checkpoint(output: str, **arguments: Any) -> None:
 
 
 @cli.command()
+@click.argument("output")
+@click.option("--device", default="cuda", show_default=True, help="Torch device that will serve.")
+@click.option("--tokens", type=click.IntRange(min=1), multiple=True, help="Tokens that layers see (repeatable).")
+@click.option(
+    "--prefer", type=click.Choice(["speed", "memory"]), default="speed", show_default=True, help="As prepare."
+)
+@click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="16-bit dtype.")
+@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
+@_common
+def warmup(
+    output: str,
+    device: str,
+    tokens: tuple[int, ...],
+    prefer: str,
+    dtype: str,
+    cache: Path | None,
+    **arguments: Any,
+) -> None:
+    """Compile the kernels that the checkpoint OUTPUT launches on this GPU; reads no weights.
+
+    Without --tokens those of a 1024 x 1024 image of FLUX.1: 1, 512, 4096 and 4608. Set TRITON_CACHE_DIR to the folder
+    given as --cache where images are made.
+
+    \b
+    Example:
+      fluxq warmup tiny-nvfp4 --cache kernels
+    """
+    with _session(arguments) as session:
+        if cache is not None:
+            os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
+        rows = session.jobs.warm_up(output, device, tokens or (1, 512, 4096, 4608), prefer, dtype)
+        session.print(rows, lambda: show.warmed(rows))
+
+
+@cli.command()
 @_common
 def env(**arguments: Any) -> None:
     """Print versions, devices and what computes each scheme on them; paste it into a bug report.
@@ -280,6 +326,18 @@ class _Session:
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         if not self.quiet and not self.as_json:
             click.echo(f"model {chosen}, recipe {recipe_name}")
+
+    def require_gpu(self, gpu: str | None, **needing: Any) -> None:
+        """ValueError for an unknown GPU, and without one for options that only it gives a meaning."""
+        from fluxq.recipes.devices import find_device
+
+        if gpu is not None:
+            find_device(gpu)
+            return
+        needing |= {name: self.arguments[name] for name in ("height", "width")}
+        given = [f"--{name}" for name, value in needing.items() if value is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)}: only the cost on a GPU depends on it; give --gpu too")
 
     def prepare(self, **how: Any) -> Any:
         return self.jobs.prepare(self.options, **how)

@@ -10,6 +10,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,15 +30,15 @@ _SHORT_VALUE = re.compile(r"[\w.,:-]{0,16}")  # switches and lists of devices; p
 def environment() -> dict[str, Any]:
     """The report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
 
-    driver is None without an NVIDIA driver. implementations has a row per scheme of the shipped recipes and type of
-    device. variables are those that change what fluxq does, if they are set.
+    driver is None without an NVIDIA driver. implementations has a row per scheme of the shipped recipes and kind of
+    device: what 4096 tokens run on, before `fluxq.prepare`. variables: those set that change what fluxq does.
     """
     devices = _devices()
     return {
         "versions": _versions(),
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "devices": devices,
-        "implementations": _implementations(dict.fromkeys(device["type"] for device in devices)),
+        "implementations": _implementations(dict.fromkeys((device["type"], device["chip"]) for device in devices)),
         "variables": _variables(),
     }
 
@@ -68,9 +69,11 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         capability = f"compute capability {found.major}.{found.minor}"
+        chip = f"sm_{found.major}{found.minor}"
         if torch.version.hip:
             capability = found.gcnArchName
-        devices.append(_device("cuda", f"cuda:{index}", found.name, found.total_memory, capability))
+            chip = capability.partition(":")[0]
+        devices.append(_device("cuda", f"cuda:{index}", found.name, found.total_memory, capability, chip))
     for index in range(torch.xpu.device_count()):
         found = torch.xpu.get_device_properties(index)
         devices.append(_device("xpu", f"xpu:{index}", found.name, found.total_memory, ""))
@@ -79,21 +82,35 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _device(type: str, device: str, name: str, memory_bytes: int | None, capability: str) -> dict[str, Any]:
-    return {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
+def _device(
+    type: str, device: str, name: str, memory_bytes: int | None, capability: str, chip: str = ""
+) -> dict[str, Any]:
+    found = {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
+    return found | {"chip": chip}
 
 
-def _implementations(device_types: Iterable[str]) -> list[dict[str, str]]:
+def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
+    """What computes a scheme, and why: on a GPU as dispatch.py chooses, where there is a Triton."""
+    if device != "cuda" or find_spec("triton") is None:
+        return implementation(scheme, device)
+    from fluxq.kernels.chips import SAME_AS
+    from fluxq.kernels.dispatch import choose
+
+    choice = choose(scheme, SAME_AS.get(chip, chip), 4096, 3072, 3072)
+    return choice.implementation, choice.reason
+
+
+def _implementations(devices: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     rows = []
-    for device in device_types:
+    for device, chip in devices:
         for scheme, recipes in _shipped_schemes().items():
-            name, reason = implementation(scheme, device)
+            name, reason = _implementation(scheme, device, chip)
             rows.append(
                 {
                     "op": "quantized_linear",
                     "scheme": str(scheme),
                     "recipes": ", ".join(recipes),
-                    "device": device,
+                    "device": chip or device,
                     "implementation": name,
                     "reason": reason,
                 }

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, re
 from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, read_updates
 from fluxq.quantize.run import quantize_component, require_finite_weights
 from fluxq.quantize.verify import hash_files
+from fluxq.recipes.cost import Cost, Prefer, cost, forward_pass
+from fluxq.recipes.devices import find_device
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
@@ -153,6 +155,32 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     return replace(prepared, finished=_finished(prepared))
 
 
+def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None, batch: int) -> dict[str, Cost]:
+    """Component -> what its plan costs on a GPU, modelled; only transformers run at every step.
+
+    ValueError for an unknown GPU, and where no transformer is planned.
+    """
+    if not prepared.calibrated:
+        planned = ", ".join(plan.component for plan in prepared.plans)
+        raise ValueError(f"{planned}: runs once per image and is not modelled; --gpu needs a transformer")
+    device, folder, call = find_device(gpu), prepared.folder, prepared.call
+    vae = folder.config("vae") if "vae" in folder.components else None
+    costs = {}
+    for component, plan in prepared.calibrated.items():
+        forward = forward_pass(
+            plan.family,
+            folder.config(component),
+            height=call.get("height"),
+            width=call.get("width"),
+            frames=frames,
+            text=call.get("max_sequence_length"),
+            batch=batch,
+            vae=vae,
+        )
+        costs[component] = cost(plan, forward, device, prefer)
+    return costs
+
+
 def require_free_file(prepared: Prepared) -> None:
     """ValueError unless the output may be written as a file."""
     output = prepared.output
@@ -266,6 +294,31 @@ def evaluate_checkpoint(prepared: PreparedEvaluation) -> dict[str, Any]:
     )
     write_report(prepared.quantized.path / "eval", report)
     return report
+
+
+def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
+    """Compile what the checkpoint `output` launches on a GPU; a row of kernels/warmup.py for each launch."""
+    where = torch.device(device)
+    if where.type != "cuda" or not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {device}: kernels are compiled for the GPU that is there, and torch finds no such CUDA or ROCm "
+            "device; run this on the machine that will serve"
+        )
+    from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.warmup import kinds_of, warm_up
+
+    kinds = dict.fromkeys(kind for model in quantized_models(output) for kind in kinds_of(model))
+    return [asdict(row) for row in warm_up(kinds, tokens, where, chip_of(where), prefer, getattr(torch, dtype))]
+
+
+def quantized_models(output: str) -> list[torch.nn.Module]:
+    """The quantized components of a checkpoint folder, on the meta device."""
+    folder = resolve_model(output, local_files_only=True)
+    names = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
+    quantized = [name for name in names if "quantization_config" in folder.config(name)]
+    if not quantized:
+        raise ValueError(f"{output} holds no component that fluxq quantized: give a folder that `fluxq quantize` wrote")
+    return [checkpoint.quantized_on_meta(folder, name) for name in quantized]
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:

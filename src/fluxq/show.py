@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
     from fluxq.jobs import Prepared
     from fluxq.quantize.verify import Result
+    from fluxq.recipes.cost import Cost
     from fluxq.recipes.plan import Plan
 
 
-def plan(prepared: Prepared) -> None:
-    """Every Linear with formats, bits and reason, and the mean."""
+def plan(prepared: Prepared, costs: dict[str, Cost]) -> None:
+    """Every Linear with formats, bits and reason, and the mean; with `costs`, those instead of the Linears."""
     for component in prepared.plans:
+        if costs:
+            _summary(component)
+            continue
         rows = [
             (
                 layer.name,
@@ -30,12 +34,15 @@ def plan(prepared: Prepared) -> None:
             for layer in component.layers
         ]
         _table(("layer", "N×K", "weights-activations", "bits", "reason"), rows)
-        click.echo(f"{component.component}: {_counts(component)}, {component.bits_per_weight:.2f} bits per weight")
+        _summary(component)
+    for component, cost in costs.items():
+        _cost(component, cost)
 
 
-def plan_json(prepared: Prepared) -> dict[str, Any]:
-    """The plans as JSON."""
-    return {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
+def plan_json(prepared: Prepared, costs: dict[str, Cost]) -> dict[str, Any]:
+    """The plans as JSON; with `costs`, those too, under `cost`."""
+    plans = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
+    return {**plans, "cost": {name: cost.describe() for name, cost in costs.items()}} if costs else plans
 
 
 def calibrated(prepared: Prepared, path: Path) -> None:
@@ -106,6 +113,36 @@ def environment(report: dict[str, Any]) -> None:
     _table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
 
 
+def _cost(component: str, cost: Cost) -> None:
+    """Memory and modelled time of a forward pass, by part of the model."""
+    forward, total, device = cost.forward, cost.total, cost.device
+    tokens = f"{forward.image} image and {forward.text} text tokens"
+    tokens += f", {forward.batch} sequences" if forward.batch > 1 else ""
+    click.echo(f"\n{component} on one {device.name}, one step, modelled, not measured: {tokens}")
+    header = ("part", "layers", "GB stored", "GB at run time", "TFLOP", "ms fused", "ms unfused", "over 16 bit")
+    rows = [
+        (
+            part.name,
+            str(part.layers or ""),
+            _digits(part.stored_bytes / 1e9) if part.layers else "",
+            _digits(part.resident_bytes / 1e9) if part.layers else "",
+            _digits(part.flops / 1e12) if part.flops else "",
+            _digits(1e3 * part.seconds["fused"]),
+            _digits(1e3 * part.seconds["unfused"]),
+            f"{part.speedup:.2f}x",
+        )
+        for part in (*cost.parts, total)
+    ]
+    _table(header, rows, right=True)
+    click.echo(f"16 bit, unfused: {_digits(1e3 * total.seconds_16bit)} ms; `over 16 bit` is that over fused")
+    click.echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
+    for scheme, route in cost.routes.items():
+        click.echo(f"{scheme}: {route.about}")
+    click.echo(f"peaks: {device.source}")
+    for name, efficiency in cost.efficiencies().items():
+        click.echo(f"efficiency of {name}: {efficiency}")
+
+
 def _facts(part: dict[str, Any]) -> dict[str, str]:
     """What the closing table says of a component, or of all together."""
     done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
@@ -132,6 +169,24 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def warmed(rows: list[dict[str, Any]]) -> None:
+    """What was launched, and how much of its first launch was compiling."""
+    header = ("scheme", "N x K", "tokens", "implementation", "first launch s", "again ms")
+    texts = [
+        (
+            row["scheme"],
+            "{} x {}".format(*row["shape"]),
+            str(row["m"]),
+            row["implementation"],
+            f"{row['first_s']:.2f}",
+            f"{1e3 * row['again_s']:.2f}",
+        )
+        for row in rows
+    ]
+    _table(header, texts)
+    click.echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
+
+
 def _psnr(check: dict[str, Any] | None) -> str:
     if check is None:
         return "not measured (--no-check)"
@@ -140,8 +195,17 @@ def _psnr(check: dict[str, Any] | None) -> str:
     return f"{check['mean_psnr_db']:.1f} dB ({check['images']} images, {check['steps']} steps)"
 
 
+def _summary(component: Plan) -> None:
+    click.echo(f"{component.component}: {_counts(component)}, {component.bits_per_weight:.2f} bits per weight")
+
+
 def _counts(component: Plan) -> str:
     return f"{len(component.quantized)} of {len(component.layers)} Linears quantized"
+
+
+def _digits(value: float) -> str:
+    """Three of them, which is more than a model can promise."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _size(nbytes: int) -> str:
@@ -149,11 +213,14 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / unit:.2f} {name}"
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, right: bool = False) -> None:
+    """Print a table; right: numbers, all columns but the first, end in line."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*header, box=None, pad_edge=False, header_style="bold")
+    table = Table(header[0], box=None, pad_edge=False, header_style="bold")
+    for name in header[1:]:
+        table.add_column(name, justify="right" if right else "left")
     for row in rows:
         table.add_row(*row)
     console = Console()

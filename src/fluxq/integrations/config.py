@@ -66,9 +66,14 @@ class FluxqConfig:
         return (made, kwargs) if return_unused_kwargs else made
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model that this config describes, once there is one."""
+        return self._model() if self._model else None
+
+    @property
     def stored(self) -> QuantizationConfig:
         """What a checkpoint of the model would say: of its layers as they are now, once there is a model."""
-        model = self._model() if self._model else None
+        model = self.model
         if model is not None:
             return _layers_of(model)
         if self._stored is None:
@@ -112,7 +117,7 @@ class FluxqConfig:
         """A model's copy gets a config that describes the copy; a config copied alone says what this one says now."""
         config = FluxqConfig.__new__(FluxqConfig)
         config.__dict__.update(self.__getstate__())
-        twin = memo.get(id(self._model())) if self._model else None
+        twin = memo.get(id(self.model)) if self._model else None
         config._model = weakref.ref(twin) if twin is not None else None
         return config
 
@@ -128,5 +133,5 @@ def _patterns(given: str | Iterable[str]) -> list[str]:
 
 def _layers_of(model: nn.Module) -> QuantizationConfig:
     """PEFT puts the layers that it adapts one level down."""
-    layers = ((name, m.scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
+    layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
     return QuantizationConfig.of((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)

@@ -29,6 +29,7 @@ from fluxq.integrations.loading import (
     quant_layers,
     refuse_disk,
     set_tensor,
+    with_stored_tensors,
 )
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.linear import SCALE_NAMES
@@ -98,7 +99,8 @@ class FluxqQuantizer(DiffusersQuantizer):
                     set_tensor(layer, name, stored)
         self.exact, self.arrivals = {}, None
         model.is_quantized = bool(quant_layers(model))
-        _set_config(model, self.quantization_config.describing(model) if model.is_quantized else None)
+        self.quantization_config = self.quantization_config.describing(model)
+        _set_config(model, self.quantization_config if model.is_quantized else None)
         return model
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +144,8 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     def get_state_dict_and_metadata(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The model's own tensors under its own names, also while adapters are attached."""
+        if self.quantization_config.model is not None:
+            state_dict = with_stored_tensors(self.quantization_config.model, state_dict)
         own = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
         if len(own) < len(state_dict):
             logger.warning("adapters are not saved with the model, fused ones are; `save_lora_weights` writes them")

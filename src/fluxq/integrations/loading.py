@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.integrations.config import FluxqConfig
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.prepare import as_stored
 from fluxq.quantize.run import joined_global_scale, quantize_weight
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.families import family_of
@@ -63,6 +64,17 @@ def quant_layers(model: nn.Module) -> list[tuple[str, QuantLinear]]:
 def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:
     """Give a layer a parameter that needs no gradient."""
     layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def with_stored_tensors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state dict with the tensors that a checkpoint stores, for layers that were prepared for a GPU."""
+    tensors = dict(state_dict)
+    for name, layer in quant_layers(model):
+        if layer.prepared is not None:
+            for held, _ in layer.named_parameters(recurse=False):
+                del tensors[f"{name}.{held}"]
+            tensors.update({f"{name}.{part}": tensor for part, tensor in as_stored(layer).items()})
+    return tensors
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -32,6 +32,7 @@ from fluxq.integrations.loading import (
     quant_layers,
     refuse_disk,
     set_tensor,
+    with_stored_tensors,
 )
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.linear import stored_dtype
@@ -165,11 +166,11 @@ class FluxqHfQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors as files hold them; what a device map left on disk is converted when it is read."""
-        tensors = model.state_dict()
+        tensors = with_stored_tensors(model, model.state_dict())
         for name, layer in quant_layers(model):
             weight = tensors[f"{name}.weight"]
-            if not weight.is_meta:
-                tensors[f"{name}.weight"] = weight.view(stored_dtype(layer.scheme, "weight")).unsqueeze(-1)
+            if not weight.is_meta and weight.ndim == 2:  # one that was read from the file again is as filed
+                tensors[f"{name}.weight"] = weight.view(stored_dtype(layer.stored_scheme, "weight")).unsqueeze(-1)
         return tensors, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -1,0 +1,135 @@
+"""What may follow a product in the same pass, in fp32 to the end: y is rounded once, where separate layers round often.
+
+    v = v + b
+    v = v + h · up^T          low-rank branch, h = x · down^T
+    v = gelu(v)               tanh form
+    y = residual + gate · v
+
+A matmul's wrapper takes an `Epilogue`, its kernel ends in `finish`.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.checks import check_tensor
+
+LARGEST_RANK = 256  # one tile of the low-rank branch holds every rank
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows a product (M, N), and the dtype of the result; all tensors contiguous.
+
+    bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 256. gate (B, N): a row for
+    each of B images whose M / B tokens follow one another. residual (M, N).
+    """
+
+    bias: Tensor | None = None
+    low_rank: tuple[Tensor, Tensor] | None = None
+    gelu: bool = False
+    gate: Tensor | None = None
+    residual: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def arguments(self, name: str, m: int, n: int, device: torch.device, out: Tensor | None) -> dict[str, Any]:
+        """The arguments of a kernel that `finish` takes, by name; "y" is `out`, or a new tensor (M, N).
+
+        name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
+        """
+        rank, (h, up) = 0, self.low_rank or (None, None)
+        if h is not None and up is not None:
+            rank = h.shape[-1]
+            if not 1 <= rank <= LARGEST_RANK:
+                raise ValueError(f"{name}: low_rank has rank {rank}, expected 1 to {LARGEST_RANK}: merge it into w")
+            check_tensor(f"{name}: low_rank h", h, (m, rank), FLOATS[:2], device)
+            check_tensor(f"{name}: low_rank up", up, (n, rank), (h.dtype,), device)
+        if self.bias is not None:
+            check_tensor(f"{name}: bias", self.bias, (n,), FLOATS, device)
+        if self.residual is not None:
+            check_tensor(f"{name}: residual", self.residual, (m, n), FLOATS, device)
+        images = 1
+        if self.gate is not None:
+            images = self.gate.shape[0] if self.gate.ndim == 2 else 0
+            if images == 0 or m % images:
+                shape = (*self.gate.shape,)
+                raise ValueError(f"{name}: gate {shape} does not split {m} tokens into equal images (B, N)")
+            check_tensor(f"{name}: gate", self.gate, (images, n), FLOATS, device)
+        if self.dtype not in FLOATS:
+            raise ValueError(f"{name}: dtype is {self.dtype}, expected bfloat16, float16 or float32")
+        if out is None:
+            out = torch.empty(m, n, dtype=self.dtype, device=device)
+        check_tensor(f"{name}: out", out, (m, n), (self.dtype,), device)
+        tensors = {"bias": self.bias, "h": h, "up": up, "gate": self.gate, "residual": self.residual, "y": out}
+        sizes = {"R": rank, "tokens": m // images}
+        return tensors | sizes | {"GELU": self.gelu, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
+
+
+NOTHING = Epilogue()
+
+
+@triton.jit
+def finish(
+    value,  # fp32, for `rows` and `columns`
+    rows,  # int64
+    columns,  # int64
+    M,
+    N,
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    R,
+    tokens,  # of one image: rows that share a row of gate
+    GELU: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """y = residual + gate · gelu(value + bias + h · up^T), for the rows below M and the columns below N."""
+    row_mask, column_mask = rows < M, columns < N
+    mask = row_mask[:, None] & column_mask[None, :]
+    if bias is not None:
+        value = value + tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if h is not None:
+        ranks = tl.arange(0, BLOCK_R)
+        rank_mask = (ranks < R)[None, :]
+        left = tl.load(h + rows[:, None] * R + ranks[None, :], mask=row_mask[:, None] & rank_mask, other=0.0)
+        right = tl.load(up + columns[:, None] * R + ranks[None, :], mask=column_mask[:, None] & rank_mask, other=0.0)
+        value = tl.dot(left, right.T, value)
+    if GELU:
+        value = gelu_tanh(value)
+    if gate is not None:
+        gates = tl.load(gate + (rows // tokens)[:, None] * N + columns[None, :], mask=mask, other=0.0)
+        value = value * gates.to(tl.float32)
+    if residual is not None:
+        added = tl.load(residual + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
+        value = value + added.to(tl.float32)
+    tl.store(y + rows[:, None] * N + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gelu_tanh(v):
+    """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u))."""
+    u = 0.7978845608028654 * (v + 0.044715 * v * v * v)
+    return tl.div_rn(v, 1.0 + tl.exp(-2.0 * u))
+
+
+def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Of a Cell, the argument types and the constants of what follows: a bias, or `fused` all that may, to bf16."""
+    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
+    optional = dict.fromkeys(("h", "up", "gate", "residual"), "*bf16")
+    constants = {"GELU": fused, "BLOCK_R": 32}
+    if fused:
+        return arguments | optional, constants
+    return arguments, constants | dict.fromkeys(optional)

@@ -1,0 +1,395 @@
+"""What the ops of fluxq do on a GPU: `register` puts the functions of this file in the place of the torch references.
+
+`quantized_linear` asks dispatch.py, which always finds a way. The other ops are one kernel each, and ValueError names
+the chip that it is not for. Called with `chip`, all of them also run on the interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from fluxq.base.console import logger
+from fluxq.base.settings import is_strict
+from fluxq.kernels import adaln_quantize as adaln
+from fluxq.kernels import dispatch
+from fluxq.kernels import qk_norm_rope as rope
+from fluxq.kernels.block_scaled_matmul import block_scaled_matmul
+from fluxq.kernels.chips import chip_of
+from fluxq.kernels.dequantize import dequantize
+from fluxq.kernels.dispatch import Choice, choose
+from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
+from fluxq.kernels.quantize_activation import quantize_activation as quantizer
+from fluxq.kernels.quantize_activation import tuned_name
+from fluxq.kernels.reencode import reencode
+from fluxq.kernels.scaled_matmul import scaled_matmul
+from fluxq.kernels.tiles import MatmulTile, Tile, find_memory_tile, find_tile
+from fluxq.kernels.w4a8_matmul import w4a8_matmul
+from fluxq.kernels.weight_only_matmul import LARGEST_GEMV, weight_only_matmul
+from fluxq.quantize import norms, ops, producers, products
+from fluxq.quantize import reencode as reencoding
+from fluxq.quantize.reencode import stored_matrix
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import FORMATS, Scheme, find_format
+
+
+def register() -> None:
+    """Make the ops run the kernels for CUDA and ROCm tensors."""
+    for op, on_gpu in ON_GPU.items():
+        op.register_kernel("cuda")(on_gpu)
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    scheme: str,
+    row_scale: Tensor | None = None,
+    *,
+    chip: str | None = None,
+) -> Tensor:
+    """As `ops.quantized_linear`. chip: compute as on this one; by default on the one that holds x.
+
+    Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
+    """
+    parsed = Scheme.parse(scheme)
+    w = QuantizedTensor(weight, weight_scale, weight_scale_2, _shape(weight, parsed), parsed.weights)
+    n, k = w.shape
+    if not x.is_floating_point() or x.element_size() < 2 or x.shape[-1] != k:
+        raise ValueError(f"input is {x.dtype} {(*x.shape,)}, expected 16 or 32 bit and K = {k} as the last axis")
+    m = x.numel() // k
+    if m == 0:
+        return x.new_empty(*x.shape[:-1], n)
+    chip = chip or chip_of(x.device)
+    choice = choose(parsed, chip, m, n, k, x.dtype, row_scale is not None)
+    announce(scheme, chip, choice)
+    with ops.no_autocast(x):
+        rows = x.reshape(m, k)
+        if choice.implementation == "torch reference":
+            y = ops.quantized_linear_reference(
+                rows, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale
+            )
+        else:
+            h = None if lora_a is None else F.linear(rows, lora_a.to(x.dtype))
+            low_rank = None if h is None or lora_b is None else (h, lora_b.to(x.dtype))
+            y = LAUNCH[choice.implementation](rows, w, choice, input_scale, bias, low_rank, row_scale, chip)
+    return y.reshape(*x.shape[:-1], n)
+
+
+@functools.lru_cache(1024)
+def announce(scheme: str, chip: str, choice: Choice) -> None:
+    """Say once what computes a scheme on a chip; where that is not its own arithmetic, raise if fluxq is strict."""
+    text = f"{scheme} on {chip}: {choice.implementation} ({choice.reason})"
+    if not choice.fallback:
+        logger.info(text)
+        return
+    if is_strict():
+        raise ValueError(
+            f"{text}: strict mode takes no other arithmetic than the scheme's. Prepare the model for this GPU with "
+            "fluxq.prepare, quantize it to fp8 or int8, or leave strict mode"
+        )
+    logger.warning("%s; fluxq.prepare re-encodes such layers for this GPU", text)
+
+
+def quantize_rows(
+    x: Tensor, activations: str, input_scale: Tensor | None, chip: str, *, swizzled: bool = False
+) -> QuantizedTensor:
+    """x (M, K) as the matmul kernels of a format take it."""
+    row = FORMATS[activations]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tile = find_memory_tile("quantize_activation", tuned_name(row, input_scale, None), chip, x.shape[0])
+    return quantizer(x, row, input_scale, swizzled=swizzled, tile=tile)[0]
+
+
+def matmul_tile(kernel: str, name: str, chip: str, m: int, row_bytes: int) -> MatmulTile:
+    """The tuned tile; without the copy engine where rows of codes do not start at multiples of 16 bytes."""
+    tile = find_tile(kernel, name, chip, m)
+    if not isinstance(tile, MatmulTile):
+        raise LookupError(f"kernels/tuned/{kernel}.json: the tile of {name} is none of a matmul")
+    return replace(tile, descriptors=False) if tile.descriptors and row_bytes % 16 else tile
+
+
+def weight_only_tile(w: QuantizedTensor, chip: str, m: int) -> MatmulTile | Tile:
+    """The tuned tile; for few tokens that of many, where rows of codes are no multiple of the 4 bytes it reads."""
+    enough = m if w.codes.shape[1] % 4 == 0 else LARGEST_GEMV + 1
+    return find_tile("weight_only_matmul", w.format.name, chip, enough)
+
+
+def _shape(weight: Tensor, scheme: Scheme) -> tuple[int, int]:
+    n, columns = weight.shape
+    return n, columns * 8 // scheme.weights.element.bits
+
+
+def _epilogue(x: Tensor, bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None) -> Epilogue:
+    return Epilogue(bias=bias, low_rank=low_rank if _fits(low_rank) else None, dtype=x.dtype)
+
+
+def _fits(low_rank: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether a matmul kernel can add the branch: few ranks, 16 bit."""
+    return low_rank is not None and low_rank[0].shape[1] <= LARGEST_RANK and low_rank[0].dtype != torch.float32
+
+
+def _with_branch(y: Tensor, low_rank: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Add a low-rank branch that no epilogue added."""
+    return y if low_rank is None or _fits(low_rank) else y + F.linear(*low_rank)
+
+
+def _scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+    q = quantize_rows(x, choice.activations, input_scale, chip)
+    tile = matmul_tile("scaled_matmul", choice.activations, chip, x.shape[0], w.codes.shape[1])
+    return _with_branch(scaled_matmul(q, w, epilogue=_epilogue(x, bias, low_rank), tile=tile), low_rank)
+
+
+def _block_scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+    swizzled = w.scale.ndim == 1
+    q = quantize_rows(x, choice.activations, input_scale, chip, swizzled=swizzled)
+    tile = matmul_tile("block_scaled_matmul", choice.activations, chip, x.shape[0], w.codes.shape[1])
+    return _with_branch(block_scaled_matmul(q, w, epilogue=_epilogue(x, bias, low_rank), tile=tile), low_rank)
+
+
+def _w4a8(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+    q = quantize_rows(x, choice.activations, None, chip)
+    name = f"{w.format.name}-{choice.activations}"
+    tile = matmul_tile("w4a8_matmul", name, chip, x.shape[0], w.codes.shape[1])
+    y = w4a8_matmul(q, w, row_scale, epilogue=_epilogue(x, bias, low_rank), tile=tile)
+    return _with_branch(y, low_rank)
+
+
+def _weight_only(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+    tile = weight_only_tile(w, chip, x.shape[0])
+    y = weight_only_matmul(x.contiguous(), w, epilogue=_epilogue(x, bias, low_rank), tile=tile)
+    return _with_branch(y, low_rank)
+
+
+def _int_mm(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+    q = quantize_rows(x, "int8", input_scale, chip)
+    y = torch._int_mm(q.codes, w.codes.t()).float()
+    y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
+    y = y if bias is None else y.add_(bias.float())
+    return y.to(x.dtype) if low_rank is None else y.to(x.dtype) + F.linear(*low_rank)
+
+
+def _library_fp8(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+    q = quantize_rows(x, "fp8", input_scale, chip)
+    per_row = F.ScalingType.RowWise
+    y = F.scaled_mm(
+        q.codes,
+        w.codes.t(),
+        q.scale.unsqueeze(1),
+        per_row,
+        w.scale.unsqueeze(0),
+        per_row,
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        output_dtype=torch.bfloat16,
+    )
+    return y if low_rank is None else y + F.linear(*low_rank)
+
+
+LAUNCH: dict[str, Callable[..., Tensor]] = {
+    "scaled_matmul": _scaled,
+    "block_scaled_matmul": _block_scaled,
+    "w4a8_matmul": _w4a8,
+    "weight_only_matmul": _weight_only,
+    "torch._int_mm": _int_mm,
+    "F.scaled_mm": _library_fp8,
+}
+
+
+# --- the ops that are one kernel each, in the order of their arguments; the torch references say what these are
+
+
+def quantize_activation(
+    x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled, *, act=None, chip=None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row, chip = find_format(format), chip or chip_of(x.device)
+    name = tuned_name(row, input_scale, down)
+    require("quantize_activation", "down" if down is not None else format, chip)
+    tile = find_memory_tile("quantize_activation", name, chip, x.shape[0])
+    q, h = quantizer(
+        x,
+        row,
+        input_scale,
+        act=act,
+        smooth=smooth,
+        mean=mean,
+        hadamard=hadamard,
+        down=down,
+        four_over_six=four_over_six,
+        swizzled=swizzled,
+        tile=tile,
+    )
+    return *_made(q, input_scale), x.new_empty(0) if h is None else h
+
+
+def act_quantize(x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled, *, chip=None):
+    return quantize_activation(
+        x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled, act=act, chip=chip
+    )
+
+
+def adaln_quantize(
+    x,
+    scale,
+    shift,
+    branch,
+    gate,
+    weight,
+    input_scale,
+    smooth,
+    mean,
+    norm,
+    eps,
+    format,
+    hadamard,
+    four_over_six,
+    swizzled,
+    *,
+    chip=None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    chip, name = chip or chip_of(x.device), adaln.tuned_name(x.shape[-1])
+    require("adaln_quantize", format or "16bit", chip)
+    q, new = adaln.adaln_quantize(
+        x,
+        scale,
+        shift,
+        find_format(format) if format else None,
+        input_scale,
+        branch=branch,
+        gate=gate,
+        norm=norm,
+        weight=weight,
+        eps=eps,
+        smooth=smooth,
+        mean=mean,
+        hadamard=hadamard,
+        four_over_six=four_over_six,
+        swizzled=swizzled,
+        tile=find_memory_tile("adaln_quantize", name, chip, x.shape[0]),
+    )
+    new = x.new_empty(0) if new is None else new
+    if isinstance(q, Tensor):
+        return q, x.new_empty(0), x.new_empty(0), new
+    return *_made(q, input_scale), new
+
+
+def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved, round_before_weight, position, *, chip=None):
+    chip, name = chip or chip_of(q.device), rope.tuned_name(q.shape[-1])
+    require("qk_norm_rope", "16bit", chip)
+    how = {"eps": eps, "interleaved": interleaved, "round_before_weight": round_before_weight, "position": position}
+    tile = find_memory_tile("qk_norm_rope", name, chip, q.shape[0] * q.shape[1] * q.shape[2])
+    return rope.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, tile=tile, **how)
+
+
+def scaled_matmul_op(x, x_scale, w, w_scale, bias, h, up, gate, residual, gelu, dtype, format, *, chip=None) -> Tensor:
+    left, right = stored_matrix(x, x_scale, None, format), stored_matrix(w, w_scale, None, format)
+    tile = required_tile("scaled_matmul", format, chip or chip_of(x.device), right, x.shape[0])
+    return scaled_matmul(left, right, epilogue=_what_follows(bias, h, up, gate, residual, gelu, dtype), tile=tile)
+
+
+def block_scaled_matmul_op(
+    x, x_scale, x_scale_2, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, dtype, format, *, chip=None
+) -> Tensor:
+    left, right = stored_matrix(x, x_scale, x_scale_2, format), stored_matrix(w, w_scale, w_scale_2, format)
+    tile = required_tile("block_scaled_matmul", format, chip or chip_of(x.device), right, x.shape[0])
+    return block_scaled_matmul(left, right, epilogue=_what_follows(bias, h, up, gate, residual, gelu, dtype), tile=tile)
+
+
+def w4a8_matmul_op(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    w_scale_2,
+    row_scale,
+    bias,
+    h,
+    up,
+    gate,
+    residual,
+    gelu,
+    dtype,
+    weights,
+    activations,
+    *,
+    chip=None,
+) -> Tensor:
+    left, right = stored_matrix(x, x_scale, None, activations), stored_matrix(w, w_scale, w_scale_2, weights)
+    tile = required_tile("w4a8_matmul", f"{weights}-{activations}", chip or chip_of(x.device), right, x.shape[0])
+    epilogue = _what_follows(bias, h, up, gate, residual, gelu, dtype)
+    return w4a8_matmul(left, right, row_scale, epilogue=epilogue, tile=tile)
+
+
+def weight_only_matmul_op(x, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, weights, *, chip=None) -> Tensor:
+    right, chip = stored_matrix(w, w_scale, w_scale_2, weights), chip or chip_of(x.device)
+    require("weight_only_matmul", weights, chip)
+    epilogue = _what_follows(bias, h, up, gate, residual, gelu, x.dtype)
+    return weight_only_matmul(x, right, epilogue=epilogue, tile=weight_only_tile(right, chip, x.shape[0]))
+
+
+def dequantize_op(w, w_scale, w_scale_2, format, dtype, *, chip=None) -> Tensor:
+    chip = chip or chip_of(w.device)
+    require("dequantize", format, chip)
+    q = stored_matrix(w, w_scale, w_scale_2, format)
+    return dequantize(q, dtype, tile=find_memory_tile("dequantize", format, chip, w.shape[0]))
+
+
+def reencode_op(w, w_scale, w_scale_2, source, target, *, chip=None) -> tuple[Tensor, Tensor]:
+    chip = chip or chip_of(w.device)
+    require("reencode", f"{source}-{target}", chip)
+    tile = find_memory_tile("reencode", f"{source}-{target}", chip, w.shape[0])
+    q = reencode(stored_matrix(w, w_scale, w_scale_2, source), target, tile=tile)
+    return q.codes, q.scale
+
+
+def require(op: str, name: str, chip: str) -> None:
+    """ValueError unless dispatch.py offers an op's kernel for what its tiles are called by."""
+    found = dispatch.offer(op, name, chip)
+    if not found.how:
+        raise ValueError(
+            f"{op}: no kernel for {name} on {chip} ({found.reason}); encode the operands anew with fluxq.prepare, or "
+            "compute with their dequantized form"
+        )
+
+
+def required_tile(kernel: str, name: str, chip: str, w: QuantizedTensor, m: int) -> MatmulTile:
+    require(kernel, name, chip)
+    return matmul_tile(kernel, name, chip, m, w.codes.shape[1])
+
+
+def _made(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale, global scale); what was given is not returned: an op's results may not alias its arguments."""
+    nothing = torch.empty(0, dtype=torch.float32, device=q.codes.device)
+    given = input_scale is not None
+    scale = nothing if given and not q.format.two_level else q.scale
+    return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
+
+
+def _what_follows(bias, h, up, gate, residual, gelu, dtype) -> Epilogue:
+    low_rank = None if h is None or up is None else (h, up)
+    return Epilogue(bias=bias, low_rank=low_rank, gelu=gelu, gate=gate, residual=residual, dtype=dtype)
+
+
+ON_GPU: dict[CustomOpDef, Callable[..., object]] = {
+    ops.quantized_linear: quantized_linear,
+    producers.quantize_activation: quantize_activation,
+    producers.act_quantize: act_quantize,
+    norms.adaln_quantize: adaln_quantize,
+    norms.qk_norm_rope: qk_norm_rope,
+    products.scaled_matmul: scaled_matmul_op,
+    products.block_scaled_matmul: block_scaled_matmul_op,
+    products.w4a8_matmul: w4a8_matmul_op,
+    products.weight_only_matmul: weight_only_matmul_op,
+    reencoding.dequantize_op: dequantize_op,
+    reencoding.reencode_op: reencode_op,
+}

@@ -1,0 +1,174 @@
+"""Activations to codes as torch.library ops, with the torch reference of each; device code is faster.
+
+    fluxq::quantize_activation     a = x
+    fluxq::act_quantize            a = gelu(x), exact or tanh form; silu(x1) · x2 or x1 · silu(x2) for x = (x1, x2)
+
+and then, in fp32, each step left out where its argument is None or 0:
+
+    h = a · down^T                          the first half of a low-rank branch, in a's type
+    v = (a - mean) · smooth                 mean and smooth (K,)
+    v = v · H / sqrt(size)                  Sylvester's Hadamard matrix on each block of `hadamard` columns
+    codes, scales                           of v, as `quantize_activation` in ops.py
+
+One call serves all layers that share an input: `down` may hold the rows of several.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.quantize import encode
+from fluxq.quantize.ops import no_autocast
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
+from fluxq.recipes.formats import FORMATS, Format
+
+PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
+HADAMARDS = (0, 16, 32, 64, 128)
+ACTS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu_mul": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "mul_silu": lambda x: x.chunk(2, -1)[0] * F.silu(x.chunk(2, -1)[1]),
+}
+GATED = ("silu_mul", "mul_silu")  # of x (M, 2K)
+
+
+@torch.library.custom_op("fluxq::quantize_activation", mutates_args=())
+def quantize_activation(
+    x: Tensor,
+    input_scale: Tensor | None,
+    smooth: Tensor | None,
+    mean: Tensor | None,
+    down: Tensor | None,
+    format: str,
+    hadamard: int,
+    four_over_six: bool,
+    swizzled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (M, K) of a float dtype to (codes, scale, global scale, h), each as its format stores it.
+
+    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1).
+    four_over_six: nvfp4's choice between two scales for each block. swizzled: block scales as `swizzle_scales` makes
+    them. What was given as input_scale, what the format lacks, and h without `down` come back as empty tensors (0,).
+    """
+    with no_autocast(x):
+        return _produce(x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled)
+
+
+@torch.library.custom_op("fluxq::act_quantize", mutates_args=())
+def act_quantize(
+    x: Tensor,
+    input_scale: Tensor | None,
+    smooth: Tensor | None,
+    mean: Tensor | None,
+    down: Tensor | None,
+    format: str,
+    act: str,
+    hadamard: int,
+    four_over_six: bool,
+    swizzled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_activation` of act(x), which is rounded to x's dtype first; x is (M, 2K) for the gated ones."""
+    if act not in ACTS:
+        raise ValueError(f"act_quantize: act is {act!r}, expected one of {', '.join(ACTS)}")
+    with no_autocast(x):
+        return _produce(ACTS[act](x), input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled)
+
+
+@quantize_activation.register_fake
+def _(x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled):
+    return _empty(x, x.shape[1], input_scale, down, format, swizzled)
+
+
+@act_quantize.register_fake
+def _(x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled):
+    return _empty(x, x.shape[1] // (2 if act in GATED else 1), input_scale, down, format, swizzled)
+
+
+def check_steps(name: str, k: int, format: Format, hadamard: int, four_over_six: bool, swizzled: bool) -> None:
+    """Raise ValueError for steps that the format or the row length K does not allow."""
+    if format.name not in PRODUCED or FORMATS[format.name] != format:
+        raise ValueError(f"{name}: activations are not quantized to {format.name}, only to {', '.join(PRODUCED)}")
+    if hadamard not in HADAMARDS:
+        raise ValueError(f"{name}: hadamard is {hadamard}, expected one of {', '.join(map(str, HADAMARDS))}")
+    if hadamard and k % hadamard:
+        raise ValueError(f"{name}: K is {k}, no multiple of hadamard {hadamard}: choose a smaller one, or 0")
+    if four_over_six and not format.two_level:
+        raise ValueError(f"{name}: four_over_six chooses nvfp4's block scales, {format.name} has none: leave it out")
+    if swizzled and not format.group_size:
+        raise ValueError(f"{name}: swizzled is for block scales, {format.name} has none: leave it out")
+
+
+def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
+    """v (M, K) in fp32, as the top of this file says."""
+    v = a.float()
+    for name, vector in (("mean", mean), ("smooth", smooth)):
+        if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
+            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
+    if mean is not None:
+        v = v - mean
+    if smooth is not None:
+        v = v * smooth
+    return hadamard_transform(v, hadamard) if hadamard else v
+
+
+def hadamard_transform(v: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns times H / sqrt(size): sums of neighbours first, then of pairs, fours, …"""
+    half = 1
+    blocks = v
+    while half < size:
+        a, b = blocks.reshape(-1, size // (2 * half), 2, half).unbind(2)
+        blocks = torch.stack((a + b, a - b), 2)
+        half *= 2
+    return blocks.reshape(v.shape) * size**-0.5
+
+
+def _produce(
+    a, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}, expected one of {', '.join(PRODUCED)}")
+    row = FORMATS[format]
+    check_steps("input", a.shape[-1], row, hadamard, four_over_six, swizzled)
+    if a.ndim != 2 or not a.is_floating_point() or a.element_size() < 2:
+        raise ValueError(f"input is {a.dtype} {(*a.shape,)}, expected (M, K) of float16, bfloat16 or float32")
+    empty = _empty(a, a.shape[1], input_scale, down, format, swizzled)
+    if a.shape[0] == 0:
+        return empty
+    q = _quantize(transform(a, smooth, mean, hadamard), row, input_scale, four_over_six)
+    global_scale, scale = q.global_scale, swizzle_scales(q.scale) if swizzled else q.scale
+    if input_scale is not None:
+        scale, global_scale = (scale, None) if row.two_level else (None, None)
+    _, no_scale, no_global, no_h = empty
+    return (
+        q.codes,
+        no_scale if scale is None else scale,
+        no_global if global_scale is None else global_scale,
+        no_h if down is None else F.linear(a.to(down.dtype), down),
+    )
+
+
+def _quantize(v: Tensor, format: Format, input_scale: Tensor | None, four_over_six: bool) -> QuantizedTensor:
+    """`quantize_activation` of ops.py, with 4-over-6."""
+    if not format.two_level:
+        return quantize_blocks(v, format, None, "input", row_scale=input_scale)
+    if input_scale is None:
+        input_scale = encode.global_scale_for(v.abs().amax(-1, keepdim=True), format, four_over_six)  # (M, 1)
+    return quantize_blocks(v, format, input_scale, "input", four_over_six=four_over_six)
+
+
+def _empty(x, k, input_scale, down, format, swizzled) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of a row length K, not filled."""
+    m, row = x.shape[0], FORMATS[format]
+    (codes, codes_dtype), (scale, scale_dtype) = list(stored_shapes(row, m, k).values())[:2]
+    if swizzled:
+        scale = (-(-m // 128) * -(-scale[1] // 4) * 512,)
+    own = input_scale is None
+    return (
+        x.new_empty(codes, dtype=codes_dtype),
+        x.new_empty(scale if own or row.two_level else (0,), dtype=scale_dtype),
+        x.new_empty((m, 1) if own and row.two_level else (0,), dtype=torch.float32),
+        x.new_empty(0) if down is None else down.new_empty(m, down.shape[0]),
+    )

@@ -1,0 +1,505 @@
+"""What a plan costs on a GPU: memory, FLOPs, bytes and attainable time of one forward pass. Everything is modelled.
+
+    time of a step = max(FLOPs / attained FLOP/s, bytes / attained bytes/s)
+
+Attained is a data sheet's peak times the efficiency of devices.py. A step is a Linear, an attention, or one of the
+passes over memory between them, and those can be run in three ways, LEVELS:
+
+    unfused  every step is a kernel of its own: norm and modulation, norm and rotation of q and k, activation,
+             concatenation, gate and residual, quantization, both halves of a low-rank branch
+    fused    as the kernels of this project can: norm or activation together with the quantization that follows,
+             activation (16 bit), gate, residual and low rank in the matmul, concatenated halves written in place
+    ideal    also what they cannot: activation and its quantization, norm and rotation of q and k in the matmul before
+
+Left out: launches, which small images wait for, biases, embeddings, the last norm, and what decoding 4-bit weights in
+a matmul costs. Nothing here reads weights or imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fluxq.recipes.devices import Device, Efficiency
+from fluxq.recipes.formats import FORMATS, Format, Scheme
+from fluxq.recipes.patterns import matches
+from fluxq.recipes.plan import LayerPlan, Plan
+
+Level = Literal["unfused", "fused", "ideal"]
+Prefer = Literal["speed", "memory"]
+LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The tokens of one forward pass. image, text, vision: of one sequence, by stream; batch: sequences.
+
+    vision: tokens of an encoded first frame, which image-to-video models also attend to. normalised: whether queries
+    and keys are normalised.
+    """
+
+    family: str
+    image: int
+    text: int
+    vision: int = 0
+    batch: int = 1
+    normalised: bool = True
+
+    def tokens(self, stream: str) -> int:
+        """Tokens of one sequence in a stream: "image", "text", "both", "vision", or "one" (a row per sequence)."""
+        both = self.image + self.text
+        return {"image": self.image, "text": self.text, "both": both, "vision": self.vision, "one": 1}[stream]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a GPU computes a scheme.
+
+    arithmetic: what its matrix units multiply. activations: the format that inputs are quantized to, None for 16 bit.
+    weights: the format that lies in memory, None for 16 bit. keeps_rank: False where re-encoding at
+    load adds the low-rank branch to the weight. about: for people.
+    """
+
+    arithmetic: str
+    activations: Format | None
+    weights: Format | None
+    keeps_rank: bool
+    about: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A Linear, an attention or a pass over memory. bytes: by level; 0 where a level has no such step.
+
+    part: the row of the table that counts it. kind: "matmul", "low rank", "attention", "norm", "quantize", …
+    arithmetic: of its FLOPs; "" where it has none worth counting.
+    """
+
+    part: str
+    kind: str
+    name: str
+    arithmetic: str
+    flops: float
+    bytes: Mapping[Level, float]
+
+    def seconds(self, device: Device, level: Level) -> float:
+        """Attainable time."""
+        return max(self.compute_seconds(device), self.bytes[level] / device.bytes_per_second)
+
+    def compute_seconds(self, device: Device) -> float:
+        """The part of it that more bandwidth would not shorten."""
+        if not self.flops:
+            return 0.0
+        attained = device.attention_flops if self.kind == "attention" else device.flops(self.arithmetic)
+        return self.flops / attained
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row of the table: layers, bytes in the checkpoint and at run time, FLOPs, seconds by level and in 16 bit."""
+
+    name: str
+    layers: int
+    stored_bytes: float
+    resident_bytes: float
+    flops: float
+    seconds: Mapping[Level, float]
+    seconds_16bit: float
+
+    @property
+    def speedup(self) -> float:
+        """16 bit with every step a kernel of its own, over fused."""
+        return self.seconds_16bit / self.seconds["fused"] if self.seconds["fused"] else 1.0
+
+    def describe(self) -> dict[str, object]:
+        """The row as JSON."""
+        return {
+            "part": self.name,
+            "layers": self.layers,
+            "stored_gb": self.stored_bytes / 1e9,
+            "resident_gb": self.resident_bytes / 1e9,
+            "tflop": self.flops / 1e12,
+            **{f"ms_{level}": 1e3 * self.seconds[level] for level in LEVELS},
+            "ms_16bit_unfused": 1e3 * self.seconds_16bit,
+            "speedup": self.speedup,
+        }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a plan costs on a GPU. parts: rows of the table, without the total. routes: scheme -> how it is computed."""
+
+    device: Device
+    forward: ForwardPass
+    parts: tuple[Part, ...]
+    total: Part
+    routes: Mapping[str, Route]
+
+    def efficiencies(self) -> dict[str, Efficiency]:
+        """The efficiencies in this cost, by what they are of."""
+        arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
+        used = {name: self.device.matmul[name] for name in arithmetics}
+        return used | {"attention": self.device.attention, "memory bandwidth": self.device.streaming}
+
+    def describe(self) -> dict[str, object]:
+        """The cost as JSON."""
+        return {
+            "modelled": True,
+            "gpu": self.device.name,
+            "source": self.device.source,
+            "efficiencies": {
+                name: {"fraction": found.fraction, "measured": found.measured or None}
+                for name, found in self.efficiencies().items()
+            },
+            "tokens": {"image": self.forward.image, "text": self.forward.text, "batch": self.forward.batch},
+            "routes": {scheme: route.about for scheme, route in self.routes.items()},
+            "parts": [part.describe() for part in (*self.parts, self.total)],
+        }
+
+
+def forward_pass(
+    family: str,
+    config: Mapping[str, Any],
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    text: int | None = None,
+    batch: int = 1,
+    vae: Mapping[str, Any] | None = None,
+) -> ForwardPass:
+    """The tokens that an image (or video) of that size makes.
+
+    config: of the transformer; vae: of the VAE, None for the usual factor 8. height, width: pixels. text: tokens of
+    the prompt after padding. None takes what the family's pipeline takes by itself. batch: images; twice as many
+    sequences where guidance runs the model twice. ValueError for a family that is not modelled.
+    """
+    if family not in WORKLOADS:
+        raise ValueError(f"{family}: runs once per image and is not modelled; known: {', '.join(WORKLOADS)}")
+    row = WORKLOADS[family]
+    default_height, default_width, default_frames = row.size
+    if frames is not None and default_frames == 1:
+        raise ValueError(f"{family} makes images, not video: leave out the frames")
+    patch = row.patch or config.get("patch_size", 2)
+    pixels = _vae_factor(vae or {}) * (patch if isinstance(patch, int) else patch[-1])
+    rows, columns = (height or default_height) // pixels, (width or default_width) // pixels
+    latent_frames = ((frames or default_frames) - 1) // row.frames_per_latent + 1
+    if rows * columns < 1 or batch < 1 or (frames or 1) < 1:
+        raise ValueError(
+            f"{family}: {height}x{width}, {batch} images of {frames or 1} frames make no token; one is {pixels} pixels"
+        )
+    return ForwardPass(
+        family,
+        image=rows * columns * latent_frames,
+        text=(text or row.text) + row.extra_text,
+        vision=row.vision if config.get("added_kv_proj_dim") else 0,
+        batch=batch,
+        normalised=bool(config.get("qk_norm", row.normalised)),
+    )
+
+
+def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> Cost:
+    """What one forward pass of a plan costs. prefer: whether 4-bit weights that a chip cannot multiply become 8 bit."""
+    routes = {str(layer.scheme): route(layer.scheme, device.chip, prefer) for layer in plan.quantized}
+    found = list(steps(plan, forward, device.chip, prefer))
+    plain = list(steps(in_16_bit(plan), forward, device.chip, prefer))
+    order = [*dict.fromkeys(PARTS.values()), "other", "attention", "elementwise"]
+    parts = []
+    for name in sorted({step.part for step in found}, key=order.index):
+        layers = [layer for layer in plan.layers if _part(layer) == name]
+        parts.append(_sum(name, layers, found, plain, device, prefer))
+    total = Part(
+        "total",
+        sum(part.layers for part in parts),
+        sum(part.stored_bytes for part in parts),
+        sum(part.resident_bytes for part in parts),
+        sum(part.flops for part in parts),
+        {level: sum(part.seconds[level] for part in parts) for level in LEVELS},
+        sum(part.seconds_16bit for part in parts),
+    )
+    return Cost(device, forward, tuple(parts), total, routes)
+
+
+def in_16_bit(plan: Plan) -> Plan:
+    """The same layers, none of them quantized."""
+    return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers))
+
+
+def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
+    """How a chip computes a scheme: as it is, with weights made 8 bit at load or in the kernel, or weight-only."""
+    if scheme is None:
+        return Route("bf16", None, None, False, "16 bit")
+    if scheme.activations is None:
+        return Route("bf16", None, scheme.weights, True, "weight-only: decoded to 16 bit in the kernel")
+    weights, activations = _kind(scheme.weights), _kind(scheme.activations)
+    arithmetic = NATIVE[chip].get(activations)
+    if arithmetic is not None and weights == activations:
+        how = "" if arithmetic == activations else f", by the chip's {arithmetic} instruction"
+        return Route(arithmetic, scheme.activations, scheme.weights, True, f"native{how}")
+    target = activations if activations in ("fp8", "int8") and arithmetic else EIGHT_BIT[chip]
+    arithmetic = NATIVE[chip][target]
+    both = "int8 or fp8, timed as " if {"int8", "fp8"} <= NATIVE[chip].keys() else ""  # loading looks at the errors
+    if prefer == "memory" and scheme.weights.element.bits == 4:
+        about = f"4 bits in memory, decoded in the kernel to {both}{target}"
+        return Route(arithmetic, FORMATS[target], scheme.weights, True, about)
+    return Route(arithmetic, FORMATS[target], FORMATS[target], False, f"re-encoded at load to {both}{target}")
+
+
+def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> float:
+    """Bytes of a layer's weight, scales and low-rank branch in the GPU's memory."""
+    found = route(layer.scheme, chip, prefer)
+    if layer.scheme is None or found.weights is None:
+        return 2 * layer.n * layer.k
+    return (layer.stored_bits if found.keeps_rank else found.weights.stored_bits(layer.n, layer.k)) / 8
+
+
+def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
+    """Every step of one forward pass on a chip."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        groups.setdefault(layer.group or layer.name, []).append(layer)
+    for layers in groups.values():
+        yield from _group_steps(layers, forward, chip, prefer)
+    for layer in plan.layers:
+        for pattern, queries, keys in WORKLOADS[forward.family].attention:
+            if matches(pattern, layer.name):
+                yield _attention(layer, forward, queries, keys)
+
+
+def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Prefer) -> Iterator[Step]:
+    """The Linears that share an input, what makes that input, and what follows them."""
+    first = layers[0]
+    m = forward.batch * forward.tokens(_stream(first))
+    yield from _input_steps(first, m, {_input_format(layer, chip, prefer) for layer in layers})
+    for layer in layers:
+        yield from _linear_steps(layer, m, chip, prefer)
+        yield from _output_steps(layer, m, forward)
+
+
+def _input_steps(layer: LayerPlan, m: int, formats: set[str | None]) -> Iterator[Step]:
+    """What makes a Linear's input (m, K), and its quantization: once for each format that the group's Linears take.
+
+    formats: those, None among them for 16 bit.
+    """
+    plain = 2 * m * layer.k  # bytes of the 16-bit input
+    codes = sum(code_bytes(name, m, layer.k) for name in formats if name)
+    producer = PRODUCERS.get(layer.role)
+    attended = layer.n / layer.k  # of a concatenation: the share that attention makes, N wide
+    if producer == "norm":
+        fused = plain + codes + (plain if None in formats else 0)
+        yield _pass("norm", layer, 2 * plain, fused, fused)
+    elif producer == "activation":
+        yield _pass("activation", layer, 2 * plain, plain + codes if codes else 0, 0)
+    elif producer == "concatenation":
+        share = 1 - attended
+        yield _pass("activation", layer, 2 * plain * share, (plain + codes) * share if codes else 0, 0)
+        yield _pass("concatenation", layer, 2 * plain, 0, 0)
+    if codes:
+        alone = {"norm": 0, "activation": 0, "concatenation": attended}.get(producer or "", 1) * (plain + codes)
+        yield _pass("quantize", layer, plain + codes, alone, alone)
+
+
+def _linear_steps(layer: LayerPlan, m: int, chip: str, prefer: Prefer) -> Iterator[Step]:
+    """The product (m, N) = (m, K) · (N, K)ᵀ, and the low-rank branch beside it."""
+    n, k = layer.n, layer.k
+    found = route(layer.scheme, chip, prefer)
+    x = code_bytes(found.activations.name, m, k) if found.activations else 2 * m * k
+    size = x + resident_bytes(layer, chip, prefer) + 2 * m * n
+    yield Step(_part(layer), "matmul", layer.name, found.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
+    rank = layer.scheme.rank if layer.scheme and found.keeps_rank else 0
+    if rank:
+        fused = 4 * m * rank  # h is written and read; both matrices are counted with the weight
+        unfused = fused + 2 * m * k + 4 * m * n  # x is read again, y read and written
+        sizes: dict[Level, float] = {"unfused": unfused, "fused": fused, "ideal": fused}
+        yield Step(_part(layer), "low rank", layer.name, "bf16", 2 * m * rank * (n + k), sizes)
+
+
+def _output_steps(layer: LayerPlan, m: int, forward: ForwardPass) -> Iterator[Step]:
+    """What is done to a Linear's output (m, N) before anything multiplies it."""
+    out = 2 * m * layer.n
+    if layer.role in RESIDUAL_ROLES:
+        yield _pass("gate and residual", layer, 3 * out, out, out)
+    if forward.normalised and layer.role in ROTATED_ROLES and layer.name.endswith(QUERY_AND_KEY):
+        yield _pass("norm and rotation", layer, 2 * out, 2 * out, 0)
+
+
+def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str) -> Step:
+    """softmax(QKᵀ)V of N channels, in 16 bit; `layer` makes the queries, or keys that only it needs."""
+    m, s = forward.tokens(queries), forward.tokens(keys)
+    flops = 4 * forward.batch * m * s * layer.n
+    size = 2 * forward.batch * layer.n * (2 * m + 2 * s)
+    return Step("attention", "attention", layer.name, "bf16", flops, dict.fromkeys(LEVELS, size))
+
+
+def _pass(kind: str, layer: LayerPlan, unfused: float, fused: float, ideal: float) -> Step:
+    return Step("elementwise", kind, layer.name, "", 0, {"unfused": unfused, "fused": fused, "ideal": ideal})
+
+
+def _sum(
+    name: str, layers: list[LayerPlan], found: Sequence[Step], plain: Sequence[Step], device: Device, prefer: Prefer
+) -> Part:
+    own = [step for step in found if step.part == name]
+    return Part(
+        name,
+        len(layers),
+        sum(layer.stored_bits for layer in layers) / 8,
+        sum(resident_bytes(layer, device.chip, prefer) for layer in layers),
+        sum(step.flops for step in own),
+        {level: sum(step.seconds(device, level) for step in own) for level in LEVELS},
+        sum(step.seconds(device, "unfused") for step in plain if step.part == name),
+    )
+
+
+def code_bytes(name: str, rows: int, k: int) -> float:
+    """Bytes of codes and scales of a (rows, k) matrix in the format called `name`."""
+    return FORMATS[name].stored_bits(rows, k) / 8
+
+
+def _input_format(layer: LayerPlan, chip: str, prefer: Prefer) -> str | None:
+    activations = route(layer.scheme, chip, prefer).activations
+    return activations.name if activations else None
+
+
+def _kind(format: Format) -> str:
+    """Formats that one instruction serves have one name: scales per row or per tensor, groups of 64 or 128."""
+    return {"fp8_tensor": "fp8"}.get(format.name, "int4" if format.name.startswith("int4") else format.name)
+
+
+def _part(layer: LayerPlan) -> str:
+    return PARTS.get(layer.role, "other")
+
+
+def _stream(layer: LayerPlan) -> str:
+    """Which tokens a Linear sees."""
+    if layer.role in STREAMS:
+        return STREAMS[layer.role]
+    return next((stream for pattern, stream in KEPT_STREAMS.items() if matches(pattern, layer.name)), "image")
+
+
+def _vae_factor(vae: Mapping[str, Any]) -> int:
+    """Pixels that a latent spans on a side: as Wan's VAE says, or a halving for each step down of the others."""
+    if "scale_factor_spatial" in vae:
+        return vae["scale_factor_spatial"]
+    if "temperal_downsample" in vae:  # Qwen-Image's VAE spells it so
+        return 2 ** len(vae["temperal_downsample"])
+    return 2 ** (len(vae["block_out_channels"]) - 1) if "block_out_channels" in vae else 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a family's pipeline feeds its transformer; a row of WORKLOADS.
+
+    size: height, width and frames if nobody says otherwise. text: tokens that a prompt is padded to; extra_text: more
+    of a second encoder. patch: latents that a token spans on a side, None where the configuration says so.
+    attention: pattern of the Linear that makes the queries (or keys of its own), streams of queries and of keys.
+    """
+
+    size: tuple[int, int, int]
+    text: int
+    attention: tuple[tuple[str, str, str], ...]
+    extra_text: int = 0
+    patch: int | None = None
+    frames_per_latent: int = 4
+    vision: int = 0
+    normalised: bool = True
+
+
+# Chip -> format of weights and activations -> what its matrix units multiply. Missing: no such instruction.
+NATIVE = {
+    "sm_80": {"int8": "int8"},
+    "sm_89": {"int8": "int8", "fp8": "fp8"},
+    "sm_90": {"int8": "int8", "fp8": "fp8"},
+    "sm_100": {name: name for name in ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")},
+    # fp8 with unit block scales: the same bits at twice the rate.
+    "sm_120": {"int8": "int8", "fp8": "mxfp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"},
+    "gfx942": {"int8": "int8"},
+    "gfx950": {name: name for name in ("int8", "fp8", "mxfp8", "mxfp4")},
+}
+
+# What everything else becomes, or is timed as: the faster 8-bit format, which on GeForce cards is int8.
+EIGHT_BIT = {
+    "sm_80": "int8",
+    "sm_89": "int8",
+    "sm_90": "fp8",
+    "sm_100": "fp8",
+    "sm_120": "int8",
+    "gfx942": "int8",
+    "gfx950": "fp8",
+}
+
+# Role -> the row of the table that counts it.
+PARTS = {
+    **dict.fromkeys(("qkv", "text_qkv", "attn_out", "text_attn_out"), "attention projections"),
+    **dict.fromkeys(("cross_q", "cross_kv", "image_kv", "cross_out"), "cross-attention projections"),
+    **dict.fromkeys(("ff_up", "text_ff_up", "ff_down", "text_ff_down"), "feed-forward"),
+    **dict.fromkeys(("single_in", "mixed_out"), "single blocks"),
+    "modulation": "modulation",
+    "kept": "kept in 16 bit",
+}
+
+# Role -> what makes the input. Text that cross-attention reads comes from outside.
+PRODUCERS = {
+    **dict.fromkeys(("qkv", "text_qkv", "cross_q", "single_in", "ff_up", "text_ff_up"), "norm"),
+    **dict.fromkeys(("attn_out", "text_attn_out", "cross_out"), "attention"),
+    **dict.fromkeys(("ff_down", "text_ff_down"), "activation"),
+    "mixed_out": "concatenation",
+}
+RESIDUAL_ROLES = ("attn_out", "text_attn_out", "cross_out", "ff_down", "text_ff_down", "mixed_out")
+ROTATED_ROLES = ("qkv", "text_qkv", "cross_q", "cross_kv", "single_in")
+QUERY_AND_KEY = (".to_q", ".to_k", ".add_q_proj", ".add_k_proj")
+
+# Role -> tokens that it sees; every other role sees the image.
+STREAMS = {
+    **dict.fromkeys(("text_qkv", "text_attn_out", "text_ff_up", "text_ff_down", "cross_kv"), "text"),
+    **dict.fromkeys(("single_in", "mixed_out"), "both"),
+    "image_kv": "vision",
+    "modulation": "one",
+}
+# The same for Linears without a role; the first that matches.
+KEPT_STREAMS = {
+    "context_embedder": "text",
+    "txt_in": "text",
+    "condition_embedder.text_embedder.**": "text",
+    "condition_embedder.image_embedder.**": "vision",
+    "condition_embedder.**": "one",
+    "time_text_embed.**": "one",
+    "norm_out.linear": "one",
+}
+
+WORKLOADS = {
+    "flux": Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # the pipeline packs 2 x 2 latents, the configuration says 1
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
+        ),
+    ),
+    "sd3": Workload(
+        size=(1024, 1024, 1),
+        text=256,
+        extra_text=77,
+        normalised=False,
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("transformer_blocks.*.attn2.to_q", "image", "image"),
+        ),
+    ),
+    "qwen_image": Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        attention=(("transformer_blocks.*.attn.to_q", "both", "both"),),
+    ),
+    "wan": Workload(
+        size=(480, 832, 81),
+        text=512,
+        vision=257,
+        attention=(
+            ("blocks.*.attn1.to_q", "image", "image"),
+            ("blocks.*.attn2.to_q", "image", "text"),
+            ("blocks.*.attn2.add_k_proj", "image", "vision"),
+        ),
+    ),
+}

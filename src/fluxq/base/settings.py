@@ -1,0 +1,20 @@
+"""The one setting of a process: whether anything but a scheme's own arithmetic is an error."""
+
+from __future__ import annotations
+
+import os
+
+_set: dict[str, bool] = {}
+
+
+def configure(*, strict: bool) -> None:
+    """strict: raise where a device cannot compute a scheme as it is written, instead of falling back with a warning.
+
+    `FLUXQ_STRICT=1` in the environment says the same where nothing was configured.
+    """
+    _set["strict"] = bool(strict)
+
+
+def is_strict() -> bool:
+    """What `configure` said last, else what the environment says."""
+    return _set.get("strict", os.environ.get("FLUXQ_STRICT", "") not in ("", "0"))

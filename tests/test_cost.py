@@ -1,0 +1,337 @@
+"""The cost of a plan: FLOPs against torch's own counter, bytes against closed forms, times against the literature."""
+
+import dataclasses
+import json
+import math
+from functools import cache
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.recipes.cost import (
+    LEVELS,
+    WORKLOADS,
+    ForwardPass,
+    cost,
+    forward_pass,
+    in_16_bit,
+    resident_bytes,
+    route,
+    steps,
+)
+from fluxq.recipes.devices import DEVICES
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.formats import FORMATS, Scheme
+from fluxq.recipes.plan import LinearShape, Plan, make_plan
+from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
+
+TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
+S, D = 4096 + 512, 3072  # tokens and channels of FLUX.1-dev at 1024 x 1024
+FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of it is the class's own default
+H200, RTX5090 = DEVICES["h200"], DEVICES["rtx5090"]
+
+
+@cache
+def model(family: str, config: str = "{}") -> nn.Module:
+    return build_on_meta("diffusers", FAMILIES[family].model, json.loads(config))
+
+
+def linears(module: nn.Module) -> list[LinearShape]:
+    found = module.named_modules()
+    return [LinearShape(name, m.out_features, m.in_features) for name, m in found if isinstance(m, nn.Linear)]
+
+
+@cache
+def plan_of(recipe: str, family: str = "flux") -> Plan:
+    module = model(family, json.dumps(FLUX_DEV if family == "flux" else {}))
+    return planned(load_recipe(recipe)[1].components["transformer"], family, module)
+
+
+def planned(recipe: Component, family: str, module: nn.Module) -> Plan:
+    return make_plan(FAMILIES[family], "transformer", recipe, linears(module), static_inputs=True)
+
+
+FLUX = forward_pass("flux", FLUX_DEV)
+
+
+def part(found, name):
+    return next(row for row in (*found.parts, found.total) if row.name == name)
+
+
+def of_kind(plan: Plan, kind: str, chip: str = "sm_90", forward: ForwardPass = FLUX):
+    return [step for step in steps(plan, forward, chip) if step.kind == kind]
+
+
+# FLOPs
+
+
+def test_flux_dev_in_numbers():
+    assert sum(p.numel() for p in model("flux", json.dumps(FLUX_DEV)).parameters()) == pytest.approx(11.9e9, rel=0.001)
+    assert FLUX == ForwardPass("flux", image=4096, text=512)
+    found = cost(plan_of("fp8"), FLUX, H200)
+    blocks = sum(part(found, name).flops for name in ("attention projections", "feed-forward", "single blocks"))
+    assert round(blocks / 1e12, 1) == 59.5
+    assert round(part(found, "attention").flops / 1e12, 1) == 14.9
+    modulation = [layer for layer in plan_of("fp8").layers if layer.role == "modulation"]
+    assert round(sum(layer.n * layer.k for layer in modulation) / 1e9, 2) == 3.23
+    assert part(found, "modulation").layers == len(modulation) == 76
+
+
+TINY_PASSES = {  # tokens of conftest's family_inputs
+    "flux": ForwardPass("flux", image=4, text=5),
+    "sd3": ForwardPass("sd3", image=16, text=5),
+    "qwen_image": ForwardPass("qwen_image", image=4, text=5),
+    "wan": ForwardPass("wan", image=4, text=512, vision=6),
+}
+
+
+@pytest.mark.parametrize("row", TRANSFORMERS, ids=lambda row: row.name)
+def test_flops_are_those_that_torch_counts_in_a_forward_pass(row, family_inputs):
+    """Linears and attention, of every layer and stream; convolutions are no part of a plan."""
+    tiny = getattr(diffusers, row.model).from_config(row.tiny_config)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            tiny(**family_inputs(row), return_dict=False)
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "convolution" not in str(op))
+    plan = in_16_bit(planned(Component.model_validate({"weights": {"format": "fp8"}}), row.name, tiny))
+    modelled = list(steps(plan, TINY_PASSES[row.name], "sm_90"))
+    assert {step.name for step in modelled if step.kind == "matmul"} == {layer.name for layer in plan.layers}
+    assert sum(step.flops for step in modelled) == counted
+
+
+def test_every_transformer_family_has_a_workload():
+    assert set(WORKLOADS) == {row.name for row in TRANSFORMERS} == set(TINY_PASSES)
+
+
+@pytest.mark.parametrize("row", TRANSFORMERS, ids=lambda row: row.name)
+def test_in_full_size_no_layer_is_left_without_a_part(row):
+    found = cost(plan_of("nvfp4", row.name), forward_pass(row.name, dict(model(row.name).config)), RTX5090)
+    assert "other" not in [row.name for row in found.parts]
+    assert part(found, "total").layers == len(plan_of("nvfp4", row.name).layers)
+    assert part(found, "attention").flops > 0
+
+
+# Tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "image", "text"),
+    [
+        ("flux", {}, 4096, 512),
+        ("flux", {"height": 768, "width": 1360, "text": 256}, 48 * 85, 256),
+        ("flux", {"height": 1000, "width": 1000}, 62 * 62, 512),  # the pipeline cuts off what fills no token
+        ("flux", {"height": 16, "width": 16, "vae": {"block_out_channels": [16, 32]}, "text": 8}, 16, 8),
+        ("sd3", {}, 4096, 333),
+        ("qwen_image", {"vae": {"temperal_downsample": [False, True, True]}}, 4096, 512),
+        ("wan", {}, 21 * 30 * 52, 512),
+        ("wan", {"height": 704, "width": 1280, "frames": 121, "vae": {"scale_factor_spatial": 16}}, 31 * 22 * 40, 512),
+    ],
+)
+def test_tokens_of_an_image(family, how, image, text):
+    found = forward_pass(family, dict(model(family).config), **how)
+    assert (found.image, found.text) == (image, text)
+
+
+def test_what_makes_no_forward_pass_is_refused():
+    with pytest.raises(ValueError, match="clip: runs once per image and is not modelled; known: flux, sd3"):
+        forward_pass("clip", {})
+    with pytest.raises(ValueError, match="flux makes images, not video: leave out the frames"):
+        forward_pass("flux", {}, frames=9)
+    with pytest.raises(ValueError, match="flux: 8x1024, 1 images of 1 frames make no token; one is 16 pixels"):
+        forward_pass("flux", {}, height=8, width=1024)
+
+
+def test_sd3_normalises_queries_only_where_its_configuration_says_so():
+    assert not forward_pass("sd3", {"qk_norm": None}).normalised
+    assert forward_pass("sd3", {"qk_norm": "rms_norm"}).normalised and forward_pass("flux", {}).normalised
+
+
+def test_a_batch_multiplies_tokens_but_not_weights():
+    one, four = (cost(plan_of("fp8"), dataclasses.replace(FLUX, batch=batch), H200) for batch in (1, 4))
+    assert four.total.flops == 4 * one.total.flops
+    assert four.total.resident_bytes == one.total.resident_bytes
+    assert part(four, "modulation").seconds["fused"] == pytest.approx(
+        part(one, "modulation").seconds["fused"], rel=0.01
+    )
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4", "int8", "16 bit"])
+def test_bytes_of_the_passes_between_the_matmuls(recipe):
+    """In units of one (S, D) tensor in 16 bit; q is what a quantized one is of it."""
+    plan = in_16_bit(plan_of("fp8")) if recipe == "16 bit" else plan_of(recipe)
+    q = 0 if recipe == "16 bit" else FORMATS[recipe].stored_bits(S, D) / (16 * S * D)
+    found = [step for step in steps(plan, FLUX, "sm_100") if step.part == "elementwise"]
+    unit = 2 * S * D
+    total = {level: sum(step.bytes[level] for step in found) / unit for level in LEVELS}
+    # norm r1 w1, twice; q and k r2 w2; gate and residual r2 w1, twice; activation r4 w4
+    double, single = 2 * 2 + 4 + 2 * 3 + 8, 2 + 4 + 3 + 8 + 10  # the single blocks concatenate: r5 w5
+    passes = (7, 6) if q else (0, 0)  # inputs to quantize, in units
+    assert total["unfused"] == pytest.approx(
+        19 * (double + passes[0] * (1 + q)) + 38 * (single + passes[1] * (1 + q)), rel=1e-3
+    )
+    norm = 1 + (q or 1)
+    attended = 1 + q if q else 0  # attention writes 16 bit
+    assert total["ideal"] == pytest.approx(19 * (2 * norm + 2 + attended) + 38 * (norm + 1 + attended), rel=1e-3)
+    activated = 4 * (1 + q) if q else 0
+    assert total["fused"] == pytest.approx(total["ideal"] + 57 * (4 + activated), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("other", "times"), [({}, 2), ({"weights": {"format": "int8"}, "activations": {"format": "int8"}}, 1)]
+)
+def test_an_input_is_written_once_for_each_format_that_reads_it(other, times):
+    """All of fp8, but v in 16 bit or in int8."""
+    eight = {"weights": {"format": "fp8"}, "activations": {"format": "fp8"}}
+    override = {"match": "**.attn.to_v", **other, "reason": "r"}
+    recipes = [Component.model_validate({**eight, "overrides": found}) for found in ([], [override])]
+    flux = model("flux", json.dumps(FLUX_DEV))
+    once, again = (sum(s.bytes["fused"] for s in of_kind(planned(r, "flux", flux), "norm")) for r in recipes)
+    assert again - once == pytest.approx(times * (4096 * D * 19 + S * D * 38), rel=2e-3)
+
+
+def test_memory_in_the_checkpoint_and_at_run_time():
+    plan = plan_of("nvfp4")
+    stored = sum(layer.stored_bits for layer in plan.layers) / 8
+    found = {name: cost(plan, FLUX, DEVICES[name]).total for name in ("b200", "h200")}
+    assert found["b200"].stored_bytes == found["b200"].resident_bytes == stored
+    eight = sum(layer.n * layer.k for layer in plan.quantized)
+    assert found["h200"].resident_bytes == pytest.approx(
+        eight + part(cost(plan, FLUX, H200), "kept in 16 bit").stored_bytes,
+        rel=2e-3,  # and a scale a row
+    )
+    assert cost(plan, FLUX, H200, prefer="memory").total.resident_bytes == stored
+
+
+# Which arithmetic a chip computes a scheme with
+
+
+@pytest.mark.parametrize(
+    ("chip", "scheme", "arithmetic", "words"),
+    [
+        ("sm_80", "fp8-fp8", "int8", "re-encoded at load to int8"),
+        ("sm_80", "nvfp4-nvfp4-static", "int8", "re-encoded at load to int8"),
+        ("sm_89", "fp8-fp8", "fp8", "native"),
+        (
+            "sm_89",
+            "nvfp4-nvfp4",
+            "int8",
+            "re-encoded at load to int8 or fp8, timed as int8",
+        ),  # twice the rate of fp8 there
+        ("sm_89", "mxfp8-mxfp8", "int8", "re-encoded at load to int8 or fp8, timed as int8"),
+        ("sm_90", "fp8_tensor-fp8_tensor", "fp8", "native"),
+        ("sm_90", "nvfp4-nvfp4-static", "fp8", "re-encoded at load to int8 or fp8, timed as fp8"),
+        ("sm_90", "int8-int8", "int8", "native"),
+        ("sm_100", "nvfp4-nvfp4-static", "nvfp4", "native"),
+        ("sm_100", "int4-int8", "int8", "re-encoded at load to int8 or fp8, timed as int8"),
+        ("sm_120", "fp8-fp8", "mxfp8", "native, by the chip's mxfp8 instruction"),
+        ("sm_120", "nvfp4-nvfp4", "nvfp4", "native"),
+        ("sm_120", "int4-int4", "int8", "re-encoded at load to int8 or fp8, timed as int8"),
+        ("gfx942", "fp8-fp8", "int8", "re-encoded at load to int8"),
+        ("gfx950", "mxfp4-mxfp4", "mxfp4", "native"),
+        ("gfx950", "nvfp4-nvfp4", "fp8", "re-encoded at load to int8 or fp8, timed as fp8"),
+        ("sm_90", "int4-16bit", "bf16", "weight-only"),
+        ("sm_100", "nvfp4-16bit", "bf16", "weight-only"),
+    ],
+)
+def test_what_a_chip_multiplies(chip, scheme, arithmetic, words):
+    found = route(Scheme.parse(scheme), chip)
+    assert found.arithmetic == arithmetic and words in found.about
+
+
+def test_who_prefers_memory_keeps_four_bits_and_the_low_rank_branch():
+    scheme = Scheme.parse("nvfp4-nvfp4-static-r32")
+    fast, small = (route(scheme, "sm_90", prefer) for prefer in ("speed", "memory"))
+    assert (fast.arithmetic, fast.weights, fast.keeps_rank) == ("fp8", FORMATS["fp8"], False)
+    assert (small.arithmetic, small.weights, small.keeps_rank) == ("fp8", FORMATS["nvfp4"], True)
+    assert small.about == "4 bits in memory, decoded in the kernel to int8 or fp8, timed as fp8"
+    for eight in ("mxfp8-mxfp8", "fp8-fp8"):
+        assert route(Scheme.parse(eight), "sm_90", "memory") == route(Scheme.parse(eight), "sm_90")
+
+
+def test_a_low_rank_branch_costs_until_it_is_added_to_the_weight():
+    layer = next(layer for layer in plan_of("nvfp4").layers if layer.name == "single_transformer_blocks.0.attn.to_q")
+    layer = dataclasses.replace(layer, scheme=Scheme.parse("nvfp4-nvfp4-static-r32"))
+    plan = Plan("flux", "transformer", (layer,))
+    (branch,) = of_kind(plan, "low rank", "sm_100")
+    assert branch.flops == 2 * S * 32 * (D + D) and branch.arithmetic == "bf16"
+    assert branch.bytes["unfused"] - branch.bytes["fused"] == 2 * S * D + 4 * S * D  # x again, y read and written
+    assert of_kind(plan, "low rank", "sm_90") == []
+    kept = resident_bytes(layer, "sm_100")
+    assert kept == layer.stored_bits / 8 and kept - 2 * 32 * (D + D) == pytest.approx(D * D * 4.5 / 8, rel=1e-5)
+    assert resident_bytes(layer, "sm_90") == D * D + 4 * D
+
+
+# Times
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_fusing_never_costs_time_and_the_total_is_the_sum(recipe, device):
+    found = cost(plan_of(recipe), FLUX, device)
+    for row in (*found.parts, found.total):
+        assert 0 < row.seconds["ideal"] <= row.seconds["fused"] <= row.seconds["unfused"] < math.inf, row.name
+    for level in LEVELS:
+        assert found.total.seconds[level] == pytest.approx(sum(row.seconds[level] for row in found.parts))
+    assert found.total.flops == pytest.approx(74.4e12, rel=0.001)  # in every format the same products
+    json.dumps(found.describe(), allow_nan=False)
+
+
+def test_published_speeds_of_flux_follow_from_the_efficiencies():
+    """Against 16 bit with one kernel a step; the literature's bound has fusions that the kernels here do not have."""
+    h200, rtx5090 = cost(plan_of("fp8"), FLUX, H200).total, cost(plan_of("nvfp4"), FLUX, RTX5090).total
+    assert 1.62 <= h200.seconds_16bit / h200.seconds["ideal"] <= 1.68
+    assert 2.25 <= rtx5090.seconds_16bit / rtx5090.seconds["ideal"] <= 2.45
+    # What is lost to it: q and k pass memory once more, and activations do before they are quantized.
+    passes = 57 * (4 + 4 * 1.5) * 2 * S * D / H200.bytes_per_second
+    assert h200.seconds["fused"] - h200.seconds["ideal"] == pytest.approx(passes, rel=1e-2)
+    assert 1.5 < h200.speedup < 1.62
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(3072, 0.85, 0.88), (9216, 0.945, 0.98), (12288, 0.95, 0.98)])
+def test_what_a_separate_quantization_costs_a_matmul(n, low, high):
+    """fp8 on an H200, K = 3072: three bytes an element against 2N FLOPs."""
+    linear = LinearShape("transformer_blocks.0.ff.net.0.proj", n, 3072)
+    recipe = Component.model_validate({"weights": {"format": "fp8"}, "activations": {"format": "fp8"}})
+    plan = make_plan(FAMILIES["flux"], "transformer", recipe, [linear], static_inputs=False)
+    (product,), (passed,) = of_kind(plan, "matmul"), of_kind(plan, "quantize")
+    seconds = product.seconds(H200, "unfused")
+    assert low <= seconds / (seconds + passed.seconds(H200, "unfused")) <= high
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_weight_only_saves_memory_and_no_time(device):
+    found = cost(plan_of("int4"), FLUX, device).total
+    assert found.resident_bytes < 0.35 * 2 * 11.9e9
+    assert 1 <= found.seconds_16bit / found.seconds["unfused"] < 1.02
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_a_block_s_matmuls_are_bound_by_arithmetic_and_modulation_by_memory(device):
+    plan = plan_of("nvfp4")
+    roles = {layer.name: layer.role for layer in plan.layers}
+    for step in of_kind(plan, "matmul", device.chip):
+        bound = step.compute_seconds(device) == step.seconds(device, "fused")
+        if roles[step.name] == "modulation":
+            assert not bound, step.name
+        elif roles[step.name] in ("single_in", "mixed_out", "ff_up"):
+            assert bound, step.name
+
+
+def test_the_sources_of_a_cost_are_those_of_what_it_multiplies():
+    found = cost(plan_of("int8"), FLUX, H200)
+    assert list(found.efficiencies()) == ["bf16", "int8", "attention", "memory bandwidth"]
+    assert [name for name, e in found.efficiencies().items() if e.is_assumed] == [
+        "int8",
+        "attention",
+        "memory bandwidth",
+    ]
+    told = found.describe()
+    assert told["modelled"] is True and told["efficiencies"]["int8"] == {"fraction": 0.687, "measured": None}
+    assert told["routes"] == {"int8-int8": "native", "int8-16bit": "weight-only: decoded to 16 bit in the kernel"}

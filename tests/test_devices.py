@@ -1,0 +1,61 @@
+"""DEVICES: rows that are whole, dense peaks, and sources for everything that is not assumed."""
+
+import pytest
+
+from fluxq.kernels.chips import CHIPS
+from fluxq.recipes.cost import EIGHT_BIT, NATIVE
+from fluxq.recipes.devices import DEVICES, find_device
+
+
+@pytest.fixture(params=DEVICES.values(), ids=DEVICES)
+def device(request):
+    return request.param
+
+
+def test_every_row_has_a_chip_and_an_efficiency_for_each_peak(device):
+    assert device.chip in CHIPS
+    assert device.peaks.keys() == device.matmul.keys()
+    assert {"bf16", *NATIVE[device.chip].values(), EIGHT_BIT[device.chip]} <= device.peaks.keys()
+    assert len(device.source.split()) > 3
+
+
+def test_every_efficiency_is_a_fraction_with_a_source_or_the_word_assumed(device):
+    for efficiency in (*device.matmul.values(), device.attention, device.streaming):
+        assert 0.3 < efficiency.fraction < 1.05  # cards that clock higher than the data sheet counts on pass 1
+        assert bool(efficiency.measured) != bool(efficiency.why)
+        assert efficiency.is_assumed == ("assumed: " in str(efficiency))
+        if efficiency.measured:
+            assert "/" in efficiency.measured  # a repository, with its thread or folder
+
+
+def test_peaks_are_dense(device):
+    """Each halving of the bits doubles the rate on these chips; one sparse figure among dense ones would show.
+
+    GeForce cards halve bf16 and fp8, because their sums are fp32; block-scaled formats and int8 are not held back.
+    """
+    halved = 2 if device.name.startswith("RTX") else 1
+    times = {"fp8": 2, "int8": 2 * halved, "mxfp8": 2 * halved, "mxfp4": 4 * halved, "nvfp4": 4 * halved}
+    for arithmetic, peak in device.peaks.items():
+        assert peak == pytest.approx(device.peaks["bf16"] * times.get(arithmetic, 1), rel=0.001), arithmetic
+
+
+def test_h200_is_an_h100_with_more_memory():
+    h100, h200 = DEVICES["h100"], DEVICES["h200"]
+    assert h100.peaks == h200.peaks and h100.matmul == h200.matmul
+    assert h200.memory > h100.memory and h200.bandwidth > h100.bandwidth
+
+
+@pytest.mark.parametrize("name", ["rtx5090", "RTX 5090", "rtx-5090", "Rtx_5090"])
+def test_a_gpu_is_found_by_any_spelling(name):
+    assert find_device(name) is DEVICES["rtx5090"]
+
+
+def test_an_unknown_gpu_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"^unknown GPU 'h20'; known: a100, h100, .*mi355x; recipes/devices.py shows"):
+        find_device("h20")
+
+
+def test_an_arithmetic_that_the_chip_lacks_is_named():
+    assert DEVICES["a100"].flops("bf16") == pytest.approx(271e12, rel=0.01)
+    with pytest.raises(ValueError, match="A100 SXM 80GB does not multiply fp8; it has bf16, int8"):
+        DEVICES["a100"].flops("fp8")

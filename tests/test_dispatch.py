@@ -1,0 +1,383 @@
+"""What is chosen for a scheme and a chip, and that the chosen kernels compute the scheme, on Triton's interpreter."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxq.base import settings
+from fluxq.kernels import dispatch, launch
+from fluxq.kernels.chips import CHIPS
+from fluxq.kernels.dispatch import KERNELS, Offer, choose
+from fluxq.kernels.interpreter import interpreting
+from fluxq.quantize import norms, ops, producers, products, reencode
+from fluxq.quantize.reencode import row_scales
+from fluxq.quantize.tensor import QuantizedTensor, swizzle_scales
+from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
+
+N, K = 96, 256
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """offers(op=formats, …): only these are offered, whatever was compiled; no timings."""
+
+    def fake(op: str, name: str, chip: str) -> Offer:
+        return Offer("native") if name in offered.get(op, ()) else Offer(None, "no unit")
+
+    def use(**formats: tuple[str, ...]) -> None:
+        offered.clear()
+        offered.update(formats)
+        choose.cache_clear()
+
+    offered: dict[str, tuple[str, ...]] = {}
+    monkeypatch.setattr(dispatch, "offer", fake)
+    monkeypatch.setattr(dispatch, "_measured", tuple)
+    choose.cache_clear()
+    yield use
+    choose.cache_clear()
+
+
+ALL = {row.op: row.formats for row in KERNELS}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "implementation", "activations"),
+    [
+        ("int8-int8", "scaled_matmul", "int8"),
+        ("fp8-fp8", "F.scaled_mm", "fp8"),
+        ("nvfp4-nvfp4-static", "block_scaled_matmul", "nvfp4"),
+        ("mxfp8-mxfp8", "block_scaled_matmul", "mxfp8"),
+        ("mxfp4-mxfp4", "block_scaled_matmul", "mxfp4"),
+        ("fp8-16bit", "weight_only_matmul", None),
+        ("int4_g128-16bit", "weight_only_matmul", None),
+        ("int4-16bit-r32", "weight_only_matmul", None),
+    ],
+)
+def test_with_everything_offered_a_scheme_runs_its_own_arithmetic(offers, scheme, implementation, activations):
+    offers(**ALL)
+    choice = choose(Scheme.parse(scheme), "sm_90", 4096, 3072, 3072)
+    assert (choice.implementation, choice.activations) == (implementation, activations)
+    assert choice.fallback == (implementation == "torch reference") and choice.reason
+
+
+def test_a_scheme_that_a_chip_lacks_keeps_16_bit_activations_and_says_why(offers):
+    offers(weight_only_matmul=("nvfp4", "int4"))
+    choice = choose(Scheme.parse("nvfp4-nvfp4"), "sm_90", 4096, 3072, 3072)
+    assert choice == dispatch.Choice(
+        "weight_only_matmul",
+        None,
+        "weights are decoded in the kernel, activations keep 16 bit; not block_scaled_matmul: no unit",
+        fallback=True,
+    )
+
+
+def test_w4a8_needs_the_scale_per_row(offers):
+    offers(**ALL)
+    scheme = Scheme.parse("nvfp4-int8")
+    assert choose(scheme, "sm_90", 64, N, K, row_scale=True).implementation == "w4a8_matmul"
+    assert choose(scheme, "sm_90", 64, N, K).implementation == "weight_only_matmul"
+
+
+def test_the_library_serves_what_it_can(offers):
+    offers(scaled_matmul=("fp8",))
+    fp8 = Scheme.parse("fp8-fp8")
+    assert choose(fp8, "sm_90", 64, N, K).implementation == "F.scaled_mm"
+    assert choose(fp8, "sm_90", 64, N + 8, K).implementation == "scaled_matmul"
+    assert choose(fp8, "sm_90", 64, N, K, torch.float16).implementation == "scaled_matmul"
+    assert choose(fp8, "sm_89", 64, N, K).implementation == "scaled_matmul"
+    offers()
+    assert choose(Scheme.parse("int8-int8"), "sm_90", 17, N, K).implementation == "torch._int_mm"
+    assert choose(Scheme.parse("int8-int8"), "sm_90", 16, N, K).implementation == "torch reference"
+    assert choose(Scheme.parse("int8-int8"), "gfx942", 17, N, K).implementation == "torch reference"
+
+
+def test_fp32_tokens_are_not_rounded_by_a_matrix_unit(offers):
+    offers(**ALL)
+    weight_only = Scheme.parse("fp8-16bit")
+    assert choose(weight_only, "sm_90", 16, N, K, torch.float32).implementation == "weight_only_matmul"
+    assert choose(weight_only, "sm_90", 17, N, K, torch.float32).implementation == "torch reference"
+
+
+def test_timings_decide_between_ways_to_compute_the_same_but_never_change_the_arithmetic(offers, monkeypatch):
+    def row(implementation: str, m: int, us: float) -> dict:
+        shape = {"m": m, "n": N, "k": K}
+        return {"chip": "sm_90", "gpu": "G", "scheme": "fp8-fp8", "implementation": implementation, "us": us, **shape}
+
+    rows = [row("F.scaled_mm", 4096, 9.0), row("scaled_matmul", 4096, 8.0), row("weight_only_matmul", 4096, 1.0)]
+    rows += [row("F.scaled_mm", 16, 2.0), row("scaled_matmul", 16, 3.0)]
+    offers(**ALL)
+    monkeypatch.setattr(dispatch, "_measured", lambda: tuple(rows))
+    choice = choose(Scheme.parse("fp8-fp8"), "sm_90", 5000, N, K)
+    assert choice.implementation == "scaled_matmul" and "8 us measured on G at M, N, K = 4096, 96, 256" in choice.reason
+    assert choose(Scheme.parse("fp8-fp8"), "sm_90", 30, N, K).implementation == "F.scaled_mm"
+    assert choose(Scheme.parse("fp8-fp8"), "sm_100", 5000, N, K).implementation == "F.scaled_mm"  # not that chip's
+
+
+def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch):
+    from fluxq.kernels import aot
+
+    good = {"kernel": "k", "format": "fp8 128x128", "target": "sm_90", "ok": True, "spills": 0}
+    bad = good | {"format": "fp8 128x128 fused", "ok": False, "reason": "9 spills"}
+    monkeypatch.setattr(aot, "EXPECTED", tmp_path)
+    version = aot._minor(dispatch.triton.__version__)
+    for rows, expected in (
+        ([good], Offer("native")),
+        ([good, bad], Offer(None, "9 spills")),
+        ([], Offer(None, f"no tile for sm_90 was compiled with Triton {dispatch.triton.__version__}")),
+    ):
+        (tmp_path / "scaled_matmul.json").write_text(json.dumps({version: rows}))
+        dispatch.offer.cache_clear()
+        dispatch._rows.cache_clear()
+        assert dispatch.offer("scaled_matmul", "fp8", "sm_90") == expected
+    dispatch.offer.cache_clear()
+    dispatch._rows.cache_clear()
+    assert dispatch.offer("scaled_matmul", "nvfp4", "sm_90").reason == "scaled_matmul has no nvfp4"
+    assert dispatch.offer("scaled_matmul", "fp8", "sm_70").reason == "never compiled for sm_70"
+
+
+# --- launching what was chosen
+
+
+def operands(scheme: str, m: int, rank: int = 0) -> tuple[Tensor, dict]:
+    """x (m, K) and the other arguments of the op."""
+    noise = torch.Generator().manual_seed(m)
+    parsed = Scheme.parse(scheme)
+    w = QuantizedTensor.quantize(torch.randn(N, K, generator=noise) / 16, parsed.weights)
+    x = torch.randn(m, K, generator=noise).bfloat16()
+    rest = {
+        "weight": w.codes,
+        "weight_scale": w.scale,
+        "weight_scale_2": w.global_scale,
+        "input_scale": torch.tensor(0.002) if parsed.static_input else None,
+        "bias": torch.randn(N, generator=noise).bfloat16(),
+        "lora_a": torch.randn(rank, K, generator=noise).bfloat16() / 16 if rank else None,
+        "lora_b": torch.randn(N, rank, generator=noise).bfloat16() if rank else None,
+        "scheme": scheme,
+    }
+    return x, rest
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """Within what bfloat16 rounds, and fp32 sums and a branch rounded elsewhere add to it."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    worst = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert worst < 2**-7, worst
+
+
+CHOSEN = [
+    ("int8-int8", "sm_80", "scaled_matmul"),
+    ("int8-int8-r8", "sm_90", "scaled_matmul"),
+    ("fp8-fp8", "sm_89", "scaled_matmul"),
+    ("nvfp4-nvfp4-static", "sm_100", "block_scaled_matmul"),
+    ("nvfp4-nvfp4", "sm_120", "block_scaled_matmul"),
+    ("mxfp8-mxfp8", "sm_120", "block_scaled_matmul"),
+    ("nvfp4-16bit", "sm_80", "weight_only_matmul"),
+    ("int4-16bit-r8", "sm_90", "weight_only_matmul"),
+    ("fp8-16bit", "sm_80", "weight_only_matmul"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "chip", "implementation"), CHOSEN)
+@pytest.mark.parametrize("m", [1, 33])
+def test_what_is_chosen_computes_the_scheme(offers, scheme: str, chip: str, implementation: str, m: int) -> None:
+    offers(**ALL)
+    parsed = Scheme.parse(scheme)
+    assert choose(parsed, chip, m, N, K).implementation == implementation
+    x, rest = operands(scheme, m, parsed.rank)
+    with interpreting():
+        found = launch.quantized_linear(x.reshape(1, m, K), **rest, chip=chip)
+    assert_near(found, ops.quantized_linear(x.reshape(1, m, K), **rest))
+
+
+@pytest.mark.parametrize("activations", ["int8", "fp8"])
+def test_4_bit_weights_with_a_scale_per_row_are_decoded_to_8_bit(offers, activations: str) -> None:
+    offers(**ALL)
+    x, rest = operands("nvfp4-nvfp4", 33)
+    w = QuantizedTensor(
+        rest["weight"], rest["weight_scale"], rest["weight_scale_2"], (N, K), Scheme.parse("nvfp4-16bit").weights
+    )
+    rest |= {"scheme": f"nvfp4-{activations}", "row_scale": row_scales(w, activations)}
+    with interpreting():
+        found = launch.quantized_linear(x, **rest, chip="sm_90")
+    assert_near(found, ops.quantized_linear(x, **rest))
+
+
+def test_swizzled_scales_are_passed_on(offers) -> None:
+    offers(**ALL)
+    x, rest = operands("nvfp4-nvfp4", 33)
+    swizzled = rest | {"weight_scale": swizzle_scales(rest["weight_scale"])}
+    with interpreting():
+        found = launch.quantized_linear(x, **swizzled, chip="sm_100")
+    assert_near(found, ops.quantized_linear(x, **rest))
+
+
+def test_no_tokens_and_bad_input() -> None:
+    x, rest = operands("fp8-16bit", 4)
+    assert launch.quantized_linear(x[:0].reshape(2, 0, K), **rest, chip="sm_90").shape == (2, 0, N)
+    with pytest.raises(ValueError, match=r"input is torch\.bfloat16 \(4, 128\), expected .* K = 256"):
+        launch.quantized_linear(x[:, :128], **rest, chip="sm_90")
+    with pytest.raises(ValueError, match=r"input is torch\.int8"):
+        launch.quantized_linear(x.to(torch.int8), **rest, chip="sm_90")
+
+
+def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, monkeypatch) -> None:
+    offers()
+    launch.announce.cache_clear()
+    x, rest = operands("nvfp4-nvfp4", 4)
+    with caplog.at_level(logging.WARNING, "fluxq"):
+        for _ in range(3):
+            assert torch.equal(launch.quantized_linear(x, **rest, chip="sm_70"), ops.quantized_linear(x, **rest))
+    (said,) = caplog.messages
+    assert said.startswith("nvfp4-nvfp4 on sm_70: torch reference (not block_scaled_matmul: no unit")
+    assert "fluxq.prepare" in said
+    monkeypatch.setattr(settings, "_set", {})
+    monkeypatch.setenv("FLUXQ_STRICT", "1")
+    launch.announce.cache_clear()
+    with pytest.raises(ValueError, match="strict mode takes no other arithmetic"):
+        launch.quantized_linear(x, **rest, chip="sm_70")
+    settings.configure(strict=False)
+    launch.quantized_linear(x, **rest, chip="sm_70")
+    launch.announce.cache_clear()
+
+
+def test_the_table_covers_every_kernel_and_chip() -> None:
+    rows = list(dispatch.table())
+    assert {(op, name) for op, name, _ in rows} == {(row.op, name) for row in KERNELS for name in row.formats}
+    for op, name, chips in rows:
+        assert chips.keys() == CHIPS.keys()
+        for chip, found in chips.items():
+            assert bool(found.how) != bool(found.reason), (op, name, chip)
+
+
+# --- the ops that are one kernel each
+
+
+def check_op(op, on_gpu, arguments: tuple, *, exact: bool = True) -> None:
+    """What a GPU runs gives what the torch reference gives, in shapes and dtypes too."""
+    with interpreting():
+        found = on_gpu(*arguments, chip="sm_100")
+    expected = op(*arguments)
+    together = (found, expected) if isinstance(found, tuple) else ((found,), (expected,))
+    for left, right in zip(*together, strict=True):
+        assert (left.shape, left.dtype) == (right.shape, right.dtype)
+        if exact or left.element_size() == 1 or left.numel() == 0:
+            assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+        else:
+            assert_near(left, right)
+
+
+def matrices(kind: str, m: int = 33) -> tuple[QuantizedTensor, QuantizedTensor]:
+    noise = torch.Generator().manual_seed(m)
+    x, w = (torch.randn(rows, K, generator=noise) for rows in (m, N))
+    return ops.quantize_activation(x, find_format(kind)), QuantizedTensor.quantize(w, kind)
+
+
+NOTHING_FOLLOWS = (None, None, None, None, None, False)  # bias, h, up, gate, residual, gelu
+
+
+GIVEN = {"fp8_tensor": torch.tensor(0.01), "nvfp4": torch.tensor(0.002), "fp8": torch.full((17, 1), 0.01)}
+QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")]
+
+
+@pytest.mark.parametrize(("kind", "scale"), QUANTIZERS + list(GIVEN.items()))
+def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
+    offers(**ALL)
+    x = torch.randn(17, K, generator=torch.Generator().manual_seed(2)).bfloat16()
+    steps = (scale, torch.rand(K) + 0.5, None, torch.randn(16, K).bfloat16() / 16, kind, 16, False, False)
+    check_op(producers.quantize_activation, launch.quantize_activation, (x, *steps), exact=False)
+    steps = (scale, None, None, None, kind, "gelu_tanh", 0, False, False)
+    check_op(producers.act_quantize, launch.act_quantize, (x.abs().round(), *steps), exact=False)
+
+
+@pytest.mark.parametrize("kind", ["", "fp8", "nvfp4"])
+def test_norms_on_a_gpu(offers, kind: str) -> None:
+    offers(**ALL)
+    noise = torch.Generator().manual_seed(4)
+    x, branch = (torch.randn(6, 64, generator=noise).bfloat16() for _ in range(2))
+    scale, shift, gate = (torch.randn(2, 64, generator=noise).bfloat16() for _ in range(3))
+    arguments = (x, scale, shift, branch, gate, None, None, None, None, "layer", 1e-6, kind, 0, False, False)
+    with interpreting():
+        found = launch.adaln_quantize(*arguments, chip="sm_90")
+    expected = norms.adaln_quantize(*arguments)
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+    assert torch.equal(found[3], expected[3])
+    if not kind:
+        assert_near(found[0], expected[0])
+    q, k = (torch.randn(1, 5, heads, 64, generator=noise).bfloat16() for heads in (3, 2))
+    cos, sin = torch.randn(8, 64, generator=noise), torch.randn(8, 64, generator=noise)
+    check_op(norms.qk_norm_rope, launch.qk_norm_rope, (q, k, None, None, cos, sin, 1e-6, True, False, 2), exact=False)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_tensor"])
+def test_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
+    offers(**ALL)
+    x, w = matrices(kind)
+    arguments = (x.codes, x.scale, w.codes, w.scale, *NOTHING_FOLLOWS, torch.bfloat16, kind)
+    check_op(products.scaled_matmul, launch.scaled_matmul_op, arguments, exact=False)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "mxfp4"])
+def test_block_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
+    offers(**ALL)
+    x, w = matrices(kind)
+    operands = (x.codes, x.scale, x.global_scale, w.codes, w.scale, w.global_scale)
+    arguments = (*operands, *NOTHING_FOLLOWS, torch.bfloat16, kind)
+    check_op(products.block_scaled_matmul, launch.block_scaled_matmul_op, arguments, exact=False)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "int4"])
+def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
+    offers(**ALL)
+    w, x = matrices(kind)[1], matrices("int8")[0]
+    stored = (w.codes, w.scale, w.global_scale)
+    row_scale = row_scales(w, "int8")
+    arguments = (x.codes, x.scale, *stored, row_scale, *NOTHING_FOLLOWS, torch.float32, kind, "int8")
+    check_op(products.w4a8_matmul, launch.w4a8_matmul_op, arguments)
+    tokens = torch.randn(3, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+    arguments = (tokens, *stored, *NOTHING_FOLLOWS, kind)
+    check_op(products.weight_only_matmul, launch.weight_only_matmul_op, arguments, exact=False)
+    check_op(reencode.dequantize_op, launch.dequantize_op, (*stored, kind, torch.bfloat16))
+    check_op(reencode.reencode_op, launch.reencode_op, (*stored, kind, "int8"))
+
+
+def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
+    offers()
+    x, w = matrices("nvfp4")
+    operands = (x.codes, x.scale, x.global_scale, w.codes, w.scale, w.global_scale)
+    with pytest.raises(ValueError, match=r"block_scaled_matmul: no kernel for nvfp4 on sm_90 \(no unit\)"):
+        launch.block_scaled_matmul_op(*operands, *NOTHING_FOLLOWS, torch.bfloat16, "nvfp4", chip="sm_90")
+
+
+def test_every_op_of_the_table_has_a_form_for_a_gpu() -> None:
+    registered = {op._qualname.removeprefix("fluxq::") for op in launch.ON_GPU}
+    assert registered == {row.op for row in KERNELS} | {"quantized_linear"}
+
+
+def test_what_is_compiled_offers_every_shipped_recipe_a_kernel_of_its_own_on_blackwell() -> None:
+    for recipe in shipped_recipes():
+        for scheme in schemes_of(recipe):
+            for chip in ("sm_100", "sm_120"):
+                choice = choose(scheme, chip, 4096, 3072, 3072)
+                assert choice.implementation != "torch reference", (recipe, str(scheme), chip, choice.reason)
+                is_4_bit_integer = scheme.activations is not None and scheme.activations.name.startswith("int4")
+                assert not choice.fallback or is_4_bit_integer, (recipe, str(scheme), chip, choice.reason)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_86", "sm_89", "sm_90", "gfx942", "gfx950", "gfx1201"])
+def test_what_is_compiled_offers_every_shipped_recipe_some_kernel_elsewhere(chip: str) -> None:
+    for recipe in shipped_recipes():
+        for scheme in schemes_of(recipe):
+            choice = choose(scheme, chip, 4096, 3072, 3072)
+            assert choice.implementation != "torch reference", (recipe, str(scheme), chip, choice.reason)
+
+
+def schemes_of(recipe: str) -> list[Scheme]:
+    """The main scheme and that of the modulation."""
+    component = load_recipe(recipe)[1].components["transformer"]
+    activations = component.activations.row if component.activations else None
+    found = [Scheme(component.weights.row, activations)]
+    return found + ([Scheme(component.modulation.row, None)] if component.modulation else [])

@@ -1,0 +1,265 @@
+"""The kernel of q/k norm and rotary embedding on Triton's interpreter, against torch and against float64.
+
+Each check takes the kernel file as an argument: the tests hand it the real one, the last test one with a fault.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.errors import InterpreterError
+
+from fluxq.kernels import qk_norm_rope
+from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.tiles import Tile
+from fluxq.quantize import norms
+
+TILE = Tile(rows=4, columns=64, warps=4)
+EPS = 1e-6
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinity and NaN are among x
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_interpreter():
+    with interpreting():
+        yield
+
+
+def angles(positions: int, d: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (positions, d), every element another angle: an element taken from the wrong place shows."""
+    angle = torch.linspace(-7, 9, positions * d).reshape(positions, d)
+    return angle.cos(), angle.sin()
+
+
+def heads(shape: tuple[int, int, int, int], dtype: torch.dtype, *, whole: bool = False, seed: int = 0) -> Tensor:
+    """Random heads; `whole` numbers, some fixed by hand, whose squares add up exactly in every order."""
+    noise = torch.Generator().manual_seed(seed)
+    if not whole:
+        return torch.randn(shape, generator=noise).mul(torch.logspace(-3, 2, shape[1])[:, None, None]).to(dtype)
+    x = torch.randint(-8, 9, shape, generator=noise).to(dtype)
+    x[0, 0, 0], x[-1, -1, -1] = 0.0, -0.0
+    return x
+
+
+def weights(d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    noise = torch.Generator().manual_seed(d)
+    return tuple((torch.randn(d, generator=noise) * 0.3 + 1).to(dtype) for _ in "qk")  # type: ignore[return-value]
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    """Equal, the sign of zero and where NaN is included."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype and found.is_contiguous()
+    wrong = ~((found == expected) & (found.signbit() == expected.signbit()) | (found.isnan() & expected.isnan()))
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} differ, first at (image, token, head, column) = {(at := wrong.nonzero()[0].tolist())}, "
+        f"head {at[2] % TILE.rows} of its tile: {found[tuple(at)]} instead of {expected[tuple(at)]}"
+    )
+
+
+def check_exact(
+    kernels: ModuleType, shape=(2, 3, 6, 64), dtype=torch.bfloat16, interleaved=True, round_before_weight=False
+) -> None:
+    """Where the sums of squares are exact, y is the reference's bits. The views leave gaps between heads."""
+    b, s, h, d = shape
+    qkv = heads((b, s, 2 * h, d + 2), dtype, whole=True)
+    q, k = qkv[:, :, :h, :d], qkv[:, :, h + 1 :, :d]  # k: one head less
+    q_weight, k_weight = weights(d, dtype)
+    cos, sin = angles(s + 5, d)
+    arguments = q, k, q_weight, k_weight, cos, sin
+    how = {"eps": EPS, "interleaved": interleaved, "round_before_weight": round_before_weight, "position": 2}
+    found = kernels.qk_norm_rope(*arguments, **how, tile=TILE)
+    for ours, theirs in zip(found, norms.qk_norm_rope(*arguments, *how.values()), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def check_bound(kernels: ModuleType, dtype: torch.dtype, interleaved: bool, round_before_weight: bool) -> None:
+    """|y - y64| <= (roundings · u + 2^-20) · (|v · cos| + |rotate(v) · sin|), u half the spacing of dtype at 1."""
+    q, k = heads((1, 17, 5, 64), dtype), heads((1, 17, 5, 64), dtype, seed=1)
+    cos, sin = angles(17, 64)
+    for x, weight, y in zip(
+        (q, k),
+        weights(64, dtype),
+        kernels.qk_norm_rope(
+            q,
+            k,
+            *weights(64, dtype),
+            cos,
+            sin,
+            eps=EPS,
+            interleaved=interleaved,
+            round_before_weight=round_before_weight,
+            tile=TILE,
+        ),
+        strict=True,
+    ):
+        v = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+        terms = v * cos.double()[:, None], norms._rotate(v, interleaved) * sin.double()[:, None]
+        roundings = 4 if round_before_weight else 2  # the weight's product counts twice: v and what it is made of
+        unit = roundings * torch.finfo(dtype).eps / 2 + 2.0**-20
+        excess = (y.double() - sum(terms)).abs() - unit * (terms[0].abs() + terms[1].abs())
+        # fp16's smallest numbers have a fixed spacing
+        excess -= 2 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert (excess <= 0).all(), f"beyond the bound: differ most at {excess.argmax()} by {excess.max():.3g}"
+
+
+def check_every_element_is_written(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors hold NaN before the launch: nothing of it is left."""
+    empty = torch.empty
+    monkeypatch.setattr(kernels.torch, "empty", lambda *a, **o: empty(*a, **o).fill_(torch.nan))
+    q = heads((1, 5, 6, 48), torch.bfloat16)
+    for y in kernels.qk_norm_rope(q, q, None, None, *angles(5, 48), eps=EPS, tile=TILE):
+        assert not y.isnan().any(), f"{int(y.isnan().sum())} differ: not written"
+
+
+@pytest.mark.parametrize("round_before_weight", [False, True])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bits_are_the_references_where_sums_are_exact(
+    dtype: torch.dtype, interleaved: bool, round_before_weight: bool
+) -> None:
+    check_exact(qk_norm_rope, dtype=dtype, interleaved=interleaved, round_before_weight=round_before_weight)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 64), (1, 5, 4, 32), (3, 7, 9, 16), (1, 130, 3, 64)])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_ragged_tokens_heads_and_head_sizes(shape: tuple[int, int, int, int], interleaved: bool) -> None:
+    check_exact(qk_norm_rope, shape, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("round_before_weight", [False, True])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_random_heads_are_within_their_roundings_of_float64(
+    dtype: torch.dtype, interleaved: bool, round_before_weight: bool
+) -> None:
+    check_bound(qk_norm_rope, dtype, interleaved, round_before_weight)
+
+
+def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_element_is_written(qk_norm_rope, monkeypatch)
+
+
+def test_a_head_without_weights_is_only_normalized() -> None:
+    q = heads((1, 3, 4, 64), torch.bfloat16, whole=True)
+    cos, sin = angles(3, 64)
+    found = qk_norm_rope.qk_norm_rope(q, q, None, None, cos, sin, eps=EPS, tile=TILE)
+    expected = norms.qk_norm_rope(q, q, None, None, cos, sin, EPS, True, False, 0)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_nan_and_infinity_stay_in_their_head() -> None:
+    q = heads((1, 3, 4, 64), torch.bfloat16, whole=True)
+    q[0, 0, 1, 5], q[0, 1, 2, 6], q[0, 2, 3, 7] = torch.nan, torch.inf, -torch.inf
+    arguments = q, q, *weights(64, q.dtype), *angles(3, 64)
+    found = qk_norm_rope.qk_norm_rope(*arguments, eps=EPS, tile=TILE)
+    for ours, theirs in zip(found, norms.qk_norm_rope(*arguments, EPS, True, False, 0), strict=True):
+        assert_same_bits(ours, theirs)
+        assert ours.isnan().any(-1).nonzero().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3]]
+
+
+def test_heads_whose_squares_overflow_become_zeros_as_in_torch() -> None:
+    q = torch.full((1, 1, 2, 64), 1e30)
+    arguments = q, q, None, None, *angles(1, 64)
+    for ours, theirs in zip(
+        qk_norm_rope.qk_norm_rope(*arguments, eps=EPS, tile=TILE),
+        norms.qk_norm_rope(*arguments, EPS, True, False, 0),
+        strict=True,
+    ):
+        assert_same_bits(ours, theirs)
+
+
+def check_distant_heads(kernels: ModuleType) -> None:
+    """The third head of q is 2^31 elements from the first, an offset that does not fit into 32 bits."""
+    q = torch.empty(2**31 + 32, dtype=torch.bfloat16).as_strided((1, 1, 3, 32), (1, 1, 2**30, 1))
+    q.copy_(heads((1, 1, 3, 32), torch.bfloat16, whole=True))  # only what is written is resident
+    k = q.clone(memory_format=torch.contiguous_format)
+    q_out, k_out = kernels.qk_norm_rope(q, k, None, None, *angles(1, 32), eps=EPS, tile=TILE)
+    assert_same_bits(q_out, k_out)
+
+
+def test_heads_may_be_any_distance_apart() -> None:
+    check_distant_heads(qk_norm_rope)
+
+
+X, W, COS = torch.ones(1, 4, 2, 16), torch.ones(16), torch.ones(4, 16)
+BAD_INPUT = {
+    "three axes": ({"q": X[0]}, {}, r"q is torch.float32 \(4, 2, 16\), expected \(B, S, heads, D\)"),
+    "no tokens": ({"q": X[:, :0]}, {}, r"q is .* \(1, 0, 2, 16\), expected"),
+    "integers": ({"q": X.int()}, {}, "q is torch.int32"),
+    "odd D": ({"q": X[..., :15]}, {}, "D even"),
+    "last axis strided": ({"q": torch.ones(1, 4, 16, 2).mT}, {}, r"q has strides .*contiguous"),
+    "k of other tokens": ({"k": X[:, :3]}, {}, r"k is .*\(1, 3, 2, 16\).*only their heads"),
+    "k of another dtype": ({"k": X.half()}, {}, r"k is torch\.float16"),
+    "k elsewhere": ({"k": X.to("meta")}, {}, "k is .* on meta"),
+    "weight of another size": ({"q_weight": W[:8]}, {}, r"q_weight is .* \(8,\), expected float32 \(16,\)"),
+    "weight of another dtype": ({"k_weight": W.half()}, {}, r"k_weight is torch\.float16"),
+    "16-bit cos": ({"cos": COS.half()}, {}, "cos is torch.float16"),
+    "sin shorter than cos": ({"sin": COS[:3]}, {}, r"sin is .* \(3, 16\), expected float32 \(4, 16\)"),
+    "cos of one axis": ({"cos": COS[0]}, {}, r"cos is .* \(16,\)"),
+    "past the table": ({}, {"position": 1}, "4 tokens from position 1 on, but cos and sin are for 4"),
+    "before the table": ({}, {"position": -1}, "position -1"),
+    "a narrow tile": ({}, {"tile": Tile(4, 8, 1)}, "tile.columns is 8, expected a power of two from D = 16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_input_that_the_kernel_does_not_take_is_named(case: str) -> None:
+    changed, options, message = BAD_INPUT[case]
+    tensors = {"q": X, "k": X, "q_weight": W, "k_weight": W, "cos": COS, "sin": COS} | changed
+    with pytest.raises(ValueError, match=message):
+        qk_norm_rope.qk_norm_rope(**tensors, **{"eps": EPS, "tile": TILE} | options)
+
+
+# Faults: the text `old` (which must occur once) becomes `new`, and the check must notice.
+halves = partial(check_exact, interleaved=False)
+ragged = partial(check_exact, shape=(1, 5, 6, 32))  # heads of half a tile
+twice = partial(check_exact, round_before_weight=True)
+FAULTS: dict[str, tuple[str, str, Callable]] = {
+    "rotated the other way": ("cos_a - b * sin_a, b * cos_b + a", "cos_a + b * sin_a, b * cos_b - a", check_exact),
+    "cos of the other element": ("a * cos_a - b", "a * cos_b - b", check_exact),
+    "sin of the other element": ("cos_b + a * sin_b", "cos_b + a * sin_a", halves),
+    "position ignored": ("cos += (position + s) * D", "cos += s * D", check_exact),
+    "position of the batch": ("sin += (position + s) * D", "sin += (position + token) * D", check_exact),
+    "k with q's weight": ("x, k_weight, cos", "x, q_weight, cos", check_exact),
+    "k with q's heads": ("y = k_out + token * HK * D", "y = k_out + token * H * D", check_exact),
+    "k with q's stride": ("HK, stride_kh", "HK, D", check_exact),
+    "eps within the mean": ("mean + eps", "mean", check_exact),
+    "mean of the tile": ("D * 1.0", "COLUMNS * 1.0", ragged),
+    "v not rounded": ("a = rounded(a, x)\n        b = rounded(b, x)\n        store", "store", check_exact),
+    "rounded once": ("if ROUND_BEFORE_WEIGHT:", "if False:", twice),
+    "heads unwritten": ("range(0, heads, ROWS)", "range(0, heads - ROWS, ROWS)", check_exact),
+    "no mask of heads": ("cos_b + a * sin_b, rows < heads,", "cos_b + a * sin_b, rows >= 0,", check_exact),
+    "no mask of columns": ("(columns < D)[None, :]\n        tl.s", "(columns > -1)[None, :]\n        tl.s", ragged),
+    "halves: the second one first": ("tl.store(y[:, None] + D // 2 +", "tl.store(y[:, None] +", halves),
+    "32-bit offsets": ("(start + tl.arange(0, ROWS)).to(tl.int64)", "start + tl.arange(0, ROWS)", check_distant_heads),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
+    old, new, check = FAULTS[fault]
+    faulty = with_fault(old, new, tmp_path)
+    with pytest.raises((AssertionError, InterpreterError), match=r"differ|outside every argument tensor"):
+        check(faulty)
+
+
+def with_fault(old: str, new: str, folder: Path) -> ModuleType:
+    """The kernel file as a module of its own, with one text replaced."""
+    source = Path(qk_norm_rope.__file__)
+    text = source.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{source.name} does not hold {old!r} once"
+    path = folder / source.name
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"faulty_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,255 @@
+"""adaLN and q/k norm ops: as torch.library ops, and bit for bit what diffusers' own layers compute on this CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxq.quantize import norms, producers
+
+STEPS = ("layer", 1e-6, "", 0, False, False)  # norm to swizzled
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1.5).to(dtype)
+
+
+def operands(m: int = 6, d: int = 64, images: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """x, scale, shift, branch, gate; the modulation is chunked from one tensor."""
+    scale, shift, gate = rows(images, 3 * d, dtype=dtype, seed=1).chunk(3, 1)
+    return rows(m, d, dtype=dtype), scale, shift, rows(m, d, dtype=dtype, seed=2), gate
+
+
+def heads(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """q and k (2, 5, 3, 16) as views into one projection, their weights, and cos and sin of 9 positions."""
+    qkv = rows(2, 5, 3 * 48, dtype=dtype)
+    q, k, _ = (part.unflatten(-1, (3, 16)) for part in qkv.chunk(3, -1))
+    angle = torch.linspace(0, 6, 9 * 8).reshape(9, 8).repeat_interleave(2, 1)
+    return q, k, rows(16, dtype=dtype, seed=1), rows(16, dtype=dtype, seed=2), angle.cos(), angle.sin()
+
+
+ADALN_CASES = {
+    "16 bit": ({}, STEPS),
+    "no branch": ({"branch": None, "gate": None}, STEPS),
+    "rms with a weight": ({"weight": rows(64)}, ("rms", 1e-6, "int8", 0, False, False)),
+    "every step": (
+        {"input_scale": torch.tensor(0.02), "smooth": torch.rand(64) + 0.5, "mean": torch.rand(64)},
+        ("layer", 1e-6, "nvfp4", 32, True, True),
+    ),
+    "own global scale": ({}, ("layer", 1e-6, "nvfp4", 0, False, False)),
+    "fp8": ({"input_scale": torch.full((6, 1), 0.1)}, ("layer", 1e-6, "fp8", 0, False, False)),
+    "mxfp4": ({"branch": None, "gate": None}, ("rms", 1e-6, "mxfp4", 16, False, True)),
+}
+
+
+def arguments(case: str) -> tuple:
+    changed, steps = ADALN_CASES[case]
+    x, scale, shift, branch, gate = operands()
+    named = {"branch": branch, "gate": gate, "weight": None, "input_scale": None, "smooth": None, "mean": None}
+    return x, scale, shift, *(named | changed).values(), *steps
+
+
+def compiled(op: Callable, arguments: tuple) -> tuple[Tensor, ...]:
+    torch._dynamo.reset()  # or it gives up after eight kinds of arguments
+    return torch.compile(op, fullgraph=True, backend="aot_eager")(*arguments)
+
+
+@pytest.mark.parametrize("case", ADALN_CASES)
+def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
+    torch.library.opcheck(norms.adaln_quantize, arguments(case))
+    found = compiled(norms.adaln_quantize, arguments(case))
+    for ours, theirs in zip(found, norms.adaln_quantize(*arguments(case)), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("steps", [(1e-6, True, False, 0), (1e-5, False, True, 4)])
+def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:
+    q, k, *weights, cos, sin = heads()
+    tensors = q, k, *(weights if weighted else (None, None)), cos, sin
+    torch.library.opcheck(norms.qk_norm_rope, (*tensors, *steps))
+    found = compiled(norms.qk_norm_rope, (*tensors, *steps))
+    for ours, theirs in zip(found, norms.qk_norm_rope(*tensors, *steps), strict=True):
+        assert torch.equal(ours, theirs) and ours.is_contiguous()
+
+
+@pytest.mark.parametrize("case", ADALN_CASES)
+def test_codes_are_those_of_v_quantized_by_itself(case: str) -> None:
+    tensors, (norm, eps, name, *steps) = arguments(case)[:9], arguments(case)[9:]
+    codes, scale, global_scale, new = norms.adaln_quantize(*tensors, norm, eps, name, *steps)
+    v, no_scale, no_global, alone = norms.adaln_quantize(*tensors[:6], *[None] * 3, norm, eps, "", 0, False, False)
+    assert torch.equal(new, alone) and no_scale.numel() == no_global.numel() == 0
+    if not name:
+        assert torch.equal(codes, v) and codes.dtype == tensors[0].dtype
+        return
+    input_scale, smooth, mean = tensors[6:]
+    expected = producers.quantize_activation(v, input_scale, smooth, mean, None, name, *steps)
+    for ours, theirs in zip((codes, scale, global_scale), expected, strict=False):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_autocast_changes_nothing() -> None:
+    expected = *norms.adaln_quantize(*arguments("16 bit")), *norms.qk_norm_rope(*heads(), 1e-6, True, False, 0)
+    with torch.autocast("cpu", torch.float16):
+        found = *norms.adaln_quantize(*arguments("16 bit")), *norms.qk_norm_rope(*heads(), 1e-6, True, False, 0)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_without_tokens_there_are_no_codes() -> None:
+    x, scale, shift, branch, gate = operands()
+    none = [None] * 4
+    for name in ("", "int8", "nvfp4"):
+        out = norms.adaln_quantize(x[:0], scale, shift, branch[:0], gate, *none, "layer", 1e-6, name, 0, False, False)
+        assert out[0].shape[0] == 0 and out[3].shape == (0, 64)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    x, scale, shift, branch, gate = operands()
+    none = [None] * 4
+    with pytest.raises(ValueError, match="unknown norm 'group', expected one of layer, rms"):
+        norms.adaln_quantize(x, scale, shift, None, None, *none, "group", *STEPS[1:])
+    with pytest.raises(ValueError, match="of branch and gate one is given"):
+        norms.adaln_quantize(x, scale, shift, branch, None, *none, *STEPS)
+    with pytest.raises(ValueError, match=r"scale \(4, 64\) does not split 6 tokens into equal images"):
+        norms.adaln_quantize(x, rows(4, 64), rows(4, 64), None, None, *none, *STEPS)
+    with pytest.raises(ValueError, match="format is 'fp3'"):
+        norms.adaln_quantize(x, scale, shift, branch, gate, *none, "layer", 1e-6, "fp3", 0, False, False)
+    with pytest.raises(ValueError, match="5 tokens from position 5 on, but cos and sin are for 9 positions"):
+        norms.qk_norm_rope(*heads(), 1e-6, True, False, 5)
+
+
+# Against diffusers
+
+
+def modulated(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    norm: str = "layer",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor | None]:
+    """`modulated_norm` of x (B, S, D)."""
+    branch = branch if branch is None else branch.flatten(0, 1)
+    v, new = norms.modulated_norm(x.flatten(0, 1), scale, shift, branch, gate, weight, norm, eps)
+    return v.reshape(x.shape), None if new is None else new.reshape(x.shape)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.float16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def layer(name: str, dtype: torch.dtype, *arguments, **options) -> Any:
+    """A layer of diffusers with random weights."""
+    normalization = pytest.importorskip("diffusers.models.normalization")
+    module = getattr(normalization, name)(*arguments, **options)
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module.to(dtype)
+
+
+def test_ada_layer_norm_zero_and_the_norm_after_attention(dtype: torch.dtype) -> None:
+    """FLUX, FLUX.2, SD3 and Qwen-Image: both halves of a block."""
+    module, x, emb = layer("AdaLayerNormZero", dtype, 64), rows(2, 5, 64, dtype=dtype), rows(2, 64, dtype=dtype, seed=1)
+    expected, gate, shift_mlp, scale_mlp, _ = module(x, emb=emb)
+    shift, scale = module.linear(module.silu(emb)).chunk(6, 1)[:2]
+    assert torch.equal(modulated(x, scale, shift)[0], expected)
+    attention = rows(2, 5, 64, dtype=dtype, seed=2)
+    hidden = x + gate.unsqueeze(1) * attention
+    expected = module.norm(hidden) * (1 + scale_mlp[:, None]) + shift_mlp[:, None]
+    v, new = modulated(x, scale_mlp, shift_mlp, branch=attention, gate=gate)
+    assert torch.equal(v, expected) and new is not None and torch.equal(new, hidden)
+
+
+def test_ada_layer_norm_zero_single(dtype: torch.dtype) -> None:
+    """FLUX's single blocks."""
+    module, x = layer("AdaLayerNormZeroSingle", dtype, 64), rows(2, 5, 64, dtype=dtype)
+    emb = rows(2, 64, dtype=dtype, seed=1)
+    shift, scale, _ = module.linear(module.silu(emb)).chunk(3, 1)
+    assert torch.equal(modulated(x, scale, shift)[0], module(x, emb)[0])
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_ada_layer_norm_continuous(dtype: torch.dtype, norm: str) -> None:
+    """The last norm of FLUX, SD3 and Qwen-Image; with RMSNorm it has a weight."""
+    options = {"elementwise_affine": norm == "rms", "eps": 1e-6, "norm_type": f"{norm}_norm"}
+    module, x = layer("AdaLayerNormContinuous", dtype, 64, 32, **options), rows(2, 5, 64, dtype=dtype)
+    emb = rows(2, 32, dtype=dtype, seed=1)
+    scale, shift = module.linear(module.silu(emb)).chunk(2, 1)
+    weight = {"weight": module.norm.weight} if norm == "rms" else {}
+    v, _ = modulated(x, scale, shift, **weight, norm=norm, eps=1e-6)
+    assert torch.equal(v, module(x, emb))
+
+
+def test_both_modulations_of_sd35(dtype: torch.dtype) -> None:
+    """SD3.5's first norm feeds two attentions: one call for each."""
+    module, x = layer("SD35AdaLayerNormZeroX", dtype, 64), rows(2, 5, 64, dtype=dtype)
+    emb = rows(2, 64, dtype=dtype, seed=1)
+    shift, scale, _, _, _, _, shift2, scale2, _ = module.linear(module.silu(emb)).chunk(9, 1)
+    first, *_, second, _ = module(x, emb=emb)
+    assert torch.equal(modulated(x, scale, shift)[0], first)
+    assert torch.equal(modulated(x, scale2, shift2)[0], second)
+
+
+def test_norm_without_a_shift(dtype: torch.dtype) -> None:
+    """Lumina: a shift of zero."""
+    module, x = layer("LuminaRMSNormZero", dtype, 64, 1e-5, True), rows(2, 5, 64, dtype=dtype)
+    emb = rows(2, 64, dtype=dtype, seed=1)
+    scale = module.linear(module.silu(emb)).chunk(4, 1)[0]
+    v, _ = modulated(x, scale, torch.zeros_like(scale), weight=module.norm.weight, norm="rms", eps=1e-5)
+    assert torch.equal(v, module(x, emb)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("images", [2, 10])  # 10: Wan 2.2 modulates each token
+def test_fp32_modulation_of_wan(dtype: torch.dtype, images: int) -> None:
+    norm = layer("FP32LayerNorm", torch.float32, 64, 1e-6, elementwise_affine=False)
+    x, attention = rows(2, 5, 64, dtype=dtype), rows(2, 5, 64, dtype=dtype, seed=2)
+    scale, shift, gate = rows(images, 192, dtype=torch.float32, seed=1).chunk(3, 1)
+    by_token = (t.reshape(2, -1, 64) for t in (scale, shift, gate))
+    scale_of, shift_of, gate_of = by_token
+    hidden = (x.float() + attention.float() * gate_of).type_as(x)
+    expected = (norm(hidden.float()) * (1 + scale_of) + shift_of).type_as(x)
+    v, new = modulated(x, scale, shift, branch=attention, gate=gate)
+    assert torch.equal(v, expected) and new is not None and torch.equal(new, hidden)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_heads_of_flux(dtype: torch.dtype, dim: int) -> None:
+    """torch.nn.RMSNorm, then apply_rotary_emb on neighbours (FLUX) or halves; text takes the first positions."""
+    embeddings = pytest.importorskip("diffusers.models.embeddings")
+    q, k, *weights, _, _ = heads(dtype)
+    ids = torch.cat([torch.zeros(4, 3), torch.arange(15.0).reshape(5, 3)])  # of 4 text and 5 image tokens
+    cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, freqs_dtype=torch.float64)
+    if dim == -2:
+        cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, repeat_interleave_real=False)
+    found = norms.qk_norm_rope(q, k, *weights, cos, sin, 1e-6, dim == -1, False, 4)
+    for x, weight, ours in zip((q, k), weights, found, strict=True):
+        norm = torch.nn.RMSNorm(16, eps=1e-6).to(dtype)
+        norm.weight.data.copy_(weight)
+        table = cos[4:], sin[4:]
+        theirs = embeddings.apply_rotary_emb(norm(x), table, use_real_unbind_dim=dim, sequence_dim=1)
+        assert torch.equal(ours, theirs)
+
+
+def test_heads_of_qwen_image(dtype: torch.dtype) -> None:
+    """diffusers' RMSNorm, then the complex product: the same numbers but for its own fused multiply-adds."""
+    qwen = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage")
+    q, k, *weights, cos, sin = heads(dtype)
+    frequencies = torch.complex(cos, sin)[:5, ::2]
+    found = norms.qk_norm_rope(q, k, *weights, cos, sin, 1e-6, True, True, 0)
+    for x, weight, ours in zip((q, k), weights, found, strict=True):
+        norm = layer("RMSNorm", dtype, 16, 1e-6)
+        norm.weight.data.copy_(weight)
+        v = norm(x)
+        theirs = qwen.apply_rotary_emb_qwen(v, frequencies, use_real=False)
+        terms = v.float().abs() * cos[:5, None].abs() + norms._rotate(v, True).float().abs() * sin[:5, None].abs()
+        spacing = torch.finfo(dtype).eps * theirs.float().abs() + 2.0**-23 * terms
+        assert ((ours.float() - theirs.float()).abs() <= spacing).all()

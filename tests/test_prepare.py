@@ -1,0 +1,268 @@
+"""A model laid out for one GPU: what its layers become, what that costs, and that saving writes what was loaded."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import fluxq
+from fluxq.integrations.loading import quant_layers
+from fluxq.kernels import dispatch
+from fluxq.kernels.dispatch import Offer
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.prepare import Origin, add_row_scale, as_stored, reencode_layer, swizzle
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import FORMATS, Scheme
+from fluxq.recipes.recipe import shipped_recipes
+
+
+def load(folder: Path) -> diffusers.FluxTransformer2DModel:
+    return diffusers.FluxTransformer2DModel.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_same_files(saved: Path, loaded: Path) -> None:
+    found, expected = tensors_in(saved), tensors_in(loaded)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, loaded)]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def layer_of(scheme: str, *, rank: int = 0, n: int = 96, k: int = 128) -> QuantLinear:
+    """A layer with a weight whose rows differ in size, a bias, and a low-rank branch of `rank`."""
+    noise = torch.Generator().manual_seed(3)
+    parsed = Scheme.parse(scheme)
+    w = torch.randn(n, k, generator=noise) * torch.logspace(-1, 0, n)[:, None]
+    static = torch.tensor(0.01) if parsed.static_input else None
+    q = QuantizedTensor.quantize(w, parsed.weights)
+    layer = QuantLinear.from_quantized(q, torch.randn(n, generator=noise).bfloat16(), parsed, static)
+    if rank:
+        layer.append_low_rank(torch.randn(rank, k, generator=noise) / 8, torch.randn(n, rank, generator=noise) / 8)
+    return layer
+
+
+X = torch.randn(3, 7, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+# --- one layer
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-nvfp4-static", "mxfp4-mxfp4", "mxfp8-mxfp8", "int4-int4", "fp8-fp8"])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_layer_encoded_anew_computes_what_it_did_with_the_error_that_it_states(scheme: str, rank: int) -> None:
+    layer = layer_of(scheme, rank=rank)
+    plain = layer.dequantized(torch.float32).weight
+    stored = layer.scheme
+    reencode_layer(layer, ("int8", "fp8"))
+    assert layer.prepared and layer.prepared.scheme == layer.stored_scheme == stored
+    assert str(layer.scheme) in ("int8-int8", "fp8-fp8") and layer.scheme.activations is not None
+    now = layer.dequantized(torch.float32).weight
+    assert relative(now, plain) == pytest.approx(layer.prepared.added_error, rel=1e-4)
+    assert 0 < layer.prepared.added_error < 0.03 or scheme == "fp8-fp8"
+    expected = X.float() @ plain.T + layer.bias.float()
+    assert relative(layer(X), expected) < 0.04
+    assert sorted(name for name, _ in layer.named_parameters()) == ["bias", "weight", "weight_scale"]
+
+
+def test_the_target_is_what_adds_less_error() -> None:
+    w = torch.randn(32, 128, generator=torch.Generator().manual_seed(5))
+    w[:, 0] = 1000.0  # int8 has no step left for the others
+    layer = QuantLinear.from_quantized(QuantizedTensor.quantize(w, "nvfp4"), None, Scheme.parse("nvfp4-nvfp4"))
+    chosen = copy.deepcopy(layer)
+    reencode_layer(chosen, ("int8", "fp8"))
+    reencode_layer(layer, ("int8",))
+    assert chosen.scheme.weights is FORMATS["fp8"] and chosen.prepared and layer.prepared
+    assert chosen.prepared.added_error < layer.prepared.added_error
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-nvfp4-static", "mxfp4-mxfp4", "int4-int4"])
+def test_weights_that_stay_in_4_bits_give_the_bits_of_the_layer_encoded_anew(scheme: str) -> None:
+    kept, anew = layer_of(scheme), layer_of(scheme)
+    before = {name: tensor.clone() for name, tensor in as_stored(kept).items()}
+    add_row_scale(kept, ("int8",))
+    reencode_layer(anew, ("int8",))
+    assert torch.equal(kept(X), anew(X))
+    assert kept.weight.numel() == before["weight"].numel()
+    after = as_stored(kept)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-nvfp4-static", "mxfp8-mxfp8"])
+def test_swizzled_scales_change_no_bit_and_come_back(scheme: str) -> None:
+    layer, plain = layer_of(scheme, n=130), layer_of(scheme, n=130)
+    swizzle(layer)
+    assert layer.get_parameter("weight_scale").ndim == 1
+    assert torch.equal(layer(X), plain(X))
+    assert torch.equal(layer.dequantized(torch.float32).weight, plain.dequantized(torch.float32).weight)
+    stored = as_stored(layer)["weight_scale"].view(torch.uint8)
+    assert torch.equal(stored, plain.get_parameter("weight_scale").view(torch.uint8))
+
+
+def test_what_can_not_be_prepared_or_saved_is_named() -> None:
+    layer = layer_of("nvfp4-nvfp4")
+    reencode_layer(layer, ("int8",))
+    with pytest.raises(ValueError, match=r"prepared already \(re-encoded to int8\)"):
+        swizzle(layer)
+    with pytest.raises(ValueError, match="codes were never in a file: save the model before"):
+        as_stored(layer)
+    with pytest.raises(ValueError, match=r"offloaded: call fluxq\.prepare before"):
+        reencode_layer(layer_of("nvfp4-nvfp4").to("meta"), ("int8",))
+
+
+# --- which of them a chip asks for
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """offers(matmul=formats, …): only these matmuls are offered, whatever was compiled."""
+
+    def use(**offered: tuple[str, ...]) -> None:
+        def fake(op: str, name: str, chip: str) -> Offer:
+            return Offer("native") if name in offered.get(op, ()) else Offer(None, "no unit")
+
+        monkeypatch.setattr(dispatch, "offer", fake)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("prefer", "scheme", "runs_as"),
+    [
+        ("speed", "nvfp4-nvfp4-static", "int8-int8"),
+        ("memory", "nvfp4-nvfp4-static", "nvfp4-int8"),
+        ("memory", "mxfp8-mxfp8", "int8-int8"),  # 8 bits already
+        ("speed", "int8-int8", "int8-int8"),
+        ("speed", "nvfp4-16bit", "nvfp4-16bit"),  # asked for 16-bit activations
+    ],
+)
+def test_a_chip_with_int8_alone(offers, prefer: str, scheme: str, runs_as: str) -> None:
+    offers(scaled_matmul=("int8",), w4a8_matmul=("nvfp4-int8", "int4-int8"))
+    layer = layer_of(scheme)
+    changed = dispatch.prepare(layer, "sm_80", prefer, None)
+    assert str(layer.scheme) == runs_as and changed == (scheme != runs_as)
+
+
+def test_a_chip_that_knows_the_format_or_nothing_leaves_the_codes(offers) -> None:
+    offers(block_scaled_matmul=("nvfp4",), scaled_matmul=("int8", "fp8"))
+    layer = layer_of("nvfp4-nvfp4")
+    dispatch.prepare(layer, "sm_120", "speed", None)
+    assert str(layer.scheme) == "nvfp4-nvfp4"
+    offers()
+    layer = layer_of("nvfp4-nvfp4")
+    assert not dispatch.prepare(layer, "sm_70", "speed", None) and layer.prepared is None
+
+
+# --- a model from a folder
+
+
+@pytest.fixture
+def prepared(checkpoint, tmp_path):
+    """The embedded transformer under nvfp4, prepared for the CPU; its folder, which a test may damage."""
+    folder = tmp_path / "loaded" / "transformer"
+    shutil.copytree(checkpoint("nvfp4") / "transformer", folder)
+    model = load(folder)
+    return model, fluxq.prepare(model, device="cpu"), folder
+
+
+def test_a_cpu_runs_4_bit_layers_as_int8_and_saves_what_was_loaded(prepared, tmp_path: Path) -> None:
+    model, rows, folder = prepared
+    assert {row.runs_as for row in rows} == {"int8-int8"} and {row.how for row in rows} == {"re-encoded to int8"}
+    assert all(0 < row.added_error < 0.03 for row in rows)
+    four_bit = [name for name, scheme in json_schemes(folder).items() if scheme.startswith("nvfp4-nvfp4")]
+    assert sorted(row.name for row in rows) == sorted(four_bit)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_files(tmp_path / "saved", folder)
+    assert fluxq.prepare(model, device="cpu") == []  # there is nothing left to do
+    twin = copy.deepcopy(model)
+    twin.save_pretrained(tmp_path / "twin")
+    assert_same_files(tmp_path / "twin", folder)
+
+
+def json_schemes(folder: Path) -> dict[str, str]:
+    layers = json.loads((folder / "config.json").read_text())["quantization_config"]["layers"]
+    return {name: scheme for scheme, names in layers.items() for name in names}
+
+
+def test_images_of_a_prepared_model_are_as_near_to_16_bit_as_those_of_the_stored_one(checkpoint, pipe) -> None:
+    stored = diffusers.FluxPipeline.from_pretrained(checkpoint("nvfp4"), torch_dtype=torch.bfloat16)
+    prompt = {"prompt": ["two red squares"], "num_inference_steps": 4, "output_type": "latent"}
+
+    def latents(pipeline) -> Tensor:
+        return pipeline(**prompt, generator=torch.Generator().manual_seed(0)).images
+
+    want, before = latents(pipe), latents(stored)
+    assert fluxq.prepare(stored, device="cpu")
+    after = latents(stored)
+    assert not torch.equal(after, before)
+    assert relative(after, want) < 1.1 * relative(before, want)
+
+
+def test_files_that_are_gone_or_changed_are_named_when_saving(prepared, tmp_path: Path) -> None:
+    model, rows, folder = prepared
+    (file,) = folder.glob("*.safetensors")
+    held = load_file(file)
+    name = f"{rows[0].name}.weight"
+    save_file({**held, name: held[name] ^ 1}, file)
+    with pytest.raises(ValueError, match=r"weight in .* is not what this model was loaded from"):
+        model.save_pretrained(tmp_path / "saved")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"is not in the safetensors files of .* put the files back"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+def test_an_adapter_fused_afterwards_must_be_unfused_before_saving(prepared) -> None:
+    model, _, folder = prepared
+    name, layer = next((name, layer) for name, layer in quant_layers(model) if layer.prepared)
+    layer.append_low_rank(torch.zeros(2, layer.in_features), torch.zeros(layer.out_features, 2))
+    with pytest.raises(ValueError, match=rf"{name}: an adapter was fused after"):
+        as_stored(layer)
+    layer.drop_low_rank(2)
+    with safe_open(next(folder.glob("*.safetensors")), "pt") as stream:
+        assert torch.equal(as_stored(layer)["weight"], stream.get_tensor(f"{name}.weight"))
+
+
+def test_bad_calls_are_named(checkpoint, pipe) -> None:
+    with pytest.raises(ValueError, match="prefer is 'size', expected 'speed' or 'memory'"):
+        fluxq.prepare(pipe, prefer="size")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="this FluxPipeline holds no layer that fluxq quantized"):
+        fluxq.prepare(pipe)
+
+
+def test_what_a_cpu_computes_well_is_left_alone(checkpoint) -> None:
+    model = load(checkpoint("int8") / "transformer")
+    assert fluxq.prepare(model, device="cpu") == []
+    assert all(layer.prepared is None for _, layer in quant_layers(model))
+
+
+def test_origin_says_which_tensor_it_lacks(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(1)}, tmp_path / "x.safetensors")
+    assert Origin(tmp_path, "a").read("weight").shape == (1,)
+    with pytest.raises(ValueError, match=r"b\.weight is not in the safetensors files"):
+        Origin(tmp_path, "b").read("weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_every_recipe_comes_back_from_a_cpu(checkpoint, tmp_path: Path, recipe: str) -> None:
+    folder = checkpoint(recipe) / "transformer"
+    model = load(folder)
+    fluxq.prepare(model, device="cpu")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_files(tmp_path / "saved", folder)

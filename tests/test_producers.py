@@ -1,0 +1,242 @@
+"""The ops that quantize activations: their references by hand, their contract with torch.compile."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.quantize import ops, producers
+from fluxq.quantize.producers import PRODUCED
+from fluxq.quantize.tensor import QuantizedTensor, unswizzle_scales
+from fluxq.recipes.formats import FORMATS
+
+M, K = 6, 256
+NOTHING = {"input_scale": None, "smooth": None, "mean": None, "down": None}
+PLAIN = {"hadamard": 0, "four_over_six": False, "swizzled": False}
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def everything(format: str) -> dict:
+    """All arguments that the format allows, but for input_scale."""
+    row = FORMATS[format]
+    tensors = {"smooth": noise(K).exp(), "mean": noise(K), "down": noise(5, K, dtype=torch.bfloat16)}
+    return NOTHING | tensors | {"hadamard": 64, "four_over_six": row.two_level, "swizzled": row.group_size > 0}
+
+
+def given_scale(format: str) -> Tensor:
+    return torch.full((M, 1), 0.02) if FORMATS[format].block[0] else torch.tensor(0.02)
+
+
+def sylvester(size: int) -> Tensor:
+    """The Hadamard matrix by its definition: the sign of (i, j) is the parity of the bits that i and j share."""
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
+
+
+@pytest.mark.parametrize("format", PRODUCED)
+def test_without_further_steps_it_is_the_quantization_of_the_quantized_linear(format: str) -> None:
+    x = noise(M, K, dtype=torch.bfloat16)
+    codes, scale, global_scale, h = producers.quantize_activation(x, **NOTHING, format=format, **PLAIN)
+    q = ops.quantize_activation(x, FORMATS[format])
+    assert torch.equal(codes.view(torch.uint8), q.codes.view(torch.uint8))
+    assert scale.dtype == q.scale.dtype and torch.equal(scale.float(), q.scale.float())
+    assert torch.equal(global_scale, torch.empty(0) if q.global_scale is None else q.global_scale)
+    assert h.shape == (0,)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp8_tensor", "nvfp4"])
+def test_a_given_scale_is_used_and_not_returned(format: str) -> None:
+    x, given = noise(M, K), given_scale(format)
+    codes, scale, global_scale, _ = producers.quantize_activation(
+        x, **NOTHING | {"input_scale": given}, format=format, **PLAIN
+    )
+    assert global_scale.shape == (0,)
+    if format == "nvfp4":
+        q = QuantizedTensor(codes, scale, given, (M, K), FORMATS[format])
+    else:
+        assert scale.shape == (0,)
+        q = QuantizedTensor(codes, given.reshape(given.shape[:1]), None, (M, K), FORMATS[format])
+    largest = 0.02 * FORMATS[format].element.max * (448 if format == "nvfp4" else 1)
+    error = {"int8": 0.01 + 1e-6, "nvfp4": 1.1}.get(format, 0.5)  # half the largest step
+    assert ((q.dequantize() - x.clamp(-largest, largest)).abs() <= error).all()
+
+
+def test_every_step_is_what_the_top_of_the_file_says() -> None:
+    x, smooth, mean, down = noise(M, K), noise(K).exp(), noise(K), noise(5, K, dtype=torch.bfloat16)
+    arguments = {"input_scale": None, "smooth": smooth, "mean": mean, "down": down}
+    codes, scale, _, h = producers.quantize_activation(x, **arguments, format="fp8", **PLAIN | {"hadamard": 32})
+    matrix = torch.block_diag(*[sylvester(32).double()] * (K // 32)) / 32**0.5
+    v = (x.double() - mean) * smooth @ matrix
+    found = QuantizedTensor(codes, scale, None, (M, K), FORMATS["fp8"]).dequantize().double()
+    assert ((found - v).abs() <= 2.0**-4 * v.abs() + v.abs().amax(1, keepdim=True) * (2.0**-10 / 448 + 1e-6)).all()
+    torch.testing.assert_close(h.double(), x.bfloat16().double() @ down.double().T, rtol=2.0**-8, atol=1e-4)
+    assert h.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_the_transform_is_sylvesters_hadamard_matrix_and_its_own_inverse(size: int) -> None:
+    x = noise(M, K)
+    matrix = torch.block_diag(*[sylvester(size)] * (K // size)).double() / size**0.5
+    v = producers.hadamard_transform(x, size)
+    torch.testing.assert_close(v.double(), x.double() @ matrix, rtol=0, atol=1e-5)
+    torch.testing.assert_close(producers.hadamard_transform(v, size), x, rtol=0, atol=1e-5)
+    unit = torch.eye(size)
+    assert torch.equal(producers.hadamard_transform(unit, size) * size**0.5 > 0, sylvester(size) > 0)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_swizzled_scales_are_the_plain_ones_in_another_order(format: str) -> None:
+    x = noise(M, K)
+    _, plain, *_ = producers.quantize_activation(x, **NOTHING, format=format, **PLAIN)
+    _, flat, *_ = producers.quantize_activation(x, **NOTHING, format=format, **PLAIN | {"swizzled": True})
+    again = unswizzle_scales(flat, *plain.shape)
+    assert torch.equal(again.view(torch.uint8), plain.view(torch.uint8))
+
+
+def squared_error(x: Tensor, four_over_six: bool) -> Tensor:
+    codes, scale, g, _ = producers.quantize_activation(
+        x, **NOTHING, format="nvfp4", **PLAIN | {"four_over_six": four_over_six}
+    )
+    found = QuantizedTensor(codes, scale, g, tuple(x.shape), FORMATS["nvfp4"]).dequantize()  # pyright: ignore
+    return (found.double() - x.double()).square().reshape(x.shape[0], -1, 16).sum(-1)
+
+
+def test_four_over_six_lowers_the_error_and_uses_both_scales() -> None:
+    x = noise(64, K)
+    assert squared_error(x, True).sum() < 0.9 * squared_error(x, False).sum()
+
+
+def test_four_over_six_takes_the_better_scale_of_each_block() -> None:
+    """Against both candidates in float64: no block has a better one, but for ties within rounding."""
+    x, g = noise(32, K), torch.tensor(0.004)
+    arguments = NOTHING | {"input_scale": g}
+    _, scale, *_ = producers.quantize_activation(x, **arguments, format="nvfp4", **PLAIN | {"four_over_six": True})
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    blocks = x.double().reshape(32, -1, 16)
+    errors, steps = [], []
+    for largest in (6, 4):
+        step = (blocks.abs().amax(-1) / largest / g).float().to(torch.float8_e4m3fn)
+        units = blocks.abs() / (step.double() * g.double())[..., None]
+        nearest = (units[..., None] - values).abs().amin(-1) * (step.double() * g.double())[..., None]
+        errors.append(nearest.square().sum(-1))
+        steps.append(step.float())
+    best = torch.where(errors[1] < errors[0], steps[1], steps[0])
+    different = (scale.float() != best).nonzero()
+    for row, group in different.tolist():
+        assert abs(float(errors[0][row, group] - errors[1][row, group])) < 1e-6 * float(errors[0][row, group])
+    assert {float(s) for s in (scale.float() / steps[0]).flatten()} > {1.0}
+
+
+@pytest.mark.parametrize("act", producers.ACTS)
+def test_act_quantize_is_the_activation_and_then_quantize_activation(act: str) -> None:
+    x = noise(M, K * (1 + (act in producers.GATED)), dtype=torch.bfloat16)
+    first, second = x[:, :K], x[:, -K:]
+    layer = {
+        "gelu": lambda: F.gelu(x),
+        "gelu_tanh": lambda: F.gelu(x, approximate="tanh"),
+        "silu_mul": lambda: F.silu(first) * second,
+        "mul_silu": lambda: first * F.silu(second),
+    }[act]
+    options = everything("nvfp4")
+    fused = producers.act_quantize(x, **options, format="nvfp4", act=act)
+    composed = producers.quantize_activation(layer(), **options, format="nvfp4")
+    for ours, theirs in zip(fused, composed, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_mul_silu_is_the_order_of_diffusers_and_silu_mul_that_of_flux2() -> None:
+    activations = pytest.importorskip("diffusers.models.activations")
+    flux2 = pytest.importorskip("diffusers.models.transformers.transformer_flux2")
+    x = noise(M, 2 * K)
+    swiglu = activations.SwiGLU(2 * K, K)
+    with torch.no_grad():
+        swiglu.proj = torch.nn.Identity()
+        assert torch.equal(producers.ACTS["mul_silu"](x), swiglu(x))
+        assert torch.equal(producers.ACTS["silu_mul"](x), flux2.Flux2SwiGLU()(x))
+
+
+def calls() -> dict[str, tuple]:
+    """name -> (op, its arguments): every format with all steps, given scales, an activation."""
+    x, gated = noise(M, K, dtype=torch.bfloat16), noise(M, 2 * K, dtype=torch.bfloat16)
+    found = {}
+    for name in PRODUCED:
+        found[name] = producers.quantize_activation, {"x": x, **everything(name), "format": name}
+        found[f"{name} plain"] = producers.quantize_activation, {"x": x, **NOTHING, "format": name, **PLAIN}
+        if FORMATS[name].scale != "e8m0":
+            given = {"input_scale": given_scale(name)}
+            found[f"{name} given"] = found[name][0], found[name][1] | given
+    found["act"] = producers.act_quantize, {"x": gated, **everything("nvfp4"), "format": "nvfp4", "act": "silu_mul"}
+    return found
+
+
+CALLS = calls()
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
+    op, arguments = CALLS[case]
+    checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic", "test_schema"]
+    if arguments["format"] in ("fp8", "fp8_tensor", "mxfp8", "nvfp4"):
+        checks = checks[:2]  # the others compare results with allclose, which torch lacks for float8
+    torch.library.opcheck(op, (), arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("case", ["int8", "fp8_tensor given", "nvfp4", "mxfp4", "act"])
+def test_the_ops_compile_without_a_graph_break(case: str) -> None:
+    op, arguments = CALLS[case]
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        return op(**arguments | {"x": x})
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(compiled(arguments["x"]), call(arguments["x"]), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours.float(), theirs.float())
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_no_tokens_give_no_codes(case: str) -> None:
+    op, arguments = CALLS[case]
+    if arguments["input_scale"] is not None and arguments["input_scale"].ndim == 2:
+        arguments = arguments | {"input_scale": arguments["input_scale"][:0]}
+    outputs = op(**arguments | {"x": arguments["x"][:0]})
+    assert outputs[0].shape[0] == 0
+    assert all(t.numel() == 0 for t in outputs if t.ndim)
+
+
+def test_autocast_does_not_reach_the_reference() -> None:
+    op, arguments = CALLS["int8"]
+    arguments = arguments | {"x": noise(M, K), "down": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = op(**arguments)
+    assert all(torch.equal(a, b) for a, b in zip(inside, op(**arguments), strict=True))
+
+
+BAD = {
+    "format is 'int5'": {"format": "int5"},
+    "not quantized to int4": {"format": "int4"},
+    "hadamard is 8": {"hadamard": 8},
+    "K is 256, no multiple of hadamard": {"x": noise(M, 256)[:, :200], "hadamard": 128},
+    "four_over_six chooses nvfp4": {"four_over_six": True},
+    "swizzled is for block scales": {"swizzled": True},
+    "smooth is torch.float32": {"smooth": noise(K - 1)},
+    "mean is torch.bfloat16": {"mean": noise(K, dtype=torch.bfloat16)},
+    "takes its scales from each block": {"format": "mxfp8", "input_scale": torch.ones(M, 1)},
+    r"expected \(M, K\) of float16": {"x": torch.ones(M, K, dtype=torch.int8)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_does_not_fit_is_named(message: str) -> None:
+    arguments = {"x": noise(M, K), **NOTHING, "format": "int8", **PLAIN}
+    changed = BAD[message]
+    if "200" in message or "no multiple" in message:
+        message = message.replace("256", "200")
+    with pytest.raises(ValueError, match=message):
+        producers.quantize_activation(**arguments | changed)
+
+
+def test_an_unknown_act_is_named() -> None:
+    with pytest.raises(ValueError, match="act is 'relu', expected one of gelu, gelu_tanh"):
+        producers.act_quantize(noise(M, K), **NOTHING, format="int8", act="relu", **PLAIN)

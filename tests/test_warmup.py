@@ -1,0 +1,79 @@
+"""Compiling ahead of the first image: which launches a checkpoint needs, and that each of them is made."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fluxq import jobs
+from fluxq.cli import cli
+from fluxq.kernels import dispatch, launch, warmup
+from fluxq.kernels.dispatch import Offer
+from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.warmup import LayerKind, kinds_of
+from fluxq.recipes.formats import Scheme
+
+
+def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
+    (model,) = jobs.quantized_models(str(checkpoint("nvfp4")))
+    kinds = kinds_of(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert len(kinds) == len(set(kinds)) > 2
+    assert {str(kind.scheme) for kind in kinds} >= {"nvfp4-nvfp4-static"}
+
+
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
+def test_each_kind_is_launched_at_each_number_of_tokens(monkeypatch, prefer: str) -> None:
+    def fake(op: str, name: str, chip: str) -> Offer:
+        return Offer("native") if name in offered.get(op, ()) else Offer(None, "no unit")
+
+    offered = {
+        "scaled_matmul": ("int8",),
+        "w4a8_matmul": ("nvfp4-int8",),
+        "weight_only_matmul": ("fp8",),
+    }
+    monkeypatch.setattr(dispatch, "offer", fake)
+    dispatch.choose.cache_clear()
+    launched = []
+    for name, run in launch.LAUNCH.items():
+        monkeypatch.setitem(launch.LAUNCH, name, lambda *a, n=name, r=run: (launched.append((n, len(a[0]))), r(*a))[1])
+    kinds = [
+        LayerKind(Scheme.parse("nvfp4-nvfp4-static"), 32, 128, True),
+        LayerKind(Scheme.parse("fp8-16bit"), 32, 128, False),
+    ]
+    with interpreting():
+        rows = warmup.warm_up(kinds, (2, 5, 2), torch.device("cpu"), "sm_80", prefer, torch.bfloat16)
+    dispatch.choose.cache_clear()
+    four_bit = "scaled_matmul" if prefer == "speed" else "w4a8_matmul"
+    assert [(row.implementation, row.m) for row in rows] == [
+        (four_bit, 2),
+        (four_bit, 5),
+        ("weight_only_matmul", 2),
+        ("weight_only_matmul", 5),
+    ]
+    assert launched == [(row.implementation, row.m) for row in rows for _ in range(2)]
+    assert all(row.first_s > 0 and row.again_s > 0 for row in rows)
+
+
+def test_random_codes_give_finite_outputs() -> None:
+    for scheme in ("nvfp4-nvfp4-static", "mxfp8-mxfp8", "mxfp4-mxfp4", "int4-int4", "fp8-fp8", "int8-int8"):
+        layer = warmup._random_layer(LayerKind(Scheme.parse(scheme), 16, 64, True), torch.device("cpu"), torch.float32)
+        assert torch.isfinite(layer(torch.randn(3, 64))).all(), scheme
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_the_command_says_where_to_run_it(checkpoint):
+    done = CliRunner().invoke(cli, ["warmup", str(checkpoint("nvfp4"))])
+    assert done.exit_code == 2 and "run this on the machine that will serve" in done.output
+    done = CliRunner().invoke(cli, ["warmup", "tiny", "--device", "cpu"])
+    assert done.exit_code == 2 and "--device cpu: kernels are compiled for the GPU" in done.output
+
+
+def test_a_16_bit_folder_has_nothing_to_compile():
+    with pytest.raises(ValueError, match="tiny holds no component that fluxq quantized"):
+        jobs.quantized_models("tiny")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_second_launch_is_compiled(checkpoint):
+    rows = jobs.warm_up(str(checkpoint("int8")), "cuda", (64,), "speed", "bfloat16")
+    assert rows and all(row["again_s"] < 0.1 for row in rows)
