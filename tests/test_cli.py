@@ -64,7 +64,7 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
 def test_help_is_instant_and_names_the_commands(fluxq):
     result = fluxq("--help")
     assert result.code == 0 and "Example:" in result.out
-    assert set(cli.commands) == {"plan", "calibrate", "quantize", "eval", "verify", "env"}
+    assert set(cli.commands) == {"plan", "calibrate", "quantize", "eval", "verify", "warmup", "env"}
     assert all(f"  {name} " in result.out for name in cli.commands)
 
 

@@ -377,18 +377,18 @@ for m, k, n in ((1, 3072, 64), (17, 64, 48), (64, 3100, 256)):
 """
 
 
-def test_theint8_product_is_exact_for_the_largest_codes():
+def test_the_int8_product_is_exact_for_the_largest_codes():
     exec(LARGEST_CODES, {})
 
 
-def test_theint8_product_is_exact_on_processors_without_vnni_too():
+def test_the_int8_product_is_exact_on_processors_without_vnni_too():
     """oneDNN, told to use AVX2 only, saturates pairs of int8 products at 16 bits."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", LARGEST_CODES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_theint8_product_is_exact_without_int_mm(monkeypatch):
+def test_the_int8_product_is_exact_without_int_mm(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-127, 128, (5, 3000), generator=generator, dtype=torch.int8)
     b = torch.randint(-128, 128, (7, 3000), generator=generator, dtype=torch.int8)

@@ -231,7 +231,7 @@ MUTATIONS = {
     "int8: inexact product": [
         Mutation(
             ops,
-            "_int8_product",
+            "int8_product",
             product_in_bf16,
             (exact_linear("int8-int8"), linears.test_the_int8_product_is_exact_for_the_largest_codes),
         )
