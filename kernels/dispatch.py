@@ -35,13 +35,14 @@ class Kernel:
     """The kernel of a torch.library op. file: where it is. formats: what its tuned tiles are called by.
 
     how: "native" multiplies codes on matrix units of their own kind, "decode" turns them into another type first,
-    "memory" moves data and multiplies little.
+    "memory" moves data and multiplies little. elsewhere: why there are no tiles for some chips.
     """
 
     op: str
     file: str
     formats: tuple[str, ...]
     how: str
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def offer(op: str, format: str, chip: str) -> Offer:
         return Offer(None, f"never compiled for {chip}")
     rows = _rows(triton.__version__).get((row.file, format, chip), ())
     if not rows:
-        return Offer(None, f"no tile for {chip} was compiled with Triton {triton.__version__}")
+        return Offer(None, row.elsewhere or f"no tile for {chip} was compiled with Triton {triton.__version__}")
     bad = next((found for found in rows if not found.ok), None)
     return Offer(row.how) if bad is None else Offer(None, bad.reason or "it did not compile")
 
@@ -220,7 +221,13 @@ KERNELS = (
     Kernel("adaln_quantize", "adaln_quantize", (*_PRODUCED, "16bit"), "memory"),
     Kernel("qk_norm_rope", "qk_norm_rope", ("16bit",), "memory"),
     Kernel("scaled_matmul", "scaled_matmul", ("int8", "fp8", "fp8_tensor"), "native"),
-    Kernel("block_scaled_matmul", "block_scaled_matmul", ("nvfp4", "mxfp8", "mxfp4"), "native"),
+    Kernel(
+        "block_scaled_matmul",
+        "block_scaled_matmul",
+        ("nvfp4", "mxfp8", "mxfp4"),
+        "native",
+        elsewhere="no matrix unit there takes block scales of this format",
+    ),
     Kernel(
         "w4a8_matmul",
         "w4a8_matmul",

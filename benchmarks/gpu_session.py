@@ -1,0 +1,407 @@
+"""Everything there is to find out on a GPU, in one go: are the kernels right, which tiles are fast, how fast are they.
+
+    python benchmarks/gpu_session.py --out DIR                on any CUDA machine with torch, Triton, click and pytest
+    python benchmarks/gpu_session.py --out DIR --dry-run      anywhere, on the interpreter: that everything runs
+
+Stages run one after the other, each in processes of its own, so that one that crashes takes no other with it. The time
+is shared out by weight; what a stage leaves goes to the next ones, one that runs out of it keeps what it has. In DIR:
+
+    results.json   every stage: whether it is right, how long it took, what it found; where all this ran
+    bench.json     the benchmark, for benchmarks/
+    log.txt        what the stages printed
+    report.md      goals and times
+    tuned/         kernels/tuned with the best tiles in front
+    measured.json  for kernels/measured.json
+
+The last three are only written if the stages of PROOFS ran and found nothing wrong, the last two not of a dry run.
+The exit code is 0 if all is well, 1 if something is wrong or crashed, 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))  # fluxq need not be installed
+
+import click  # noqa: E402
+import torch  # noqa: E402
+
+from fluxq.base.files import write_json, write_text  # noqa: E402
+from fluxq.base.provenance import commit  # noqa: E402
+from fluxq.kernels import timing, tune  # noqa: E402
+from fluxq.kernels.report import goals, measured_rows, report  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Session:
+    """What stages need to know: where files go, and whether this is a dry run."""
+
+    out: Path
+    dry_run: bool
+
+    @property
+    def shards(self) -> int:
+        """Processes that share a stage: compiling keeps one core busy each, and each takes memory of the GPU."""
+        if self.dry_run:
+            return 1
+        memory = torch.cuda.get_device_properties("cuda").total_memory
+        return max(1, min(16, (os.cpu_count() or 2) - 1, memory // (4 << 30)))
+
+    def file(self, stage: str, shard: int = 0) -> Path:
+        return self.out / "stages" / f"{stage}.{shard}.json"
+
+    def files(self, stage: str) -> list[Path]:
+        return sorted((self.out / "stages").glob(f"{stage}.*.json"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """commands: of its processes, for so many seconds.
+
+    judge: of what they left, "right" (None: it says nothing), "complete", "about" for people, and more for the file.
+    """
+
+    name: str
+    weight: float
+    commands: Callable[[Session, float], list[Sequence[str]]]
+    judge: Callable[[Session], dict[str, Any]]
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for what is found."
+)
+@click.option("--minutes", type=float, default=9.5, show_default=True, help="For everything together.")
+@click.option("--dry-run", is_flag=True, help="On the interpreter, tiny: that everything runs.")
+@click.option("--only", multiple=True, help="Only this stage (repeatable); what DIR holds of the others stays.")
+def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...]) -> None:
+    """Check, tune and measure the kernels on the GPU at hand."""
+    if not dry_run and not torch.cuda.is_available():
+        raise click.UsageError("there is no CUDA device, or torch does not see it; --dry-run needs none")
+    unknown = set(only) - {stage.name for stage in STAGES}
+    if unknown:
+        raise click.UsageError(f"no stage {', '.join(sorted(unknown))}, only {', '.join(s.name for s in STAGES)}")
+    session = Session(out.resolve(), dry_run)
+    stages = [stage for stage in STAGES if not only or stage.name in only]
+    kept = forget(session, stages)
+    found = run_stages(session, stages, 60 * minutes, kept)
+    sys.exit(0 if conclude(session, found) else 1)
+
+
+def forget(session: Session, stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """Remove what an earlier session left of these stages, and all that it concluded; its rows of the others.
+
+    Of another commit nothing is kept.
+    """
+    earlier = _read(session.out / "results.json")
+    same = (earlier.get("commit"), earlier.get("dry_run")) == (commit(), session.dry_run)
+    kept = [row for row in earlier.get("stages", ()) if same and row["stage"] not in {stage.name for stage in stages}]
+    for file in (session.out / "stages").glob("*"):
+        if file.name.partition(".")[0] not in {row["stage"] for row in kept} and file.is_file():
+            file.unlink()
+    for name in ("results.json", "bench.json", "report.md", "measured.json", "log.txt"):
+        (session.out / name).unlink(missing_ok=True)
+    shutil.rmtree(session.out / "tuned", ignore_errors=True)
+    (session.out / "stages").mkdir(parents=True, exist_ok=True)
+    return kept
+
+
+def run_stages(
+    session: Session, stages: Sequence[Stage], seconds: float, kept: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Run the stages in their order within so many seconds; results.json is written after each of them.
+
+    kept: rows of stages that ran before.
+    """
+    begun = time.monotonic()
+    device = torch.device("cpu" if session.dry_run else "cuda")
+    found: dict[str, Any] = {"dry_run": session.dry_run, "commit": commit(), "device": timing.describe(device)}
+    found["stages"] = list(kept)
+    for number, stage in enumerate(stages):
+        left = seconds - (time.monotonic() - begun)
+        share = left * stage.weight / sum(later.weight for later in stages[number:])
+        row = run_stage(session, stage, share)
+        click.echo(f"{stage.name:<12} {row['verdict']:<10} {row['seconds']:>6.1f} s  {row['about']}")
+        found["stages"].append(row)
+        write_json(session.out / "results.json", found)
+    return found
+
+
+def run_stage(session: Session, stage: Stage, seconds: float) -> dict[str, Any]:
+    """Run a stage's processes together, and say in one word what became of it: `_verdict`, "no time" or "not here"."""
+    row: dict[str, Any] = {"stage": stage.name, "verdict": "no time", "seconds": 0.0, "about": ""}
+    if seconds < 1:
+        return row
+    begun = time.monotonic()
+    commands = stage.commands(session, 0.9 * seconds)  # the rest is for starting and writing
+    if not commands:
+        return row | {"verdict": "not here", "about": stage.judge(session).get("about", "")}
+    codes = _run_together(session, stage.name, commands, begun + seconds)
+    try:
+        judged = stage.judge(session)
+    except (OSError, ValueError, LookupError) as problem:
+        judged = {"right": None, "complete": False, "about": f"left nothing to read: {problem}"}
+    if any(codes):
+        judged["about"] += f"; exit codes {sorted(set(codes))}".replace(str(OUT_OF_TIME), "out of time")
+    return row | judged | {"verdict": _verdict(judged, codes), "seconds": round(time.monotonic() - begun, 1)}
+
+
+def _verdict(judged: dict[str, Any], codes: Sequence[int]) -> str:
+    """ "wrong", "crashed", "incomplete" or "right"."""
+    if judged["right"] is False:
+        return "wrong"
+    # A process that found something wrong exits with 1, pytest without a test to run with 5.
+    if any(code not in (0, 5, OUT_OF_TIME) for code in codes):
+        return "crashed"
+    if judged["right"] is None:
+        return "incomplete" if OUT_OF_TIME in codes else "crashed"
+    return "right" if judged["complete"] else "incomplete"
+
+
+def _run_together(session: Session, name: str, commands: Sequence[Sequence[str]], deadline: float) -> list[int]:
+    """Exit codes of processes that run at the same time; what they print goes to the log, one after the other."""
+    logs = [session.out / "stages" / f"{name}.{number}.log" for number in range(len(commands))]
+    running = []
+    for command, log in zip(commands, logs, strict=True):
+        with log.open("wb") as stream:
+            running.append(
+                subprocess.Popen(
+                    command, stdout=stream, stderr=stream, cwd=ROOT, env=_environment(), start_new_session=True
+                )
+            )
+    codes = [_wait(process, deadline) for process in running]
+    with (session.out / "log.txt").open("ab") as whole:
+        for log, code in zip(logs, codes, strict=True):
+            whole.write(f"\n=== {log.stem}: exit code {code}\n".encode() + log.read_bytes())
+    return codes
+
+
+def conclude(session: Session, found: dict[str, Any]) -> bool:
+    """Write what may be concluded; whether all is well."""
+    verdicts = {row["stage"]: row["verdict"] for row in found["stages"]}
+    proofs = {name: verdicts.get(name, "not run") for name in PROOFS}
+    proven = all(verdict in ("right", "incomplete") for verdict in proofs.values())
+    bench, timed = (_read(session.file(name)) for name in ("bench", "time"))
+    if bench:
+        found["goals"] = goals(bench)
+        write_json(session.out / "results.json", found)
+        write_json(session.out / "bench.json", bench | {"proofs": proofs})
+    if bench and proven and not bench["wrong"]:
+        lines = (f"- {row['stage']}: {row['verdict']} ({row['about']})" for row in found["stages"])
+        write_text(session.out / "report.md", "\n".join([report(bench), "", *lines]) + "\n")
+        if not session.dry_run:
+            write_json(session.out / "measured.json", measured_rows(bench))
+    if timed and proven and not session.dry_run:
+        tune.write_tuned(timed, session.out / "tuned")
+    if not proven:
+        click.echo("no report: " + ", ".join(f"{name} is {verdict}" for name, verdict in proofs.items()))
+    return proven and not {"wrong", "crashed"} & set(verdicts.values())
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a process left, {} if it left nothing."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _wait(process: subprocess.Popen, deadline: float) -> int:
+    """Its exit code; when its time is over it and all that it started are ended."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return OUT_OF_TIME
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _module(session: Session, name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", name, *arguments, *["--dry-run"] * session.dry_run]
+
+
+# The stages: their commands, and what is to be said of what they leave.
+
+
+def _tests(session: Session, seconds: float) -> list[Sequence[str]]:
+    """Every test of the kernels, launched on the device; those of a dry run on the interpreter, on copies."""
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py") if "compiled" not in path.name)
+    files = files[:2] if session.dry_run else files
+    options = ["--noconftest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "fluxq.kernels.on_gpu"]
+    options += ["--on-device", "cpu", "--at-most", "1"] if session.dry_run else ["--on-device", "cuda"]
+    return [
+        [
+            *(sys.executable, "-m", "pytest", *options, "--shard", f"{shard}/{session.shards}"),
+            *("--outcomes", str(session.file("tests", shard).with_suffix(".lines")), *files),
+        ]
+        for shard in range(session.shards)
+    ]
+
+
+def _judge_tests(session: Session) -> dict[str, Any]:
+    outcomes: dict[str, dict[str, Any]] = {}
+    for path in sorted((session.out / "stages").glob("tests.*.lines")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            outcomes[row["test"]] = row
+    counts = {kind: sum(row["outcome"] == kind for row in outcomes.values()) for kind in OUTCOMES}
+    failed = [row for row in outcomes.values() if row["outcome"] == "failed"]
+    right = not failed if counts["passed"] or failed else None
+    return {"right": right, "complete": not counts["not run"], "about": _counts(counts), "failed": failed}
+
+
+def _same_bits(name: str) -> Callable[[Session, float], list[Sequence[str]]]:
+    def commands(session: Session, seconds: float) -> list[Sequence[str]]:
+        shards = session.shards
+        return [
+            _module(
+                session,
+                "fluxq.kernels.same_bits",
+                *(name, "--shard", f"{shard}/{shards}", "--json", str(session.file(name, shard))),
+            )
+            for shard in range(shards)
+        ]
+
+    return commands
+
+
+def _judge_cases(name: str) -> Callable[[Session], dict[str, Any]]:
+    def judge(session: Session) -> dict[str, Any]:
+        parts = [_read(file) for file in session.files(name)]
+        cases = [row for part in parts for row in part["cases"]]
+        failed = [row for row in cases if not row["ok"]]
+        left_out = sum("left_out" in row for row in cases)
+        complete = len(parts) == session.shards and all(part["complete"] for part in parts)
+        counts = {"right": len(cases) - len(failed) - left_out, "wrong": len(failed), "not offered": left_out}
+        right = not failed if cases else None
+        return {"right": right, "complete": complete, "about": _counts(counts), "failed": failed, "cases": cases}
+
+    return judge
+
+
+def _try(session: Session, seconds: float) -> list[Sequence[str]]:
+    limit = ("--seconds", f"{0.8 * seconds:.0f}")  # one that was begun may take a while
+    return [
+        _module(
+            session,
+            "fluxq.kernels.tune",
+            *("try", "--shard", f"{shard}/{session.shards}", "--json", str(session.file("try", shard)), *limit),
+        )
+        for shard in range(session.shards)
+    ]
+
+
+def _judge_try(session: Session) -> dict[str, Any]:
+    """Candidates that are unfit are no fault."""
+    parts = [_read(file) for file in session.files("try")]
+    rows = [row for part in parts for row in part["candidates"]]
+    counts = {"fit": sum(row["fit"] for row in rows), "unfit": sum(not row["fit"] for row in rows)}
+    complete = len(parts) == session.shards and all(part["complete"] for part in parts)
+    unfit = [row for row in rows if not row["fit"]]
+    return {"right": True if rows else None, "complete": complete, "about": _counts(counts), "unfit": unfit}
+
+
+def _time(session: Session, seconds: float) -> list[Sequence[str]]:
+    tried = [str(file) for file in session.files("try")]
+    options = ("time", "--json", str(session.file("time")), "--seconds", f"{seconds:.0f}")
+    return [_module(session, "fluxq.kernels.tune", *options, *tried)] if tried else []
+
+
+def _judge_time(session: Session) -> dict[str, Any]:
+    found = _read(session.file("time"))
+    searches = found["searches"]
+    about = f"{len(searches)} searches"
+    return {"right": True if searches else None, "complete": found["complete"], "about": about, "searches": searches}
+
+
+def _bench(session: Session, seconds: float) -> list[Sequence[str]]:
+    """With the tiles just found, where there are any."""
+    options = ["--json", str(session.file("bench")), "--minutes", f"{seconds / 60:.2f}"]
+    timed = _read(session.file("time"))
+    if timed and not session.dry_run:
+        folder = session.out / "stages" / "tuned"
+        tune.write_tuned(timed, folder)
+        options += ["--tuned", str(folder)]
+    return [_module(session, "fluxq.kernels.bench", *options)]
+
+
+def _judge_bench(session: Session) -> dict[str, Any]:
+    found = _read(session.file("bench"))
+    counts = {part: len(found[part]) for part in ("results", "left_out", "wrong")}
+    right = not found["wrong"] if found["results"] or found["wrong"] else None
+    return {"right": right, "complete": found["complete"], "about": _counts(counts), "wrong": found["wrong"]}
+
+
+def _sanitizer(session: Session, seconds: float) -> list[Sequence[str]]:
+    """Every kernel once under the CUDA toolkit's checker, if it is there and works here."""
+    why_not = sanitizer_is_missing()
+    write_json(session.file("sanitizer"), {"why_not": why_not})
+    if why_not:
+        return []
+    once = _module(session, "fluxq.kernels.same_bits", "once")
+    checks = ("--tool", "memcheck"), ("--tool", "racecheck")
+    return [
+        ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", *check, "--error-exitcode", "1", *once]
+        for check in checks
+    ]
+
+
+def sanitizer_is_missing() -> str:
+    """Why compute-sanitizer cannot be used; empty if it can."""
+    if not shutil.which("compute-sanitizer"):
+        return "compute-sanitizer is not on the PATH"
+    touch = [sys.executable, "-c", "import torch; torch.ones(8, device='cuda').sum().item()"]
+    try:
+        done = subprocess.run(
+            ["compute-sanitizer", "--error-exitcode", "1", *touch], capture_output=True, text=True, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        return "compute-sanitizer had no result after 60 s"
+    lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+    return "" if done.returncode == 0 else f"compute-sanitizer does not work here: {lines[-1]}"
+
+
+def _judge_sanitizer(session: Session) -> dict[str, Any]:
+    why_not = _read(session.file("sanitizer"))["why_not"]
+    if why_not:
+        return {"right": True, "complete": True, "about": f"not available: {why_not}"}
+    logs = [
+        path.read_text(encoding="utf-8", errors="replace") for path in (session.out / "stages").glob("sanitizer.*.log")
+    ]
+    summaries = [line.strip("= ") for log in logs for line in log.splitlines() if "SUMMARY" in line]
+    right = all(": 0 " in line for line in summaries) if summaries else None
+    return {"right": right, "complete": len(summaries) == len(logs), "about": "; ".join(summaries)}
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} {kind.replace('_', ' ')}" for kind, number in counts.items())
+
+
+OUT_OF_TIME = -1000  # no exit code
+OUTCOMES = ("passed", "failed", "skipped", "not run")
+PROOFS = ("tests", "interpreter", "runs")  # without which nothing is concluded
+STAGES = (
+    Stage("tests", 30, _tests, _judge_tests),
+    Stage("interpreter", 10, _same_bits("interpreter"), _judge_cases("interpreter")),
+    Stage("runs", 15, _same_bits("runs"), _judge_cases("runs")),
+    Stage("try", 18, _try, _judge_try),
+    Stage("time", 7, _time, _judge_time),
+    Stage("bench", 20, _bench, _judge_bench),
+    Stage("sanitizer", 8, _sanitizer, _judge_sanitizer),
+)
+
+if __name__ == "__main__":
+    main()
