@@ -42,20 +42,20 @@ def hadamard_tile(values, HADAMARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: t
         a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, COLUMNS))
     values = values * (2.0 ** (-0.5 * HADAMARD))
-    if TRITON_3_6:
-        values = computed_once(values)
     return values
 
 
 @triton.jit
-def computed_once(values):
-    """The same fp32 values (ROWS, COLUMNS), as maxima of one element each, by their bits.
+def computed_once(values, HADAMARD: tl.constexpr):
+    """The same fp32 values (ROWS, COLUMNS), after a Hadamard transform as maxima of one element each, by their bits.
 
     Triton 3.6 computes what stands before anew for each layout that is wanted after it, and runs out of registers, but
-    not what stands before a maximum. Triton 3.9 chooses better without.
+    not what stands before a maximum. Triton 3.9, and kernels that hold whole rows, do better without.
     """
-    bits = values.to(tl.int32, bitcast=True)
-    return tl.cast(tl.max(bits[:, :, None], 2), tl.float32, bitcast=True)
+    if TRITON_3_6 and HADAMARD:
+        bits = values.to(tl.int32, bitcast=True)
+        values = tl.cast(tl.max(bits[:, :, None], 2), tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from torch import Tensor
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import (
+    computed_once,
     magnitude_bits,
     quantize_blocks_tile,
     quantize_rows_tile,
@@ -351,6 +352,7 @@ def quantize_rows_kernel(
         if down is not None and not OWN_AMAX:
             product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
         values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = computed_once(values, HADAMARD)
         quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, COLUMNS)
     if not SCALE_GIVEN:
         # Last: a store between the two loads of x would keep the compiler from reading x once.
@@ -405,6 +407,7 @@ def quantize_blocks_kernel(
         if down is not None and not OWN_GLOBAL:
             product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
         values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = computed_once(values, HADAMARD)
         quantize_blocks_tile(
             values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
         )
@@ -480,6 +483,7 @@ def scan_rows(
         if down is not None:
             product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
         values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = computed_once(values, HADAMARD)
         largest = tl.maximum(largest, magnitude_bits(values))
     return tl.max(largest, 1), product
 
