@@ -34,11 +34,10 @@ from fluxq.kernels.codes import (
 )
 from fluxq.kernels.dequantize import MAX_REGISTERS, as_bytes, check_tile
 from fluxq.kernels.qk_norm_rope import FLOATS, rounded
-from fluxq.kernels.quantize_activation import swizzled_size
-from fluxq.kernels.tiles import Tile, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
 from fluxq.quantize.norms import NORMS
 from fluxq.quantize.producers import check_steps
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, swizzled_size
 from fluxq.recipes.formats import FORMATS, Format
 
 
@@ -86,7 +85,7 @@ def adaln_quantize(
         constants = {"FORMAT": format.name, "ELEMENT": format.element.name, "LARGEST": format.element.max}
         constants["GROUP"] = format.group_size
     rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
-    adaln_quantize_kernel[(triton.cdiv(rows, tile.rows),)](
+    adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
         x,
         branch,
         gate,

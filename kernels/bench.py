@@ -34,6 +34,7 @@ from fluxq.kernels import timing, workloads
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.report import KIND, README, report, with_tables
+from fluxq.kernels.tiles import NoTile
 from fluxq.kernels.tune import tuned_from
 from fluxq.kernels.workloads import Case, Shape
 from fluxq.quantize.linear import QuantLinear
@@ -137,7 +138,7 @@ def checked(case: Case, shape: Shape, device: torch.device, chip: str) -> tuple[
     try:
         work = workloads.prepare(case, shape, device, chip)
         error = workloads.error(work)
-    except (LookupError, torch.OutOfMemoryError) as problem:
+    except (NoTile, torch.OutOfMemoryError) as problem:
         return None, {"left_out": [place | {"reason": first_line(problem)}]}
     except Exception as problem:  # whatever a kernel raises is its result here
         kind = "left_out" if workloads.is_library(case) else "wrong"

@@ -25,10 +25,9 @@ from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize import check_stored
 from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments
-from fluxq.kernels.quantize_activation import swizzled_size
 from fluxq.kernels.scaled_matmul import check_copyable, finish_tile, grouped_tile
-from fluxq.kernels.tiles import MatmulTile, distinct_tiles
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
+from fluxq.quantize.tensor import QuantizedTensor, swizzled_size
 from fluxq.recipes.formats import FORMATS, Format
 
 SUPPORTED = ("nvfp4", "mxfp8", "mxfp4")
@@ -60,7 +59,7 @@ def block_scaled_matmul(
         left = TensorDescriptor.from_tensor(left, [tile.m, columns])
         right = TensorDescriptor.from_tensor(right, [tile.n, columns])
     check_device("block_scaled_matmul", device)
-    grid = (triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
+    grid = (cdiv(m, tile.m) * cdiv(n, tile.n),)
     block_scaled_matmul_kernel[grid](
         left,
         right,

@@ -38,12 +38,16 @@ CHIPS = {
 SAME_AS = {"sm_87": "sm_86", "sm_121": "sm_120", "gfx1200": "gfx1201"}
 
 
-@functools.cache
 def chip_of(device: torch.device) -> str:
     """The name of the chip behind a CUDA or ROCm device; it need not be one of CHIPS."""
+    return _chip(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _chip(index: int) -> str:
     if torch.version.hip:
-        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        name = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
     else:
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = torch.cuda.get_device_capability(index)
         name = f"sm_{major}{minor}"
     return SAME_AS.get(name, name)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.tiles import Tile, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Format
 
@@ -44,7 +44,7 @@ def dequantize(
     check_tensor("dequantize: out", out, (n, k), (dtype,), q.codes.device)
     check_device("dequantize", q.codes.device)
     per_token = q.global_scale is not None and q.global_scale.ndim == 2
-    grid = (triton.cdiv(n, tile.rows), triton.cdiv(k, tile.columns))
+    grid = (cdiv(n, tile.rows), cdiv(k, tile.columns))
     dequantize_kernel[grid](
         as_bytes(q.codes),
         as_bytes(q.scale),

@@ -22,8 +22,10 @@ from pathlib import Path
 import torch
 import triton
 
+from fluxq.base.console import logger
 from fluxq.kernels.aot import Row, accepted_files
 from fluxq.kernels.chips import CHIPS
+from fluxq.kernels.interpreter import PROVEN
 from fluxq.kernels.weight_only_matmul import LARGEST_GEMV
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.prepare import Origin, add_row_scale, reencode_layer, swizzle
@@ -75,9 +77,9 @@ def offer(op: str, format: str, chip: str) -> Offer:
         return Offer(None, f"{op} has no {format}")
     if chip not in CHIPS:
         return Offer(None, f"never compiled for {chip}")
-    rows = _rows(triton.__version__).get((row.file, format, chip), ())
+    rows = _rows(compiled_with()).get((row.file, format, chip), ())
     if not rows:
-        return Offer(None, row.elsewhere or f"no tile for {chip} was compiled with Triton {triton.__version__}")
+        return Offer(None, row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}")
     bad = next((found for found in rows if not found.ok), None)
     return Offer(row.how) if bad is None else Offer(None, bad.reason or "it did not compile")
 
@@ -129,8 +131,14 @@ def _candidates(scheme: Scheme, row_scale: bool) -> list[Choice]:
 
 def _why_not(candidate: Choice, scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> str:
     """Why a candidate cannot serve; empty if it can."""
-    if candidate.implementation == "weight_only_matmul" and dtype == torch.float32 and m > LARGEST_GEMV:
-        return "matrix units would round float32 activations"
+    if candidate.implementation == "weight_only_matmul" and dtype == torch.float32:
+        row_bytes = k * scheme.weights.element.bits // 8
+        if m > LARGEST_GEMV or row_bytes % 4:
+            return "matrix units would round float32 activations"
+    if candidate.implementation in ("F.scaled_mm", "torch._int_mm"):
+        quantizer = offer("quantize_activation", str(candidate.activations), chip)
+        if not quantizer.how:
+            return f"activations cannot be quantized there: {quantizer.reason}"
     if candidate.implementation == "F.scaled_mm":
         if chip not in ("sm_90", "sm_100", "sm_103"):  # cuBLASLt's scales per row begin with Hopper
             return f"the library has no fp8 product with a scale per row for {chip}"
@@ -193,6 +201,17 @@ def table() -> Iterator[tuple[str, str, dict[str, Offer]]]:
             yield kernel.op, name, {chip: offer(kernel.op, name, chip) for chip in CHIPS}
 
 
+@functools.cache
+def compiled_with() -> str:
+    """The Triton version whose accepted rows count here: this one's, or the newest that there are rows of."""
+    here = ".".join(triton.__version__.split(".")[:2])
+    if here in PROVEN:
+        return here
+    newest = max(PROVEN, key=lambda version: tuple(map(int, version.split("."))))
+    logger.warning("kernels were never compiled with Triton %s: what runs where is taken from Triton %s", here, newest)
+    return newest
+
+
 def _kernel(op: str) -> Kernel:
     return next(row for row in KERNELS if row.op == op)
 
@@ -242,4 +261,5 @@ KERNELS = (
         (*(f"{w}-{t}" for w in ("nvfp4", "mxfp4", "mxfp8", "int4") for t in ("int8", "fp8")), "fp8-int8"),
         "memory",
     ),
+    Kernel("swizzle_scales", "swizzle_scales", ("8bit",), "memory"),
 )

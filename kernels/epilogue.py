@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fluxq.kernels.checks import check_tensor
 
-LARGEST_RANK = 256  # one tile of the low-rank branch holds every rank
+LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -31,7 +31,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class Epilogue:
     """What follows a product (M, N), and the dtype of the result; all tensors contiguous.
 
-    bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 256. gate (B, N): a row for
+    bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 64. gate (B, N): a row for
     each of B images whose M / B tokens follow one another. residual (M, N).
     """
 

@@ -1,4 +1,4 @@
-"""What the ops of fluxq do on a GPU: `register` puts the functions of this file in the place of the torch references.
+"""What the ops of fluxq do on a GPU, in the place of their torch references (integrations/gpu.py sees to that).
 
 `quantized_linear` asks dispatch.py, which always finds a way. The other ops are one kernel each, and ValueError names
 the chip that it is not for. Called with `chip`, all of them also run on the interpreter.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch.utils._pytree import tree_map
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
@@ -29,20 +31,25 @@ from fluxq.kernels.quantize_activation import quantize_activation as quantizer
 from fluxq.kernels.quantize_activation import tuned_name
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.scaled_matmul import scaled_matmul
-from fluxq.kernels.tiles import MatmulTile, Tile, find_memory_tile, find_tile
+from fluxq.kernels.swizzle_scales import swizzle_scales
+from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, find_memory_tile, find_tile
 from fluxq.kernels.w4a8_matmul import w4a8_matmul
 from fluxq.kernels.weight_only_matmul import LARGEST_GEMV, weight_only_matmul
-from fluxq.quantize import norms, ops, producers, products
-from fluxq.quantize import reencode as reencoding
+from fluxq.quantize import ops
 from fluxq.quantize.reencode import stored_matrix
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 
 
-def register() -> None:
-    """Make the ops run the kernels for CUDA and ROCm tensors."""
-    for op, on_gpu in ON_GPU.items():
-        op.register_kernel("cuda")(on_gpu)
+def run(name: str, *arguments: Any) -> Any:
+    """What an op of that name returns for tensors on a GPU; kernels are launched on the one that holds the tensors."""
+    first = arguments[0]
+    if name != "quantized_linear" and first.shape[0] == 0:  # nothing to launch
+        on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
+        return tree_map(lambda value: value.to(first.device), getattr(torch.ops.fluxq, name)(*on_cpu))
+    # Triton launches on the current device, whatever the tensors are on.
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+        return ON_GPU[name](*arguments)
 
 
 def quantized_linear(
@@ -56,14 +63,20 @@ def quantized_linear(
     lora_b: Tensor | None,
     scheme: str,
     row_scale: Tensor | None = None,
+    mean: Tensor | None = None,
+    smooth: Tensor | None = None,
+    basis: Tensor | None = None,
+    out: Tensor | None = None,
     *,
     chip: str | None = None,
 ) -> Tensor:
     """As `ops.quantized_linear`. chip: compute as on this one; by default on the one that holds x.
 
+    The quantizer does in fp32 what the scheme does to x, but for deflation, which library products compute: then z is
+    rounded to x's dtype before them and after them. So it is for weights that are decoded, whose kernel takes 16 bit.
     Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
     """
-    parsed = Scheme.parse(scheme)
+    parsed = _parse(scheme)
     w = QuantizedTensor(weight, weight_scale, weight_scale_2, _shape(weight, parsed), parsed.weights)
     n, k = w.shape
     if not x.is_floating_point() or x.element_size() < 2 or x.shape[-1] != k:
@@ -77,53 +90,125 @@ def quantized_linear(
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
         if choice.implementation == "torch reference":
-            y = ops.quantized_linear_reference(
-                rows, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale
-            )
+            branches = lora_a, lora_b, scheme, row_scale, mean, smooth, basis, out
+            y = ops.quantized_linear_reference(rows, weight, weight_scale, weight_scale_2, input_scale, bias, *branches)
         else:
-            h = None if lora_a is None else F.linear(rows, lora_a.to(x.dtype))
-            low_rank = None if h is None or lora_b is None else (h, lora_b.to(x.dtype))
-            y = LAUNCH[choice.implementation](rows, w, choice, input_scale, bias, low_rank, row_scale, chip)
+            ops.check_steps_given(parsed, mean, smooth, basis, out)
+            z, t, steps = _steps_before(rows, parsed, choice.activations, mean, smooth, basis)
+            low_rank = _joined((t, out), (None if lora_a is None else F.linear(rows, lora_a.to(x.dtype)), lora_b))
+            y = LAUNCH[choice.implementation](z, w, choice, input_scale, bias, low_rank, row_scale, chip, steps)
     return y.reshape(*x.shape[:-1], n)
 
 
-@functools.lru_cache(1024)
+@dataclass(frozen=True)
+class Steps:
+    """What the quantizer does with its input before it rounds it: `mean` and `smooth` (K,) fp32, blocks of Hadamard."""
+
+    mean: Tensor | None = None
+    smooth: Tensor | None = None
+    hadamard: int = 0
+    four_over_six: bool = False
+
+
+NO_STEPS = Steps()
+
+
+def _steps_before(
+    x: Tensor, scheme: Scheme, activations: str | None, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None
+) -> tuple[Tensor, Tensor | None, Steps]:
+    """(what the quantizer takes, or the product itself where nothing is quantized; t; what the quantizer has to do)."""
+    mean, smooth = (None if vector is None else vector.float() for vector in (mean, smooth))
+    t, steps = None, Steps(mean, smooth, scheme.hadamard, scheme.four_over_six)
+    if basis is not None:
+        z, p = ops.transform(x, smooth, mean, 0).to(x.dtype), basis.to(x.dtype)
+        t = F.linear(z, p)
+        x, steps = torch.addmm(z, t, p, alpha=-1), replace(steps, mean=None, smooth=None)
+    if activations is None and scheme.is_transformed:
+        x = ops.transform(x, steps.smooth, steps.mean, steps.hadamard).to(x.dtype)
+    return x, t, steps
+
+
+def _joined(*branches: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor] | None:
+    """Branches (h (M, R), up (N, R)) of a layer as one, of the sum of their ranks."""
+    there = [(h, up.to(h.dtype)) for h, up in branches if h is not None and up is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    hs, ups = zip(*there, strict=True)
+    return torch.cat(hs, 1), torch.cat(ups, 1)
+
+
 def announce(scheme: str, chip: str, choice: Choice) -> None:
-    """Say once what computes a scheme on a chip; where that is not its own arithmetic, raise if fluxq is strict."""
-    text = f"{scheme} on {chip}: {choice.implementation} ({choice.reason})"
-    if not choice.fallback:
-        logger.info(text)
-        return
-    if is_strict():
+    """Say once what computes a scheme on a chip; raise if that is a fallback and fluxq is strict."""
+    if choice.fallback and is_strict():
         raise ValueError(
-            f"{text}: strict mode takes no other arithmetic than the scheme's. Prepare the model for this GPU with "
-            "fluxq.prepare, quantize it to fp8 or int8, or leave strict mode"
+            f"{scheme} on {chip}: {choice.implementation} ({choice.reason}). Strict mode takes only a kernel of the "
+            "scheme's own arithmetic: prepare the model for this GPU with fluxq.prepare, quantize it to fp8 or int8, "
+            "or leave strict mode"
         )
-    logger.warning("%s; fluxq.prepare re-encodes such layers for this GPU", text)
+    _say(scheme, chip, choice)
+
+
+@functools.lru_cache(1024)
+def _say(scheme: str, chip: str, choice: Choice) -> None:
+    text = f"{scheme} on {chip}: {choice.implementation} ({choice.reason})"
+    if choice.fallback:
+        logger.warning("%s; fluxq.prepare encodes such layers anew for this GPU, if it can", text)
+    else:
+        logger.info(text)
 
 
 def quantize_rows(
-    x: Tensor, activations: str, input_scale: Tensor | None, chip: str, *, swizzled: bool = False
+    x: Tensor,
+    activations: str,
+    input_scale: Tensor | None,
+    chip: str,
+    steps: Steps = NO_STEPS,
+    *,
+    swizzled: bool = False,
 ) -> QuantizedTensor:
     """x (M, K) as the matmul kernels of a format take it."""
     row = FORMATS[activations]
     x = x if x.stride(-1) == 1 else x.contiguous()
     tile = find_memory_tile("quantize_activation", tuned_name(row, input_scale, None), chip, x.shape[0])
-    return quantizer(x, row, input_scale, swizzled=swizzled, tile=tile)[0]
+    q, _ = quantizer(
+        x,
+        row,
+        input_scale,
+        smooth=steps.smooth,
+        mean=steps.mean,
+        hadamard=steps.hadamard,
+        four_over_six=steps.four_over_six,
+        swizzled=swizzled,
+        tile=tile,
+    )
+    return q
 
 
-def matmul_tile(kernel: str, name: str, chip: str, m: int, row_bytes: int) -> MatmulTile:
-    """The tuned tile; without the copy engine where rows of codes do not start at multiples of 16 bytes."""
+def matmul_tile(kernel: str, name: str, chip: str, m: int, codes: Tensor) -> MatmulTile:
+    """The tuned tile; without the copy engine where rows of the weight's codes are not at multiples of 16 bytes."""
     tile = find_tile(kernel, name, chip, m)
     if not isinstance(tile, MatmulTile):
-        raise LookupError(f"kernels/tuned/{kernel}.json: the tile of {name} is none of a matmul")
-    return replace(tile, descriptors=False) if tile.descriptors and row_bytes % 16 else tile
+        raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {name} is none of a matmul")
+    return tile if not tile.descriptors or _rows_are_at(codes, 16) else replace(tile, descriptors=False)
 
 
-def weight_only_tile(w: QuantizedTensor, chip: str, m: int) -> MatmulTile | Tile:
-    """The tuned tile; for few tokens that of many, where rows of codes are no multiple of the 4 bytes it reads."""
-    enough = m if w.codes.shape[1] % 4 == 0 else LARGEST_GEMV + 1
-    return find_tile("weight_only_matmul", w.format.name, chip, enough)
+def weight_only_tile(w: QuantizedTensor, chip: str, m: int, dtype: torch.dtype) -> MatmulTile | Tile:
+    """The tuned tile; float32 takes that of one token, which multiplies in fp32.
+
+    That form reads words of 4 bytes: where rows of codes are at no multiple of those, few tokens are taken for many.
+    """
+    if not _rows_are_at(w.codes, 4):
+        m = LARGEST_GEMV + 1
+    elif dtype == torch.float32 and m <= LARGEST_GEMV:
+        m = 1
+    return find_tile("weight_only_matmul", w.format.name, chip, m)
+
+
+_parse = functools.lru_cache(1024)(Scheme.parse)
+
+
+def _rows_are_at(codes: Tensor, multiple: int) -> bool:
+    return codes.shape[1] % multiple == 0 and codes.data_ptr() % multiple == 0
 
 
 def _shape(weight: Tensor, scheme: Scheme) -> tuple[int, int]:
@@ -145,43 +230,43 @@ def _with_branch(y: Tensor, low_rank: tuple[Tensor, Tensor] | None) -> Tensor:
     return y if low_rank is None or _fits(low_rank) else y + F.linear(*low_rank)
 
 
-def _scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
-    q = quantize_rows(x, choice.activations, input_scale, chip)
-    tile = matmul_tile("scaled_matmul", choice.activations, chip, x.shape[0], w.codes.shape[1])
+def _scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, choice.activations, input_scale, chip, steps)
+    tile = matmul_tile("scaled_matmul", choice.activations, chip, x.shape[0], w.codes)
     return _with_branch(scaled_matmul(q, w, epilogue=_epilogue(x, bias, low_rank), tile=tile), low_rank)
 
 
-def _block_scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
+def _block_scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
     swizzled = w.scale.ndim == 1
-    q = quantize_rows(x, choice.activations, input_scale, chip, swizzled=swizzled)
-    tile = matmul_tile("block_scaled_matmul", choice.activations, chip, x.shape[0], w.codes.shape[1])
+    q = quantize_rows(x, choice.activations, input_scale, chip, steps, swizzled=swizzled)
+    tile = matmul_tile("block_scaled_matmul", choice.activations, chip, x.shape[0], w.codes)
     return _with_branch(block_scaled_matmul(q, w, epilogue=_epilogue(x, bias, low_rank), tile=tile), low_rank)
 
 
-def _w4a8(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
-    q = quantize_rows(x, choice.activations, None, chip)
+def _w4a8(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, choice.activations, input_scale, chip, steps)
     name = f"{w.format.name}-{choice.activations}"
-    tile = matmul_tile("w4a8_matmul", name, chip, x.shape[0], w.codes.shape[1])
+    tile = matmul_tile("w4a8_matmul", name, chip, x.shape[0], w.codes)
     y = w4a8_matmul(q, w, row_scale, epilogue=_epilogue(x, bias, low_rank), tile=tile)
     return _with_branch(y, low_rank)
 
 
-def _weight_only(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
-    tile = weight_only_tile(w, chip, x.shape[0])
+def _weight_only(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+    tile = weight_only_tile(w, chip, x.shape[0], x.dtype)
     y = weight_only_matmul(x.contiguous(), w, epilogue=_epilogue(x, bias, low_rank), tile=tile)
     return _with_branch(y, low_rank)
 
 
-def _int_mm(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
-    q = quantize_rows(x, "int8", input_scale, chip)
+def _int_mm(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, "int8", input_scale, chip, steps)
     y = torch._int_mm(q.codes, w.codes.t()).float()
     y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
     y = y if bias is None else y.add_(bias.float())
     return y.to(x.dtype) if low_rank is None else y.to(x.dtype) + F.linear(*low_rank)
 
 
-def _library_fp8(x, w, choice, input_scale, bias, low_rank, row_scale, chip) -> Tensor:
-    q = quantize_rows(x, "fp8", input_scale, chip)
+def _library_fp8(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, "fp8", input_scale, chip, steps)
     per_row = F.ScalingType.RowWise
     y = F.scaled_mm(
         q.codes,
@@ -334,7 +419,7 @@ def weight_only_matmul_op(x, w, w_scale, w_scale_2, bias, h, up, gate, residual,
     right, chip = stored_matrix(w, w_scale, w_scale_2, weights), chip or chip_of(x.device)
     require("weight_only_matmul", weights, chip)
     epilogue = _what_follows(bias, h, up, gate, residual, gelu, x.dtype)
-    return weight_only_matmul(x, right, epilogue=epilogue, tile=weight_only_tile(right, chip, x.shape[0]))
+    return weight_only_matmul(x, right, epilogue=epilogue, tile=weight_only_tile(right, chip, x.shape[0], x.dtype))
 
 
 def dequantize_op(w, w_scale, w_scale_2, format, dtype, *, chip=None) -> Tensor:
@@ -352,6 +437,12 @@ def reencode_op(w, w_scale, w_scale_2, source, target, *, chip=None) -> tuple[Te
     return q.codes, q.scale
 
 
+def swizzle_scales_op(scale, *, chip=None) -> Tensor:
+    chip = chip or chip_of(scale.device)
+    require("swizzle_scales", "8bit", chip)
+    return swizzle_scales(scale, tile=find_memory_tile("swizzle_scales", "8bit", chip, scale.shape[0]))
+
+
 def require(op: str, name: str, chip: str) -> None:
     """ValueError unless dispatch.py offers an op's kernel for what its tiles are called by."""
     found = dispatch.offer(op, name, chip)
@@ -364,7 +455,7 @@ def require(op: str, name: str, chip: str) -> None:
 
 def required_tile(kernel: str, name: str, chip: str, w: QuantizedTensor, m: int) -> MatmulTile:
     require(kernel, name, chip)
-    return matmul_tile(kernel, name, chip, m, w.codes.shape[1])
+    return matmul_tile(kernel, name, chip, m, w.codes)
 
 
 def _made(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -380,16 +471,17 @@ def _what_follows(bias, h, up, gate, residual, gelu, dtype) -> Epilogue:
     return Epilogue(bias=bias, low_rank=low_rank, gelu=gelu, gate=gate, residual=residual, dtype=dtype)
 
 
-ON_GPU: dict[CustomOpDef, Callable[..., object]] = {
-    ops.quantized_linear: quantized_linear,
-    producers.quantize_activation: quantize_activation,
-    producers.act_quantize: act_quantize,
-    norms.adaln_quantize: adaln_quantize,
-    norms.qk_norm_rope: qk_norm_rope,
-    products.scaled_matmul: scaled_matmul_op,
-    products.block_scaled_matmul: block_scaled_matmul_op,
-    products.w4a8_matmul: w4a8_matmul_op,
-    products.weight_only_matmul: weight_only_matmul_op,
-    reencoding.dequantize_op: dequantize_op,
-    reencoding.reencode_op: reencode_op,
+ON_GPU: dict[str, Callable[..., object]] = {
+    "quantized_linear": quantized_linear,
+    "quantize_activation": quantize_activation,
+    "act_quantize": act_quantize,
+    "adaln_quantize": adaln_quantize,
+    "qk_norm_rope": qk_norm_rope,
+    "scaled_matmul": scaled_matmul_op,
+    "block_scaled_matmul": block_scaled_matmul_op,
+    "w4a8_matmul": w4a8_matmul_op,
+    "weight_only_matmul": weight_only_matmul_op,
+    "dequantize": dequantize_op,
+    "reencode": reencode_op,
+    "swizzle_scales": swizzle_scales_op,
 }

@@ -38,12 +38,12 @@ from fluxq.kernels.codes import (
 )
 from fluxq.kernels.dequantize import MAX_REGISTERS, as_bytes, check_tile
 from fluxq.kernels.epilogue import gelu_tanh
-from fluxq.kernels.tiles import Tile, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
 from fluxq.quantize.producers import ACTS, GATED, check_steps
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, swizzled_size
 from fluxq.recipes.formats import FORMATS, Format
 
-LARGEST_RANK = 256  # one tile of `down` holds every rank
+LARGEST_RANK = 128  # one tile of `down` holds every rank
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,7 +67,7 @@ def quantize_activation(
     input_scale: fp32. For fp8 and int8 (M, 1), the scale of each row; for fp8_tensor () that of all; for nvfp4 () or
     (M, 1), its global scale. By default they follow from the amax of each token, for fp8_tensor of all.
     smooth, mean: (K,) fp32. hadamard: size of its blocks, 0 for none. down: (R, K) of x's type, of bfloat16 or float16
-    for float32 x, R at most 256: h (M, R) of that type is x · down^T, after act and before the other steps.
+    for float32 x, R at most 128: h (M, R) of that type is x · down^T, after act and before the other steps.
     four_over_six: nvfp4 only. swizzled: block scales lie in the 128x4 layout of Blackwell's matrix units, a flat
     tensor of `swizzled_size` elements, padded with zeros.
     tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
@@ -117,7 +117,7 @@ def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> T
         out = x.new_empty(m, k)
     check_tensor("activate: out", out, (m, k), (x.dtype,), x.device)
     check_device("activate", x.device)
-    grid = (triton.cdiv(m, tile.rows), triton.cdiv(k, tile.columns))
+    grid = (cdiv(m, tile.rows), cdiv(k, tile.columns))
     activate_kernel[grid](
         x, out, m, k, x.stride(0), ACT=act, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, **EXACT
     )
@@ -128,11 +128,6 @@ def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None) 
     """What kernels/tuned calls the tile for these arguments: whole rows and matrix products want other tiles."""
     own_global = format.two_level and input_scale is None
     return "down " * (down is not None) + format.name + " own global" * own_global
-
-
-def swizzled_size(rows: int, groups: int) -> int:
-    """Elements of the 128x4 layout of (rows, groups) block scales: both axes are padded."""
-    return triton.cdiv(rows, 128) * 128 * triton.cdiv(groups, 4) * 4
 
 
 def quantize_into(
@@ -168,11 +163,11 @@ def quantize_into(
     rank = _check_down(name, x, (m, k), down, h)
     _check_tile(name, tile, row, hadamard, rank, swizzled)
     check_device(name, x.device)
-    tiles = triton.cdiv(k, tile.columns)
+    tiles = cdiv(k, tile.columns)
     what = {"ACT": act or "", "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
     size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
     options = {"num_warps": tile.warps} | EXACT
-    programs = triton.cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
+    programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
     block_r = {"BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
     if not group:
         amax = None

@@ -30,7 +30,7 @@ from fluxq.kernels.dequantize import (
     stored_arguments,
     times_groups,
 )
-from fluxq.kernels.tiles import Tile, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS
 
@@ -55,7 +55,7 @@ def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTenso
     check_tensor("reencode: out scale", out.scale, scale_shape, (scale_dtype,), device)
     check_device("reencode", device)
     group = w.format.group_size
-    reencode_kernel[(triton.cdiv(n, tile.rows),)](
+    reencode_kernel[(cdiv(n, tile.rows),)](
         as_bytes(w.codes),
         as_bytes(w.scale),
         w.global_scale,
@@ -71,7 +71,7 @@ def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTenso
         TWO_LEVEL=w.format.two_level,
         TARGET=target.element.name,
         LARGEST=target.element.max,
-        TILES=triton.cdiv(k, tile.columns),
+        TILES=cdiv(k, tile.columns),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=tile.warps,

@@ -33,7 +33,7 @@ from fluxq.kernels.on_gpu import launching_on
 from fluxq.kernels.quantize_activation import quantize_activation, tuned_name
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.scaled_matmul import scaled_matmul
-from fluxq.kernels.tiles import find_tile
+from fluxq.kernels.tiles import NoTile, find_tile
 from fluxq.kernels.tune import DRY_CHIP
 from fluxq.quantize import ops
 from fluxq.quantize.tensor import QuantizedTensor
@@ -119,7 +119,7 @@ def run_to_run(
     try:
         work = workloads.prepare(case, shape, device, chip)
         error = workloads.error(work)
-    except (LookupError, torch.OutOfMemoryError) as problem:
+    except (NoTile, torch.OutOfMemoryError) as problem:
         return row | {"ok": True, "left_out": first_line(problem)}
     hashes = {_hash(as_bytes(work.call())) for _ in range(runs)}
     return row | {"ok": len(hashes) == 1 and error <= workloads.TOLERANCE, "different": len(hashes), "error": error}

@@ -22,7 +22,7 @@ from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device
 from fluxq.kernels.dequantize import check_stored
 from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
-from fluxq.kernels.tiles import MatmulTile, distinct_tiles
+from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
 from fluxq.quantize.tensor import QuantizedTensor
 
 
@@ -63,7 +63,7 @@ def scaled_matmul(
         "GROUP_M": tile.group_m,
     }
     options = {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if tile.descriptors:
         left = TensorDescriptor.from_tensor(x.codes, [tile.m, tile.k])
         right = TensorDescriptor.from_tensor(w.codes, [tile.n, tile.k])

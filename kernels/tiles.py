@@ -52,6 +52,10 @@ class MatmulTile:
     unit_scales: bool = False
 
 
+class NoTile(ValueError):
+    """kernels/tuned has no tile for what was asked."""
+
+
 @dataclass(frozen=True)
 class TunedRow:
     """A row of kernels/tuned/<kernel>.json, as the top of this file says."""
@@ -67,18 +71,18 @@ class TunedRow:
 
 
 def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
-    """The tile for m tokens of that format on a chip ("sm_90"); LookupError if kernels/tuned holds none."""
+    """The tile for m tokens of that format on a chip ("sm_90"); raises NoTile if kernels/tuned holds none."""
     for row in tuned_rows(kernel):
         if row.fits(format, chip, m):
             return row.tile
-    raise LookupError(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
+    raise NoTile(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
 
 
 def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
     """`find_tile` of a memory-bound kernel."""
     tile = find_tile(kernel, format, chip, m)
     if not isinstance(tile, Tile):
-        raise LookupError(f"kernels/tuned/{kernel}.json: the tile of {format} is one of a matmul")
+        raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is one of a matmul")
     return tile
 
 
@@ -109,6 +113,11 @@ def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[st
                 covered = limit
                 found[row.tile] = tuple(dict.fromkeys((*found.get(row.tile, ()), chip)))
     return found
+
+
+def cdiv(size: int, tile: int) -> int:
+    """How many tiles cover a size; triton.cdiv takes 2 us for it, which launches of few tokens notice."""
+    return -(-size // tile)
 
 
 TUNED = Path(__file__).parent / "tuned"

@@ -32,7 +32,7 @@ from fluxq.base.files import write_json, write_text
 from fluxq.kernels import aot, tiles, timing, workloads
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.tiles import MatmulTile, Tile, find_tile, tuned_rows
+from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, find_tile, tuned_rows
 from fluxq.kernels.workloads import Case, Shape
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
@@ -139,7 +139,7 @@ def candidates(chip: str, dry_run: bool = False) -> Iterator[tuple[int, Search, 
     for number, search in enumerate(searches(dry_run)):
         try:
             base = find_tile(search.kernel, search.format, chip, search.max_m or search.shapes[0][0])
-        except LookupError:
+        except NoTile:
             continue
         if dry_run or not workloads.why_not(search.case, chip):
             for tile in dict.fromkeys([base, *(_changed(base, changes) for changes in search.tiles)]):

@@ -35,7 +35,7 @@ from fluxq.kernels.dequantize import (
 from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
 from fluxq.kernels.reencode import eight_bit_multiplier
 from fluxq.kernels.scaled_matmul import grouped_tile
-from fluxq.kernels.tiles import MatmulTile, distinct_tiles
+from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import find_format
 
@@ -62,7 +62,7 @@ def w4a8_matmul(
     arguments = epilogue.arguments("w4a8_matmul", m, n, device, out)
     check_device("w4a8_matmul", device)
     group = w.format.group_size
-    w4a8_matmul_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+    w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
         x.codes,
         w.codes.view(torch.int32),
         as_bytes(w.scale),

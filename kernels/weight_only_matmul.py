@@ -5,8 +5,8 @@
 
 What is left, and applied in fp32, is a row's or a tensor's scale, or nvfp4's global scale. `matmul` needs the matrix
 units' 16-bit form and nothing else, so it runs on every chip. Its w16 is exact but for int4 in bfloat16, which rounds
-each weight by at most 2^-8 of itself (code and scale have 11 bits between them), and for mxfp8 and mxfp4 in float16,
-where weights beyond 65504 are infinite and those below 2^-14 lose bits, as they would in a float16 layer.
+each weight by at most 2^-8 of itself (code and scale have 11 bits between them), and for mxfp8, mxfp4 and int4 in
+float16, where weights beyond 65504 are infinite and those below 2^-14 lose bits, as they would in a float16 layer.
 
 `gemv` is for a few tokens, where time is that of reading the weights: no matrix units, each weight decoded once and
 multiplied in fp32 with each token.
@@ -38,7 +38,7 @@ from fluxq.kernels.dequantize import (
 )
 from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, cell_arguments, finish
 from fluxq.kernels.scaled_matmul import grouped_tile
-from fluxq.kernels.tiles import MatmulTile, Tile, distinct_tiles
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, find_format
 
@@ -83,9 +83,9 @@ def weight_only_matmul(
     if gemv:
         sizes = {"BLOCK_M": triton.next_power_of_2(m), "ROWS": tile.rows, "COLUMNS": tile.columns}
         words = w.codes.view(torch.int32)
-        weight_only_gemv_kernel[(triton.cdiv(n, tile.rows),)](words=words, **arguments, **sizes, **FUSED)
+        weight_only_gemv_kernel[(cdiv(n, tile.rows),)](words=words, **arguments, **sizes, **FUSED)
     else:
-        weight_only_matmul_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        weight_only_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
             codes=as_bytes(w.codes),
             **arguments,
             EVEN_K=k % tile.k == 0,

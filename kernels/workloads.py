@@ -26,7 +26,8 @@ from fluxq.kernels.qk_norm_rope import tuned_name as qk_tile_name
 from fluxq.kernels.quantize_activation import quantize_activation, tuned_name
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.scaled_matmul import scaled_matmul
-from fluxq.kernels.tiles import Tile, find_tile
+from fluxq.kernels.swizzle_scales import swizzle_scales as swizzle_scales_kernel
+from fluxq.kernels.tiles import NoTile, Tile, find_tile
 from fluxq.kernels.w4a8_matmul import w4a8_matmul
 from fluxq.kernels.weight_only_matmul import weight_only_matmul
 from fluxq.quantize import norms, ops, producers
@@ -68,7 +69,7 @@ class Work:
 
 
 def prepare(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
-    """Random operands of a case. LookupError: kernels/tuned holds no tile for it."""
+    """Random operands of a case. NoTile: kernels/tuned holds no tile for it."""
     return BUILDERS[case.op](case, shape, device, chip)
 
 
@@ -150,18 +151,18 @@ def _matmul(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
 
 def _scaled(q: QuantizedTensor, w: QuantizedTensor, row_scale: Any, bias: Tensor, chip: str) -> Callable[[], Tensor]:
-    tile = launch.matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes.shape[1])
+    tile = launch.matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
     return lambda: scaled_matmul(q, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 
 def _block_scaled(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
-    tile = launch.matmul_tile("block_scaled_matmul", q.format.name, chip, q.shape[0], w.codes.shape[1])
+    tile = launch.matmul_tile("block_scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
     return lambda: block_scaled_matmul(q, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 
 def _w4a8(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
     name = f"{w.format.name}-{q.format.name}"
-    tile = launch.matmul_tile("w4a8_matmul", name, chip, q.shape[0], w.codes.shape[1])
+    tile = launch.matmul_tile("w4a8_matmul", name, chip, q.shape[0], w.codes)
     return lambda: w4a8_matmul(q, w, row_scale, epilogue=Epilogue(bias=bias), tile=tile)
 
 
@@ -305,10 +306,22 @@ def _reencode(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
     return Work(call, lambda: reencoding.reencode(w, target).dequantize(), 0.0, _size(w, call()), None)
 
 
+def _swizzle(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
+    """The block scales of an nvfp4 weight (N, K), as bytes."""
+    _, n, k = shape
+    scale = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8, device=device)
+    tile = _plain_tile("swizzle_scales", case.scheme, chip, n)
+
+    def call() -> Tensor:
+        return swizzle_scales_kernel(scale, tile=tile)
+
+    return Work(call, lambda: swizzle_scales(scale).float(), 0.0, _size(scale, call()), None)
+
+
 def _plain_tile(kernel: str, name: str, chip: str, m: int) -> Tile:
     tile = find_tile(kernel, name, chip, m)
     if not isinstance(tile, Tile):
-        raise LookupError(f"kernels/tuned/{kernel}.json: the tile of {name} is one of a matmul")
+        raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {name} is one of a matmul")
     return tile
 
 
@@ -342,6 +355,7 @@ BUILDERS: dict[str, Callable[[Case, Shape, torch.device, str], Work]] = {
     "qk_norm_rope": _qk,
     "dequantize": _dequantize,
     "reencode": _reencode,
+    "swizzle_scales": _swizzle,
 }
 
 BASELINE = Case("linear", "16bit", "F.linear")
@@ -378,6 +392,7 @@ NORMS = (
 DECODERS = (
     *(Case("dequantize", name, "dequantize") for name in FORMATS),
     *(Case("reencode", f"nvfp4-{name}", "reencode") for name in ("int8", "fp8")),
+    Case("swizzle_scales", "8bit", "swizzle_scales"),
 )
 CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *NORMS, *DECODERS)
 

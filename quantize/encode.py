@@ -32,6 +32,7 @@ SCALE_DTYPES = {
 }
 _E4M3_SMALLEST = 2.0**-9
 _FP32_SMALLEST = 2.0**-126  # also bf16's smallest normal number
+_FP32_MINUS_INFINITY = -0x800000  # its bits as int32: those of negative numbers lie below, of -NaN above
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
 
@@ -39,12 +40,12 @@ _E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
 def encode(x: Tensor, element: Element) -> Tensor:
     """Saturating round-to-nearest-even of fp32 x to codes, unpacked: e4m3, int8 (int4 too) or uint8 (e2m1).
 
-    NaN becomes NaN in e4m3 and an arbitrary code elsewhere: its block's scale is what says NaN.
+    NaN of either sign becomes the byte 0x7F in e4m3 and code 0 elsewhere: its block's scale is what says NaN.
     """
     low = -element.max if element.low is None else element.low
     x = x.clamp(low, element.max)
     if element.name == "e4m3":
-        return x.to(torch.float8_e4m3fn)
+        return x.nan_to_num_(nan=torch.nan).to(torch.float8_e4m3fn)  # -NaN would become 0xFF
     if element.name == "e2m1":
         return _encode_e2m1(x)
     return x.round_().to(torch.int8)
@@ -145,7 +146,7 @@ def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tens
 
 def _encode_e2m1(x: Tensor) -> Tensor:
     magnitude = x.abs()
-    codes = torch.signbit(x).to(torch.uint8) << 3
+    codes = (x.view(torch.int32) <= _FP32_MINUS_INFINITY).to(torch.uint8) << 3  # the sign, of all but NaN
     for below, midpoint in enumerate(_E2M1_MIDPOINTS):
         codes += magnitude >= midpoint if below % 2 else magnitude > midpoint
     return codes

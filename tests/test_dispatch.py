@@ -2,12 +2,16 @@
 
 import json
 import logging
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fluxq.base import settings
+from fluxq.integrations import gpu
 from fluxq.kernels import dispatch, launch
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.dispatch import KERNELS, Offer, choose
@@ -83,13 +87,13 @@ def test_w4a8_needs_the_scale_per_row(offers):
 
 
 def test_the_library_serves_what_it_can(offers):
-    offers(scaled_matmul=("fp8",))
+    offers(scaled_matmul=("fp8",), quantize_activation=("fp8",))
     fp8 = Scheme.parse("fp8-fp8")
     assert choose(fp8, "sm_90", 64, N, K).implementation == "F.scaled_mm"
     assert choose(fp8, "sm_90", 64, N + 8, K).implementation == "scaled_matmul"
     assert choose(fp8, "sm_90", 64, N, K, torch.float16).implementation == "scaled_matmul"
     assert choose(fp8, "sm_89", 64, N, K).implementation == "scaled_matmul"
-    offers()
+    offers(quantize_activation=("int8",))
     assert choose(Scheme.parse("int8-int8"), "sm_90", 17, N, K).implementation == "torch._int_mm"
     assert choose(Scheme.parse("int8-int8"), "sm_90", 16, N, K).implementation == "torch reference"
     assert choose(Scheme.parse("int8-int8"), "gfx942", 17, N, K).implementation == "torch reference"
@@ -117,7 +121,20 @@ def test_timings_decide_between_ways_to_compute_the_same_but_never_change_the_ar
     assert choose(Scheme.parse("fp8-fp8"), "sm_100", 5000, N, K).implementation == "F.scaled_mm"  # not that chip's
 
 
-def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch):
+@pytest.fixture
+def fresh_rows():
+    """What was read of kernels/compiled is forgotten, before and after."""
+
+    def forget() -> None:
+        dispatch.offer.cache_clear()
+        dispatch._rows.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, fresh_rows):
     from fluxq.kernels import aot
 
     good = {"kernel": "k", "format": "fp8 128x128", "target": "sm_90", "ok": True, "spills": 0}
@@ -127,14 +144,11 @@ def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch):
     for rows, expected in (
         ([good], Offer("native")),
         ([good, bad], Offer(None, "9 spills")),
-        ([], Offer(None, f"no tile for sm_90 was compiled with Triton {dispatch.triton.__version__}")),
+        ([], Offer(None, f"no tile for sm_90 was compiled with Triton {dispatch.compiled_with()}")),
     ):
         (tmp_path / "scaled_matmul.json").write_text(json.dumps({version: rows}))
-        dispatch.offer.cache_clear()
-        dispatch._rows.cache_clear()
+        fresh_rows()
         assert dispatch.offer("scaled_matmul", "fp8", "sm_90") == expected
-    dispatch.offer.cache_clear()
-    dispatch._rows.cache_clear()
     assert dispatch.offer("scaled_matmul", "nvfp4", "sm_90").reason == "scaled_matmul has no nvfp4"
     assert dispatch.offer("scaled_matmul", "fp8", "sm_70").reason == "never compiled for sm_70"
 
@@ -226,7 +240,7 @@ def test_no_tokens_and_bad_input() -> None:
 
 def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, monkeypatch) -> None:
     offers()
-    launch.announce.cache_clear()
+    launch._say.cache_clear()
     x, rest = operands("nvfp4-nvfp4", 4)
     with caplog.at_level(logging.WARNING, "fluxq"):
         for _ in range(3):
@@ -236,12 +250,10 @@ def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, mon
     assert "fluxq.prepare" in said
     monkeypatch.setattr(settings, "_set", {})
     monkeypatch.setenv("FLUXQ_STRICT", "1")
-    launch.announce.cache_clear()
-    with pytest.raises(ValueError, match="strict mode takes no other arithmetic"):
-        launch.quantized_linear(x, **rest, chip="sm_70")
+    with pytest.raises(ValueError, match="Strict mode takes only a kernel of the scheme's own arithmetic"):
+        launch.quantized_linear(x, **rest, chip="sm_70")  # though it ran before
     settings.configure(strict=False)
     launch.quantized_linear(x, **rest, chip="sm_70")
-    launch.announce.cache_clear()
 
 
 def test_the_table_covers_every_kernel_and_chip() -> None:
@@ -344,6 +356,11 @@ def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
     check_op(reencode.reencode_op, launch.reencode_op, (*stored, kind, "int8"))
 
 
+def test_scales_are_swizzled_on_a_gpu(offers) -> None:
+    offers(**ALL)
+    check_op(reencode.swizzle_scales_op, launch.swizzle_scales_op, (matrices("nvfp4")[1].scale,))
+
+
 def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
     offers()
     x, w = matrices("nvfp4")
@@ -353,8 +370,8 @@ def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
 
 
 def test_every_op_of_the_table_has_a_form_for_a_gpu() -> None:
-    registered = {op._qualname.removeprefix("fluxq::") for op in launch.ON_GPU}
-    assert registered == {row.op for row in KERNELS} | {"quantized_linear"}
+    assert launch.ON_GPU.keys() == {row.op for row in KERNELS} | {"quantized_linear"}
+    assert launch.ON_GPU.keys() == {name.removesuffix("_op") for names in gpu.OPS.values() for name in names}
 
 
 def test_what_is_compiled_offers_every_shipped_recipe_a_kernel_of_its_own_on_blackwell() -> None:
@@ -381,3 +398,102 @@ def schemes_of(recipe: str) -> list[Scheme]:
     activations = component.activations.row if component.activations else None
     found = [Scheme(component.weights.row, activations)]
     return found + ([Scheme(component.modulation.row, None)] if component.modulation else [])
+
+
+@pytest.mark.parametrize("m", [1, 2, 16, 17])
+@pytest.mark.parametrize("k", [64, 66])
+def test_fp32_tokens_of_weight_only_layers_are_multiplied_in_fp32(offers, m: int, k: int) -> None:
+    offers(**ALL)
+    noise = torch.Generator().manual_seed(m)
+    w = QuantizedTensor.quantize(torch.randn(8, k, generator=noise), "fp8")
+    x = torch.randn(m, k, generator=noise)
+    arguments = (x, w.codes, w.scale, None, None, None, None, None, "fp8-16bit")
+    with interpreting():
+        found = launch.quantized_linear(*arguments, chip="sm_90")
+    torch.testing.assert_close(found, ops.quantized_linear(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [64, 65, 200])
+def test_a_branch_of_any_rank_is_added(offers, rank: int) -> None:
+    offers(**ALL)
+    x, rest = operands("int8-int8", 33, rank)
+    with interpreting():
+        found = launch.quantized_linear(x, **rest, chip="sm_90")
+    assert_near(found, ops.quantized_linear(x, **rest))
+
+
+def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
+    offers(**ALL)
+    for scheme, m in (("int8-int8", 130), ("fp8-16bit", 1)):
+        x, rest = operands(scheme, m)
+        moved = torch.empty(rest["weight"].numel() + 1, dtype=torch.uint8)[1:].view(rest["weight"].shape)
+        moved = moved.copy_(rest["weight"].view(torch.uint8)).view(rest["weight"].dtype)
+        with interpreting():
+            found = launch.quantized_linear(x, **rest | {"weight": moved}, chip="sm_90")
+        assert_near(found, ops.quantized_linear(x, **rest))
+
+
+def test_without_rows_an_op_returns_what_its_reference_does() -> None:
+    x, w = matrices("fp8")
+    arguments = (x.codes[:0], x.scale[:0], w.codes, w.scale, *NOTHING_FOLLOWS, torch.bfloat16, "fp8")
+    assert launch.run("scaled_matmul", *arguments).shape == (0, N)
+    steps = (None, None, None, None, "nvfp4", 0, False, False)
+    found = launch.run("quantize_activation", torch.zeros(0, K), *steps)
+    assert [tuple(t.shape) for t in found] == [(0, K // 2), (0, K // 16), (0, 1), (0,)]
+
+
+def test_a_library_product_needs_a_kernel_that_quantizes(offers) -> None:
+    offers()
+    choice = choose(Scheme.parse("int8-int8"), "sm_75", 64, N, K)
+    assert choice.implementation == "torch reference" and "activations cannot be quantized there" in choice.reason
+
+
+def test_another_triton_takes_the_newest_rows_and_says_so(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(dispatch.triton, "__version__", "3.7.1")
+    dispatch.compiled_with.cache_clear()
+    with caplog.at_level(logging.WARNING, "fluxq"):
+        assert dispatch.compiled_with() == "3.9"
+    assert "never compiled with Triton 3.7: what runs where is taken from Triton 3.9" in caplog.text
+    dispatch.compiled_with.cache_clear()
+
+
+IMPORTED_FIRST = ["fluxq.kernels.launch", "fluxq.kernels.bench", "fluxq.quantize.norms", "fluxq.environment"]
+
+
+@pytest.mark.parametrize("module", IMPORTED_FIRST)
+def test_kernels_are_registered_whatever_is_imported_first(module: str) -> None:
+    """In a process of its own; the ops say which devices have kernels of their own."""
+    code = (
+        f"import {module}, sys, torch\n"
+        "from fluxq.integrations.gpu import OPS\n"
+        "for name in OPS:\n"
+        "    if name in sys.modules:\n"
+        "        for op in OPS[name]:\n"
+        "            short = getattr(sys.modules[name], op)._qualname\n"
+        "            assert torch._C._dispatch_has_kernel_for_dispatch_key(short, 'CUDA'), short\n"
+        "            print(short)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "fluxq::" in done.stdout
+
+
+def test_an_op_on_a_gpu_is_launched_there(monkeypatch) -> None:
+    """Whatever the current device is; a tensor that says it is on the second GPU stands in for one."""
+    entered = []
+
+    class Guard:
+        def __init__(self, device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *error: object) -> None:
+            entered.append(None)
+
+    fake = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, shape=(4, 8))
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setitem(launch.ON_GPU, "dequantize", lambda *arguments: entered.append("launched"))
+    launch.run("dequantize", fake)
+    assert entered == [torch.device("cuda", 1), "launched", None]

@@ -115,6 +115,16 @@ def test_infinity_saturates_and_nan_stays_nan_where_the_element_has_one():
     assert encode.decode(nan, ELEMENTS["e4m3"]).isnan().all()
 
 
+@pytest.mark.parametrize("length", [1, 67])  # conversions of one and of many at once are different code
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_nan_has_one_code_whatever_its_sign(kind, length):
+    bits = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, -0x7FFFFF, -1], dtype=torch.int32)  # NaN, the last 3 -NaN
+    nan = bits.repeat_interleave(length).view(torch.float32)
+    assert nan.isnan().all() and nan[-1].signbit()
+    codes = encode.encode(nan, ELEMENTS[kind]).view(torch.uint8)
+    assert codes.unique().tolist() == [0x7F if kind == "e4m3" else 0]
+
+
 @pytest.mark.parametrize("kind", ELEMENTS)
 def test_encoding_leaves_its_input_alone(kind):
     x = torch.tensor([[1000.0, -0.3, 5.5, 2.5]])

@@ -80,8 +80,8 @@ def check_exact(
 
 def check_bound(kernels: ModuleType, dtype: torch.dtype, interleaved: bool, round_before_weight: bool) -> None:
     """|y - y64| <= (roundings · u + 2^-20) · (|v · cos| + |rotate(v) · sin|), u half the spacing of dtype at 1."""
-    q, k = heads((1, 17, 5, 64), dtype), heads((1, 17, 5, 64), dtype, seed=1)
-    cos, sin = angles(17, 64)
+    q, k = heads((1, 5, 5, 64), dtype), heads((1, 5, 5, 64), dtype, seed=1)
+    cos, sin = angles(5, 64)
     for x, weight, y in zip(
         (q, k),
         weights(64, dtype),
@@ -126,7 +126,7 @@ def test_bits_are_the_references_where_sums_are_exact(
     check_exact(qk_norm_rope, dtype=dtype, interleaved=interleaved, round_before_weight=round_before_weight)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2, 64), (1, 5, 4, 32), (3, 7, 9, 16), (1, 130, 3, 64)])
+@pytest.mark.parametrize("shape", [(1, 1, 2, 64), (1, 5, 4, 32), (3, 7, 5, 16), (1, 130, 2, 16)])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_ragged_tokens_heads_and_head_sizes(shape: tuple[int, int, int, int], interleaved: bool) -> None:
     check_exact(qk_norm_rope, shape, interleaved=interleaved)

@@ -1,4 +1,4 @@
-"""The one setting of a process: whether anything but a scheme's own arithmetic is an error."""
+"""The one setting of a process: whether anything but a kernel of a scheme's own arithmetic is an error on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ _set: dict[str, bool] = {}
 
 
 def configure(*, strict: bool) -> None:
-    """strict: raise where a device cannot compute a scheme as it is written, instead of falling back with a warning.
+    """strict: raise where a GPU has no kernel for a scheme as it is written, instead of falling back with a warning,
+    be it to another arithmetic or to the slow torch reference.
 
     `FLUXQ_STRICT=1` in the environment says the same where nothing was configured.
     """
