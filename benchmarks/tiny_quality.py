@@ -1,17 +1,26 @@
-"""Paired quality of every shipped recipe on the embedded pipeline: tiny_quality.json and ../docs/tiny_grid.png.
+"""What every shipped recipe does to the embedded pipeline: tiny_quality.json, two tables and ../docs/tiny_grid.png.
 
-    python benchmarks/tiny_quality.py [--count 256]
+    python benchmarks/tiny_quality.py [--prompts 256] [--seeds 4]     measure, then write tables and picture
+    python benchmarks/tiny_quality.py --tables                        the tables again, from the result file
 
-The same prompts and noise go through the 16-bit pipeline and each quantized one; also with modulation left in
-16 bit, which separates the core's error from modulation's.
+The same prompts and noise go through the 16-bit pipeline and each quantized one, so that differences are paired. Rows:
+
+    NAME           a shipped recipe
+    NAME rtn       its formats rounded to nearest, where that is something else
+    NAME as int8   the checkpoint after `fluxq.prepare` on the CPU: 8-bit weights, and x still centered and smoothed
+
+Velocity error: |v^ - v| / |v| of the transformer's output, on inputs that the 16-bit pipeline gave it. Modelled: what
+recipes/cost.py makes of FLUX.1-dev's layers, had every one kept what its counterpart here has kept.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,86 +28,262 @@ from typing import Any
 import click
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
+import fluxq
 from fluxq import jobs, tiny
-from fluxq.base.files import write_json
+from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.provenance import commit, versions
+from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.fidelity import Interval, fidelity, paired_interval, within_item_intervals
 from fluxq.eval.generate import Generated, generate, items_for
-from fluxq.recipes.recipe import shipped_recipes
+from fluxq.integrations.loading import quant_layers
+from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
+from fluxq.recipes.devices import find_device
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, LinearShape, Plan, make_plan
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "tiny_quality.json"
+COMPONENT = "transformer"
 SEED = 1000
-GRID_ROWS = ("fp8", "nvfp4", "int4")  # below the 16-bit images
+VELOCITY_SEED, VELOCITY_IMAGES = 9000, 32
+GRID_ROWS = ("fp8", "nvfp4", "nvfp4-max", "int4")  # below the 16-bit images
+GPUS = ("h200", "b200")
+FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of it is the class's own default
+REENCODED = "nvfp4-max"  # the recipe whose checkpoint is also measured in 8 bits
+RTN, AS_INT8 = " rtn", " as int8"
 
 
 @click.command()
 @click.option("--prompts", default=256, show_default=True, help="Prompts per recipe.")
 @click.option("--seeds", default=4, show_default=True, help="Images per prompt.")
-@click.option("--output", type=click.Path(path_type=Path), default=HERE / "tiny_quality.json", show_default=True)
-def main(prompts: int, seeds: int, output: Path) -> None:
-    """Measure every shipped recipe and write the result file."""
-    items = items_for(tiny.PROMPTS[:prompts], prompts * seeds, SEED)  # all prompts with one seed, then the next
-    reference = generate(load_pipeline(resolve_model("tiny")), items, tiny.CALL_KWARGS)
-    measured: dict[str, Measured] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in shipped_recipes():
-            measured[name] = measure(name, name, reference, Path(folder), seeds)
-            variant = Path(folder) / f"{name}-modulation-16bit.yaml"
-            variant.write_text(f"extends: {name}\ncomponents: {{transformer: {{modulation: null}}}}\n")
-            measured[variant.stem] = measure(variant.stem, str(variant), reference, Path(folder), seeds)
-            click.echo(json.dumps([measured[name].row, measured[variant.stem].row]))
-    ranked = sorted(shipped_recipes(), key=lambda name: -measured[name].row["psnr_db"][0])
-    result = {
-        "commit": commit(),
-        "versions": versions(),
-        "prompts": prompts,
-        "seeds_per_prompt": seeds,
-        "first_seed": SEED,
-        "recipes": [found.row for found in measured.values()],
-        "neighbours": [neighbours(a, b, measured) for a, b in pairwise(ranked)],
-    }
-    write_json(output, result)
-    pictures = [reference.images, *(measured[name].images for name in GRID_ROWS)]
-    draw_grid(pictures, output.parent.parent / "docs" / "tiny_grid.png")
+@click.option("--only", multiple=True, help="Only this recipe (repeatable); writes no tables and no picture.")
+@click.option("--output", type=click.Path(path_type=Path), default=RESULT, show_default=True)
+@click.option("--tables", is_flag=True, help="Only write the tables, from the result file.")
+def main(prompts: int, seeds: int, only: tuple[str, ...], output: Path, tables: bool) -> None:
+    """Measure every shipped recipe and write the result file, the tables and the picture."""
+    if not tables:
+        torch.set_num_threads(1)
+        reference, measured = measure_all(only or tuple(shipped_recipes()), prompts, seeds)
+        write_json(output, result_of(measured, prompts, seeds))
+        if not only:
+            draw_grid([reference.images, *(measured[name].images for name in GRID_ROWS)], ROOT / "docs/tiny_grid.png")
+    if not only:
+        found = read_json(output)
+        for page in TABLES:
+            write_text(page, with_tables(page, found))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One recipe: its row of the result, PSNR per prompt (mean over seeds) and images, uint8 (N, 3, H, W)."""
+    """One row of the result, PSNR per prompt (mean over seeds) and images, uint8 (N, 3, H, W)."""
 
     row: dict[str, Any]
     psnr_db: list[float]
     images: Tensor
 
 
-def measure(label: str, recipe: str, reference: Generated, folder: Path, seeds: int) -> Measured:
-    """Quantize, generate the same images, compare."""
-    output = folder / f"out-{label}"
-    record = jobs.quantize(jobs.prepare(jobs.Options(recipe=recipe, output=str(output), check=False)))
-    images = generate(load_pipeline(ModelFolder(label, output)), reference.items, tiny.CALL_KWARGS)
-    agreement = fidelity(reference, images)
-    psnr, sqnr = per_prompt(agreement.psnr_db, seeds), per_prompt(agreement.latent_sqnr_db, seeds)
-    part = record["components"][0]
-    row = {
-        "recipe": label,
-        "bits_per_weight": part["bits_per_weight"],
-        "bytes_before": part["bytes_before"],
-        "bytes_after": part["bytes_after"],
-        "psnr_db": limits(paired_interval(psnr)),
-        "latent_sqnr_db": limits(paired_interval(sqnr)),
+def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Generated, dict[str, Measured]]:
+    """The 16-bit images, and every row by its label."""
+    items = items_for(tiny.PROMPTS[:prompts], prompts * seeds, SEED)  # all prompts with one seed, then the next
+    pipe = load_pipeline(resolve_model("tiny"))
+    judge = Judge(generate(pipe, items, tiny.CALL_KWARGS), velocities(pipe), seeds)
+    measured: dict[str, Measured] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for label, options in settings(recipes, Path(folder)):
+            record = jobs.quantize(jobs.prepare(options))
+            checkpoint = ModelFolder(label, Path(str(options.output)))
+            for name in (label, label + AS_INT8) if label == REENCODED else (label,):
+                measured[name] = judge.measure(name, record, load_pipeline(checkpoint))
+                click.echo(json.dumps(measured[name].row))
+    return judge.reference, measured
+
+
+def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, jobs.Options]]:
+    """(label, options) of each recipe, and of its formats rounded to nearest where no row before is that."""
+    known = set()
+    for recipe in recipes:
+        for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
+            options = jobs.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
+            layers = [layer for plan in jobs.prepare(options).plans for layer in plan.layers]
+            what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
+            if what not in known:
+                known.add(what)
+                yield label, options
+
+
+class Judge:
+    """Compares quantized pipelines with the 16-bit one. calls: (args, kwargs, output) of its transformer."""
+
+    def __init__(self, reference: Generated, calls: Sequence[tuple[Any, Any, Tensor]], seeds: int) -> None:
+        self.reference, self.calls, self.seeds = reference, calls, seeds
+
+    def measure(self, label: str, record: Mapping[str, Any], pipe: Any) -> Measured:
+        """A row. record: what `jobs.quantize` returned. pipe: the checkpoint, loaded."""
+        if label.endswith(AS_INT8):
+            fluxq.prepare(pipe, device="cpu")
+        images = generate(pipe, self.reference.items, tiny.CALL_KWARGS, description=label)
+        agreement = fidelity(self.reference, images)
+        psnr, sqnr = (per_prompt(values, self.seeds) for values in (agreement.psnr_db, agreement.latent_sqnr_db))
+        part = record["components"][0]
+        schemes = {name: layer.scheme for name, layer in quant_layers(getattr(pipe, COMPONENT))}
+        is_stored = not label.endswith(AS_INT8)
+        row = {
+            "recipe": label,
+            **sizes(part, schemes, is_stored),
+            "held_out_sqnr_db": held_out(part) if is_stored else None,
+            "psnr_db": limits(paired_interval(psnr)),
+            "latent_sqnr_db": limits(paired_interval(sqnr)),
+            "velocity_error": round(self.velocity_error(getattr(pipe, COMPONENT)), 5),
+            "seconds": record["seconds"] if is_stored else None,
+            "modelled_ms": modelled_ms(label, schemes),
+        }
+        return Measured(row, psnr, images.images)
+
+    @torch.no_grad()
+    def velocity_error(self, transformer: nn.Module) -> float:
+        """|v^ - v| / |v| over all calls."""
+        lost = size = 0.0
+        for args, kwargs, v in self.calls:
+            lost += float((transformer(*args, **kwargs)[0].float() - v).double().square().sum())
+            size += float(v.double().square().sum())
+        return (lost / size) ** 0.5
+
+
+def velocities(pipe: Any) -> list[tuple[Any, Any, Tensor]]:
+    """Calls of the 16-bit transformer, on images that nothing else uses."""
+    calls = []
+
+    def keep(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((args, kwargs, output[0].float()))
+
+    handle = getattr(pipe, COMPONENT).register_forward_hook(keep, with_kwargs=True)
+    items = items_for(tiny.PROMPTS[::-1], VELOCITY_IMAGES, VELOCITY_SEED)
+    for _ in run_pipeline(pipe, items, tiny.CALL_KWARGS, output_type="latent"):
+        pass
+    handle.remove()
+    return calls
+
+
+def sizes(part: Mapping[str, Any], schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
+    """Bits and bytes; those of the files are left out where the model in memory is another.
+
+    fitted_bits: of the layers in the recipe's main format, all but modulation and what stays in 16 bit.
+    """
+    fitted = [layer for layer in part["layers"] if layer["name"] in schemes and layer["role"] != MODULATION_ROLE]
+    shapes = [layer["shape"] for layer in fitted]
+    bits = sum(schemes[layer["name"]].stored_bits(*layer["shape"]) for layer in fitted)
+    files = ("bits_per_weight", "bytes_before", "bytes_after") if is_stored else ()
+    return {"fitted_bits": round(bits / sum(n * k for n, k in shapes), 4), **{key: part[key] for key in files}}
+
+
+def held_out(part: Mapping[str, Any]) -> list[float] | None:
+    """Output SQNR on held-out tokens, rounded to nearest and as it was kept: means over groups; None without any."""
+    judged = [group for group in part["groups"] if group["sqnr_db"] is not None]
+    if not judged:
+        return None
+    return [round(sum(group[key] for group in judged) / len(judged), 2) for key in ("sqnr_before_db", "sqnr_db")]
+
+
+def modelled_ms(label: str, schemes: Mapping[str, Scheme]) -> dict[str, float]:
+    """GPU -> modelled ms of FLUX.1-dev's core Linears in one step at 1024x1024: making their inputs and products."""
+    full = at_full_size(flux_dev_plan(label.split()[0]), schemes)
+    return {gpu: round(core_ms(full, gpu), 2) for gpu in GPUS}
+
+
+def at_full_size(plan: Plan, kept: Mapping[str, Scheme]) -> Plan:
+    """A large model's plan in which layers keep what those of a small one did: block i of n what block i·m/n kept.
+
+    A rank is the recipe's for the large layer, spent in the same shares; a Hadamard block the largest that divides K.
+    """
+    blocks: dict[str, set[int]] = {}
+    large: dict[str, set[int]] = {}
+    for names, found in ((kept, blocks), ([layer.name for layer in plan.layers], large)):
+        for name in names:
+            if match := _BLOCK.fullmatch(name):
+                found.setdefault(match[1], set()).add(int(match[2]))
+
+    def layer_of(layer: LayerPlan) -> LayerPlan:
+        match = _BLOCK.fullmatch(layer.name)
+        if match is None or layer.scheme is None:
+            return layer
+        index = int(match[2]) * len(blocks[match[1]]) // len(large[match[1]])
+        scheme = kept[f"{match[1]}.{index}.{match[3]}"]
+        spent = max(scheme.rank + scheme.deflate, 1)
+        rank, deflate = (layer.method.rank * part // spent for part in (scheme.rank, scheme.deflate))
+        hadamard = layer.method.hadamard if scheme.hadamard else 0
+        return replace(layer, scheme=replace(scheme, rank=rank, deflate=deflate, hadamard=hadamard))
+
+    return replace(plan, layers=tuple(map(layer_of, plan.layers)))
+
+
+def core_ms(plan: Plan, gpu: str) -> float:
+    """Modelled ms of a plan's observed groups in one step, kernels fused as this project can."""
+    forward, device = forward_pass("flux", FLUX_DEV), find_device(gpu)
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        if layer.is_observed:
+            groups.setdefault(layer.group, []).append(layer)
+    seconds = 0.0
+    for layers in groups.values():
+        tokens = forward.tokens(STREAMS.get(layers[0].role, "image"))
+        shapes, schemes = [(layer.n, layer.k) for layer in layers], [layer.scheme for layer in layers]
+        seconds += group_seconds(shapes, schemes, device, tokens, made_by=layers[0].made_by)
+    return 1e3 * seconds
+
+
+def flux_dev_plan(name: str) -> Plan:
+    """What a shipped recipe plans for FLUX.1-dev."""
+    recipe = load_recipe(name)[1]
+    part = recipe.components[COMPONENT]
+    return make_plan(
+        FAMILIES["flux"],
+        COMPONENT,
+        part,
+        flux_dev_linears(),
+        static_inputs=recipe.needs_data(part),
+        compat=recipe.compat,
+    )
+
+
+@cache
+def flux_dev_linears() -> tuple[LinearShape, ...]:
+    """Of FLUX.1-dev, from the class: no weights are needed."""
+    modules = build_on_meta("diffusers", FAMILIES["flux"].model, FLUX_DEV).named_modules()
+    return tuple(LinearShape(name, m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear))
+
+
+def result_of(measured: Mapping[str, Measured], prompts: int, seeds: int) -> dict[str, Any]:
+    """What the result file holds."""
+    ranked = sorted(measured, key=lambda name: -measured[name].row["psnr_db"][0])
+    shipped = [name for name in ranked if " " not in name]
+    pairs = [*pairwise(shipped), *((name.removesuffix(RTN), name) for name in ranked if name.endswith(RTN)), *CLAIMS]
+    pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= measured.keys()]
+    plain = in_16_bit(flux_dev_plan("fp8"))
+    return {
+        "commit": commit(),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "prompts": prompts,
+        "seeds_per_prompt": seeds,
+        "first_seed": SEED,
+        "modelled_ms_16bit": {gpu: round(core_ms(plain, gpu), 2) for gpu in GPUS},
+        "recipes": [found.row for found in measured.values()],
+        "differences": [difference(a, b, measured) for a, b in pairs],
     }
-    return Measured(row, psnr, images.images)
 
 
-def neighbours(better: str, worse: str, measured: dict[str, Measured]) -> dict[str, Any]:
-    """Two recipes next to each other in PSNR: the paired difference and both means without the prompts' own spread."""
+def difference(better: str, worse: str, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """Two rows on the same prompts: the paired difference and both means without the prompts' own spread."""
     first, second = measured[better].psnr_db, measured[worse].psnr_db
-    difference = paired_interval([a - b for a, b in zip(first, second, strict=True)])
+    paired = paired_interval([a - b for a, b in zip(first, second, strict=True)])
     within = [limits(interval) for interval in within_item_intervals([first, second])]
-    return {"recipes": [better, worse], "difference_db": limits(difference), "within_prompt_psnr_db": within}
+    return {"recipes": [better, worse], "difference_db": limits(paired), "within_prompt_psnr_db": within}
 
 
 def per_prompt(values: Sequence[float], seeds: int) -> list[float]:
@@ -109,6 +294,75 @@ def per_prompt(values: Sequence[float], seeds: int) -> list[float]:
 def limits(interval: Interval) -> list[float]:
     """[mean, low, high] as the file holds them."""
     return [round(value, 3) for value in (interval.mean, interval.low, interval.high)]
+
+
+def with_tables(page: Path, found: Mapping[str, Any]) -> str:
+    """A page's text with its table made anew."""
+    name, make = TABLES[page]
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    before, opened, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not opened or not closed:
+        raise ValueError(f"{page.name} has no place for a table: {begin.strip()} … {end}")
+    return f"{before}{begin}{make(found)}\n{end}{after}"
+
+
+def quality_table(found: Mapping[str, Any]) -> str:
+    """The README's: shipped recipes, the closest to 16 bit first."""
+    lines = ["| recipe | bits per weight | size | paired PSNR, dB | latent SQNR, dB |", "|" + "---|" * 5]
+    shipped = [row for row in found["recipes"] if " " not in row["recipe"]]
+    for row in sorted(shipped, key=lambda row: -row["psnr_db"][0]):
+        size = row["bytes_after"] / row["bytes_before"]
+        cells = [f"`{row['recipe']}`", f"{row['bits_per_weight']:.2f}", f"{size:.0%}", _interval(row["psnr_db"])]
+        cells.append(f"{row['latent_sqnr_db'][0]:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _images(found), "", "On the same prompts, paired:", "", *_claims(found)])
+
+
+def _claims(found: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of pairs of rows."""
+    differences = {tuple(row["recipes"]): row["difference_db"] for row in found["differences"]}
+    for pair in CLAIMS:
+        better, worse = (_named(label) for label in pair)
+        mean, low, high = differences[pair]
+        yield f"- {better} over {worse}: {mean:+.2f} dB [{low:+.2f}, {high:+.2f}]"
+
+
+def _named(label: str) -> str:
+    own, _, rest = label.partition(" ")
+    return f"`{own}` {rest}".strip()
+
+
+def recipes_table(found: Mapping[str, Any]) -> str:
+    """That of recipes/README.md: every row of the result."""
+    gpus = [f"ms on {gpu.upper()}" for gpu in GPUS]
+    header = ["row", "bits", "held-out SQNR, dB", "paired PSNR, dB", "velocity error", "seconds", *gpus]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    plain = [f"{found['modelled_ms_16bit'][gpu]:.0f}" for gpu in GPUS]
+    lines.append(f"| 16 bit | {' | '.join(['16', *[''] * 4, *plain])} |")
+    for row in found["recipes"]:
+        sqnr = row["held_out_sqnr_db"]
+        cells = [
+            _named(row["recipe"]),
+            f"{row['fitted_bits']:.2f}",
+            f"{sqnr[0]:.1f} → {sqnr[1]:.1f}" if sqnr else "",
+            _interval(row["psnr_db"]),
+            f"{row['velocity_error']:.2%}",
+            "" if row["seconds"] is None else f"{row['seconds']:.1f}",
+            *(f"{row['modelled_ms'][gpu]:.1f}" for gpu in GPUS),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _images(found)])
+
+
+def _interval(values: Sequence[float]) -> str:
+    mean, low, high = values
+    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _images(found: Mapping[str, Any]) -> str:
+    images = f"{found['prompts']} prompts with {found['seeds_per_prompt']} seeds each"
+    return f"Over {images}, 95 % intervals over prompts, commit {found['commit']}."
 
 
 def draw_grid(rows: list[Tensor], target: Path, columns: int = 14, scale: int = 4, gap: int = 4) -> None:
@@ -122,6 +376,17 @@ def draw_grid(rows: list[Tensor], target: Path, columns: int = 14, scale: int = 
     target.parent.mkdir(exist_ok=True)
     grid.save(target, optimize=True)
 
+
+_BLOCK = re.compile(r"(\w+)\.(\d+)\.(.+)")
+# Pairs that the README compares, the better one first.
+CLAIMS = (
+    ("nvfp4", "nvfp4 rtn"),
+    ("int4", "int4 rtn"),
+    ("nvfp4-max", "nvfp4"),
+    (REENCODED + AS_INT8, REENCODED),
+    ("fp8", "mxfp8"),
+)
+TABLES = {ROOT / "README.md": ("quality", quality_table), ROOT / "recipes" / "README.md": ("recipes", recipes_table)}
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ starting point.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def run_pipeline(
     output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step i; every batch
     starts at 0 again. batch_size: by default as many as make one megapixel.
     """
-    for batch in _batches(items, batch_size or _batch_size(call)):
+    for batch in batches(items, batch_size or images_per_batch(call)):
         final: dict[str, Tensor] = {}
 
         def after_step(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor], final=final) -> dict[str, Tensor]:
@@ -123,11 +123,11 @@ def capture_statistics(
     seen = spread(steps, total)
     recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
     handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in layers.items()]
-    size = batch_size or _batch_size(call)
-    batches = -(-len(items) // size)
+    size = batch_size or images_per_batch(call)
+    count = -(-len(items) // size)
     try:
         run = run_pipeline(pipe, items, call, batch_size=size, on_step=recorder.at_step)
-        for _ in progress(run, "Calibrating", total=batches):
+        for _ in progress(run, "Calibrating", total=count):
             pass
     finally:
         for handle in handles:
@@ -135,17 +135,36 @@ def capture_statistics(
     silent = [name for name in layers if name not in recorder.sums]
     if silent:
         raise ValueError(f"{silent[0]}: no activation reached this layer during calibration; look at more steps")
-    sigmas = [float(sigma) for sigma in pipe.scheduler.sigmas]
-    trajectory = Trajectory(
-        model=dict(digests) if several else next(iter(digests.values())),
+    sigmas = noise_levels(pipe)
+    trajectory = replace(trajectory_of(pipe, digests, items, call, seen), sigmas=tuple(sigmas[step] for step in seen))
+    return Statistics({name: recorder.sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
+
+
+def trajectory_of(
+    pipe: Any,
+    digests: Mapping[str, str],
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    seen: Sequence[int],
+) -> Trajectory:
+    """How the pipeline makes its data, but for the sigmas, which are known when it has run.
+
+    digests: component that is looked at -> digest of its weights.
+    """
+    return Trajectory(
+        model=dict(digests) if len(digests) > 1 else next(iter(digests.values())),
         items=tuple(items),
         call=dict(call),
         scheduler={"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
-        steps_seen=seen,
-        sigmas=tuple(sigmas[step] for step in seen),
-        dtype=str(getattr(pipe, next(iter(groups))).dtype).removeprefix("torch."),
+        steps_seen=tuple(seen),
+        sigmas=(),
+        dtype=str(getattr(pipe, next(iter(digests))).dtype).removeprefix("torch."),
     )
-    return Statistics({name: recorder.sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
+
+
+def noise_levels(pipe: Any) -> tuple[float, ...]:
+    """Sigma of each step of the call that the pipeline ran last, and the one it ended at."""
+    return tuple(float(sigma) for sigma in pipe.scheduler.sigmas)
 
 
 class _Recorder:
@@ -172,11 +191,13 @@ class _Recorder:
         return record
 
 
-def _batches(items: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[tuple[str, int]]]:
+def batches(items: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[tuple[str, int]]]:
+    """Items in runs of `size`."""
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _batch_size(call: Mapping[str, Any]) -> int:
+def images_per_batch(call: Mapping[str, Any]) -> int:
+    """As many images of the call's size as make one megapixel, at least one."""
     pixels = int(call.get("height", 1024)) * int(call.get("width", 1024)) * int(call.get("num_frames", 1))
     return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
 

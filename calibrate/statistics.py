@@ -80,6 +80,10 @@ class Statistics:
         """Largest magnitude that the group's input reached, fp32 scalar; ValueError if the group was not seen."""
         return self._group(group).amax.amax()
 
+    def channel_amax(self, group: str) -> Tensor:
+        """The same of each channel, (K,) fp32."""
+        return self._group(group).amax.amax(0)
+
     def of_component(self, component: str) -> Statistics:
         """The part of one component, its groups under their own names; all, where only one was looked at."""
         prefix = f"{component}/"

@@ -30,7 +30,9 @@ from fluxq.recipes.plan import LinearShape, Plan
 
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
-KNOWN_FEATURES = frozenset({"static_input_scale", "low_rank"})
+KNOWN_FEATURES = frozenset(
+    {"static_input_scale", "low_rank", "center", "smooth", "deflation", "hadamard", "four_over_six"}
+)
 PLAN_FILE = "fluxq_plan.json"
 
 _WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
@@ -172,17 +174,17 @@ def write_component(
     plan: Plan,
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = 10 * 10**9,
+    schemes: Callable[[], Iterable[tuple[str, Scheme]]] | None = None,
 ) -> int:
-    """Write a quantized component's config and weight shards into the folder `target`; returns bytes of tensors.
+    """Write a quantized component's weight shards and config into the folder `target`; returns bytes of tensors.
 
+    schemes: asked when all tensors have come, for what each layer became; None where that is what the plan says.
     Files are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
     """
     library = library_of(source, plan.component)
     stem, codes = _WEIGHTS_NAME[library], {f"{layer.name}.weight" for layer in plan.quantized}
     filed = ((name, as_filed(library, t) if name in codes else t) for name, t in tensors)
     target.mkdir(parents=True)
-    quantization = QuantizationConfig.of(plan.schemes()).to_dict()
-    write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     shards = []
     weight_map: dict[str, int] = {}
     total = 0
@@ -192,6 +194,8 @@ def write_component(
         shards.append(path)
         weight_map.update(dict.fromkeys(shard, number))
         total += sum(map(_nbytes, shard.values()))
+    quantization = QuantizationConfig.of((schemes or plan.schemes)()).to_dict()
+    write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     if len(shards) == 1:
         shards[0].rename(target / f"{stem}.safetensors")
         return total

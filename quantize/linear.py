@@ -6,8 +6,9 @@ Parameter, never a buffer: accelerate's disk offload leaves buffers behind on th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from fluxq.quantize import ops
 from fluxq.quantize.encode import SCALE_DTYPES
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, unswizzle_scales
+from fluxq.quantize.transforms import rotate
 from fluxq.recipes.formats import Scheme
 
 if TYPE_CHECKING:
@@ -25,23 +27,31 @@ if TYPE_CHECKING:
 class Prepared:
     """What quantize/prepare.py did to a layer for one GPU, and the layer's scheme as stored.
 
-    added_error: of a weight that was encoded anew, relative to the stored one, ||w' - w|| / ||w||. origin, digest:
-    where the stored tensors are and the SHA-256 of the codes, for a layer that no longer holds them.
+    kind: block scales were reordered ("swizzled"), scales per row were added ("row scale"), or the weight is another
+    one ("re-encoded"). how: the same in words. added_error: of the 8-bit weight, relative to the stored one,
+    ||w' - w|| / ||w||, both as z multiplies them. origin, digest: where the stored tensors are and the SHA-256 of the
+    codes, for a layer that no longer holds them. chip, prefer: what `fluxq.prepare` did it for; without a GPU, chip is
+    the type of device.
     """
 
     scheme: Scheme
+    kind: Literal["swizzled", "row scale", "re-encoded"]
     how: str
     added_error: float = 0.0
     origin: Origin | None = None
     digest: str = ""
+    chip: str = ""
+    prefer: str = ""
 
 
 class QuantLinear(nn.Linear):
     """A Linear (K in, N out) under a Scheme; forward takes and returns 16-bit or fp32 activations.
 
     Parameters, none of which needs a gradient: `weight` (codes), `weight_scale`, and as the scheme asks
-    `weight_scale_2` and `input_scale` (both fp32 scalars). In the compute dtype: `bias` (N,), and where the scheme
-    has a rank R the low-rank branch `svdquant_lora_a` (R, K) and `svdquant_lora_b` (N, R), which adds B A to W.
+    `weight_scale_2` and `input_scale` (both fp32 scalars). In the compute dtype: `bias` (N,), which a layer that
+    centers always has; what the scheme does to x before it is rounded, `pre_quant_mean` and `pre_quant_scale` (K,),
+    `deflate_basis` (d, K) and `deflate_out` (N, d); and where it has a rank R the low-rank branch `svdquant_lora_a`
+    (R, K) and `svdquant_lora_b` (N, R), which adds B A to W. ops.py says what is computed from them.
     `prepared` says what was changed for one GPU; `scheme` always says what the layer is now.
     """
 
@@ -52,38 +62,60 @@ class QuantLinear(nn.Linear):
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
         scheme.weights.check_shape(out_features, in_features, "QuantLinear")
+        _check_transforms(scheme, in_features)
         stored = dict(stored_shapes(scheme.weights, out_features, in_features))
         if scheme.static_input:
             stored["input_scale"] = ((), torch.float32)
         self.scale_names = tuple(name for name in SCALE_NAMES if name in stored)
         for name, (shape, stored_dtype) in stored.items():
             self.register_parameter(name, _frozen(torch.empty(shape, dtype=stored_dtype)))
-        if scheme.rank:
-            self.svdquant_lora_a = _frozen(torch.empty(scheme.rank, in_features, dtype=dtype))
-            self.svdquant_lora_b = _frozen(torch.empty(out_features, scheme.rank, dtype=dtype))
-        self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if bias else None)
+        for name, shape in branch_shapes(scheme, out_features, in_features).items():
+            self.register_parameter(name, _frozen(torch.empty(shape, dtype=dtype)))
+        has_bias = bias or scheme.center  # centering moves W mean into it
+        self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if has_bias else None)
 
     @classmethod
     def from_quantized(
-        cls, weight: QuantizedTensor, bias: Tensor | None, scheme: Scheme, input_scale: Tensor | None = None
+        cls,
+        weight: QuantizedTensor,
+        bias: Tensor | None,
+        scheme: Scheme,
+        input_scale: Tensor | None = None,
+        branches: Mapping[str, Tensor] | None = None,
     ) -> QuantLinear:
-        """A layer around a quantized weight; `input_scale` is needed exactly when the scheme is static.
+        """A layer around a quantized weight, that computes in the dtype of its bias, or of `branches` without one.
 
-        The scheme has no rank: `append_low_rank` adds a branch.
+        `input_scale` is needed exactly when the scheme is static. branches: by the name of the parameter, the tensors
+        beside the weight that a scheme with transforms or a rank has; they are cast to the dtype of the bias.
         """
-        if (input_scale is not None) != scheme.static_input:
-            raise ValueError(f"scheme {scheme} {'needs' if scheme.static_input else 'takes no'} input_scale")
         if weight.format != scheme.weights:
             raise ValueError(f"scheme {scheme} needs a weight in {scheme.weights.name}, got {weight.format.name}")
         n, k = weight.shape
-        dtype = torch.bfloat16 if bias is None else bias.dtype
+        held = {"bias": bias, "input_scale": input_scale, **(branches or {})}
+        given = {name: tensor for name, tensor in held.items() if tensor is not None}
+        dtype = next((t.dtype for name, t in given.items() if name != "input_scale"), torch.bfloat16)
+        shapes = branch_shapes(scheme, n, k) | ({"input_scale": ()} if scheme.static_input else {})
+        if bias is not None or scheme.center:
+            shapes["bias"] = (n,)
+        wrong = sorted(shapes.keys() ^ given.keys())
+        if wrong:
+            raise ValueError(f"scheme {scheme} {'needs' if wrong[0] in shapes else 'takes no'} {wrong[0]}")
+        for name, tensor in given.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"scheme {scheme}: {name} is {(*tensor.shape,)}, expected {shapes[name]}")
         with torch.device("meta"):
             layer = cls(k, n, bias is not None, scheme, dtype)
-        tensors = {**weight.tensors(), "bias": bias, "input_scale": input_scale}
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                layer.register_parameter(name, _frozen(tensor))
+        for name, tensor in (weight.tensors() | given).items():
+            layer.register_parameter(name, _frozen(tensor.to(dtype) if name in BRANCHES else tensor))
         return layer
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantLinear:
+        """A layer of the weight's shape (N, K) around tensors under the names that checkpoints use."""
+        rest = dict(tensors)
+        weight, scale, global_scale = rest.pop("weight"), rest.pop("weight_scale"), rest.pop("weight_scale_2", None)
+        q = QuantizedTensor(weight, scale, global_scale, shape, scheme.weights)
+        return cls.from_quantized(q, rest.pop("bias", None), scheme, rest.pop("input_scale", None), rest)
 
     def stored(self, name: str) -> Tensor | None:
         """A stored tensor in its own dtype, None if the scheme has none of that name.
@@ -100,7 +132,7 @@ class QuantLinear(nn.Linear):
         """The scheme under which a checkpoint stores this layer: what it is now, adapters fused into it included."""
         if self.prepared is None:
             return self.scheme
-        merged = self.prepared.scheme.weights != self.scheme.weights  # its low-rank branch went into the new codes
+        merged = self.prepared.kind == "re-encoded"  # its low-rank branch went into the new codes
         return self.prepared.scheme if merged else replace(self.prepared.scheme, rank=self.scheme.rank)
 
     @property
@@ -117,7 +149,21 @@ class QuantLinear(nn.Linear):
     @property
     def low_rank(self) -> tuple[Tensor, Tensor] | None:
         """The low-rank branch (A (R, K), B (N, R)), None if there is none."""
-        return (self.svdquant_lora_a.data, self.svdquant_lora_b.data) if self.scheme.rank else None
+        if not self.scheme.rank:
+            return None
+        return self.get_parameter("svdquant_lora_a").data, self.get_parameter("svdquant_lora_b").data
+
+    @property
+    def branches(self) -> dict[str, Tensor]:
+        """What lies in 16 bit beside the weight, by name: vectors and matrices of its transforms, the low-rank pair."""
+        names = branch_shapes(self.scheme, self.out_features, self.in_features)
+        return {name: self.get_parameter(name).data for name in names}
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of everything that a checkpoint stores for this weight, over the number of weights."""
+        bits = self.stored_scheme.stored_bits(self.out_features, self.in_features)
+        return bits / (self.out_features * self.in_features)
 
     def append_low_rank(self, a: Tensor, b: Tensor) -> None:
         """Add b a to what the layer computes, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
@@ -154,16 +200,49 @@ class QuantLinear(nn.Linear):
                 delattr(self, name)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
-        """A plain Linear that holds the same weight, low-rank branch included, rounded to `dtype`."""
+        """A plain Linear that computes the same without rounding x: transforms and low-rank branch are in its weight.
+
+        Weight and bias are rounded to `dtype`.
+        """
+        weight, bias = self.collapsed()
         with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=dtype)
-        weight = self.quantized_weight.dequantize()
+            linear = nn.Linear(self.in_features, self.out_features, bias is not None, dtype=dtype)
+        linear.weight = _frozen(weight.to(dtype))
+        if bias is not None:
+            linear.bias = _frozen(bias.data.to(dtype))
+        return linear
+
+    def collapsed(self) -> tuple[Tensor, Tensor | None]:
+        """(W (N, K) in fp32, bias) of y = x W^T + b, what this layer computes but for the rounding of x.
+
+        The bias is the layer's own, or where it centers x a new one in fp32.
+        """
+        weight, bias = self.merged()
+        mean, smooth = getattr(self, "pre_quant_mean", None), getattr(self, "pre_quant_scale", None)
+        if smooth is not None:
+            weight = weight * smooth.data.float()
+        if mean is not None and bias is not None:
+            bias = bias.data.float() - weight @ mean.data.float()
+        return weight, bias
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        """(V (N, K) in fp32, bias) of y = z V^T + b with z = (x - mean) · smooth, but for the rounding of z.
+
+        In V are rotation, deflated directions and low-rank branch. That branch reads x itself, z / smooth + mean: where
+        the layer centers too, the bias is a new one in fp32, otherwise its own.
+        """
+        mean, smooth, basis, out = (getattr(self, name, None) for name in TRANSFORMS)
+        weight = rotate(self.quantized_weight.dequantize(), self.scheme.hadamard)  # H is its own transpose
+        if basis is not None and out is not None:
+            weight = weight + (out.data.float() - weight @ basis.data.float().T) @ basis.data.float()
+        bias = self.bias
         if self.low_rank is not None:
             a, b = self.low_rank
-            weight += b.float() @ a.float()
-        linear.weight = _frozen(weight.to(dtype))
-        linear.bias = self.bias
-        return linear
+            branch = b.float() @ a.float()
+            weight = weight + (branch if smooth is None else branch / smooth.data.float())
+            if mean is not None and bias is not None:
+                bias = bias.data.float() + branch @ mean.data.float()
+        return weight, bias
 
     @property
     def stored_names(self) -> tuple[str, ...]:
@@ -182,6 +261,7 @@ class QuantLinear(nn.Linear):
             *(self.low_rank or (None, None)),
             str(self.scheme),
             self.stored("weight_row_scale"),
+            *(getattr(self, name, None) for name in TRANSFORMS),
         )
 
     def forward(self, input: Tensor) -> Tensor:
@@ -216,7 +296,31 @@ def stored_dtype(scheme: Scheme, name: str) -> torch.dtype:
     return SCALE_DTYPES[scheme.weights.scale] if name == "weight_scale" else torch.float32
 
 
+def branch_shapes(scheme: Scheme, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    """Shape of what an (n, k) layer holds beside weight, scales and bias, by name; all of it in the compute dtype."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if scheme.center:
+        shapes["pre_quant_mean"] = (k,)
+    if scheme.smooth:
+        shapes["pre_quant_scale"] = (k,)
+    if scheme.deflate:
+        shapes |= {"deflate_basis": (scheme.deflate, k), "deflate_out": (n, scheme.deflate)}
+    if scheme.rank:
+        shapes |= {"svdquant_lora_a": (scheme.rank, k), "svdquant_lora_b": (n, scheme.rank)}
+    return shapes
+
+
+def _check_transforms(scheme: Scheme, k: int) -> None:
+    if scheme.hadamard and k % scheme.hadamard:
+        raise ValueError(f"scheme {scheme}: K = {k} is no multiple of its Hadamard blocks of {scheme.hadamard} columns")
+    if scheme.deflate > k:
+        raise ValueError(f"scheme {scheme}: deflates {scheme.deflate} directions of an input that has {k}")
+
+
 SCALE_NAMES = ("weight_scale", "weight_scale_2", "input_scale")
+TRANSFORMS = ("pre_quant_mean", "pre_quant_scale", "deflate_basis", "deflate_out")  # in the order of the op
+LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+BRANCHES = (*TRANSFORMS, *LOW_RANK)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,12 +1,18 @@
 """Every torch.library op of fluxq with its torch reference; device code registers faster forms of them.
 
-The reference of a quantized Linear, y = x W^T + b with x (…, K) and W (N, K):
+The reference of a quantized Linear, y = x W^T + b with x (…, K) and W (N, K); z is x, or what steps of its scheme make:
 
-    int8 weights and activations   y = (float(xq · wq^T) · x_scale) · w_scale + b   exact integer product
-    every other scheme             y = F.linear(dequantize(x), dequantize(W), b)    fp32
+    int8 weights and activations   y = (float(zq · wq^T) · z_scale) · w_scale + b   exact integer product
+    every other scheme             y = F.linear(dequantize(z), dequantize(W), b)    fp32
 
-then one cast to x's dtype. A low-rank branch (A, B) adds (x A^T) B^T, computed in x's dtype as a LoRA adapter beside
-the layer would be, so that fusing an adapter changes nothing.
+then one cast to x's dtype. A scheme may ask for these steps, in fp32 where nothing else is said:
+
+    center, smooth                 z = (x - mean) · smooth
+    deflate                        t = z · basis^T, both rounded to x's dtype;  z = z - t · basis;  y += t · out^T
+    hadamard                       z = z · H / sqrt(size), on each block of columns
+
+A low-rank branch (A, B) adds (x A^T) B^T. This and t · out^T are computed in x's dtype, as a LoRA adapter beside the
+layer would be, so that fusing an adapter changes nothing.
 
 Activations are quantized per token row. `input_scale` () is nvfp4's calibrated global scale; (M, 1) gives every token
 its own: nvfp4's global scale, or the scale of fp8 and int8. Without one they follow from each token's amax.
@@ -40,20 +46,51 @@ def quantized_linear(
     lora_b: Tensor | None,
     scheme: str,
     row_scale: Tensor | None = None,
+    mean: Tensor | None = None,
+    smooth: Tensor | None = None,
+    basis: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
 
     lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the 4-bit weight
-    is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives.
+    is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives. mean and smooth (K,),
+    basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them.
     """
     with no_autocast(x):
         return quantized_linear_reference(
-            x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale
+            x,
+            weight,
+            weight_scale,
+            weight_scale_2,
+            input_scale,
+            bias,
+            lora_a,
+            lora_b,
+            scheme,
+            row_scale,
+            mean,
+            smooth,
+            basis,
+            out,
         )
 
 
 def quantized_linear_reference(
-    x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale
+    x,
+    weight,
+    weight_scale,
+    weight_scale_2,
+    input_scale,
+    bias,
+    lora_a,
+    lora_b,
+    scheme,
+    row_scale=None,
+    mean=None,
+    smooth=None,
+    basis=None,
+    out=None,
 ) -> Tensor:
     """The torch form of the op, for every device."""
     parsed = Scheme.parse(scheme)
@@ -63,59 +100,150 @@ def quantized_linear_reference(
     w = stored_weight(weight, weight_scale, weight_scale_2, parsed.weights)
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
+    check_steps_given(parsed, mean, smooth, basis, out)
     if row_scale is not None and parsed.activations is not None:
         w = reencode(w, parsed.activations.name, row_scale)
+    z, t = transformed(rows, parsed, mean, smooth, basis)
     if _multiplies_codes(w.format, parsed.activations):
-        y = _int8_linear(rows, w, input_scale, bias)
+        y = _int8_linear(z, w, input_scale, bias)
     else:
-        y = F.linear(_through(rows, parsed.activations, input_scale), w.dequantize(), _fp32(bias))
+        y = F.linear(_through(z, parsed, input_scale), w.dequantize(), _fp32(bias))
     y = y.to(x.dtype)
+    if t is not None and out is not None:
+        y += F.linear(t, out.to(x.dtype))
     if lora_a is not None and lora_b is not None:
         y += F.linear(F.linear(rows, lora_a.to(x.dtype)), lora_b.to(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 @quantized_linear.register_fake
-def _(x, weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, scheme, row_scale=None):
+def _(
+    x,
+    weight,
+    weight_scale,
+    weight_scale_2,
+    input_scale,
+    bias,
+    lora_a,
+    lora_b,
+    scheme,
+    row_scale=None,
+    mean=None,
+    smooth=None,
+    basis=None,
+    out=None,
+):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme, _row_scale = inputs
-    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b)
+    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme, *steps = inputs
+    _row_scale, _mean, smooth, basis, out = steps
+    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out)
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad):
-    """dL/dx = dL/dy · (W + B A), with the weight that the codes stand for; rounding of x is taken as the identity."""
-    weight, weight_scale, weight_scale_2, lora_a, lora_b = ctx.saved_tensors
-    w = stored_weight(weight, weight_scale, weight_scale_2, Scheme.parse(ctx.scheme).weights)
+    """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
+    weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out = ctx.saved_tensors
+    scheme = Scheme.parse(ctx.scheme)
+    w = stored_weight(weight, weight_scale, weight_scale_2, scheme.weights)
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
-            grad_x = (grad.float() @ w.dequantize()).to(grad.dtype)
+            grad_z = hadamard_transform(grad.float() @ w.dequantize(), scheme.hadamard)  # H is its own transpose
+            if basis is not None:
+                p = basis.float()
+                grad_z = grad_z - (grad_z @ p.T) @ p + (grad.float() @ out.float()) @ p
+            grad_x = (grad_z if smooth is None else grad_z * smooth.float()).to(grad.dtype)
             if lora_a is not None:
                 grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
     grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
-    return grad_x, None, None, None, None, grad_bias, None, None, None, None
+    return grad_x, None, None, None, None, grad_bias, None, None, None, None, None, None, None, None
 
 
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def quantize_activation(x: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:
-    """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax."""
+def check_steps_given(
+    scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None, out: Tensor | None
+) -> None:
+    """Raise ValueError unless just those tensors are given that the steps of a scheme need."""
+    steps = (
+        ("mean", mean, scheme.center),
+        ("smooth", smooth, scheme.smooth),
+        ("basis", basis, scheme.deflate),
+        ("out", out, scheme.deflate),
+    )
+    for name, tensor, is_wanted in steps:
+        if (tensor is not None) != bool(is_wanted):
+            raise ValueError(f"quantized_linear: scheme {scheme} {'needs' if is_wanted else 'takes no'} {name}")
+
+
+def transformed(
+    x: Tensor, scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(z (M, K), t (M, d)) of x (M, K) as the top of this file says; z is fp32, or x itself where there are no steps.
+
+    t, in x's dtype, is None without a basis.
+    """
+    if not scheme.is_transformed:
+        return x, None
+    z, t = transform(x, _fp32(smooth), _fp32(mean), 0), None
+    if basis is not None:
+        t = F.linear(z.to(x.dtype), basis.to(x.dtype))
+        z = z - t.float() @ basis.float()
+    return hadamard_transform(z, scheme.hadamard), t
+
+
+def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
+    """(a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
+    v = a.float()
+    for name, vector in (("mean", mean), ("smooth", smooth)):
+        if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
+            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
+    if mean is not None:
+        v = v - mean
+    if smooth is not None:
+        v = v * smooth
+    return hadamard_transform(v, hadamard)
+
+
+def hadamard_transform(v: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns times H / sqrt(size); 0 returns v.
+
+    Sums of neighbours first, then of pairs, fours, …: the order in which every device adds up.
+    """
+    if not size:
+        return v
+    half = 1
+    blocks = v
+    while half < size:
+        a, b = blocks.reshape(-1, size // (2 * half), 2, half).unbind(2)
+        blocks = torch.stack((a + b, a - b), 2)
+        half *= 2
+    return blocks.reshape(v.shape) * size**-0.5
+
+
+def quantize_activation(
+    x: Tensor, format: Format, input_scale: Tensor | None = None, four_over_six: bool = False
+) -> QuantizedTensor:
+    """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax.
+
+    four_over_six: nvfp4's choice between two scales for each block.
+    """
     if not format.two_level:
         return quantize_blocks(x, format, None, "activation", row_scale=input_scale)
     if input_scale is None:
-        input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format)  # (M, 1)
-    return quantize_blocks(x, format, input_scale, "activation")
+        input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format, four_over_six)  # (M, 1)
+    return quantize_blocks(x, format, input_scale, "activation", four_over_six=four_over_six)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast would make bf16 of the fp32 arithmetic in here."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
@@ -127,11 +255,11 @@ def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, fo
     return QuantizedTensor(weight, scale, global_scale, (n, k), format)
 
 
-def _through(x: Tensor, format: Format | None, input_scale: Tensor | None) -> Tensor:
-    """x (M, K) as the multiplication sees it, in fp32."""
-    if format is None or x.shape[0] == 0:
-        return x.float()
-    return quantize_activation(x, format, input_scale).dequantize()
+def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None) -> Tensor:
+    """z (M, K) as the multiplication sees it, in fp32."""
+    if scheme.activations is None or z.shape[0] == 0:
+        return z.float()
+    return quantize_activation(z, scheme.activations, input_scale, scheme.four_over_six).dequantize()
 
 
 def _int8_linear(x: Tensor, w: QuantizedTensor, input_scale: Tensor | None, bias: Tensor | None) -> Tensor:

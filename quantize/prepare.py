@@ -2,7 +2,8 @@
 
     swizzle            block scales in the order that Blackwell's matrix units read; the inverse is a permutation
     add_row_scale      4-bit weights stay, with the 8-bit scale per row that W4A8 decodes them to; dropped for saving
-    reencode_layer     the weight becomes int8 or fp8 for good, low-rank branch included; saving reads the files again
+    reencode_layer     the weight becomes int8 or fp8 for good; rotation, deflated directions and low-rank branch go
+                       into it, centering and smoothing stay; saving reads the files again
 
 Which of them a chip needs is kernels/dispatch.py's choice. The new tensors take the place of the layer's Parameters, so
 that offload, moves and copies need to know nothing of it.
@@ -11,20 +12,20 @@ that offload, moves and copies need to know nothing of it.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fluxq.quantize import ops
-from fluxq.quantize.linear import SCALE_NAMES, Prepared, QuantLinear
-from fluxq.quantize.reencode import choose_target, collapsed_weight, reencode, row_scales
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, swizzle_scales
+from fluxq.quantize.linear import BRANCHES, SCALE_NAMES, Prepared, QuantLinear, branch_shapes
+from fluxq.quantize.reencode import choose_target, reencode, row_scales, swizzle_scales_op
+from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Scheme
 
-LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
 ROW_SCALE = "weight_row_scale"
+KEPT = ("pre_quant_mean", "pre_quant_scale")  # what a re-encoded layer still has of its transforms
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Origin:
 def swizzle(layer: QuantLinear) -> None:
     """Block scales (N, G) into the flat 128x4 layout."""
     stored = _scheme_to_prepare(layer)
-    _set(layer, "weight_scale", swizzle_scales(layer.quantized_weight.scale))
-    layer.prepared = Prepared(stored, "scales swizzled")
+    _set(layer, "weight_scale", swizzle_scales_op(layer.quantized_weight.scale))
+    layer.prepared = Prepared(stored, "swizzled", "scales swizzled")
 
 
 def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
@@ -61,31 +62,35 @@ def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
     stored = _scheme_to_prepare(layer)
     w = layer.quantized_weight
     target, errors = choose_target(w, targets)
-    layer.scheme = Scheme(stored.weights, FORMATS[target], rank=stored.rank)
+    layer.scheme = replace(stored, activations=FORMATS[target], static_input=False, four_over_six=False)
     _set(layer, ROW_SCALE, row_scales(w, target))
     layer.scale_names = (*layer.scale_names, ROW_SCALE)
-    layer.prepared = Prepared(stored, f"decoded to {target} in the kernel", errors[target])
+    layer.prepared = Prepared(stored, "row scale", f"decoded to {target} in the kernel", errors[target])
 
 
 def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin | None = None) -> None:
-    """The weight in whichever of `targets` ("int8", "fp8") adds the least error, the low-rank branch merged into it.
+    """The weight in whichever of `targets` ("int8", "fp8") adds the least error, `QuantLinear.merged` where it is more.
 
-    origin: from where `as_stored` reads the stored tensors again; None where they were never in a file.
+    Centering and smoothing stay steps of the layer: 8-bit activations need them, and the quantizer does them on its
+    way. origin: from where `as_stored` reads the stored tensors again; without one the layer cannot be saved any more.
     """
     stored = _scheme_to_prepare(layer)
     digest = digest_of(layer.quantized_weight.codes) if origin else ""
     w: QuantizedTensor | Tensor = layer.quantized_weight
-    if layer.low_rank is not None:
-        w = collapsed_weight(layer.quantized_weight, layer.low_rank)
+    if stored.deflate or stored.hadamard or stored.rank:
+        w, bias = layer.merged()
+        if bias is not None and _changes_bias(stored):
+            _set(layer, "bias", bias.to(layer.bias.dtype))
     target, errors = choose_target(w, targets)
     q = QuantizedTensor.quantize(w, target) if isinstance(w, Tensor) else reencode(w, target)
-    for name in (*SCALE_NAMES, *LOW_RANK):
+    for name in {*SCALE_NAMES, *BRANCHES} - {*KEPT}:
         if getattr(layer, name, None) is not None:
             delattr(layer, name)
-    layer.scheme, layer.scale_names = Scheme(FORMATS[target], FORMATS[target]), ("weight_scale",)
+    layer.scheme = Scheme(FORMATS[target], FORMATS[target], center=stored.center, smooth=stored.smooth)
+    layer.scale_names = ("weight_scale",)
     for name, tensor in q.tensors().items():
         _set(layer, name, tensor)
-    layer.prepared = Prepared(stored, f"re-encoded to {target}", errors[target], origin, digest)
+    layer.prepared = Prepared(stored, "re-encoded", f"re-encoded to {target}", errors[target], origin, digest)
 
 
 def targets_on_cpu(scheme: Scheme) -> tuple[str, ...]:
@@ -103,27 +108,30 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
     prepared = layer.prepared
     if prepared is None:
         return held
-    if ROW_SCALE in held:
+    if prepared.kind == "row scale":
         return {name: tensor for name, tensor in held.items() if name != ROW_SCALE}
-    if prepared.scheme.weights == layer.scheme.weights:
+    if prepared.kind == "swizzled":
         return held | {"weight_scale": layer.quantized_weight.scale}
     if prepared.origin is None:
         raise ValueError(
-            f"a layer of this model was {prepared.how} for one GPU, and its {prepared.scheme} codes were never in a "
-            "file: save the model before fluxq.prepare"
+            f"a layer of this model was {prepared.how} for one GPU, and it is unknown where its {prepared.scheme} "
+            "codes can be read again. Load the model once more and name its folder, fluxq.prepare(..., source=FOLDER); "
+            "one that was quantized while loading must be saved before fluxq.prepare"
         )
     if layer.scheme.rank:
         raise ValueError(f"{prepared.origin.layer}: an adapter was fused after fluxq.prepare; unfuse it before saving")
     names = [*stored_shapes(prepared.scheme.weights, layer.out_features, layer.in_features)]
     names += [name for name in ("input_scale",) if prepared.scheme.static_input]
-    names += [name for name in LOW_RANK if prepared.scheme.rank]
+    names += branch_shapes(prepared.scheme, layer.out_features, layer.in_features)
+    if _changes_bias(prepared.scheme):
+        names.append("bias")
     found = {name: prepared.origin.read(name) for name in names}
     if digest_of(found["weight"]) != prepared.digest:
         raise ValueError(
             f"{prepared.origin.layer}.weight in {prepared.origin.folder} is not what this model was loaded from: put "
-            "the original files back, or load the checkpoint again"
+            "the original files back, or load the model again and name its folder, fluxq.prepare(..., source=FOLDER)"
         )
-    return found | {name: tensor for name, tensor in held.items() if name == "bias"}
+    return {name: tensor for name, tensor in held.items() if name == "bias"} | found
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -131,12 +139,17 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def _changes_bias(stored: Scheme) -> bool:
+    """Whether re-encoding gives a layer another bias: what its low-rank branch made of the mean."""
+    return bool(stored.center and stored.rank)
+
+
 def _scheme_to_prepare(layer: QuantLinear) -> Scheme:
     """The scheme of a layer that was not prepared yet and holds its weight."""
     if layer.prepared is not None:
         raise ValueError(f"this layer is prepared already ({layer.prepared.how}): load the checkpoint again")
     if layer.weight.is_meta:
-        raise ValueError("this layer is offloaded: call fluxq.prepare before offloading")
+        raise ValueError("this layer is offloaded: call fluxq.prepare first, then offload")
     return layer.scheme
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize import encode
-from fluxq.quantize.ops import no_autocast
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
+from fluxq.quantize import ops
+from fluxq.quantize.ops import no_autocast, transform
+from fluxq.quantize.tensor import stored_shapes, swizzle_scales, swizzled_size
 from fluxq.recipes.formats import FORMATS, Format
 
 PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
@@ -101,30 +101,6 @@ def check_steps(name: str, k: int, format: Format, hadamard: int, four_over_six:
         raise ValueError(f"{name}: swizzled is for block scales, {format.name} has none: leave it out")
 
 
-def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
-    """v (M, K) in fp32, as the top of this file says."""
-    v = a.float()
-    for name, vector in (("mean", mean), ("smooth", smooth)):
-        if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
-            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
-    if mean is not None:
-        v = v - mean
-    if smooth is not None:
-        v = v * smooth
-    return hadamard_transform(v, hadamard) if hadamard else v
-
-
-def hadamard_transform(v: Tensor, size: int) -> Tensor:
-    """Each block of `size` columns times H / sqrt(size): sums of neighbours first, then of pairs, fours, …"""
-    half = 1
-    blocks = v
-    while half < size:
-        a, b = blocks.reshape(-1, size // (2 * half), 2, half).unbind(2)
-        blocks = torch.stack((a + b, a - b), 2)
-        half *= 2
-    return blocks.reshape(v.shape) * size**-0.5
-
-
 def _produce(
     a, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -137,7 +113,8 @@ def _produce(
     empty = _empty(a, a.shape[1], input_scale, down, format, swizzled)
     if a.shape[0] == 0:
         return empty
-    q = _quantize(transform(a, smooth, mean, hadamard), row, input_scale, four_over_six)
+    v = transform(a, smooth, mean, hadamard)
+    q = ops.quantize_activation(v, row, input_scale, four_over_six)
     global_scale, scale = q.global_scale, swizzle_scales(q.scale) if swizzled else q.scale
     if input_scale is not None:
         scale, global_scale = (scale, None) if row.two_level else (None, None)
@@ -150,21 +127,12 @@ def _produce(
     )
 
 
-def _quantize(v: Tensor, format: Format, input_scale: Tensor | None, four_over_six: bool) -> QuantizedTensor:
-    """`quantize_activation` of ops.py, with 4-over-6."""
-    if not format.two_level:
-        return quantize_blocks(v, format, None, "input", row_scale=input_scale)
-    if input_scale is None:
-        input_scale = encode.global_scale_for(v.abs().amax(-1, keepdim=True), format, four_over_six)  # (M, 1)
-    return quantize_blocks(v, format, input_scale, "input", four_over_six=four_over_six)
-
-
 def _empty(x, k, input_scale, down, format, swizzled) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The outputs of a row length K, not filled."""
     m, row = x.shape[0], FORMATS[format]
     (codes, codes_dtype), (scale, scale_dtype) = list(stored_shapes(row, m, k).values())[:2]
     if swizzled:
-        scale = (-(-m // 128) * -(-scale[1] // 4) * 512,)
+        scale = (swizzled_size(m, scale[1]),)
     own = input_scale is None
     return (
         x.new_empty(codes, dtype=codes_dtype),

@@ -8,8 +8,8 @@
 it, ahead or inside a matmul, with or without fused multiply-adds, gives the same byte. What rounding `m` costs, at most
 2^-8 of a weight, is small beside w8's own step; `added_error` measures both.
 
-A layer whose input is smoothed, rotated, or has a low-rank branch beside it can be turned into a plain one first:
-`collapsed_weight`.
+Where a layer rotates or deflates its input, or has a low-rank branch beside it, all that is put into its weight first:
+`QuantLinear.merged`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize import encode
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize.tensor import QuantizedTensor, check_block_scales, stored_shapes, swizzle_scales, swizzled_size
 from fluxq.recipes.formats import FORMATS, Format, find_format
 
 TARGETS = ("int8", "fp8")
@@ -63,7 +63,7 @@ def added_error(w: QuantizedTensor | Tensor, target: QuantizedTensor) -> float:
 def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGETS) -> tuple[str, dict[str, float]]:
     """The candidate that adds the least error to w, the first of equals, and what each adds.
 
-    w: as stored, or the plain matrix (N, K) that `collapsed_weight` gives.
+    w: as stored, or the plain matrix (N, K) that `QuantLinear.merged` gives.
     """
     if not candidates:
         raise ValueError(f"choose_target: no candidates, expected some of {', '.join(TARGETS)}")
@@ -73,34 +73,6 @@ def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGE
         target = QuantizedTensor.quantize(w, name) if isinstance(w, Tensor) else reencode(w, name)
         errors[name] = added_error(w, target)
     return min(errors, key=lambda name: errors[name]), errors
-
-
-def collapsed_weight(
-    w: QuantizedTensor,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    smooth: Tensor | None = None,
-    hadamard: int = 0,
-) -> Tensor:
-    """The plain matrix (N, K) fp32 of a layer y = (x · smooth) H W^T + (x A^T) B^T: that is, W H^T · smooth + B A.
-
-    low_rank: A (R, K) and B (N, R). smooth (K,): what x is multiplied with. hadamard: H has blocks of that size, in
-    Sylvester's order and divided by √size, on its diagonal; 0 is none.
-    """
-    n, k = w.shape
-    plain = w.dequantize()
-    if hadamard:
-        plain = (plain.reshape(n, -1, _divisor(hadamard, k)) @ _sylvester(hadamard, plain.device).T).reshape(n, k)
-    if smooth is not None:
-        if smooth.shape != (k,):
-            raise ValueError(f"collapsed_weight: smooth is {(*smooth.shape,)}, expected ({k},)")
-        plain = plain * smooth.float()
-    if low_rank is not None:
-        a, b = low_rank
-        if a.ndim != 2 or a.shape[1] != k or b.shape != (n, a.shape[0]):
-            shapes = f"A {(*a.shape,)} and B {(*b.shape,)}"
-            raise ValueError(f"collapsed_weight: low_rank has {shapes}, expected (R, {k}) and ({n}, R)")
-        plain = plain + b.float() @ a.float()
-    return plain
 
 
 @torch.library.custom_op("fluxq::reencode", mutates_args=())
@@ -131,6 +103,18 @@ def _(w, w_scale, w_scale_2, format, dtype):
     return w.new_empty(stored_matrix(w, w_scale, w_scale_2, format).shape, dtype=dtype)
 
 
+@torch.library.custom_op("fluxq::swizzle_scales", mutates_args=())
+def swizzle_scales_op(scale: Tensor) -> Tensor:
+    """Block scales (rows, G), of one byte each, flat in the order that Blackwell's matrix units read."""
+    return swizzle_scales(scale)
+
+
+@swizzle_scales_op.register_fake
+def _(scale):
+    check_block_scales(scale)
+    return scale.new_empty(swizzled_size(*scale.shape))
+
+
 def stored_matrix(w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str) -> QuantizedTensor:
     """Weight tensors of an op as one matrix; 4-bit codes are two to a byte."""
     row = find_format(format)
@@ -148,17 +132,3 @@ def _target(format: str) -> Format:
 
 def _plain(w: QuantizedTensor | Tensor) -> Tensor:
     return w.float() if isinstance(w, Tensor) else w.dequantize()
-
-
-def _divisor(hadamard: int, k: int) -> int:
-    if hadamard & (hadamard - 1) or k % hadamard:
-        raise ValueError(f"collapsed_weight: hadamard is {hadamard}, expected a power of two that divides K = {k}")
-    return hadamard
-
-
-def _sylvester(size: int, device: torch.device) -> Tensor:
-    """The orthonormal Hadamard matrix (size, size), which is its own transpose."""
-    h = torch.ones(1, 1, device=device)
-    while h.shape[0] < size:
-        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
-    return h / size**0.5

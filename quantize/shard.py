@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -31,10 +30,20 @@ def shard(
 
     Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K. parts: sizes along the
     axis of what is concatenated there, each cut by itself (a FLUX single block's proj_out reads [attention, MLP]).
-    Raises ValueError where a share would not be whole blocks of the scheme.
+    Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer that deflates its input,
+    and for a layer that fluxq.prepare changed; shards can be prepared, on every rank for the same chip.
     """
+    if layer.prepared is not None:
+        raise ValueError(
+            f"this layer is prepared for one GPU ({layer.prepared.how}): load the model again, shard first, then "
+            "prepare"
+        )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size}: expected 0 to {world_size - 1}")
+    if axis == "K" and layer.scheme.deflate:
+        raise ValueError(
+            f"this {layer.scheme} layer deflates its input, along directions that cross all of K: shard it on axis N"
+        )
     q = layer.quantized_weight
     n, k = q.shape
     size, unit = (n, 1) if axis == "N" else (k, _block(layer.scheme))
@@ -47,26 +56,27 @@ def shard(
         return torch.cat(slices, dim)
 
     share = sum(length for _, length in spans)
-    bias, low_rank = layer.bias, layer.low_rank
+    bias = None if layer.bias is None else layer.bias.data
     if axis == "N":
         scale = cut(q.scale, 0) if q.scale.ndim else q.scale.clone()
         codes, shape = cut(q.codes, 0), (share, k)
-        bias = None if bias is None else cut(bias.data, 0)
-        low_rank = low_rank and (low_rank[0], cut(low_rank[1], 0))
+        bias = None if bias is None else cut(bias, 0)
+        along = {"deflate_out": 0, "svdquant_lora_b": 0}  # branch -> the axis of it that is cut
     else:
         scale = cut(q.scale, 1) if q.scale.ndim == 2 else q.scale.clone()
         codes, shape = cut(q.codes, 1), (n, share)
-        bias = None if bias is None or rank else bias.data.clone()
-        low_rank = low_rank and (cut(low_rank[0], 1), low_rank[1])
+        if rank and bias is not None:
+            bias = torch.zeros_like(bias) if layer.scheme.center else None  # a layer that centers always has one
+        bias = _copy(bias)
+        along = {"pre_quant_mean": 0, "pre_quant_scale": 0, "svdquant_lora_a": 1}
     part = QuantLinear.from_quantized(
         QuantizedTensor(codes, scale, _copy(q.global_scale), shape, q.format),
         bias,
-        replace(layer.scheme, rank=0),
+        layer.scheme,
         _copy(layer.stored("input_scale")),
+        {name: cut(t, along[name]) if name in along else t.clone() for name, t in layer.branches.items()},
     )
     part.compute_dtype = layer.compute_dtype
-    if low_rank:
-        part.append_low_rank(*low_rank)
     return part
 
 
@@ -111,29 +121,23 @@ class RowParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _require_no_gradient(x)
         part = self.part
-        y = ops.quantized_linear(
-            x.float(),
-            part.stored("weight"),
-            part.stored("weight_scale"),
-            part.stored("weight_scale_2"),
-            self._input_scale(x),
-            part.bias,
-            *(part.low_rank or (None, None)),
-            str(part.scheme),
-        )
+        weight, weight_scale, weight_scale_2, _, *others = part.operands
+        y = ops.quantized_linear(x.float(), weight, weight_scale, weight_scale_2, self._input_scale(x), *others)
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 
     def _input_scale(self, x: Tensor) -> Tensor | None:
         """What the op takes as `input_scale`: one of each token's whole row (M, 1), if it depends on that at all."""
-        activations = self.part.scheme.activations
-        if activations is None or self.part.scheme.static_input or not _scaled_by_row(activations):
-            return self.part.stored("input_scale")
-        amax = x.abs().amax(-1).float().reshape(-1, 1)  # (M, 1)
+        scheme, activations = self.part.scheme, self.part.scheme.activations
+        if activations is None or scheme.static_input or not _scaled_by_row(activations):
+            return self.part.stored("input_scale") if scheme.static_input else None
+        mean, smooth = (getattr(self.part, name, None) for name in ("pre_quant_mean", "pre_quant_scale"))
+        z, _ = ops.transformed(x.reshape(-1, x.shape[-1]), scheme, mean, smooth, None)
+        amax = z.abs().amax(-1, keepdim=True).float()  # (M, 1)
         amax.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN, but not infinity
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         if activations.two_level:
-            return encode.global_scale_for(amax, activations)
+            return encode.global_scale_for(amax, activations, scheme.four_over_six)
         return encode.block_scale(amax.unsqueeze(-1), activations, None)
 
 
@@ -141,7 +145,7 @@ def _block(scheme: Scheme) -> int:
     """Elements along K that a share must hold whole multiples of."""
     codes_per_byte = 8 // scheme.weights.element.bits
     formats = [scheme.weights] if scheme.activations is None else [scheme.weights, scheme.activations]
-    return math.lcm(codes_per_byte, *(row.group_size or 1 for row in formats))
+    return math.lcm(codes_per_byte, scheme.hadamard or 1, *(row.group_size or 1 for row in formats))
 
 
 def _spans(size: int, parts: Sequence[int], rank: int, world_size: int, unit: int, what: str) -> list[tuple[int, int]]:

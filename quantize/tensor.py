@@ -41,11 +41,13 @@ class QuantizedTensor:
         *,
         group_size: int | None = None,
         global_scale: Tensor | None = None,
+        four_over_six: bool = False,
         name: str = "weight",
     ) -> QuantizedTensor:
         """Round a finite matrix w (N, K), any float dtype, to the nearest codes.
 
         global_scale: positive fp32 () or (N, 1); by default nvfp4 takes amax / (6 · 448) of the whole matrix.
+        four_over_six: its blocks choose between two scales, and its own global scale leaves room for the larger one.
         name: what errors call the matrix. Raises ValueError for shapes that do not fit, NaN and infinity.
         """
         row = find_format(format) if isinstance(format, str) else format
@@ -55,7 +57,7 @@ class QuantizedTensor:
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
         if global_scale is not None:
             _check_global_scale(global_scale, row, w.shape[0], name)
-        return quantize_blocks(w, row.with_group_size(group_size), global_scale, name)
+        return quantize_blocks(w, row.with_group_size(group_size), global_scale, name, four_over_six=four_over_six)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix (N, K) that the codes stand for: computed in fp32, cast once."""
@@ -144,10 +146,25 @@ def swizzle_scales(scale: Tensor) -> Tensor:
 
     Tiles of 128 rows and 4 groups follow one another, each as 32 lines of 4 quarters (rows 32 apart) of 4 groups.
     """
+    check_block_scales(scale)
     rows, groups = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
     tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+
+
+def check_block_scales(scale: Tensor) -> None:
+    """Raise ValueError for what `swizzle_scales` would take for block scales and are none."""
+    if scale.ndim != 2 or scale.element_size() != 1:
+        raise ValueError(
+            f"swizzle_scales: scale is {scale.dtype} {(*scale.shape,)}, expected block scales (rows, G) of one byte "
+            "each, as nvfp4, mxfp8 and mxfp4 have them"
+        )
+
+
+def swizzled_size(rows: int, groups: int) -> int:
+    """Elements of (rows, groups) block scales in the 128x4 layout: both axes are padded."""
+    return -(-rows // 128) * 128 * -(-groups // 4) * 4
 
 
 def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:

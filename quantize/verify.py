@@ -163,6 +163,8 @@ class _Checkpoint:
             else:
                 dtypes = _PLAIN if tensor.is_floating_point() else (tensor.dtype,)
                 rule = "finite" if tensor.is_floating_point() else None
+                if isinstance(layer, QuantLinear) and parameter == "pre_quant_scale":
+                    rule = "positive"
                 found[name] = _Expected(tuple(tensor.shape), dtypes, rule, id(tensor))
         return found
 

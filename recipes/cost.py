@@ -11,6 +11,13 @@ passes over memory between them, and those can be run in three ways, LEVELS:
              activation (16 bit), gate, residual and low rank in the matmul, concatenated halves written in place
     ideal    also what they cannot: activation and its quantization, norm and rotation of q and k in the matmul before
 
+What a scheme does to x before rounding is part of the pass that quantizes x: mean and factors are two more vectors to
+read, a Hadamard block of `size` is a product of 2·size FLOPs an element on the bf16 matrix units, 4-over-6 rounds twice
+on the units for fp32. Deflation needs a whole row of x before its first element can be quantized: a pass reads x for
+t = x·basisᵀ, a second one reads it again and quantizes it. A norm has the row and makes t itself, but then writes x in
+16 bit; only `ideal` keeps it on chip. Where the weight is re-encoded at load, all of this but mean and factors is
+collapsed into the weight and costs nothing.
+
 Left out: launches, which small images wait for, biases, embeddings, the last norm, and what decoding 4-bit weights in
 a matmul costs. Nothing here reads weights or imports torch.
 """
@@ -22,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fluxq.recipes.devices import Device, Efficiency
+from fluxq.recipes.families import Maker
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LayerPlan, Plan
@@ -57,14 +65,14 @@ class Route:
     """How a GPU computes a scheme.
 
     arithmetic: what its matrix units multiply. activations: the format that inputs are quantized to, None for 16 bit.
-    weights: the format that lies in memory, None for 16 bit. keeps_rank: False where re-encoding at
-    load adds the low-rank branch to the weight. about: for people.
+    weights: the format that lies in memory, None for 16 bit. is_collapsed: re-encoding at load makes one weight of the
+    quantized one, the low-rank branch and all that is done to x but mean and factors. about: for people.
     """
 
     arithmetic: str
     activations: Format | None
     weights: Format | None
-    keeps_rank: bool
+    is_collapsed: bool
     about: str
 
 
@@ -73,7 +81,7 @@ class Step:
     """A Linear, an attention or a pass over memory. bytes: by level; 0 where a level has no such step.
 
     part: the row of the table that counts it. kind: "matmul", "low rank", "attention", "norm", "quantize", …
-    arithmetic: of its FLOPs; "" where it has none worth counting.
+    arithmetic: of its FLOPs; "" where it has none worth counting. scalar_flops: those outside the matrix units.
     """
 
     part: str
@@ -82,6 +90,7 @@ class Step:
     arithmetic: str
     flops: float
     bytes: Mapping[Level, float]
+    scalar_flops: float = 0
 
     def seconds(self, device: Device, level: Level) -> float:
         """Attainable time."""
@@ -89,10 +98,11 @@ class Step:
 
     def compute_seconds(self, device: Device) -> float:
         """The part of it that more bandwidth would not shorten."""
+        scalar = self.scalar_flops / device.scalar_flops
         if not self.flops:
-            return 0.0
+            return scalar
         attained = device.attention_flops if self.kind == "attention" else device.flops(self.arithmetic)
-        return self.flops / attained
+        return max(self.flops / attained, scalar)
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,8 @@ class Cost:
         """The efficiencies in this cost, by what they are of."""
         arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
         used = {name: self.device.matmul[name] for name in arithmetics}
+        if any(Scheme.parse(scheme).four_over_six for scheme in self.routes):
+            used["fp32"] = self.device.scalar
         return used | {"attention": self.device.attention, "memory bandwidth": self.device.streaming}
 
     def describe(self) -> dict[str, object]:
@@ -221,6 +233,38 @@ def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "spe
     return Cost(device, forward, tuple(parts), total, routes)
 
 
+def group_seconds(
+    shapes: Sequence[tuple[int, int]],
+    schemes: Sequence[Scheme | None],
+    device: Device,
+    tokens: int,
+    level: Level = "fused",
+    made_by: Maker = "outside",
+) -> float:
+    """Modelled time of the Linears that share one input: making and quantizing it, products, 16-bit branches.
+
+    shapes: (N, K) of each, with one K; schemes: of each. made_by: what makes the input, whose pass is counted too;
+    "outside" counts only the quantization, as a pass of its own. A layer that is narrower than 3072 is priced as if it
+    were that wide, because small layers are stand-ins for real ones here and cost little but launches: N, K, rank and
+    deflate are all multiplied by 3072 / K. How a scheme is computed is the device's own route, see `route`.
+    """
+    widths = {k for _, k in shapes}
+    if len(widths) != 1 or len(shapes) != len(schemes):
+        raise ValueError(f"{len(shapes)} shapes and {len(schemes)} schemes of widths {sorted(widths)}: want one K")
+    times = max(1.0, REAL_WIDTH / widths.pop())
+    layers = [
+        LayerPlan(
+            str(index), round(times * n), round(times * k), "", "", False, _widened(scheme, times), "", made_by=made_by
+        )
+        for index, ((n, k), scheme) in enumerate(zip(shapes, schemes, strict=True))
+    ]
+    inputs = {_input(layer, device.chip, "speed") for layer in layers}
+    found = list(_input_steps(layers[0], tokens, inputs))
+    for layer in layers:
+        found += _linear_steps(layer, tokens, device.chip, "speed")
+    return sum(step.seconds(device, level) for step in found)
+
+
 def in_16_bit(plan: Plan) -> Plan:
     """The same layers, none of them quantized."""
     return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers))
@@ -231,27 +275,30 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
     if scheme is None:
         return Route("bf16", None, None, False, "16 bit")
     if scheme.activations is None:
-        return Route("bf16", None, scheme.weights, True, "weight-only: decoded to 16 bit in the kernel")
+        return Route("bf16", None, scheme.weights, False, "weight-only: decoded to 16 bit in the kernel")
     weights, activations = _kind(scheme.weights), _kind(scheme.activations)
     arithmetic = NATIVE[chip].get(activations)
     if arithmetic is not None and weights == activations:
         how = "" if arithmetic == activations else f", by the chip's {arithmetic} instruction"
-        return Route(arithmetic, scheme.activations, scheme.weights, True, f"native{how}")
+        return Route(arithmetic, scheme.activations, scheme.weights, False, f"native{how}")
     target = activations if activations in ("fp8", "int8") and arithmetic else EIGHT_BIT[chip]
     arithmetic = NATIVE[chip][target]
     both = "int8 or fp8, timed as " if {"int8", "fp8"} <= NATIVE[chip].keys() else ""  # loading looks at the errors
     if prefer == "memory" and scheme.weights.element.bits == 4:
         about = f"4 bits in memory, decoded in the kernel to {both}{target}"
-        return Route(arithmetic, FORMATS[target], scheme.weights, True, about)
-    return Route(arithmetic, FORMATS[target], FORMATS[target], False, f"re-encoded at load to {both}{target}")
+        return Route(arithmetic, FORMATS[target], scheme.weights, False, about)
+    return Route(arithmetic, FORMATS[target], FORMATS[target], True, f"re-encoded at load to {both}{target}")
 
 
 def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> float:
-    """Bytes of a layer's weight, scales and low-rank branch in the GPU's memory."""
-    found = route(layer.scheme, chip, prefer)
-    if layer.scheme is None or found.weights is None:
+    """Bytes of all that a layer's scheme keeps in the GPU's memory."""
+    found, scheme = route(layer.scheme, chip, prefer), layer.scheme
+    if scheme is None or found.weights is None:
         return 2 * layer.n * layer.k
-    return (layer.stored_bits if found.keeps_rank else found.weights.stored_bits(layer.n, layer.k)) / 8
+    if found.is_collapsed:
+        kept = Scheme(found.weights, found.activations, center=scheme.center, smooth=scheme.smooth)
+        return kept.stored_bits(layer.n, layer.k) / 8
+    return layer.stored_bits / 8
 
 
 def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
@@ -271,48 +318,87 @@ def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefe
     """The Linears that share an input, what makes that input, and what follows them."""
     first = layers[0]
     m = forward.batch * forward.tokens(_stream(first))
-    yield from _input_steps(first, m, {_input_format(layer, chip, prefer) for layer in layers})
+    yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers})
     for layer in layers:
         yield from _linear_steps(layer, m, chip, prefer)
         yield from _output_steps(layer, m, forward)
 
 
-def _input_steps(layer: LayerPlan, m: int, formats: set[str | None]) -> Iterator[Step]:
-    """What makes a Linear's input (m, K), and its quantization: once for each format that the group's Linears take.
+@dataclass(frozen=True)
+class _Input:
+    """What a matmul reads in place of x: its format, None for 16 bit, and what is done to x before rounding."""
 
-    formats: those, None among them for 16 bit.
-    """
+    format: str | None = None
+    vectors: int = 0
+    deflate: int = 0
+    hadamard: int = 0
+    four_over_six: bool = False
+
+    def bytes(self, m: int, k: int) -> float:
+        return code_bytes(self.format, m, k) if self.format else 2 * m * k
+
+
+def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
+    """What a layer's matmul reads on a chip."""
+    found, scheme = route(layer.scheme, chip, prefer), layer.scheme
+    name = found.activations.name if found.activations else None
+    if scheme is None:
+        return _PLAIN
+    if found.is_collapsed:
+        return _Input(name, scheme.center + scheme.smooth)
+    two_scales = scheme.four_over_six and found.activations == scheme.activations
+    return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
+
+
+def _input_steps(layer: LayerPlan, m: int, inputs: set[_Input]) -> Iterator[Step]:
+    """What makes a Linear's input (m, K), and its quantization: once for each form that the group's Linears read."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
-    codes = sum(code_bytes(name, m, layer.k) for name in formats if name)
-    producer = PRODUCERS.get(layer.role)
+    made = sorted((found for found in inputs if found != _PLAIN), key=str)
+    is_deflated = any(found.deflate for found in made)
     attended = layer.n / layer.k  # of a concatenation: the share that attention makes, N wide
-    if producer == "norm":
-        fused = plain + codes + (plain if None in formats else 0)
-        yield _pass("norm", layer, 2 * plain, fused, fused)
-    elif producer == "activation":
-        yield _pass("activation", layer, 2 * plain, plain + codes if codes else 0, 0)
-    elif producer == "concatenation":
-        share = 1 - attended
-        yield _pass("activation", layer, 2 * plain * share, (plain + codes) * share if codes else 0, 0)
+    if layer.made_by == "norm":
+        kept = 2 * plain if _PLAIN in inputs or not made else 0  # else its kernel writes the quantized input alone
+        yield _pass("norm", layer, 2 * plain, 2 * plain if is_deflated else kept, kept)
+    elif layer.made_by == "activation":
+        yield _pass("activation", layer, 2 * plain, 0, 0)
+    elif layer.made_by == "concatenation":
+        yield _pass("activation", layer, 2 * plain * (1 - attended), 0, 0)
         yield _pass("concatenation", layer, 2 * plain, 0, 0)
-    if codes:
-        alone = {"norm": 0, "activation": 0, "concatenation": attended}.get(producer or "", 1) * (plain + codes)
-        yield _pass("quantize", layer, plain + codes, alone, alone)
+    for index, found in enumerate(made):
+        t = 2 * m * found.deflate
+        if found.deflate:
+            alone = plain + t
+            ridden = t if layer.made_by == "norm" else alone  # the norm's kernel has the row
+            step = _pass("deflate", layer, alone, ridden, ridden)
+            yield replace(step, arithmetic="bf16", flops=2 * m * layer.k * found.deflate)
+        alone = (plain if index == 0 else 0) + found.bytes(m, layer.k) + 2 * layer.k * found.vectors + t
+        fused = ideal = alone
+        if layer.made_by == "norm":
+            ideal -= plain if index == 0 and _PLAIN in inputs else 0  # the norm has read it
+            fused = alone if is_deflated else ideal
+        elif not is_deflated:
+            ideal *= {"activation": 0, "concatenation": attended}.get(layer.made_by, 1)
+        step = _pass("quantize" if found.format else "transform", layer, alone, fused, ideal)
+        products = 2 * m * layer.k * (found.deflate + found.hadamard)
+        tries = TWO_SCALES_FLOPS * m * layer.k if found.four_over_six else 0
+        yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=tries)
 
 
 def _linear_steps(layer: LayerPlan, m: int, chip: str, prefer: Prefer) -> Iterator[Step]:
-    """The product (m, N) = (m, K) · (N, K)ᵀ, and the low-rank branch beside it."""
+    """The product (m, N) = (m, K) · (N, K)ᵀ, and what is added to it: low-rank branch, deflated directions."""
     n, k = layer.n, layer.k
     found = route(layer.scheme, chip, prefer)
     x = code_bytes(found.activations.name, m, k) if found.activations else 2 * m * k
     size = x + resident_bytes(layer, chip, prefer) + 2 * m * n
     yield Step(_part(layer), "matmul", layer.name, found.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
-    rank = layer.scheme.rank if layer.scheme and found.keeps_rank else 0
-    if rank:
-        fused = 4 * m * rank  # h is written and read; both matrices are counted with the weight
-        unfused = fused + 2 * m * k + 4 * m * n  # x is read again, y read and written
+    if layer.scheme is None or found.is_collapsed:
+        return
+    rank, deflate = layer.scheme.rank, layer.scheme.deflate
+    if rank or deflate:
+        fused = 4 * m * rank + 2 * m * deflate  # h is written and read, t is read; matrices are counted with the weight
+        unfused = fused + (2 * m * k if rank else 0) + 4 * m * n  # x is read again, y read and written
         sizes: dict[Level, float] = {"unfused": unfused, "fused": fused, "ideal": fused}
-        yield Step(_part(layer), "low rank", layer.name, "bf16", 2 * m * rank * (n + k), sizes)
+        yield Step(_part(layer), "low rank", layer.name, "bf16", 2 * m * (rank * (n + k) + deflate * n), sizes)
 
 
 def _output_steps(layer: LayerPlan, m: int, forward: ForwardPass) -> Iterator[Step]:
@@ -356,9 +442,8 @@ def code_bytes(name: str, rows: int, k: int) -> float:
     return FORMATS[name].stored_bits(rows, k) / 8
 
 
-def _input_format(layer: LayerPlan, chip: str, prefer: Prefer) -> str | None:
-    activations = route(layer.scheme, chip, prefer).activations
-    return activations.name if activations else None
+def _widened(scheme: Scheme | None, times: float) -> Scheme | None:
+    return scheme and replace(scheme, rank=round(times * scheme.rank), deflate=round(times * scheme.deflate))
 
 
 def _kind(format: Format) -> str:
@@ -405,6 +490,12 @@ class Workload:
     normalised: bool = True
 
 
+_PLAIN = _Input()
+REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
+# 4-over-6, for an element: twice scaled, clamped, rounded, decoded, subtracted, squared and summed. Rounding once takes
+# less than half of it, which hides behind memory on every GPU here.
+TWO_SCALES_FLOPS = 20
+
 # Chip -> format of weights and activations -> what its matrix units multiply. Missing: no such instruction.
 NATIVE = {
     "sm_80": {"int8": "int8"},
@@ -438,13 +529,6 @@ PARTS = {
     "kept": "kept in 16 bit",
 }
 
-# Role -> what makes the input. Text that cross-attention reads comes from outside.
-PRODUCERS = {
-    **dict.fromkeys(("qkv", "text_qkv", "cross_q", "single_in", "ff_up", "text_ff_up"), "norm"),
-    **dict.fromkeys(("attn_out", "text_attn_out", "cross_out"), "attention"),
-    **dict.fromkeys(("ff_down", "text_ff_down"), "activation"),
-    "mixed_out": "concatenation",
-}
 RESIDUAL_ROLES = ("attn_out", "text_attn_out", "cross_out", "ff_down", "text_ff_down", "mixed_out")
 ROTATED_ROLES = ("qkv", "text_qkv", "cross_q", "cross_kv", "single_in")
 QUERY_AND_KEY = (".to_q", ".to_k", ".add_q_proj", ".add_k_proj")

@@ -37,6 +37,9 @@ class Efficiency:
 # case of its paper).
 _ATTENTION = Efficiency(0.70, why="one figure for every GPU; FlashAttention-3 reached .60 to .75 on an H100")
 _STREAMING = Efficiency(0.85, why="one figure for every GPU")
+_SCALAR = Efficiency(
+    0.50, why="one figure for every GPU; half of the peak is multiply and add in one, which few steps are"
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ class Device:
     """A row of DEVICES.
 
     chip: as kernels/chips.py calls it. memory: GB. bandwidth: GB/s. peaks: dense TFLOP/s (or TOP/s) by arithmetic;
-    one that is missing has no instruction. matmul: efficiencies, for the same keys. source: where peaks, memory and
-    bandwidth stand. attention, streaming: efficiencies of 16-bit attention and of kernels that only move bytes.
+    one that is missing has no instruction. matmul: efficiencies, for the same keys. scalar_peak: fp32 TFLOP/s outside
+    the matrix units. source: where peaks, memory and bandwidth stand. attention, streaming, scalar: efficiencies of
+    16-bit attention, of kernels that only move bytes and of arithmetic outside the matrix units.
     """
 
     name: str
@@ -54,9 +58,11 @@ class Device:
     bandwidth: float
     peaks: Mapping[str, float]
     matmul: Mapping[str, Efficiency]
+    scalar_peak: float
     source: str
     attention: Efficiency = _ATTENTION
     streaming: Efficiency = _STREAMING
+    scalar: Efficiency = _SCALAR
 
     def flops(self, arithmetic: str) -> float:
         """FLOP/s that a matmul attains; ValueError where the chip has no such instruction."""
@@ -68,6 +74,11 @@ class Device:
     def attention_flops(self) -> float:
         """FLOP/s that 16-bit attention attains."""
         return 1e12 * self.peaks["bf16"] * self.attention.fraction
+
+    @property
+    def scalar_flops(self) -> float:
+        """FLOP/s in fp32 that arithmetic outside the matrix units attains."""
+        return 1e12 * self.scalar_peak * self.scalar.fraction
 
     @property
     def bytes_per_second(self) -> float:
@@ -107,6 +118,7 @@ DEVICES = {
             "bf16": Efficiency(0.869, "271 TFLOP/s, the best of many shapes: stas00/ml-engineering, accelerators"),
             "int8": Efficiency(0.75, why="no figure found"),
         },
+        scalar_peak=19.5,
         source="NVIDIA A100 data sheet, dense figures",
     ),
     "h100": Device(
@@ -116,6 +128,7 @@ DEVICES = {
         bandwidth=3350,
         peaks=_HOPPER_PEAKS,
         matmul=_HOPPER,
+        scalar_peak=67,
         source="NVIDIA H100 data sheet, sparse figures halved",
     ),
     "h200": Device(
@@ -125,6 +138,7 @@ DEVICES = {
         bandwidth=4800,
         peaks=_HOPPER_PEAKS,
         matmul=_HOPPER,
+        scalar_peak=67,
         source="NVIDIA H200 data sheet, sparse figures halved",
     ),
     "b200": Device(
@@ -141,6 +155,7 @@ DEVICES = {
             "mxfp4": Efficiency(0.495, why="as nvfp4"),
             "nvfp4": Efficiency(0.495, "4460 TFLOP/s at 4096^3: pytorch/ao#2427"),
         },
+        scalar_peak=75,
         source="NVIDIA HGX B200 data sheet, one GPU of eight, sparse figures halved; "
         "bandwidth as the driver reports it (pytorch/ao#4002)",
     ),
@@ -155,6 +170,7 @@ DEVICES = {
             "fp8": Efficiency(0.90, why="as bf16, whose sums halve its rate too"),
             "int8": Efficiency(0.662, why="as on an RTX 5090"),
         },
+        scalar_peak=82.6,
         source="NVIDIA Ada GPU architecture white paper, dense figures",
     ),
     "rtx5090": Device(
@@ -175,6 +191,7 @@ DEVICES = {
             "mxfp4": Efficiency(0.472, why="as nvfp4"),
             "nvfp4": Efficiency(0.472, "758 to 815 TFLOP/s, Triton at M = 4096: vllm-project/vllm#38338"),
         },
+        scalar_peak=104.8,
         source="NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
     ),
     "mi300x": Device(
@@ -187,6 +204,7 @@ DEVICES = {
             "bf16": Efficiency(0.511, "668 TFLOP/s, the best of many shapes: stas00/ml-engineering, accelerators"),
             "int8": Efficiency(0.511, why="as bf16"),
         },
+        scalar_peak=163.4,
         source="AMD Instinct MI300X data sheet, dense figures",
     ),
     "mi355x": Device(
@@ -202,6 +220,7 @@ DEVICES = {
             "mxfp8": Efficiency(0.357, "1797 TFLOP/s on average: AMD-AGI/Primus-Turbo#274"),
             "mxfp4": Efficiency(0.359, "3300 TFLOP/s of an MI350X's 9200, Triton: meta-pytorch/MSLK#379"),
         },
+        scalar_peak=157.3,
         source="AMD Instinct MI355X data sheet, dense figures",
     ),
 }

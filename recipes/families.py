@@ -13,19 +13,59 @@ from typing import Literal
 
 from fluxq.recipes.patterns import matches
 
+Maker = Literal["norm", "attention", "activation", "concatenation", "outside"]
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """The adaLN Linear that scales and shifts a norm's output, x = norm · (1 + scale) + shift, for one group.
+
+    linear: its path below the block. chunk: its output is a row of chunks, each as wide as x; the shift is this one,
+    the scale the next.
+    """
+
+    linear: str
+    chunk: int
+
+    def rows(self, n: int, k: int) -> tuple[slice, slice]:
+        """Rows of the Linear's weight (n, …) that make shift and scale of an input of k channels."""
+        if n == 2 * k:  # diffusers' AdaLayerNormContinuous, which makes nothing else and puts the scale first
+            return slice(k, 2 * k), slice(0, k)
+        shift = self.chunk * k
+        return slice(shift, shift + k), slice(shift + k, shift + 2 * k)
+
 
 @dataclass(frozen=True)
 class InputGroup:
     """Linears of one block that read the same input tensor; those that a configuration lacks are passed over.
 
     role: what recipes call them. block: pattern of the block's path. members: paths below the block. joined: a
-    fused layout concatenates them along N, so they share NVFP4's global weight scale.
+    fused layout concatenates them along N, so they share NVFP4's global weight scale. made_by: what makes the input;
+    "outside" is what comes from another block or model, and "concatenation" has the attention's channels first, as many
+    as the Linear puts out, then the feed-forward's. modulation: of the norm that makes it.
     """
 
     role: str
     block: str
     members: tuple[str, ...]
     joined: bool = False
+    made_by: Maker = "outside"
+    modulation: Modulation | None = None
+
+    @property
+    def normalised(self) -> bool:
+        """Whether each token was normalised, so that no token is far larger than the others."""
+        return self.made_by == "norm"
+
+    @property
+    def foldable(self) -> bool:
+        """Whether a mean and a factor for each channel fold into the Linear that modulates the input."""
+        return self.modulation is not None
+
+    @property
+    def split(self) -> bool:
+        """Whether the input is two tensors side by side, attention and feed-forward, of different statistics."""
+        return self.made_by == "concatenation"
 
 
 @dataclass(frozen=True)
@@ -84,46 +124,67 @@ _VISION = "vision tower: few weights, and prompts of plain text never pass throu
 _LM_HEAD = "predicts words: no pipeline looks at its output, and it may share the embedding's weight"
 
 
-def _image_and_text(block: str, image_ff: str, text_ff: str) -> tuple[InputGroup, ...]:
-    """A block of two streams that share one attention (MMDiT)."""
+def _modulated(role: str, block: str, members: tuple[str, ...], modulation: str, chunk: int) -> InputGroup:
+    """Linears behind a norm that a Linear of the same block scales and shifts."""
+    return InputGroup(role, block, members, len(members) > 1, "norm", Modulation(modulation, chunk))
+
+
+def _image_and_text(block: str, ff: tuple[str, str], modulation: tuple[str, str]) -> tuple[InputGroup, ...]:
+    """A block of two streams that share one attention (MMDiT); ff, modulation: of the image, of the text.
+
+    A modulation makes shift, scale and gate of the attention, then of the feed-forward.
+    """
+    image, text = modulation
     return (
-        InputGroup("qkv", block, ("attn.to_q", "attn.to_k", "attn.to_v"), joined=True),
-        InputGroup("text_qkv", block, ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), joined=True),
-        InputGroup("attn_out", block, ("attn.to_out.0",)),
-        InputGroup("text_attn_out", block, ("attn.to_add_out",)),
-        InputGroup("ff_up", block, (f"{image_ff}.net.0.proj",)),
-        InputGroup("text_ff_up", block, (f"{text_ff}.net.0.proj",)),
-        InputGroup("ff_down", block, (f"{image_ff}.net.2",)),
-        InputGroup("text_ff_down", block, (f"{text_ff}.net.2",)),
+        _modulated("qkv", block, ("attn.to_q", "attn.to_k", "attn.to_v"), image, 0),
+        _modulated("text_qkv", block, ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), text, 0),
+        InputGroup("attn_out", block, ("attn.to_out.0",), made_by="attention"),
+        InputGroup("text_attn_out", block, ("attn.to_add_out",), made_by="attention"),
+        _modulated("ff_up", block, (f"{ff[0]}.net.0.proj",), image, 3),
+        _modulated("text_ff_up", block, (f"{ff[1]}.net.0.proj",), text, 3),
+        InputGroup("ff_down", block, (f"{ff[0]}.net.2",), made_by="activation"),
+        InputGroup("text_ff_down", block, (f"{ff[1]}.net.2",), made_by="activation"),
+        InputGroup("modulation", block, (image,)),
+        InputGroup("modulation", block, (text,)),
     )
 
 
 def _clip(block: str) -> tuple[InputGroup, ...]:
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
-        InputGroup("qkv", block, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), joined=True),
-        InputGroup("attn_out", block, ("self_attn.out_proj",)),
-        InputGroup("ff_up", block, ("mlp.fc1",)),
-        InputGroup("ff_down", block, ("mlp.fc2",)),
+        InputGroup("qkv", block, qkv, joined=True, made_by="norm"),
+        InputGroup("attn_out", block, ("self_attn.out_proj",), made_by="attention"),
+        InputGroup("ff_up", block, ("mlp.fc1",), made_by="norm"),
+        InputGroup("ff_down", block, ("mlp.fc2",), made_by="activation"),
     )
 
 
 def _language_model(block: str) -> tuple[InputGroup, ...]:
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
-        InputGroup("qkv", block, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), joined=True),
-        InputGroup("attn_out", block, ("self_attn.o_proj",)),
-        InputGroup("ff_up", block, ("mlp.gate_proj", "mlp.up_proj"), joined=True),
-        InputGroup("ff_down", block, ("mlp.down_proj",)),
+        InputGroup("qkv", block, qkv, joined=True, made_by="norm"),
+        InputGroup("attn_out", block, ("self_attn.o_proj",), made_by="attention"),
+        InputGroup("ff_up", block, ("mlp.gate_proj", "mlp.up_proj"), joined=True, made_by="norm"),
+        InputGroup("ff_down", block, ("mlp.down_proj",), made_by="activation"),
+    )
+
+
+def _image_attention(block: str) -> tuple[InputGroup, ...]:
+    return (
+        InputGroup("qkv", block, ("to_q", "to_k", "to_v"), joined=True, made_by="norm"),
+        InputGroup("attn_out", block, ("to_out.0",), made_by="attention"),
     )
 
 
 _T5_QKV = ("layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v")
 _T5_GATE_AND_UP = ("layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1")
 _T5_GROUPS = (
-    InputGroup("qkv", "encoder.block.*", _T5_QKV, joined=True),
-    InputGroup("attn_out", "encoder.block.*", ("layer.0.SelfAttention.o",)),
-    InputGroup("ff_up", "encoder.block.*", _T5_GATE_AND_UP, joined=True),
-    InputGroup("ff_up", "encoder.block.*", ("layer.1.DenseReluDense.wi",)),  # where the feed-forward has no gate
-    InputGroup("ff_down", "encoder.block.*", ("layer.1.DenseReluDense.wo",)),
+    InputGroup("qkv", "encoder.block.*", _T5_QKV, joined=True, made_by="norm"),
+    InputGroup("attn_out", "encoder.block.*", ("layer.0.SelfAttention.o",), made_by="attention"),
+    InputGroup("ff_up", "encoder.block.*", _T5_GATE_AND_UP, joined=True, made_by="norm"),
+    # Where the feed-forward has no gate.
+    InputGroup("ff_up", "encoder.block.*", ("layer.1.DenseReluDense.wi",), made_by="norm"),
+    InputGroup("ff_down", "encoder.block.*", ("layer.1.DenseReluDense.wo",), made_by="activation"),
 )
 _T5_TINY = {
     "vocab_size": 64,
@@ -172,16 +233,17 @@ FAMILIES = {
             name="flux",
             model="FluxTransformer2DModel",
             groups=(
-                *_image_and_text("transformer_blocks.*", "ff", "ff_context"),
-                InputGroup(
+                *_image_and_text(
+                    "transformer_blocks.*", ("ff", "ff_context"), ("norm1.linear", "norm1_context.linear")
+                ),
+                _modulated(
                     "single_in",
                     "single_transformer_blocks.*",
                     ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-                    joined=True,
+                    "norm.linear",
+                    0,
                 ),
-                InputGroup("mixed_out", "single_transformer_blocks.*", ("proj_out",)),
-                InputGroup("modulation", "transformer_blocks.*", ("norm1.linear",)),
-                InputGroup("modulation", "transformer_blocks.*", ("norm1_context.linear",)),
+                InputGroup("mixed_out", "single_transformer_blocks.*", ("proj_out",), made_by="concatenation"),
                 InputGroup("modulation", "single_transformer_blocks.*", ("norm.linear",)),
             ),
             keep={
@@ -206,12 +268,14 @@ FAMILIES = {
             name="sd3",
             model="SD3Transformer2DModel",
             groups=(
-                *_image_and_text("transformer_blocks.*", "ff", "ff_context"),
+                *_image_and_text(
+                    "transformer_blocks.*", ("ff", "ff_context"), ("norm1.linear", "norm1_context.linear")
+                ),
                 # A second attention, over the image alone, in the first blocks of SD3.5 medium.
-                InputGroup("qkv", "transformer_blocks.*", ("attn2.to_q", "attn2.to_k", "attn2.to_v"), joined=True),
-                InputGroup("attn_out", "transformer_blocks.*", ("attn2.to_out.0",)),
-                InputGroup("modulation", "transformer_blocks.*", ("norm1.linear",)),
-                InputGroup("modulation", "transformer_blocks.*", ("norm1_context.linear",)),
+                _modulated(
+                    "qkv", "transformer_blocks.*", ("attn2.to_q", "attn2.to_k", "attn2.to_v"), "norm1.linear", 6
+                ),
+                InputGroup("attn_out", "transformer_blocks.*", ("attn2.to_out.0",), made_by="attention"),
             ),
             keep={
                 "context_embedder": _EMBEDDER,
@@ -237,11 +301,7 @@ FAMILIES = {
         Family(
             name="qwen_image",
             model="QwenImageTransformer2DModel",
-            groups=(
-                *_image_and_text("transformer_blocks.*", "img_mlp", "txt_mlp"),
-                InputGroup("modulation", "transformer_blocks.*", ("img_mod.1",)),
-                InputGroup("modulation", "transformer_blocks.*", ("txt_mod.1",)),
-            ),
+            groups=(*_image_and_text("transformer_blocks.*", ("img_mlp", "txt_mlp"), ("img_mod.1", "txt_mod.1")),),
             keep={
                 "img_in": _EMBEDDER,
                 "txt_in": _EMBEDDER,
@@ -263,15 +323,16 @@ FAMILIES = {
             name="wan",
             model="WanTransformer3DModel",
             groups=(
-                InputGroup("qkv", "blocks.*", ("attn1.to_q", "attn1.to_k", "attn1.to_v"), joined=True),
-                InputGroup("attn_out", "blocks.*", ("attn1.to_out.0",)),
-                InputGroup("cross_q", "blocks.*", ("attn2.to_q",)),
+                # Its norms are modulated by a table and by a projection that all blocks share: nothing to fold into.
+                InputGroup("qkv", "blocks.*", ("attn1.to_q", "attn1.to_k", "attn1.to_v"), joined=True, made_by="norm"),
+                InputGroup("attn_out", "blocks.*", ("attn1.to_out.0",), made_by="attention"),
+                InputGroup("cross_q", "blocks.*", ("attn2.to_q",), made_by="norm"),
                 InputGroup("cross_kv", "blocks.*", ("attn2.to_k", "attn2.to_v"), joined=True),
                 # Image-to-video models attend to the first frame's features too.
                 InputGroup("image_kv", "blocks.*", ("attn2.add_k_proj", "attn2.add_v_proj"), joined=True),
-                InputGroup("cross_out", "blocks.*", ("attn2.to_out.0",)),
-                InputGroup("ff_up", "blocks.*", ("ffn.net.0.proj",)),
-                InputGroup("ff_down", "blocks.*", ("ffn.net.2",)),
+                InputGroup("cross_out", "blocks.*", ("attn2.to_out.0",), made_by="attention"),
+                InputGroup("ff_up", "blocks.*", ("ffn.net.0.proj",), made_by="norm"),
+                InputGroup("ff_down", "blocks.*", ("ffn.net.2",), made_by="activation"),
             ),
             keep={"condition_embedder.**": _EMBEDDER, "proj_out": _FINAL},
             tiny_config={
@@ -407,10 +468,8 @@ FAMILIES = {
             model="AutoencoderKL",
             kind="vae",
             groups=(
-                InputGroup("qkv", "encoder.mid_block.attentions.*", ("to_q", "to_k", "to_v"), joined=True),
-                InputGroup("attn_out", "encoder.mid_block.attentions.*", ("to_out.0",)),
-                InputGroup("qkv", "decoder.mid_block.attentions.*", ("to_q", "to_k", "to_v"), joined=True),
-                InputGroup("attn_out", "decoder.mid_block.attentions.*", ("to_out.0",)),
+                *_image_attention("encoder.mid_block.attentions.*"),
+                *_image_attention("decoder.mid_block.attentions.*"),
             ),
             keep={},
             tiny_config={"block_out_channels": [128], "norm_num_groups": 8, "sample_size": 8},

@@ -92,42 +92,82 @@ class Format:
 class Scheme:
     """How one Linear is held and computed; its text form is a key of `quantization_config.layers`.
 
-    activations: None computes with 16-bit activations. static_input: the activations' global scale was
-    calibrated and is stored as `input_scale`; otherwise each token gets its own. rank: of the 16-bit low-rank
-    branch beside the quantized weight; 0 has none.
+    activations: None computes with 16-bit activations. static_input: the activations' global scale was calibrated
+    and is stored as `input_scale`; otherwise each token gets its own.
+
+    What happens to x before it is rounded, in this order: center subtracts a mean, smooth multiplies each channel,
+    deflate takes so many principal directions out and computes them in 16 bit, hadamard rotates blocks of that size; 0
+    is none. four_over_six: nvfp4 activations choose between two scales for each block. rank: of the 16-bit low-rank
+    branch beside the quantized weight, which reads x itself.
     """
 
     weights: Format
     activations: Format | None
     static_input: bool = False
     rank: int = 0
+    center: bool = False
+    smooth: bool = False
+    deflate: int = 0
+    hadamard: int = 0
+    four_over_six: bool = False
 
     def __str__(self) -> str:
         activations = self.activations.name if self.activations else "16bit"
-        static = "-static" if self.static_input else ""
-        return f"{self.weights.name}-{activations}{static}" + (f"-r{self.rank}" if self.rank else "")
+        parts = [self.weights.name, activations]
+        parts += ["static"] * self.static_input + ["center"] * self.center + ["smooth"] * self.smooth
+        parts += [f"{letter}{size}" for letter, size in (("d", self.deflate), ("h", self.hadamard)) if size]
+        parts += ["46"] * self.four_over_six + [f"r{self.rank}"] * bool(self.rank)
+        return "-".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
         """Read the text form; ValueError for anything that this version does not know."""
-        found = re.fullmatch(r"([^-]+)-([^-]+)(-static)?(?:-r([1-9]\d{0,5}))?", text)
+        found = _SCHEME.fullmatch(text)
         if not found:
             raise ValueError(f"unknown quantization scheme {text!r}: a newer fluxq may be needed to read it")
-        activations = None if found[2] == "16bit" else find_format(found[2])
-        scheme = cls(find_format(found[1]), activations, bool(found[3]), int(found[4] or 0))
-        if scheme.static_input and not (activations and activations.two_level):
-            raise ValueError(f"scheme {text!r}: only two-level activations have a static input scale")
+        scheme = cls(
+            find_format(found["weights"]),
+            None if found["activations"] == "16bit" else find_format(found["activations"]),
+            static_input=bool(found["static"]),
+            rank=int(found["rank"] or 0),
+            center=bool(found["center"]),
+            smooth=bool(found["smooth"]),
+            deflate=int(found["deflate"] or 0),
+            hadamard=int(found["hadamard"] or 0),
+            four_over_six=bool(found["four_over_six"]),
+        )
+        two_level = scheme.activations is not None and scheme.activations.two_level
+        if (scheme.static_input or scheme.four_over_six) and not two_level:
+            raise ValueError(f"scheme {text!r}: only two-level activations have a static input scale or 4-over-6")
+        if scheme.hadamard not in (0, *HADAMARDS):
+            raise ValueError(f"scheme {text!r}: Hadamard blocks have {', '.join(map(str, HADAMARDS))} columns")
         return scheme
 
     @property
     def features(self) -> tuple[str, ...]:
         """What a reader of the checkpoint must know besides formats; `required_features` lists them."""
-        static = ("static_input_scale",) if self.static_input else ()
-        return static + (("low_rank",) if self.rank else ())
+        held = {
+            "static_input_scale": self.static_input,
+            "low_rank": self.rank,
+            "center": self.center,
+            "smooth": self.smooth,
+            "deflation": self.deflate,
+            "hadamard": self.hadamard,
+            "four_over_six": self.four_over_six,
+        }
+        return tuple(name for name, is_there in held.items() if is_there)
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether x is anything else than rounded before the product."""
+        return bool(self.center or self.smooth or self.deflate or self.hadamard)
 
     def stored_bits(self, n: int, k: int) -> int:
-        """Bits stored for an (n, k) weight: codes, scales, `input_scale` and the low-rank branch."""
-        return self.weights.stored_bits(n, k) + 32 * self.static_input + 16 * self.rank * (n + k)
+        """Bits stored for an (n, k) weight: codes, scales, `input_scale`, low-rank branches, the vectors of x, and
+        the bias where centring makes it part of this.
+        """
+        bits = self.weights.stored_bits(n, k) + 32 * self.static_input + 16 * (self.rank + self.deflate) * (n + k)
+        return bits + 16 * k * (self.center + self.smooth) + 16 * n * self.center
 
 
 def find_format(name: str) -> Format:
@@ -143,6 +183,11 @@ def find_format(name: str) -> Format:
 
 
 INT4_GROUP_SIZES = (64, 128)
+HADAMARDS = (16, 32, 64, 128)
+_SCHEME = re.compile(
+    r"(?P<weights>[^-]+)-(?P<activations>[^-]+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
+    r"(?:-d(?P<deflate>[1-9]\d{0,5}))?(?:-h(?P<hadamard>[1-9]\d{1,2}))?(?P<four_over_six>-46)?(?:-r(?P<rank>[1-9]\d{0,5}))?"
+)
 SCALE_BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e8m0": 8}
 
 ELEMENTS = {

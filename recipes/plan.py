@@ -2,22 +2,29 @@
 
     family row says what a layer is  ->  recipe says what to do with that role  ->  LayerPlan
 
+A plan fixes formats. Of transforms, low rank and rounding it says what may be tried (`Method`); which of them a layer
+ends with is decided when it is quantized, by the error of held-out tokens.
+
 Nothing here reads weights or imports torch: a model is a list of `LinearShape`s (see quantize/checkpoint.py).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fluxq.recipes.families import Family
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.families import Family, InputGroup, Maker
+from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.recipe import Component, Operand, Override, Recipe
+from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 
 UNKNOWN_ROLE = "other"
 KEPT_ROLE = "kept"
+MODULATION_ROLE = "modulation"
+DEFLATED_K = (
+    6144  # wider rows do not fit on chip, and deflation needs a whole one before it can round the first element
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,52 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
+class Method:
+    """What may be tried when a layer is quantized; nothing is rounding to nearest with scales from amax.
+
+    transforms: of x, the same for all that share it. hadamard: the largest block that K divides into, 0 without
+    "hadamard". rank: that may be spent, 0 for none; deflate: part of it on directions of x. gptq, search: how codes
+    and scales are chosen. weights_46, activations_46: nvfp4 blocks choose between two scales. joint: low rank and
+    codes are improved in turns against the quantized x. wide: searches look at more candidates.
+    """
+
+    transforms: tuple[Transform, ...] = ()
+    hadamard: int = 0
+    rank: int = 0
+    deflate: bool = False
+    gptq: bool = False
+    search: bool = False
+    weights_46: bool = False
+    activations_46: bool = False
+    joint: bool = False
+    wide: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to try."""
+        return self == Method()
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether what may be tried is fitted to, or judged by, inputs; two scales of weights are chosen without."""
+        return bool(self.transforms or self.rank or self.gptq or self.search or self.activations_46)
+
+    def __str__(self) -> str:
+        words = [f"hadamard {self.hadamard}" if name == "hadamard" else name for name in self.transforms]
+        words += [f"rank {self.rank}"] * bool(self.rank) + ["deflate"] * self.deflate
+        words += ["gptq"] * self.gptq + ["search"] * self.search
+        words += ["4/6 of weights"] * self.weights_46 + ["4/6 of activations"] * self.activations_46
+        words += ["joint"] * self.joint + ["wide"] * self.wide
+        return ", ".join(words) or "plain"
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """What becomes of one Linear.
 
     role: of the family row. group: which Linears share its input, "" if it is not known. joined: they also share
-    NVFP4's global weight scale. scheme: None keeps 16 bit. reason: for people.
+    NVFP4's global weight scale. scheme: None keeps 16 bit. reason: for people. method: what may be tried. made_by: what
+    makes its input. split: where along K the second of two tensors side by side begins, 0 for a single one.
     """
 
     name: str
@@ -45,11 +93,19 @@ class LayerPlan:
     joined: bool
     scheme: Scheme | None
     reason: str
+    method: Method = Method()
+    made_by: Maker = "outside"
+    split: int = 0
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Widths of the tensors that stand side by side along K."""
+        return (self.split, self.k - self.split) if self.split else (self.k,)
 
     @property
     def is_observed(self) -> bool:
         """Whether calibration looks at its input: modulation reads one row per image and is left out."""
-        return self.group != "" and self.role != "modulation"
+        return self.group != "" and self.role != MODULATION_ROLE
 
     @property
     def shares_global_scale(self) -> bool:
@@ -63,6 +119,7 @@ class LayerPlan:
             "shape": [self.n, self.k],
             "role": self.role,
             "scheme": str(self.scheme) if self.scheme else "16bit",
+            "may_try": str(self.method),
             "bits_per_weight": self.bits_per_weight,
             "reason": self.reason,
         }
@@ -122,9 +179,9 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
     """What a recipe says about a component of the class that `family` describes.
 
     Its own entry, where the recipe names the component; else a transformer takes the entry `transformer`, and a text
-    encoder or VAE that entry's weight format, weight-only. component: None where the name is not known, as in a class
-    loaded by itself. Raises ValueError where the recipe says nothing, and for activations of a component whose
-    activations are not worth quantizing.
+    encoder or VAE that entry's weight format, weight-only and rounded to nearest. component: None where the name is not
+    known, as in a class loaded by itself. Raises ValueError where the recipe says nothing, and where it asks for what
+    is not worth it, or not possible, in a component that runs once: activations, and all that is fitted to inputs.
     """
     own = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
     if own is not None:
@@ -133,11 +190,18 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
                 f"{component or 'vae'}: it runs once per image, so quantizing its activations saves no time worth the "
                 "error; write `activations: null`"
             )
+        if family.kind != "transformer" and not _is_plain(own):
+            raise ValueError(
+                f"{component or 'vae'}: calibration looks at transformers only, so this one is rounded to nearest; "
+                "write `transforms: []`, `low_rank: null` and `rounding: {method: rtn, scales: amax}`"
+            )
         return own
     main = recipe.components.get("transformer")
     if main is None or (component is None and family.kind == "vae"):
         raise ValueError(f"the recipe says nothing about {component or family.model}: give it an entry in `components`")
-    return main if family.kind == "transformer" else Component(weights=main.weights)
+    if family.kind == "transformer":
+        return main
+    return Component(weights=main.weights.model_copy(update={"four_over_six": False}))
 
 
 def make_plan(
@@ -147,13 +211,16 @@ def make_plan(
     linears: Sequence[LinearShape],
     *,
     static_inputs: bool,
+    profile: Profile = "balanced",
+    compat: Compat = "portable",
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
 ) -> Plan:
     """Plan every Linear in the model's own order.
 
-    static_inputs: two-level activations get a calibrated global scale. include, exclude: patterns from the command
-    line. Raises ValueError for a pattern or role that matches nothing and for shapes that a format cannot hold.
+    static_inputs: two-level activations get a calibrated global scale. profile, compat: of the recipe; they limit what
+    may be tried. include, exclude: patterns from the command line. Raises ValueError for a pattern or role that matches
+    nothing, for shapes that a format cannot hold and for a rank that a layer does not have.
     """
     names = [linear.name for linear in linears]
     excluded = [*recipe.exclude, *exclude]
@@ -178,6 +245,7 @@ def make_plan(
     if not any(layer.scheme for layer in layers):
         which = "the recipe leaves every Linear in 16 bit" if layers else "the model has no Linears"
         raise ValueError(f"{component_name}: {which}; there is nothing to quantize")
+    layers = _with_methods(layers, family, recipe, profile, compat)
     return Plan(family.name, component_name, tuple(layers), tuple(notes))
 
 
@@ -201,7 +269,8 @@ def _located(family: Family, linear: LinearShape) -> LayerPlan:
         return LayerPlan(linear.name, linear.n, linear.k, role, "", False, None, "")
     group, block = found
     name = f"{block}.{group.members[0]}"  # the first member names the group
-    return LayerPlan(linear.name, linear.n, linear.k, group.role, name, group.joined, None, "")
+    layer = LayerPlan(linear.name, linear.n, linear.k, group.role, name, group.joined, None, "", made_by=group.made_by)
+    return replace(layer, split=linear.n if group.split and linear.n < linear.k else 0)
 
 
 def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: bool) -> LayerPlan:
@@ -214,13 +283,137 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
         return replace(layer, reason=f"16 bit: {family.kept(layer.name)}")
     if layer.role == UNKNOWN_ROLE:
         return replace(layer, reason=f"16 bit: the {family.name} row does not name it")
-    if layer.role == "modulation":
+    if layer.role == MODULATION_ROLE:
         reason = "weight-only: its input is one row per image, so quantizing that saves nothing"
         if recipe.modulation is None:
             return replace(layer, reason="16 bit: modulation scales every token, and the recipe leaves it alone")
         return replace(layer, scheme=_scheme(recipe.modulation, None, False), reason=reason)
     reason = f"{layer.role}: the recipe's main format"
     return replace(layer, scheme=_scheme(recipe.weights, recipe.activations, static_inputs), reason=reason)
+
+
+def _with_methods(
+    layers: Sequence[LayerPlan], family: Family, recipe: Component, profile: Profile, compat: Compat
+) -> list[LayerPlan]:
+    """The layers with what may be tried for each, and with the reasons where that is less than the recipe says.
+
+    Modulation, and layers whose input nobody looks at, are rounded to nearest.
+    """
+    if profile == "rtn":
+        return list(layers)
+    schemes = {layer.name: layer.scheme for layer in layers}
+    readers: dict[str, set[tuple[object, bool]]] = {}  # group -> what its quantized Linears make of x
+    for layer in layers:
+        if layer.scheme is not None and layer.is_observed:
+            readers.setdefault(layer.group, set()).add(_made_of_x(layer, recipe))
+    planned = []
+    for layer in layers:
+        found = family.locate(layer.name)
+        if layer.scheme is None or not layer.is_observed or found is None:
+            planned.append(layer)
+        elif len(readers[layer.group]) > 1:
+            why = "plainly rounded: the Linears that share its input quantize it in different ways"
+            planned.append(layer if _is_plain(recipe) else replace(layer, reason=f"{layer.reason}; {why}"))
+        else:
+            group, block = found
+            why_not = _why_not_folded(group, block, schemes) if compat == "portable" else None
+            planned.append(with_method(layer, recipe, profile, why_not))
+    return planned
+
+
+def with_method(layer: LayerPlan, recipe: Component, profile: Profile, why_not_folded: str | None) -> LayerPlan:
+    """One layer with what the recipe lets be tried. why_not_folded: no mean and no factors may change its input."""
+    weights, activations = _operands(layer, recipe)
+    transforms: list[Transform] = list(recipe.transforms)
+    reasons: list[str] = []
+    vectors = [word for name, word in VECTORS.items() if name in transforms]
+    if vectors and why_not_folded:
+        transforms = [name for name in transforms if name not in VECTORS]
+        reasons.append(f"not {' or '.join(vectors)}: {why_not_folded}")
+    hadamard = _hadamard(layer) if "hadamard" in transforms else 0
+    if "hadamard" in transforms and hadamard < max(HADAMARDS):
+        width = " + ".join(map(str, layer.segments))
+        size = f"Hadamard blocks of {hadamard}" if hadamard else "no Hadamard"
+        reasons.append(f"{size}: K = {width} is not in multiples of {2 * hadamard or min(HADAMARDS)}")
+        transforms = [name for name in transforms if name != "hadamard" or hadamard]
+    rank = _rank(layer, recipe)
+    deflate = bool(rank and recipe.low_rank and recipe.low_rank.deflate)
+    if deflate and (layer.made_by != "norm" or layer.k > DEFLATED_K):
+        why = "its input is not normalised" if layer.made_by != "norm" else f"K is above {DEFLATED_K}"
+        reasons.append(f"no deflation: {why}")
+        deflate = False
+    gptq = recipe.rounding.method == "gptq" and profile != "fast"
+    method = Method(
+        transforms=tuple(transforms),
+        hadamard=hadamard,
+        rank=rank,
+        deflate=deflate,
+        gptq=gptq,
+        search=recipe.rounding.scales == "search",
+        weights_46=weights.four_over_six,
+        activations_46=activations is not None and activations.four_over_six,
+        joint=gptq and profile == "best",
+        wide=profile == "best" and not _is_plain(recipe),
+    )
+    return replace(layer, method=method, reason="; ".join([layer.reason, *reasons]))
+
+
+def _why_not_folded(group: InputGroup, block: str, schemes: Mapping[str, Scheme | None]) -> str | None:
+    """Why a mean and factors do not fold exactly into what makes a group's input; None if they do.
+
+    A factor for each channel folds into rows of the modulation's weight, which then needs a scale for each row or none;
+    the 1 of 1 + scale, the mean and the shift fold into its bias.
+    """
+    if group.modulation is None:
+        return f"its input is made by {MAKERS[group.made_by]}, which nothing can be folded into"
+    name = f"{block}.{group.modulation.linear}"
+    if name not in schemes:
+        return f"its input is modulated by {name}, which is not among the layers"
+    scheme = schemes[name]
+    if scheme is not None and scheme.weights.block != (1, 0):
+        return f"its input is modulated by {name} in {scheme.weights.name}, which has no scale for each row"
+    return None
+
+
+def _hadamard(layer: LayerPlan) -> int:
+    """The largest block that every segment of K is a multiple of; 0 for none."""
+    fitting = [size for size in HADAMARDS if all(width % size == 0 for width in layer.segments)]
+    return max(fitting, default=0)
+
+
+def _rank(layer: LayerPlan, recipe: Component) -> int:
+    if recipe.low_rank is None:
+        return 0
+    rank = recipe.low_rank.rank_of(layer.n, layer.k)
+    if rank > min(layer.n, layer.k):
+        raise ValueError(
+            f"{layer.name}: low_rank asks for rank {rank}, and its weight ({layer.n}, {layer.k}) has at most "
+            f"{min(layer.n, layer.k)}; write a share such as 1/96, or exclude the layer"
+        )
+    return rank
+
+
+def _made_of_x(layer: LayerPlan, recipe: Component) -> tuple[object, bool]:
+    """What a layer makes of its input before the product; only where that is the same can x be transformed."""
+    activations = _operands(layer, recipe)[1]
+    return (layer.scheme and layer.scheme.activations), activations is not None and activations.four_over_six
+
+
+def _operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
+    """What the recipe says of a quantized layer's weights and activations."""
+    override = _override_for(layer, recipe.overrides)
+    if override is not None and override.weights is not None:
+        return override.weights, override.activations
+    return recipe.weights, recipe.activations
+
+
+def _is_plain(recipe: Component) -> bool:
+    """Whether an entry asks for nothing but rounding to nearest."""
+    operands = [recipe.weights, recipe.activations]
+    operands += [operand for override in recipe.overrides for operand in (override.weights, override.activations)]
+    two_scales = any(operand.four_over_six for operand in operands if operand is not None)
+    fitted = recipe.transforms or recipe.low_rank or recipe.rounding != Rounding()
+    return not fitted and not two_scales
 
 
 def _scheme(weights: Operand | None, activations: Operand | None, static_inputs: bool) -> Scheme | None:
@@ -240,3 +433,13 @@ def _override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override |
 def _absent_roles(family: Family, recipe: Component) -> list[str]:
     roles = [override.role for override in recipe.overrides if override.role]
     return [f"role {role!r}: the {family.name} family has none, skipped" for role in roles if role not in family.roles]
+
+
+VECTORS: dict[Transform, str] = {"center": "centred", "smooth": "smoothed"}  # one number for each channel
+MAKERS: dict[Maker, str] = {
+    "norm": "a norm without a modulation of its own",
+    "attention": "attention",
+    "activation": "an activation function",
+    "concatenation": "attention and an activation function side by side",
+    "outside": "another block or model",
+}

@@ -7,9 +7,11 @@ loader; anchors and aliases are refused, because a recipe needs none and a few l
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,13 +20,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.files import sha256_json
+from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format
 
 Profile = Literal["rtn", "fast", "balanced", "best"]
+Compat = Literal["portable", "nunchaku", "full"]
+Transform = Literal["center", "smooth", "hadamard"]
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _RECIPE_VERSION = 1
+_RANK_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"type": "string", "pattern": r"^\d{1,9}/[1-9]\d{0,8}$"},
+    ]
+}
 
 
 class Strict(BaseModel):
@@ -47,14 +59,22 @@ class Strict(BaseModel):
 
 
 class Operand(Strict):
-    """A number format for weights or activations: `{format: int4, group_size: 128}`."""
+    """A number format for weights or activations: `{format: int4, group_size: 128}`.
+
+    four_over_six: nvfp4 blocks choose between two scales, of which one maps their largest value to 6 and one to 4.
+    """
 
     format: str
     group_size: int | None = None
+    four_over_six: bool = False
 
     @model_validator(mode="after")
     def _known_format(self) -> Operand:
-        find_format(self.format).with_group_size(self.group_size)
+        row = find_format(self.format).with_group_size(self.group_size)
+        if self.four_over_six and not row.two_level:
+            raise ValueError(
+                f"four_over_six is a choice between two scales of an nvfp4 block; {row.name} has none, leave it out"
+            )
         return self
 
     @property
@@ -64,10 +84,39 @@ class Operand(Strict):
 
 
 class Rounding(Strict):
-    """How codes and scales are chosen. This version rounds to nearest with scales from amax."""
+    """How codes and scales are chosen.
 
-    method: Literal["rtn"] = "rtn"
-    scales: Literal["amax"] = "amax"
+    method: rtn rounds each weight to nearest, gptq lets later columns of a row make up for the error of earlier ones.
+    scales: amax takes them from the largest weight of a block, search tries several and keeps the least output error.
+    """
+
+    method: Literal["rtn", "gptq"] = "rtn"
+    scales: Literal["amax", "search"] = "amax"
+
+
+class LowRank(Strict):
+    """A 16-bit branch of low rank beside the quantized weight: `{rank: 32}`, or `{rank: 1/96}` of the smaller of N, K.
+
+    rank: an integer, or a share as "1/96" or 0.01. deflate: where the input is normalised, part of the rank may take
+    the input's principal directions out before x is quantized.
+    """
+
+    rank: int | float | str = Field(json_schema_extra=_RANK_SCHEMA)
+    deflate: bool = False
+
+    @field_validator("rank", mode="before")
+    @classmethod
+    def _rank_or_share(cls, value: Any) -> Any:
+        is_rank = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        share = _share(value)
+        if not is_rank and (share is None or not 0 < share < 1):
+            raise ValueError("write a rank as an integer from 1 on, or as a share such as 1/96 or 0.01, below 1")
+        return value
+
+    def rank_of(self, n: int, k: int) -> int:
+        """The rank for a weight (n, k): a share to the nearest whole one, at least 1."""
+        share = _share(self.rank)
+        return int(self.rank) if share is None else max(1, int(share * min(n, k) + Fraction(1, 2)))
 
 
 class Override(Strict):
@@ -93,8 +142,8 @@ class Component(Strict):
 
     weights: Operand
     activations: Operand | None = None
-    transforms: list[Literal["none"]] = Field(default=[], max_length=0)
-    low_rank: None = None
+    transforms: list[Transform] = []
+    low_rank: LowRank | None = None
     rounding: Rounding = Rounding()
     modulation: Operand | None = None
     overrides: list[Override] = []
@@ -102,11 +151,24 @@ class Component(Strict):
 
     @field_validator("transforms", mode="before")
     @classmethod
-    def _no_transforms_yet(cls, value: Any) -> Any:
-        if value:
-            raise ValueError(
-                f"unknown transform {value[0] if isinstance(value, list) else value!r}; this version has none"
-            )
+    def _known_transforms_in_order(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        for name in value:
+            if name not in TRANSFORMS:
+                close = difflib.get_close_matches(str(name), TRANSFORMS, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ValueError(f"unknown transform {name!r}{hint}; transforms: {', '.join(TRANSFORMS)}")
+        in_order = [name for name in TRANSFORMS if name in value]
+        if value != in_order:
+            raise ValueError(f"transforms are applied in one order, each once: write [{', '.join(in_order)}]")
+        return value
+
+    @field_validator("modulation")
+    @classmethod
+    def _plain_modulation(cls, value: Operand | None) -> Operand | None:
+        if value is not None and value.four_over_six:
+            raise ValueError("modulation is rounded plainly: leave out four_over_six")
         return value
 
 
@@ -123,6 +185,23 @@ class Calibration(Strict):
     seed: int = Field(default=0, ge=0, lt=1 << 63)
 
 
+class Gate(Strict):
+    """What a stage must bring to be kept for an input group: dB of held-out error for each percent of modelled time.
+
+    gpu, tokens: where and for how many tokens the group's time is modelled. db_per_percent: 0 asks only for less error.
+    """
+
+    db_per_percent: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    gpu: str = "b200"
+    tokens: int = Field(default=4608, ge=1)
+
+    @field_validator("gpu")
+    @classmethod
+    def _known_gpu(cls, value: str) -> str:
+        find_device(value)
+        return value
+
+
 class Recipe(Strict):
     """The whole file. `name` is the file's stem and is not a key."""
 
@@ -131,7 +210,8 @@ class Recipe(Strict):
     calibration: Calibration | None = None
     model: str | None = None
     profile: Profile = "balanced"
-    compat: Literal["portable", "nunchaku", "full"] = "portable"
+    compat: Compat = "portable"
+    gate: Gate = Gate()
     gates: list[str] = []
 
     @field_validator("gates")
@@ -140,6 +220,22 @@ class Recipe(Strict):
         for gate in value:
             parse_gate(gate)
         return value
+
+    @model_validator(mode="after")
+    def _fits_compat(self) -> Recipe:
+        for name, component in self.components.items():
+            for at, what, cure in _beyond_compat(component, self.compat):
+                limit = f"`compat: {self.compat}` allows, which is {COMPATS[self.compat]}"
+                raise _mistake(("components", name, *at), f"{what} is more than {limit}; {cure}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_data(self) -> Recipe:
+        for name, component in self.components.items():
+            if self.calibration is None and self._fits_to_data(component):
+                cure = "give {count: 64, steps: 8}, or write `profile: rtn`, which only rounds"
+                raise _mistake(("calibration",), f"what {name} says is fitted to data, and there is none; {cure}")
+        return self
 
     @property
     def digest(self) -> str:
@@ -152,10 +248,23 @@ class Recipe(Strict):
         return any(map(self.needs_data, self.components.values()))
 
     def needs_data(self, component: Component) -> bool:
-        """Whether one entry needs calibration: a two-level activation format gets static scales from it."""
+        """Whether one entry needs calibration: to fit transforms, codes or scales, or for static scales."""
+        return self._fits_to_data(component) or self.has_static_scales(component)
+
+    def has_static_scales(self, component: Component) -> bool:
+        """Whether one entry's two-level activations get their global scale from calibration."""
         operands = (component.activations, *(override.activations for override in component.overrides))
         two_level = any(operand.row.two_level for operand in operands if operand is not None)
         return self.profile != "rtn" and self.calibration is not None and two_level
+
+    def _fits_to_data(self, component: Component) -> bool:
+        """Whether quantizing an entry fits anything to its inputs, as far as the profile lets it."""
+        rounding = component.rounding
+        gptq = rounding.method == "gptq" and self.profile != "fast"
+        operands = (component.activations, *(override.activations for override in component.overrides))
+        judged = any(operand.four_over_six for operand in operands if operand is not None)
+        fits = bool(component.transforms or component.low_rank or gptq or rounding.scales == "search" or judged)
+        return fits and self.profile != "rtn"
 
 
 def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[str, Recipe]:
@@ -322,17 +431,55 @@ def _replaced(keys: tuple[str, ...], base: Any, top: Any) -> bool:
     return False
 
 
+def _share(rank: Any) -> Fraction | None:
+    """The share that a rank is written as, "1/96" or 0.01; None if it is none."""
+    if isinstance(rank, float) and math.isfinite(rank):
+        return Fraction(rank)
+    found = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", rank) if isinstance(rank, str) else None
+    return Fraction(int(found[1]), int(found[2])) if found else None
+
+
+def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(key below the component, what it asks for, cure) of everything that the target of `compat` cannot hold."""
+    if compat == "full":
+        return
+    for index, transform in enumerate(component.transforms):
+        if transform not in COMPAT_TRANSFORMS[compat]:
+            yield ("transforms", str(index)), transform, f"leave it out, or {_SAY_FULL}"
+    low_rank = component.low_rank
+    if low_rank is not None and compat == "portable":
+        yield ("low_rank",), "a low-rank branch", f"write `low_rank: null`, or {_SAY_FULL}"
+    elif low_rank is not None and low_rank.deflate:
+        yield ("low_rank", "deflate"), "deflation", f"write `deflate: false`, or {_SAY_FULL}"
+    held = [(("activations",), component.activations)]
+    held += [(("overrides", str(i), "activations"), o.activations) for i, o in enumerate(component.overrides)]
+    for at, operand in held:
+        if operand is not None and operand.four_over_six:
+            yield (*at, "four_over_six"), "four_over_six of activations", f"leave it out, or {_SAY_FULL}"
+
+
+def _mistake(at: tuple[str, ...], message: str) -> PydanticCustomError:
+    """A mistake that concerns a key further down than the mapping which is checked."""
+    return PydanticCustomError("mistake", "{message}", {"message": message, "at": at})
+
+
 def _explain(error: ValidationError, document: _Document) -> Iterator[str]:
     for problem in error.errors():
-        location = tuple(problem["loc"])
+        location, context = tuple(problem["loc"]), problem.get("ctx", {})
         if problem["type"] == "unknown_key":
-            location += (problem["ctx"]["key"].strip("'"),)
+            location += (context["key"].strip("'"),)
+        if problem["type"] == "mistake":
+            location += context["at"]
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] in ("model_type", "dict_type"):
             message = "expected a mapping, for example {format: nvfp4}"
         key = ".".join(map(str, location))
         shown = "" if problem["type"] == "unknown_key" or not key else f"{key}: "
-        came = "" if problem["type"] in ("unknown_key", "value_error", "missing") else f", got {problem['input']!r}"
+        came = (
+            ""
+            if problem["type"] in ("unknown_key", "mistake", "value_error", "missing")
+            else f", got {problem['input']!r}"
+        )
         yield f"{document.where(location)}: {shown}{message}{came}"
 
 
@@ -341,5 +488,15 @@ def _shipped_folder() -> Path:
 
 
 PROFILES = get_args(Profile)
+TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which they are applied
 GATE_METRICS = ("psnr", "latent_sqnr")
 GATE_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+# What a checkpoint may hold, so that the programs it is exported to can run it.
+COMPATS = {
+    "portable": "what every export target can hold",
+    "nunchaku": "what nunchaku's file can hold",
+    "full": "everything",
+}
+COMPAT_TRANSFORMS = {"portable": ("center", "smooth"), "nunchaku": ("smooth",)}
+_SAY_FULL = "write `compat: full`"

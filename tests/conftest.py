@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported: before torch and diffusers
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, as below for this one
 
 import shutil
 from collections.abc import Callable
@@ -31,10 +32,13 @@ def tiny_folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def quick_recipe(tmp_path) -> Callable[[str], Path]:
-    """quick_recipe("nvfp4") writes nvfp4.yaml, the shipped recipe with little calibration, and returns its path."""
+def quick_recipe(tmp_path) -> Callable[..., Path]:
+    """quick_recipe("nvfp4") writes nvfp4.yaml, the shipped recipe with little calibration, and returns its path.
+
+    fitted=False: its input scales are calibrated, its weights rounded to nearest.
+    """
     (tmp_path / "recipes").mkdir()
-    return lambda recipe: quick(recipe, tmp_path / "recipes")
+    return lambda recipe, fitted=True: quick(recipe, tmp_path / "recipes", fitted)
 
 
 @pytest.fixture(scope="session")
@@ -50,15 +54,23 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     Calibration is cut to 8 images at 2 steps and there is no closing check. Copy the folder before damaging it.
     checkpoint("16 bit") is the embedded pipeline itself.
     """
-    root = tmp_path_factory.mktemp("checkpoints")
+    return _maker(tmp_path_factory.mktemp("checkpoints"), fitted=True)
 
+
+@pytest.fixture(scope="session")
+def plain_checkpoint(tmp_path_factory) -> Callable[[str], Path]:
+    """The same with weights rounded to nearest, for tests of formats and files: fitting has tests of its own."""
+    return _maker(tmp_path_factory.mktemp("plain"), fitted=False)
+
+
+def _maker(root: Path, fitted: bool) -> Callable[[str], Path]:
     def make(recipe: str) -> Path:
         if recipe == SIXTEEN_BIT:
             return Path(tiny.path())
         folder = root / f"tiny-{recipe}"
         if not folder.exists():
-            options = jobs.Options(model="tiny", recipe=str(quick(recipe, root)), output=str(folder), check=False)
-            jobs.quantize(jobs.prepare(options))
+            path = quick(recipe, root, fitted)
+            jobs.quantize(jobs.prepare(jobs.Options(model="tiny", recipe=str(path), output=str(folder), check=False)))
         return folder
 
     return make
@@ -142,11 +154,19 @@ def write_lora(path: Path, model: nn.Module, layers: tuple[str, ...], rank: int 
     return path
 
 
-def quick(recipe: str, folder: Path) -> Path:
+def quick(recipe: str, folder: Path, fitted: bool = True) -> Path:
     """A recipe file in `folder` that extends a shipped one and calibrates on 8 images at 2 steps, if at all."""
     file = folder / f"{recipe}.yaml"
     calibrated = load_recipe(recipe)[1].calibration is not None
-    file.write_text(f"extends: {recipe}\n" + ("calibration: {count: 8, steps: 2}\n" if calibrated else ""))
+    text = f"extends: {recipe}\n" + ("calibration: {count: 8, steps: 2}\n" if calibrated else "")
+    if not fitted:
+        # Keys that a recipe's main formats have are merged, so 4-over-6 has to be said too.
+        main = load_recipe(recipe)[1].components["transformer"]
+        operands = {"weights": main.weights, "activations": main.activations}
+        plain = "".join(f", {name}: {{four_over_six: false}}" for name, operand in operands.items() if operand)
+        plain += ", transforms: [], low_rank: null, rounding: {method: rtn, scales: amax}"
+        text += f"components: {{transformer: {{{plain.removeprefix(', ')}}}}}\n"
+    file.write_text(text)
     return file
 
 
@@ -166,42 +186,67 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
     for item in items:
+        costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
+        if costs and recipe_of(item) not in QUICK:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
             item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# The table of docs/diffusers.md: a row for each `feature` marker, a column for 16 bit and each recipe. A cell is
+# The table of docs/diffusers.md: a row for each `feature` marker, a column for 16 bit and some recipes. A cell is
 # what the tests of that row and column found: "yes" unless they recorded another word, for example "refused".
 
 SIXTEEN_BIT = "16 bit"
-COLUMNS = (SIXTEEN_BIT, *shipped_recipes())
+COLUMNS = (
+    SIXTEEN_BIT,
+    "fp8",
+    "int4",
+    "int8",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4-max",
+)  # the rest stores the same kinds of tensor
+QUICK = (
+    None,
+    SIXTEEN_BIT,
+    "int8",
+    "nvfp4",
+    "nvfp4-max",
+)  # checkpoints of every run: a fitted one takes seconds to make
 FEATURES = Path(__file__).parent.parent / "docs" / "diffusers.md"
 _cells: dict[tuple[str, str], set[str]] = {}
+
+
+def recipe_of(item: pytest.Item) -> str | None:
+    """The recipe, or "16 bit", that a test is parametrized with; None if with neither."""
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    known = (SIXTEEN_BIT, *shipped_recipes())
+    return next((value for value in given if isinstance(value, str) and value in known), None)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     report = (yield).get_result()
     marker = item.get_closest_marker("feature")
-    if marker and report.when == "call" and report.passed:
+    if marker and report.when == "call" and report.passed and recipe_of(item) in COLUMNS:
         word = dict(item.user_properties).get("cell", "yes")
-        parameters = item.callspec.params.values()
-        _cells.setdefault((marker.args[0], next(p for p in parameters if p in COLUMNS)), set()).add(str(word))
+        _cells.setdefault((marker.args[0], recipe_of(item)), set()).add(str(word))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Compare what ran with the table in the docs, or write it there."""
     before, table, after = FEATURES.read_text(encoding="utf-8").split("<!-- features -->\n")
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    rows = {row: dict(zip(COLUMNS, words, strict=True)) for row, *words in lines}
+    head, _, *lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+    rows = {row: dict(zip(head[1:], words, strict=True)) for row, *words in lines}
     found = {cell: ", ".join(sorted(words)) for cell, words in _cells.items()}
     wrong = {cell: word for cell, word in found.items() if rows.get(cell[0], {}).get(cell[1]) != word}
     if wrong and session.config.getoption("--write-features"):
         for (feature, column), word in wrong.items():
-            rows.setdefault(feature, dict.fromkeys(COLUMNS, ""))[column] = word
-        lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1), *([row, *words.values()] for row, words in rows.items())]
+            rows.setdefault(feature, {})[column] = word
+        written = [[row, *(words.get(column, "") for column in COLUMNS)] for row, words in rows.items()]
+        lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1), *written]
         table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
         FEATURES.write_text("<!-- features -->\n".join([before, table, after]), encoding="utf-8")
     elif wrong:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,7 @@ COMMON = {"--json", "-v", "--verbose", "-q", "--quiet"}
 RECIPE = {"--recipe", "--profile", "--components", "--include", "--exclude"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
 WRITES = {"--output", "-o", "--overwrite"}
+FITS = {"--no-check", "--parallel-blocks"}
 GPU = {"--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
 
 
@@ -88,7 +90,7 @@ GPU = {"--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora"}),
-        ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--statistics", "--no-check"}),
+        ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],
 )
 def test_options_have_the_names_that_diffusers_uses(command, options):
@@ -173,7 +175,7 @@ def test_plan_tells_of_a_role_that_the_family_lacks(fluxq, tmp_path, caplog):
 
 
 def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path):
-    arguments = ("quantize", "--recipe", quick_recipe("nvfp4"), *FEW_STEPS)
+    arguments = ("quantize", "--recipe", quick_recipe("nvfp4", fitted=False), *FEW_STEPS)
     done = fluxq(*arguments)
     assert done.code == 0, done
     lines = done.out.splitlines()
@@ -208,7 +210,8 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
 
 
 def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_path):
-    how = ("tiny", "--recipe", quick_recipe("nvfp4"), *FEW_STEPS)
+    """Where nothing is fitted, they are all that quantizing needs to know of the inputs."""
+    how = ("tiny", "--recipe", quick_recipe("nvfp4", fitted=False), *FEW_STEPS)
     made = fluxq("calibrate", *how, "-o", "s.safetensors")
     assert made.code == 0 and made.left == ["s.safetensors"]
     assert made.out.splitlines()[0] == "model tiny, recipe nvfp4"
@@ -631,6 +634,19 @@ def test_generation_defaults_that_the_pipeline_does_not_take_are_refused(fluxq, 
     assert_refused(fluxq("quantize", tiny_folder), 2, "fluxq_generation.json", "heigth")
 
 
-def test_the_next_command_of_calibrate_works_from_here(fluxq, tiny_folder):
-    result = fluxq("calibrate", tiny_folder, "--recipe", "fp8", "--num-inference-steps", 1, "-o", "s.safetensors")
-    assert f"fluxq quantize {tiny_folder} --recipe fp8 --statistics s.safetensors" in result.out
+def test_calibrate_says_what_its_statistics_are_for(fluxq, tiny_folder, quick_recipe):
+    """A command that works from here; with a fitted recipe they widen scales, with others they may be of no use."""
+    few = ("--num-inference-steps", 1, "-o", "s.safetensors", "--overwrite")
+    static = quick_recipe("nvfp4", fitted=False)
+    result = fluxq("calibrate", tiny_folder, "--recipe", static, "--profile", "fast", *few)
+    command = result.out.splitlines()[-1]
+    assert command == f"next: fluxq quantize {tiny_folder} --recipe {static} --profile fast --statistics s.safetensors"
+    assert fluxq(*shlex.split(command)[2:], "--no-check").code == 0
+    result = fluxq("calibrate", tiny_folder, "--recipe", quick_recipe("nvfp4"), *few)
+    assert "they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself" in result.out
+    for recipe in ("int4", "fp8"):
+        result = fluxq("calibrate", tiny_folder, "--recipe", quick_recipe(recipe), *few)
+        assert f"recipe {recipe} stores no input scale, so `fluxq quantize` has no use for them" in result.out
+        assert "next:" not in result.out
+        refused = fluxq("quantize", tiny_folder, "--recipe", recipe, "--statistics", "s.safetensors")
+        assert_refused(refused, 2, f"recipe {recipe} stores no input scale", "leave out --statistics")

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import diffusers
@@ -22,7 +20,7 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 from fluxq.quantize.checkpoint import SourceWeights, library_of, list_linears, write_component
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.run import quantize_component, quantize_weight
+from fluxq.quantize.run import Outcome, quantize_component, quantize_weight
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -65,7 +63,11 @@ def planned(folder: ModelFolder, component: str, recipe="fp8") -> Plan:
 def test_a_text_encoder_is_written_as_its_own_library_reads_it(recipe, component, tmp_path):
     plan, source = planned(TINY, component, recipe), SourceWeights(TINY, component)
     write_component(
-        tmp_path / "out", TINY, plan, quantize_component(plan, source, None, torch.bfloat16, {}), max_shard_bytes=10**9
+        tmp_path / "out",
+        TINY,
+        plan,
+        quantize_component(plan, source, None, torch.bfloat16, Outcome()),
+        max_shard_bytes=10**9,
     )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -93,7 +95,7 @@ def test_a_transformer_s_codes_have_no_axis_of_one(three):
 
 def test_shards_of_a_text_encoder_are_named_as_transformers_names_them(tmp_path):
     plan, source = planned(TINY, "text_encoder_2"), SourceWeights(TINY, "text_encoder_2")
-    tensors = quantize_component(plan, source, None, torch.bfloat16, {})
+    tensors = quantize_component(plan, source, None, torch.bfloat16, Outcome())
     write_component(tmp_path / "out", TINY, plan, tensors, max_shard_bytes=20_000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 1
@@ -103,34 +105,19 @@ def test_shards_of_a_text_encoder_are_named_as_transformers_names_them(tmp_path)
     assert isinstance(model.encoder.block[0].layer[1].DenseReluDense.wo, QuantLinear)
 
 
-LOAD_WITHOUT_FLUXQ = """
-import sys
-sys.modules["fluxq"] = None
-import transformers
-for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
-    try:
-        getattr(transformers, name).from_pretrained(folder)
-        print("loaded")
-    except RuntimeError as error:
-        print("refused" if "mismatch" in str(error) else error)
-"""
-
-
-def test_transformers_without_fluxq_fails_instead_of_computing_with_codes(three, tmp_path):
+@pytest.mark.parametrize("component", ENCODERS)
+def test_transformers_without_fluxq_fails_instead_of_computing_with_codes(three, component, tmp_path, monkeypatch):
     """The axis of one is what makes it fail: without it codes load as if they were weights."""
-    arguments = []
-    for component in ENCODERS:
-        bare = tmp_path / component
-        bare.mkdir()
-        (bare / "config.json").write_text((three / component / "config.json").read_text())
-        held = load_file(three / component / "model.safetensors")
-        held = {key: tensor.squeeze(-1).contiguous() for key, tensor in held.items()}
-        save_file(held, bare / "model.safetensors", metadata={"format": "pt"})
-        for folder in (three / component, bare):
-            arguments += [str(folder), TINY.components[component]]
-    command = [sys.executable, "-c", LOAD_WITHOUT_FLUXQ, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["refused", "loaded"] * len(ENCODERS)
+    monkeypatch.delitem(transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING, "fluxq")
+    monkeypatch.delitem(transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "fluxq")
+    model = getattr(transformers, TINY.components[component])
+    with pytest.raises(RuntimeError, match="mismatch"):
+        model.from_pretrained(three / component)
+    (tmp_path / "config.json").write_text((three / component / "config.json").read_text())
+    held = load_file(three / component / "model.safetensors")
+    held = {key: tensor.squeeze(-1).contiguous() for key, tensor in held.items()}
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model.from_pretrained(tmp_path)
 
 
 def test_the_record_the_card_and_the_rest_of_the_folder(three):
@@ -307,7 +294,7 @@ def test_old_names_are_read_as_transformers_reads_them(tmp_path, name, rename):
     assert all(torch.equal(source[name], tensor) for name, tensor in held.items())
     entry = component_recipe(load_recipe("fp8")[1], "te", family)
     plan = make_plan(family, "te", entry, list_linears(folder, "te"), static_inputs=False)
-    written = dict(quantize_component(plan, source, None, torch.bfloat16, {}))
+    written = dict(quantize_component(plan, source, None, torch.bfloat16, Outcome()))
     assert {f"{layer.name}.weight_scale" for layer in plan.quantized} <= written.keys()
 
 
@@ -316,7 +303,7 @@ def test_tied_tensors_are_kept_as_the_file_has_them(tmp_path):
     assert model.shared.weight is model.encoder.embed_tokens.weight
     entry = component_recipe(load_recipe("int4")[1], "te", FAMILIES["t5"])
     plan = make_plan(FAMILIES["t5"], "te", entry, list_linears(folder, "te"), static_inputs=False)
-    written = dict(quantize_component(plan, SourceWeights(folder, "te"), None, torch.bfloat16, {}))
+    written = dict(quantize_component(plan, SourceWeights(folder, "te"), None, torch.bfloat16, Outcome()))
     assert torch.equal(written["shared.weight"], written["encoder.embed_tokens.weight"])
 
 
@@ -344,9 +331,25 @@ def wan(tmp_path_factory) -> Path:
     return folder
 
 
-def test_two_transformers_are_calibrated_in_one_run(fluxq, wan, tmp_path):
+def test_two_transformers_are_fitted_each_to_its_own_calls(fluxq, wan, tmp_path):
     recipe = tmp_path / "quick.yaml"
-    recipe.write_text("extends: nvfp4\ncalibration: {count: 2, steps: 4}\n")
+    recipe.write_text("extends: nvfp4-max\ncalibration: {count: 2, steps: 4}\n")
+    both = ("--recipe", recipe, "--components", "transformer,transformer_2")
+    done = fluxq("quantize", wan, *both, "-o", "out", "--no-check")
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(Path("out", "fluxq_plan.json").read_text())
+    first, second = (part["groups"] for part in record["components"])
+    assert [group["group"] for group in first] == [group["group"] for group in second]
+    assert all(group["sqnr_db"] for group in [*first, *second])
+    assert [group["sqnr_before_db"] for group in first] != [group["sqnr_before_db"] for group in second]
+    pipe = diffusers.WanPipeline.from_pretrained("out", dtype=torch.bfloat16)
+    for model in (pipe.transformer, pipe.transformer_2):
+        assert {name for m in model.modules() if isinstance(m, QuantLinear) for name in m.scheme.features}
+
+
+def test_two_transformers_are_calibrated_in_one_run(fluxq, wan, quick_recipe):
+    recipe = quick_recipe("nvfp4", fitted=False)
+    recipe.write_text(recipe.read_text().replace("{count: 8, steps: 2}", "{count: 2, steps: 4}"))
     both = ("--recipe", recipe, "--components", "transformer,transformer_2,text_encoder")
     done = fluxq("calibrate", wan, *both, "-o", "s.safetensors")
     assert done.exit_code == 0, done.stderr

@@ -18,6 +18,7 @@ from fluxq.recipes.cost import (
     ForwardPass,
     cost,
     forward_pass,
+    group_seconds,
     in_16_bit,
     resident_bytes,
     route,
@@ -192,7 +193,10 @@ def test_an_input_is_written_once_for_each_format_that_reads_it(other, times):
     override = {"match": "**.attn.to_v", **other, "reason": "r"}
     recipes = [Component.model_validate({**eight, "overrides": found}) for found in ([], [override])]
     flux = model("flux", json.dumps(FLUX_DEV))
-    once, again = (sum(s.bytes["fused"] for s in of_kind(planned(r, "flux", flux), "norm")) for r in recipes)
+    once, again = (
+        sum(s.bytes["fused"] for kind in ("norm", "quantize") for s in of_kind(planned(r, "flux", flux), kind))
+        for r in recipes
+    )
     assert again - once == pytest.approx(times * (4096 * D * 19 + S * D * 38), rel=2e-3)
 
 
@@ -248,8 +252,8 @@ def test_what_a_chip_multiplies(chip, scheme, arithmetic, words):
 def test_who_prefers_memory_keeps_four_bits_and_the_low_rank_branch():
     scheme = Scheme.parse("nvfp4-nvfp4-static-r32")
     fast, small = (route(scheme, "sm_90", prefer) for prefer in ("speed", "memory"))
-    assert (fast.arithmetic, fast.weights, fast.keeps_rank) == ("fp8", FORMATS["fp8"], False)
-    assert (small.arithmetic, small.weights, small.keeps_rank) == ("fp8", FORMATS["nvfp4"], True)
+    assert (fast.arithmetic, fast.weights, fast.is_collapsed) == ("fp8", FORMATS["fp8"], True)
+    assert (small.arithmetic, small.weights, small.is_collapsed) == ("fp8", FORMATS["nvfp4"], False)
     assert small.about == "4 bits in memory, decoded in the kernel to int8 or fp8, timed as fp8"
     for eight in ("mxfp8-mxfp8", "fp8-fp8"):
         assert route(Scheme.parse(eight), "sm_90", "memory") == route(Scheme.parse(eight), "sm_90")
@@ -266,6 +270,8 @@ def test_a_low_rank_branch_costs_until_it_is_added_to_the_weight():
     kept = resident_bytes(layer, "sm_100")
     assert kept == layer.stored_bits / 8 and kept - 2 * 32 * (D + D) == pytest.approx(D * D * 4.5 / 8, rel=1e-5)
     assert resident_bytes(layer, "sm_90") == D * D + 4 * D
+    smoothed = dataclasses.replace(layer, scheme=Scheme.parse("nvfp4-nvfp4-static-smooth-h128-r32"))
+    assert resident_bytes(smoothed, "sm_90") == D * D + 4 * D + 2 * D
 
 
 # Times
@@ -335,3 +341,125 @@ def test_the_sources_of_a_cost_are_those_of_what_it_multiplies():
     told = found.describe()
     assert told["modelled"] is True and told["efficiencies"]["int8"] == {"fraction": 0.687, "measured": None}
     assert told["routes"] == {"int8-int8": "native", "int8-16bit": "weight-only: decoded to 16 bit in the kernel"}
+
+
+# What transforms and low-rank branches cost
+
+B200 = DEVICES["b200"]
+STAGES = ("-center", "-smooth", "-center-smooth", "-h128", "-46", "-r32", "-d32", "-center-smooth-d16-h64-46-r16")
+
+
+def group(scheme: str, device=B200, shapes=((3072, 3072),), **how) -> float:
+    return group_seconds(shapes, [Scheme.parse(scheme)] * len(shapes), device, 4608, **how)
+
+
+def test_a_group_is_one_quantization_and_its_products():
+    m, n, k = 4608, 3072, 3072
+    shapes = [(n, k)] * 3 + [(4 * n, k)]
+    passed = (2 * m * k + FORMATS["nvfp4"].stored_bits(m, k) / 8) / B200.bytes_per_second
+    products = 2 * m * 7 * n * k / B200.flops("nvfp4")
+    assert group("nvfp4-nvfp4-static", shapes=shapes) == pytest.approx(passed + products)
+    assert group("nvfp4-nvfp4-static", shapes=shapes, made_by="attention") == pytest.approx(passed + products)
+    with pytest.raises(ValueError, match=r"2 shapes and 1 schemes of widths \[64, 128\]: want one K"):
+        group_seconds([(8, 64), (8, 128)], [None], B200, 16)
+
+
+@pytest.mark.parametrize("made_by", ["outside", "norm", "activation", "attention", "concatenation"])
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_a_stage_is_never_cheaper_than_none_and_all_but_free_where_the_weight_is_re_encoded(device, made_by):
+    """There the quantizer still reads mean and factors; the rest went into the weight."""
+    shapes = [(3072, 15360)] if made_by == "concatenation" else [(3072, 3072)] * 3
+    for level in LEVELS:
+        how = {"device": device, "shapes": shapes, "level": level, "made_by": made_by}
+        plain = group("nvfp4-nvfp4-static", **how)
+        collapsed = route(Scheme.parse("nvfp4-nvfp4-static"), device.chip).is_collapsed
+        for stage in STAGES:
+            seconds = group(f"nvfp4-nvfp4-static{stage}", **how)
+            vectors = ("center" in stage) + ("smooth" in stage)
+            read = (1 + len(shapes)) * vectors * 2 * shapes[0][1] / device.bytes_per_second  # with x, and with weights
+            assert seconds >= plain and (not collapsed or seconds <= plain + 1.001 * read), (stage, level)
+            if collapsed and level != "ideal":  # whose quantization may be no pass of its own
+                assert (seconds > plain) == bool(vectors), (stage, level)
+
+
+def test_stages_cost_what_their_parts_do():
+    m, n, k = 4608, 3072, 3072
+    x, plain = 2 * m * k, group("nvfp4-nvfp4")
+    codes = FORMATS["nvfp4"].stored_bits(m, k) / 8
+    quantized = (x + codes) / B200.bytes_per_second
+    more = {stage: group(f"nvfp4-nvfp4{stage}") - plain for stage in STAGES}
+    assert more["-center"] == pytest.approx(2 * k / B200.bytes_per_second, rel=1e-3)
+    assert more["-center-smooth"] == pytest.approx(2 * more["-center"], rel=1e-3)
+    assert more["-h128"] == 0  # its product on the matrix units hides behind the bytes of the pass
+    assert more["-46"] == pytest.approx(20 * m * k / B200.scalar_flops - quantized)
+    branch = max(2 * m * 32 * (n + k) / B200.flops("bf16"), 4 * m * 32 / B200.bytes_per_second)
+    matrices = 2 * 32 * (n + k) / B200.bytes_per_second  # counted with the weight, whose bytes hide here
+    assert branch <= more["-r32"] <= branch + matrices
+    t = 2 * m * 32
+    again = (x + t) / B200.bytes_per_second + t / B200.bytes_per_second  # x once more, t written and read
+    assert more["-d32"] == pytest.approx(again + 2 * m * 32 * n / B200.flops("bf16"), rel=0.01)
+
+
+def test_deflation_stays_on_chip_only_in_the_ideal_norm():
+    for made_by in ("norm", "activation"):
+        plain, deflated = (
+            {level: group(f"nvfp4-nvfp4{stage}", level=level, made_by=made_by) for level in LEVELS}
+            for stage in ("", "-d32")
+        )
+        fused, ideal = (deflated[level] / plain[level] - 1 for level in ("fused", "ideal"))
+        assert fused > 0.15 and (ideal < 0.1) == (made_by == "norm")
+
+
+def test_a_weight_only_layer_transforms_x_in_a_pass_of_its_own_unless_a_norm_makes_it():
+    plain, smoothed = (group(f"int4-16bit{stage}") for stage in ("", "-smooth"))
+    assert smoothed - plain == pytest.approx(2 * 2 * 4608 * 3072 / B200.bytes_per_second, rel=1e-3)
+    plain, smoothed = (group(f"int4-16bit{stage}", made_by="norm") for stage in ("", "-smooth"))
+    assert smoothed - plain == pytest.approx(2 * 3072 / B200.bytes_per_second, rel=1e-3)
+
+
+@pytest.mark.parametrize("k", [128, 512, 1536])
+def test_a_narrow_layer_is_priced_at_3072(k):
+    times = 3072 // k
+    small = group(f"nvfp4-nvfp4-smooth-d3-h128-r{96 // times}", shapes=[(2 * k, k)] * 2)
+    real = group(f"nvfp4-nvfp4-smooth-d{3 * times}-h128-r96", shapes=[(6144, 3072)] * 2)
+    assert small == pytest.approx(real)
+    assert group("nvfp4-nvfp4", shapes=[(4096, 4096)]) > group("nvfp4-nvfp4", shapes=[(3072, 3072)])
+
+
+def test_a_finished_plan_counts_its_stages():
+    """`fluxq plan --gpu` and the gate share their arithmetic: a group inside a plan costs more by the same."""
+    plan = plan_of("nvfp4")
+    name = "single_transformer_blocks.0.attn.to_q"
+    named = next(layer for layer in plan.layers if layer.name == name)
+    members = [layer for layer in plan.layers if layer.group == named.group]
+
+    def with_scheme(text: str) -> Plan:
+        return Plan("flux", "transformer", tuple(dataclasses.replace(la, scheme=Scheme.parse(text)) for la in members))
+
+    shapes, made_by = [(layer.n, layer.k) for layer in members], named.made_by
+    assert len(shapes) == 4 and made_by == "norm"
+    texts = ("nvfp4-nvfp4-static", "nvfp4-nvfp4-static-center-smooth-d16-h128-46-r16")
+    for level in LEVELS:
+        plain, whole = (cost(with_scheme(text), FLUX, B200).total.seconds[level] for text in texts)
+        gate = [group(text, shapes=shapes, made_by=made_by, level=level) for text in texts]
+        assert whole - plain == pytest.approx(gate[1] - gate[0])
+    found = cost(with_scheme(texts[1]), FLUX, B200)
+    assert "fp32" in found.efficiencies() and "fp32" not in cost(plan, FLUX, B200).efficiencies()
+
+
+def test_linears_that_read_x_in_two_forms_pay_for_both():
+    shapes = [(3072, 3072)] * 2
+    same = group("nvfp4-nvfp4-smooth", shapes=shapes)
+    mixed = group_seconds(shapes, [Scheme.parse("nvfp4-nvfp4-smooth"), Scheme.parse("nvfp4-nvfp4")], B200, 4608)
+    assert mixed - same == pytest.approx(FORMATS["nvfp4"].stored_bits(4608, 3072) / 8 / B200.bytes_per_second, rel=1e-3)
+
+
+def test_decoding_to_8_bits_in_the_kernel_keeps_transforms_but_not_4_over_6():
+    layer = next(layer for layer in plan_of("nvfp4").layers if layer.role == "attn_out")
+    scheme = Scheme.parse("nvfp4-nvfp4-static-smooth-h128-46-r32")
+    plan = Plan("flux", "transformer", (dataclasses.replace(layer, scheme=scheme),))
+    for prefer, branches in (("speed", 0), ("memory", 1)):
+        found = list(steps(plan, FLUX, "sm_90", prefer))
+        assert len([step for step in found if step.kind == "low rank"]) == branches
+        (quantized,) = (step for step in found if step.kind == "quantize")
+        assert (quantized.flops > 0) == bool(branches) and quantized.scalar_flops == 0

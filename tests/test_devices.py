@@ -20,12 +20,17 @@ def test_every_row_has_a_chip_and_an_efficiency_for_each_peak(device):
 
 
 def test_every_efficiency_is_a_fraction_with_a_source_or_the_word_assumed(device):
-    for efficiency in (*device.matmul.values(), device.attention, device.streaming):
+    for efficiency in (*device.matmul.values(), device.attention, device.streaming, device.scalar):
         assert 0.3 < efficiency.fraction < 1.05  # cards that clock higher than the data sheet counts on pass 1
         assert bool(efficiency.measured) != bool(efficiency.why)
         assert efficiency.is_assumed == ("assumed: " in str(efficiency))
         if efficiency.measured:
             assert "/" in efficiency.measured  # a repository, with its thread or folder
+
+
+def test_matrix_units_are_faster_than_the_rest_of_the_chip(device):
+    assert 1 < device.peaks["bf16"] / device.scalar_peak < 32
+    assert device.scalar_flops == 0.5e12 * device.scalar_peak
 
 
 def test_peaks_are_dense(device):

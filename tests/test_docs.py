@@ -1,8 +1,12 @@
 """What the documents say is what the code does."""
 
+import importlib.util
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,21 +20,55 @@ PEERS = json.loads((ROOT / "benchmarks" / "peers.json").read_text(encoding="utf-
 QUALITY = json.loads((ROOT / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))
 
 
-def quality_line(row: dict) -> str:
-    """One line of the README's table, from the committed result file."""
-    (psnr, low, high), sqnr = row["psnr_db"], row["latent_sqnr_db"][0]
-    size = row["bytes_after"] / row["bytes_before"]
-    return (
-        f"| `{row['recipe']}` | {row['bits_per_weight']:.2f} | {size:.0%} "
-        f"| {psnr:.1f} [{low:.1f}, {high:.1f}] | {sqnr:.1f} |"
-    )
+def load_script(name: str) -> ModuleType:
+    """A benchmark as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("recipe", shipped_recipes())
-def test_the_readme_quotes_the_committed_results(recipe: str) -> None:
-    row = next(row for row in QUALITY["recipes"] if row["recipe"] == recipe)
-    assert quality_line(row) in README
-    assert f"over {QUALITY['prompts']} prompts with {QUALITY['seeds_per_prompt']} seeds each" in README
+QUALITY_SCRIPT = load_script("tiny_quality")
+
+
+@pytest.mark.parametrize("page", QUALITY_SCRIPT.TABLES, ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_generated_tables_are_those_of_the_committed_results(page: Path) -> None:
+    assert QUALITY_SCRIPT.with_tables(page, QUALITY) == page.read_text(encoding="utf-8")
+
+
+def test_the_generated_tables_have_a_row_for_every_recipe_and_its_rtn_profile() -> None:
+    table = QUALITY_SCRIPT.recipes_table(QUALITY)
+    for recipe in shipped_recipes():
+        assert f"| `{recipe}` |" in table and f"| `{recipe}` |" in QUALITY_SCRIPT.quality_table(QUALITY)
+    for recipe in ("nvfp4", "mxfp4", "int4", "int8", "int4-svd"):
+        assert f"| `{recipe}` rtn |" in table
+    assert f"| `{QUALITY_SCRIPT.REENCODED}` as int8 |" in table
+
+
+def test_a_table_of_other_results_is_noticed() -> None:
+    page = ROOT / "recipes" / "README.md"
+    other = QUALITY | {"recipes": [row | {"velocity_error": 0.5} for row in QUALITY["recipes"]]}
+    assert QUALITY_SCRIPT.with_tables(page, other) != page.read_text(encoding="utf-8")
+
+
+def test_a_large_model_keeps_what_its_counterpart_kept() -> None:
+    """One double block stands for 19, four single ones for 38; ranks and Hadamard blocks are the large model's own."""
+    plan = QUALITY_SCRIPT.flux_dev_plan("nvfp4-max")
+    counts, kept = {"transformer_blocks": 1, "single_transformer_blocks": 4}, {}
+    for layer in plan.quantized:
+        kind, index, _ = layer.name.split(".", 2)
+        if int(index) < counts[kind]:
+            changes = {"smooth": True, "rank": 2, "deflate": 2, "hadamard": 16} if int(index) else {"center": True}
+            kept[layer.name] = replace(layer.scheme, **changes) if layer.is_observed else layer.scheme
+    full = {layer.name: layer.scheme for layer in QUALITY_SCRIPT.at_full_size(plan, kept).quantized}
+    assert full["transformer_blocks.18.attn.to_q"].center
+    for index, is_first in ((0, True), (9, True), (10, False), (37, False)):
+        scheme = full[f"single_transformer_blocks.{index}.attn.to_q"]
+        assert scheme.center == is_first
+        assert (scheme.rank, scheme.deflate, scheme.hadamard) == ((0, 0, 0) if is_first else (16, 16, 128))
+    assert str(full["transformer_blocks.18.norm1.linear"]) == "fp8-16bit"
 
 
 def peers_cell(found: object) -> str:

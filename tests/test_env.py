@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from fluxq import environment as env
+from fluxq.cli import cli
 from fluxq.kernels import dispatch
 from fluxq.quantize import ops
 from fluxq.quantize.linear import QuantLinear
@@ -41,7 +43,7 @@ def test_the_command_holds_no_names_paths_or_tokens():
 
 
 def test_for_people_it_is_lines_and_a_table():
-    lines = run().splitlines()
+    lines = CliRunner().invoke(cli, ["env"]).stdout.splitlines()
     assert f"torch             {torch.__version__}" in lines
     capability = torch.backends.cpu.get_cpu_capability()
     assert [line for line in lines if line.startswith("cpu ") and line.endswith(f"cores, {capability}")]
@@ -63,10 +65,12 @@ def test_a_package_that_is_not_there_is_said_so(monkeypatch):
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_every_scheme_of_a_checkpoint_has_a_row(checkpoint, recipe):
+    """Of its formats: transforms and low rank change what is multiplied, not what multiplies."""
     config = json.loads((checkpoint(recipe) / "transformer" / "config.json").read_text())
     rows = implementations()
-    for scheme in config["quantization_config"]["layers"]:
-        assert recipe in rows[scheme]["recipes"].split(", "), scheme
+    for scheme in map(Scheme.parse, config["quantization_config"]["layers"]):
+        formats = Scheme(scheme.weights, scheme.activations, scheme.static_input)
+        assert recipe in rows[str(formats)]["recipes"].split(", "), formats
 
 
 @pytest.mark.parametrize("exact", [True, False])

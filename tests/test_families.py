@@ -1,5 +1,6 @@
 """FAMILIES against the diffusers and transformers classes they describe, on the meta device and in forward passes."""
 
+import copy
 import dataclasses
 import json
 from functools import cache
@@ -151,15 +152,18 @@ def test_an_unknown_class_says_how_to_add_a_family():
 # Input groups in a forward pass
 
 
-def test_a_group_is_what_reads_one_tensor_and_no_less(family, family_inputs):
-    """Linears of one block are in the same group if and only if a forward pass hands them the same tensor."""
+def tiny_model(family) -> nn.Module:
     torch.manual_seed(0)
     library = {"diffusers": diffusers, "transformers": transformers}[family.library]
     model_class = getattr(library, family.model)
     if family.library == "diffusers":
-        model = model_class.from_config(family.tiny_config)
-    else:
-        model = model_class(model_class.config_class.from_dict(family.tiny_config))
+        return model_class.from_config(family.tiny_config)
+    return model_class(model_class.config_class.from_dict(family.tiny_config))
+
+
+def test_a_group_is_what_reads_one_tensor_and_no_less(family, family_inputs):
+    """Linears of one block are in the same group if and only if a forward pass hands them the same tensor."""
+    model = tiny_model(family)
     seen = {}  # the tensors are held, so that no later one can take over an address
 
     def look(name):
@@ -178,3 +182,99 @@ def test_a_group_is_what_reads_one_tensor_and_no_less(family, family_inputs):
         groups.setdefault((block, group.members), set()).add(name)
     assert seen.keys() == {name for name in linears(family, family.tiny_config) if family.locate(name)}
     assert sorted(map(sorted, readers.values())) == sorted(map(sorted, groups.values()))
+
+
+# What makes a group's input
+
+TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
+
+
+@torch.no_grad()
+def inputs_of(model: nn.Module, family, arguments: dict) -> dict[str, torch.Tensor]:
+    """Linear that names a group -> the input of the group in a forward pass, in the order of the pass."""
+    seen, hooks = {}, []
+    for name, module in model.named_modules():
+        found = family.locate(name) if isinstance(module, nn.Linear) else None
+        if found and name.endswith(found[0].members[0]) and found[0].role != "modulation":
+            hooks.append(
+                module.register_forward_pre_hook(lambda _m, args, name=name: seen.update({name: args[0].clone()}))
+            )
+    model(**arguments)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@torch.no_grad()
+def folded_into(model: nn.Module, block: str, group, mean: torch.Tensor, smooth: torch.Tensor) -> nn.Module:
+    """A copy of the model whose modulation makes (x - mean) * smooth of the group's input x."""
+    model = copy.deepcopy(model)
+    linear = model.get_submodule(f"{block}.{group.modulation.linear}")
+    shift, scale = group.modulation.rows(linear.out_features, mean.numel())
+    linear.weight[scale] *= smooth[:, None]
+    linear.bias[scale] = (1 + linear.bias[scale]) * smooth - 1
+    linear.weight[shift] *= smooth[:, None]
+    linear.bias[shift] = (linear.bias[shift] - mean) * smooth
+    return model
+
+
+@pytest.mark.parametrize("row", TRANSFORMERS, ids=lambda row: row.name)
+def test_mean_and_factors_fold_into_the_modulation_of_a_foldable_group_and_nothing_before_it_changes(
+    row, family_inputs
+):
+    model, arguments = tiny_model(row), family_inputs(row)
+    plain = inputs_of(model, row, arguments)
+    folded = 0
+    for index, (name, x) in enumerate(plain.items()):
+        group, block = row.locate(name)
+        if not group.foldable:
+            continue
+        folded += 1
+        mean, smooth = x.flatten(0, -2).mean(0), torch.rand(x.shape[-1]) + 0.5
+        found = inputs_of(folded_into(model, block, group, mean, smooth), row, arguments)
+        torch.testing.assert_close(found[name], (x - mean) * smooth, rtol=1e-4, atol=1e-5)
+        for before in list(plain)[:index]:
+            sibling = row.locate(before)[0].modulation
+            if sibling != group.modulation:  # text and image come in either order
+                assert torch.equal(found[before], plain[before]), (name, before)
+    assert (folded > 0) == (row.name != "wan")
+
+
+def test_a_wrong_chunk_is_found(family_inputs):
+    row = FAMILIES["flux"]
+    model, arguments = tiny_model(row), family_inputs(row)
+    group, block = row.locate("transformer_blocks.0.attn.to_q")
+    wrong = dataclasses.replace(group, modulation=dataclasses.replace(group.modulation, chunk=3))
+    x = inputs_of(model, row, arguments)["transformer_blocks.0.attn.to_q"]
+    moved = folded_into(model, block, wrong, x.flatten(0, -2).mean(0), torch.full((x.shape[-1],), 2.0))
+    assert torch.equal(inputs_of(moved, row, arguments)["transformer_blocks.0.attn.to_q"], x)
+
+
+def test_every_modulation_that_a_row_names_is_one(family):
+    names = linears(family, family.tiny_config)
+    for name, linear in names.items():
+        found = family.locate(name)
+        if found and found[0].modulation:
+            modulation = names[f"{found[1]}.{found[0].modulation.linear}"]
+            assert family.locate(f"{found[1]}.{found[0].modulation.linear}")[0].role == "modulation"
+            shift, scale = found[0].modulation.rows(modulation.out_features, linear.in_features)
+            assert max(shift.stop, scale.stop) <= modulation.out_features
+
+
+def test_marks_follow_from_what_makes_the_input(family):
+    for group in family.groups:
+        assert group.normalised == (group.made_by == "norm") and group.split == (group.made_by == "concatenation")
+        assert group.normalised or not group.foldable
+        assert group.foldable == (group.normalised and family.name in ("flux", "sd3", "qwen_image"))
+    assert [group.role for group in family.groups if group.split] == (["mixed_out"] if family.name == "flux" else [])
+
+
+def test_what_is_split_has_the_attention_first(family_inputs):
+    row = FAMILIES["flux"]
+    model, seen = tiny_model(row), {}
+    block = model.single_transformer_blocks[0]
+    block.attn.register_forward_hook(lambda _m, _args, out: seen.update(attention=out))
+    block.proj_out.register_forward_pre_hook(lambda _m, args: seen.update(x=args[0]))
+    with torch.no_grad():
+        model(**family_inputs(row))
+    assert torch.equal(seen["x"][..., : block.proj_out.out_features], seen["attention"])

@@ -110,13 +110,13 @@ def test_help_loads_nothing_heavy() -> None:
     assert "Usage:" in done.stdout and done.stdout.strip().endswith("[]")
 
 
-@pytest.mark.parametrize("order", ["fluxq, diffusers.quantizers.auto", "diffusers.quantizers.auto, fluxq"])
-def test_diffusers_learns_of_fluxq_in_either_order(order: str) -> None:
-    code = (
-        f"import {order}\nfrom diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m\nprint(m['fluxq'].__name__)"
-    )
+@pytest.mark.parametrize("order", ["fluxq, {}, {}", "{}, {}, fluxq"], ids=["first", "last"])
+def test_diffusers_and_transformers_learn_of_fluxq_in_either_order(order: str) -> None:
+    modules = "diffusers.quantizers.auto", "transformers.quantizers.auto"
+    code = f"import {order.format(*modules)}\n"
+    code += "\n".join(f"print({module}.AUTO_QUANTIZER_MAPPING['fluxq'].__module__)" for module in modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "FluxqQuantizer"
+    assert done.stdout.split() == ["fluxq.integrations.diffusers", "fluxq.integrations.transformers"]
 
 
 def test_outside_the_command_line_nothing_prints_exits_or_asserts() -> None:

@@ -142,7 +142,7 @@ def test_a_file_alone_has_weight_one_also_with_a_colon_in_its_name(lora_file, tm
 
 
 def options(tmp_path: Path, **how) -> jobs.Options:
-    return jobs.Options(model="tiny", recipe="int8", output=str(tmp_path / "out"), **how)
+    return jobs.Options(**{"model": "tiny", "recipe": "int8", "profile": "rtn", "output": str(tmp_path / "out"), **how})
 
 
 def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path):
@@ -158,9 +158,11 @@ def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path)
     assert torch.equal(stored["x_embedder.weight"], weights["x_embedder.weight"].bfloat16())
 
 
-def test_the_closing_check_compares_with_the_16_bit_model_that_has_the_lora(lora_file, tmp_path):
+def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_lora(lora_file, quick_recipe, tmp_path):
     file = lora_file("l.safetensors", (*LAYERS, "proj_out", "to_v"))
-    record = jobs.quantize(jobs.prepare(options(tmp_path, lora=(f"{file}:1.5",))))
+    fitted = {"recipe": str(quick_recipe("int8")), "profile": None}
+    record = jobs.quantize(jobs.prepare(options(tmp_path, lora=(f"{file}:1.5",), **fitted)))
+    assert all(group["sqnr_db"] > 30 for group in record["components"][0]["groups"])
     assert record["check"]["mean_psnr_db"] > 40
     report = jobs.evaluate_checkpoint(jobs.prepare_evaluation(tmp_path / "out", options(tmp_path), 2))
     assert report["metrics"]["psnr_db"]["value"]["mean"] > 40

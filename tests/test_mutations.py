@@ -125,12 +125,12 @@ def finite_scale_for_infinity(original, blocks, row, global_scale):
     return original(blocks.nan_to_num(posinf=1.0, neginf=-1.0), row, global_scale)
 
 
-def one_scale_for_all_tokens(original, x, row, input_scale=None):
+def one_scale_for_all_tokens(original, x, row, input_scale=None, *how):
     return quantize_blocks(x, row, None, "activation")
 
 
-def input_scale_ignored(original, x, row, input_scale=None):
-    return original(x, row, None)
+def input_scale_ignored(original, x, row, input_scale=None, *how):
+    return original(x, row, None, *how)
 
 
 def product_in_bf16(original, a, b):

@@ -13,7 +13,14 @@ PRINTS = {
 }
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+SLOW = {"03_roofline"}  # tests/test_cost.py checks the functions whose figures it prints
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else ()) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "notebooks are stored without output"

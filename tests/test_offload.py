@@ -58,6 +58,7 @@ def test_accelerate_brings_every_bit_back(folder, tmp_path, offload):
 @pytest.mark.feature("device_map over cpu and disk")
 @pytest.mark.parametrize("how", [{}, {"offload_state_dict": True}, {"low_cpu_mem_usage": True}], ids=str)
 def test_a_model_loaded_over_cpu_and_disk_holds_what_the_file_holds(folder, tmp_path, how):
+    """The loader casts floats on their way to disk and asks no backend: fp32 scales must come back whole."""
     want = output(load(folder))
     model = load(folder, device_map=split(load(folder)), offload_folder=tmp_path, **how)
     assert model.get_submodule(LAYER).weight.is_meta

@@ -22,12 +22,13 @@ import fluxq
 from fluxq import FluxqConfig, jobs, tiny
 from fluxq.integrations.loading import Arrivals
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.run import sqnr
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
-from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 PARTS = ("transformer", "text_encoder", "text_encoder_2")
-DATA_FREE = [("fp8", None), ("mxfp8", None), ("int8", None), ("int4", None), ("nvfp4", "rtn")]
+DATA_FREE = [("fp8", None), ("mxfp8", None), ("int8", "rtn"), ("int4", "rtn"), ("nvfp4", "rtn"), ("nvfp4-max", "rtn")]
 LAYER = "single_transformer_blocks.3.attn.to_q"
 
 
@@ -102,6 +103,21 @@ def test_a_pipeline_is_what_the_command_writes(recipe, profile, written, tmp_pat
         assert same_bits(getattr(again, part).state_dict(), getattr(pipe, part).state_dict())
 
 
+def test_two_scales_for_blocks_of_weights_need_no_data(tmp_path):
+    """4-over-6 of weights is chosen by the weights: what loads is what the command writes, joined scales included."""
+    recipe = tmp_path / "two-scales.yaml"
+    plain = "transforms: [], rounding: {method: rtn, scales: amax}, activations: null"
+    recipe.write_text(f"extends: nvfp4\ncalibration: null\ncomponents: {{transformer: {{{plain}}}}}\n")
+    jobs.quantize(jobs.prepare(jobs.Options(model="tiny", recipe=str(recipe), output=str(tmp_path / "o"), check=False)))
+    written = stored(tmp_path / "o" / "transformer")
+    loaded = transformer(FluxqConfig(recipe=recipe))
+    assert same_bits(loaded.state_dict(), written)
+    one_scale = transformer(FluxqConfig(recipe=recipe, profile="rtn"))
+    weight = stored(Path(tiny.path()) / "transformer")[f"{LAYER}.weight"].float()
+    two, one = (sqnr(weight, m.get_submodule(LAYER).dequantized(torch.float32).weight) for m in (loaded, one_scale))
+    assert two > one + 0.2
+
+
 def test_every_component_but_the_vae_by_default(written, caplog):
     with caplog.at_level(logging.WARNING, logger="fluxq"):
         pipe = pipeline(PipelineQuantizationConfig(quant_backend="fluxq", quant_kwargs={"recipe": "fp8"}))
@@ -121,7 +137,7 @@ def test_a_recipe_that_names_the_vae_quantizes_it(tmp_path):
 
 
 def test_a_mapping_gives_each_component_its_own_recipe(tmp_path):
-    shared = FluxqConfig(recipe="int8")
+    shared = FluxqConfig(recipe="int8", profile="rtn")
     mapping = {"transformer": shared, "text_encoder": shared, "text_encoder_2": FluxqConfig(recipe="int4")}
     pipe = pipeline(PipelineQuantizationConfig(quant_mapping=mapping))
     pipe.save_pretrained(tmp_path)
@@ -199,7 +215,11 @@ def test_weights_are_rounded_as_they_are_in_the_file(model_class, part, tmp_path
 def test_a_device_map_loads_alike(model_class, part):
     def load(**how) -> nn.Module:
         return model_class.from_pretrained(
-            tiny.path(), subfolder=part, quantization_config=FluxqConfig(recipe="int4"), dtype=torch.bfloat16, **how
+            tiny.path(),
+            subfolder=part,
+            quantization_config=FluxqConfig(recipe="int4", profile="rtn"),
+            dtype=torch.bfloat16,
+            **how,
         )
 
     want = load().state_dict()
@@ -226,12 +246,15 @@ def test_offloading_to_disk_is_refused(model_class, part, tmp_path):
 def test_weights_that_are_written_to_disk_behind_our_back_are_noticed(tmp_path):
     """offload_state_dict parks weights on the processor in files, and no backend sees them."""
     with pytest.raises(ValueError, match="offload_state_dict"):
-        transformer(FluxqConfig(recipe="int8"), offload_state_dict=True)
+        transformer(FluxqConfig(recipe="fp8"), offload_state_dict=True)
 
 
-def test_a_recipe_that_calibrates_is_refused():
-    with pytest.raises(ValueError, match=r"`fluxq quantize MODEL --recipe nvfp4`.*profile='rtn'"):
-        transformer(FluxqConfig(recipe="nvfp4"))
+@pytest.mark.parametrize("recipe", [name for name in shipped_recipes() if load_recipe(name)[1].uses_data])
+def test_a_recipe_that_needs_data_is_refused(recipe):
+    """Weight-only ones too, and by a message that is true of them."""
+    cure = rf"`fluxq quantize MODEL --recipe {recipe}`.*or pass profile='rtn', which only rounds to nearest"
+    with pytest.raises(ValueError, match=cure):
+        transformer(FluxqConfig(recipe=recipe))
 
 
 def test_a_text_encoder_takes_such_a_recipe_for_its_activations_stay_in_16_bit():
@@ -308,7 +331,7 @@ def test_only_weights_that_share_a_scale_wait_for_one_another():
 
 @pytest.fixture
 def model() -> FluxTransformer2DModel:
-    return transformer(FluxqConfig(recipe="int8"))
+    return transformer(FluxqConfig(recipe="int8", profile="rtn"))
 
 
 def says(model: nn.Module) -> dict[str, list[str]]:

@@ -20,7 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluxq import tiny
+from fluxq.quantize import ops
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.prepare import add_row_scale, reencode_layer, swizzle
+from fluxq.quantize.reencode import reencode
 from fluxq.quantize.shard import ColumnParallel, RowParallel, shard
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
@@ -40,7 +43,15 @@ SCHEMES = (
 )
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
 EVERY_RECIPE = pytest.mark.parametrize("recipe", shipped_recipes())
+ROTATED = ("nvfp4-max", "mxfp4-max")  # in blocks of 128, as wide as the embedded layers, so that K cannot be cut there
+HOW = [
+    (recipe, how)
+    for recipe in shipped_recipes()
+    for how in ("context parallel", "tensor parallel")
+    if how == "context parallel" or recipe not in ROTATED
+]
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+PREPARED = {"row scale": add_row_scale, "re-encoded": reencode_layer}
 UP, DOWN = "transformer_blocks.0.ff.net.0.proj", "transformer_blocks.0.ff.net.2"  # (N, K): (512, 128), (128, 512)
 
 
@@ -114,6 +125,18 @@ def test_a_scale_for_all_tokens_cannot_be_row_parallel():
         RowParallel(part)
 
 
+@pytest.mark.parametrize("axis", ["N", "K"])
+@pytest.mark.parametrize("how", ["swizzled", *PREPARED])
+def test_a_prepared_layer_is_not_cut(how, axis):
+    whole = layer("nvfp4-nvfp4", DOWN, torch.bfloat16)
+    if how == "swizzled":
+        swizzle(whole)
+    else:
+        PREPARED[how](whole, ("int8",))
+    with pytest.raises(ValueError, match=r"prepared for one GPU .*: load the model again, shard first, then prepare"):
+        shard(whole, axis, 0, 2)
+
+
 @pytest.mark.parametrize("kind", [ColumnParallel, RowParallel])
 def test_gradients_are_refused(kind):
     sharded = kind(shard(layer("fp8-fp8", DOWN, torch.float32), "N", 0, 2))
@@ -146,6 +169,18 @@ def test_row_parallel_differs_by_the_order_of_one_fp32_sum(ranks, scheme):
     assert torch.equal(got, ranks[1][f"row {scheme} {torch.float32}"])
     largest = want.abs().amax(-1, keepdim=True)
     assert ((got - want).abs() <= 2**-20 * largest).all()
+
+
+@pytest.mark.parametrize("how", PREPARED)
+def test_row_parallel_shards_may_be_prepared(ranks, how):
+    """The same bound as above: they are the weight that every shard was re-encoded to."""
+    x = ops.quantize_activation(tokens(DOWN, torch.float32), FORMATS["int8"]).dequantize()
+    parts = [prepared_shard(how, rank) for rank in range(RANKS)]
+    w = torch.cat([eight_bit_weight(part).dequantize() for part in parts], dim=1)
+    want = x @ w.T + parts[0].bias
+    largest = want.abs().amax(-1, keepdim=True)
+    for rank in ranks:
+        assert ((rank[f"prepared {how}"] - want).abs() <= 2**-20 * largest).all()
 
 
 @EVERY_SCHEME
@@ -184,21 +219,20 @@ def test_split_by_tokens_a_layer_is_the_whole_layer_bit_for_bit(ranks, scheme, d
 
 
 @pytest.mark.feature("context and tensor parallel, two ranks (up to the order of fp32 sums)")
-@EVERY_RECIPE
-@pytest.mark.parametrize("how", ["context parallel", "tensor parallel"])
-def test_a_parallel_transformer_computes_alike(ranks, checkpoint, recipe, how):
+@pytest.mark.parametrize(("recipe", "how"), HOW)
+def test_a_parallel_transformer_computes_alike(ranks, checkpoint, recipe, how, record_property):
     """In fp32 sums in another order move 1e-7, in the 16-bit model too; where that flips a code, up to 5e-3.
 
     In most of the 16 samples no code flips: they show that nothing else is different.
     """
+    record_property("cell", "context" if recipe in ROTATED else "yes")
     want = output(load(checkpoint(recipe) / "transformer", torch.float32))
     for rank in ranks:
         errors = sorted(map(error, rank[f"{how} {recipe} {torch.float32}"], want))
         assert errors[3] < 2e-6
 
 
-@EVERY_RECIPE
-@pytest.mark.parametrize("how", ["context parallel", "tensor parallel"])
+@pytest.mark.parametrize(("recipe", "how"), HOW)
 def test_in_16_bit_a_parallel_transformer_is_as_good(ranks, checkpoint, recipe, how):
     """There the other order moves even the 16-bit model by 6e-3 and codes flip: it is no further from that model."""
     reference = output(load(tiny.path() / "transformer", torch.bfloat16))
@@ -215,10 +249,10 @@ def test_a_transformer_of_column_parallel_layers_is_the_transformer_bit_for_bit(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, checkpoint) -> list[dict[str, Tensor]]:
+def ranks(tmp_path_factory, checkpoint, tested_recipes) -> list[dict[str, Tensor]]:
     """What each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    recipes = [f"{recipe}={checkpoint(recipe)}" for recipe in shipped_recipes()]
+    recipes = [f"{recipe}={checkpoint(recipe)}" for recipe in tested_recipes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
@@ -253,9 +287,14 @@ def rank_main(rank: int, folder: Path, checkpoints: dict[str, Path]) -> dict[str
         for dtype in (torch.bfloat16, torch.float32):
             results |= {f"{name} {scheme} {dtype}": y for name, y in sharded_layers(scheme, dtype, rank).items()}
         results |= {f"{name} {scheme}": y for name, y in sharded_mlp(scheme, rank).items()}
+    for how in PREPARED:
+        mine = tokens(DOWN, torch.float32).chunk(RANKS, -1)[rank]
+        results[f"prepared {how}"] = RowParallel(prepared_shard(how, rank))(mine)
     for recipe, checkpoint in checkpoints.items():
         for dtype in (torch.bfloat16, torch.float32):
             for name, parallel in (("context parallel", context_parallel), ("tensor parallel", tensor_parallel)):
+                if (recipe, name) not in HOW:
+                    continue
                 model = load(checkpoint / "transformer", dtype)
                 parallel(model, rank)
                 results[f"{name} {recipe} {dtype}"] = output(model)
@@ -340,6 +379,18 @@ def layer(scheme: str, name: str, dtype: torch.dtype) -> QuantLinear:
         r = parsed.rank
         made.append_low_rank(v[:r], u[:, :r] * s[:r])
     return made
+
+
+def prepared_shard(how: str, rank: int) -> QuantLinear:
+    part = shard(layer("nvfp4-nvfp4-static", DOWN, torch.float32), "K", rank, RANKS)
+    PREPARED[how](part, ("int8",))
+    return part
+
+
+def eight_bit_weight(part: QuantLinear) -> QuantizedTensor:
+    """What a prepared layer multiplies."""
+    row_scale = part.stored("weight_row_scale")
+    return part.quantized_weight if row_scale is None else reencode(part.quantized_weight, "int8", row_scale)
 
 
 def tokens(name: str, dtype: torch.dtype) -> Tensor:

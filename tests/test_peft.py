@@ -24,7 +24,10 @@ def load(folder: Path) -> diffusers.FluxPipeline:
     return pipe
 
 
-@pytest.fixture(params=["16 bit", *shipped_recipes()])
+COLUMNS = ["16 bit", *shipped_recipes()]
+
+
+@pytest.fixture(params=COLUMNS)
 def pipe_of(request, checkpoint: Callable[[str], Path]) -> diffusers.FluxPipeline:
     return load(checkpoint(request.param))
 
@@ -95,14 +98,25 @@ def test_every_linear_keeps_its_type_and_size_under_a_loaded_lora(nvfp4, lora_fi
 
 @pytest.mark.feature("LoRA: fuse (scaling 1) and unfuse")
 def test_fusing_changes_no_bit_of_the_output_and_unfusing_none_of_the_model(pipe_of, lora_file, record_property):
-    """The 16-bit model, as it is in diffusers, comes out of it changed."""
-    pipe_of.load_lora_weights(lora_file("l.safetensors", QUANTIZED + MODULATION), adapter_name="style")
+    """The 16-bit model, as it is in diffusers, comes out of it changed.
+
+    Where a layer has a branch of its own, both are summed before one rounding instead of two: as exact, not the same.
+    """
+    file = lora_file("l.safetensors", QUANTIZED + MODULATION)
+    pipe_of.load_lora_weights(file, adapter_name="style")
+    own = any(layer.scheme.rank for layer in pipe_of.transformer.modules() if isinstance(layer, fluxq.QuantLinear))
     unfused, before = velocity(pipe_of), bits(pipe_of.transformer)
     pipe_of.fuse_lora()
     fused, layers = velocity(pipe_of), [module.get_base_layer() for module in adapted(pipe_of.transformer)]
     pipe_of.unfuse_lora()
     restored = same(bits(pipe_of.transformer), before)
-    if isinstance(layers[0], fluxq.QuantLinear):
+    if own:
+        reference = tiny.load()
+        reference.load_lora_weights(file, adapter_name="style")
+        wanted = velocity(reference)
+        assert error(fused, wanted) <= 1.1 * error(unfused, wanted) and restored
+        record_property("cell", "as exact")
+    elif isinstance(layers[0], fluxq.QuantLinear):
         assert torch.equal(fused, unfused) and restored
     else:
         assert not torch.equal(fused, unfused) and not restored
@@ -173,6 +187,11 @@ def test_a_second_lora_fuses_on_top_of_a_saved_one(nvfp4, lora_file):
 
 
 @pytest.mark.feature("LoRA: hot swap under torch.compile, nothing compiled again (within 2 %)")
+@pytest.mark.parametrize(
+    "pipe_of",
+    [name if name == "nvfp4" else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS],
+    indirect=True,
+)
 def test_hot_swapping_under_compile_recompiles_nothing(pipe_of, lora_file):
     one = lora_file("one.safetensors", QUANTIZED + MODULATION + KEPT, rank=4)
     two = lora_file("two.safetensors", QUANTIZED + MODULATION + KEPT, rank=8, alpha=4, seed=1)

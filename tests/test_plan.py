@@ -5,7 +5,7 @@ import pytest
 from fluxq.base.model import resolve_model
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
+from fluxq.recipes.plan import LinearShape, Method, component_recipe, make_plan
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
 
 FLUX = FAMILIES["flux"]
@@ -27,8 +27,8 @@ def schemes(plan) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_plans_every_linear_with_a_reason(name):
-    recipe = load_recipe(name)[1].components["transformer"]
-    plan = plan_of(recipe)
+    recipe = load_recipe(name)[1]
+    plan = plan_of(recipe.components["transformer"], profile=recipe.profile, compat=recipe.compat)
     assert [layer.name for layer in plan.layers] == [linear.name for linear in LINEARS]
     assert all(layer.reason for layer in plan.layers)
     assert 4 < plan.bits_per_weight < 16 and plan.notes == ()
@@ -167,6 +167,212 @@ def test_modulation_inputs_are_never_calibrated():
     assert [str(layer.scheme) for layer in plan.layers] == ["nvfp4-nvfp4", "nvfp4-nvfp4-static"]
 
 
+# What may be tried
+
+FULL = {
+    "weights": {"format": "nvfp4", "four_over_six": True},
+    "activations": {"format": "nvfp4", "four_over_six": True},
+    "transforms": ["center", "smooth", "hadamard"],
+    "low_rank": {"rank": "1/96", "deflate": True},
+    "rounding": {"method": "gptq", "scales": "search"},
+    "modulation": FP8,
+}
+ALL = ("center", "smooth", "hadamard")
+
+
+def full(**keys) -> Component:
+    return Component.model_validate({**FULL, **keys})
+
+
+def methods(recipe, linears=LINEARS, compat="full", **how) -> dict[str, Method]:
+    plan = plan_of(recipe, linears, compat=compat, **how)
+    return {layer.name: layer.method for layer in plan.layers}
+
+
+def reason(recipe, name, linears=LINEARS, compat="full", **how) -> str:
+    plan = plan_of(recipe, linears, compat=compat, **how)
+    return next(layer.reason for layer in plan.layers if layer.name == name)
+
+
+def test_what_the_keys_say_may_be_tried():
+    tried = methods(full())
+    assert tried[f"{BLOCK}.attn.to_q"] == Method(
+        transforms=ALL, hadamard=128, rank=1, deflate=True, gptq=True, search=True, weights_46=True, activations_46=True
+    )
+    assert not tried[f"{BLOCK}.attn.to_out.0"].deflate  # what attention makes is not normalised
+    plan = plan_of(full(), compat="full")
+    for layer in plan.layers:
+        assert layer.method.is_plain == (layer.scheme is None or layer.role == "modulation"), layer
+        assert layer.describe()["may_try"] == str(layer.method)
+    assert str(tried[f"{BLOCK}.attn.to_q"]) == (
+        "center, smooth, hadamard 128, rank 1, deflate, gptq, search, 4/6 of weights, 4/6 of activations"
+    )
+    assert str(Method()) == "plain" and Method().is_plain
+
+
+def test_a_plain_recipe_tries_nothing():
+    assert set(methods(component())) == {linear.name for linear in LINEARS}
+    assert set(methods(component(), profile="best").values()) == {Method()}
+
+
+@pytest.mark.parametrize(
+    ("profile", "gptq", "best"), [("fast", False, False), ("balanced", True, False), ("best", True, True)]
+)
+def test_a_profile_limits_the_effort(profile, gptq, best):
+    tried = methods(full(), profile=profile)[f"{BLOCK}.attn.to_q"]
+    assert (tried.gptq, tried.joint, tried.wide) == (gptq, best, best)
+    assert (tried.transforms, tried.search, tried.rank) == (ALL, True, 1)
+
+
+def test_rtn_tries_nothing_and_says_nothing_of_it():
+    assert set(methods(full(), profile="rtn").values()) == {Method()}
+    plain = plan_of(component(modulation=FP8))
+    assert [layer.reason for layer in plan_of(full(), profile="rtn").layers] == [la.reason for la in plain.layers]
+
+
+def test_joint_needs_gptq():
+    tried = methods(full(rounding={"method": "rtn", "scales": "search"}), profile="best")[f"{BLOCK}.attn.to_q"]
+    assert not tried.joint and tried.wide
+
+
+def test_an_override_keeps_the_transforms_and_brings_its_own_scales():
+    eight = {"weights": FP8, "activations": FP8, "reason": "r"}
+    name = "single_transformer_blocks.0.proj_out"
+    tried = methods(full(overrides=[{"role": "mixed_out", **eight}, {"match": "proj_out", **eight}]))
+    assert tried[name] == Method(transforms=ALL, hadamard=128, rank=1, gptq=True, search=True)
+    assert tried["proj_out"].is_plain  # nobody looks at what it reads
+    weight_only = methods(full(overrides=[{"role": "mixed_out", "weights": FP8, "reason": "r"}]))
+    assert weight_only[name].transforms == ALL
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weights": FP8, "activations": FP8},
+        {"weights": {"format": "nvfp4"}},
+        {"weights": {"format": "nvfp4"}, "activations": {"format": "nvfp4"}},  # one scale a block, not two
+    ],
+)
+def test_linears_that_quantize_one_input_in_different_ways_share_no_transforms(other):
+    name = f"{BLOCK}.attn.to_v"
+    recipe = full(overrides=[{"match": name, **other, "reason": "r"}])
+    tried = methods(recipe)
+    assert all(tried[f"{BLOCK}.attn.{to}"].is_plain for to in ("to_q", "to_k", "to_v"))
+    assert "plainly rounded: the Linears that share its input quantize it in" in reason(recipe, f"{BLOCK}.attn.to_q")
+    assert tried[f"{BLOCK}.attn.add_q_proj"].transforms == ALL
+
+
+@pytest.mark.parametrize("how", [{"exclude": ["**.to_v"]}, {"include": ["**.to_q", "**.to_k", "**.norm1.linear"]}])
+def test_what_stays_in_16_bit_takes_no_part_in_its_group(how):
+    tried = methods(full(), **how)
+    assert tried[f"{BLOCK}.attn.to_v"].is_plain
+    assert tried[f"{BLOCK}.attn.to_q"].transforms == tried[f"{BLOCK}.attn.to_k"].transforms == ALL
+
+
+# Where a mean and factors fold into what makes the input
+
+
+def portable(**keys) -> Component:
+    return full(
+        **{"activations": {"format": "nvfp4"}, "transforms": ["center", "smooth"], "low_rank": None, "modulation": FP8}
+        | keys
+    )
+
+
+FOLDABLE = ("qkv", "text_qkv", "ff_up", "text_ff_up", "single_in")
+
+
+@pytest.mark.parametrize("modulation", [None, FP8, {"format": "int8"}])
+def test_portable_smooths_what_folds_into_a_modulation_with_a_scale_for_each_row(modulation):
+    plan = plan_of(portable(modulation=modulation), compat="portable")
+    for layer in plan.quantized:
+        if layer.role != "modulation":
+            assert layer.method.transforms == (("center", "smooth") if layer.role in FOLDABLE else ()), layer
+            assert ("not centred or smoothed" in layer.reason) == (layer.role not in FOLDABLE)
+            assert layer.method.gptq and layer.method.search and layer.method.weights_46
+    out = next(layer.reason for layer in plan.layers if layer.name == f"{BLOCK}.attn.to_out.0")
+    assert out.endswith("its input is made by attention, which nothing can be folded into")
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_tensor", "int4"])
+def test_portable_smooths_nothing_that_would_not_fold_exactly(format):
+    recipe = portable(modulation={"format": format})
+    assert methods(recipe, compat="portable")[f"{BLOCK}.attn.to_q"].transforms == ()
+    assert f"modulated by {BLOCK}.norm1.linear in {format}, which has no scale for each row" in reason(
+        recipe, f"{BLOCK}.attn.to_q", compat="portable"
+    )
+    assert methods(recipe, compat="full")[f"{BLOCK}.attn.to_q"].transforms == ("center", "smooth")
+
+
+def test_an_override_or_exclusion_of_the_modulation_decides_for_its_groups():
+    into_int4 = {"match": f"{BLOCK}.norm1.linear", "weights": {"format": "int4"}, "reason": "r"}
+    tried = methods(portable(overrides=[into_int4]), compat="portable")
+    assert tried[f"{BLOCK}.attn.to_q"].transforms == tried[f"{BLOCK}.ff.net.0.proj"].transforms == ()
+    assert tried[f"{BLOCK}.attn.add_q_proj"].transforms == ("center", "smooth")
+    kept = methods(portable(modulation={"format": "int4"}), compat="portable", exclude=["**.norm1.linear"])
+    assert kept[f"{BLOCK}.attn.to_q"].transforms == ("center", "smooth")
+    alone = [LinearShape(f"{BLOCK}.attn.to_q", 128, 128)]
+    assert "norm1.linear, which is not among the layers" in reason(portable(), alone[0].name, alone, compat="portable")
+
+
+def test_nothing_of_wan_folds_and_all_of_it_may_be_smoothed_in_full():
+    names = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_q", "ffn.net.0.proj")
+    linears = [LinearShape(f"blocks.0.{name}", 128, 128) for name in names]
+    for compat, transforms in (("portable", ()), ("nunchaku", ALL[:2]), ("full", ALL[:2])):
+        plan = make_plan(FAMILIES["wan"], "transformer", portable(), linears, static_inputs=True, compat=compat)
+        assert {layer.method.transforms for layer in plan.layers} == {transforms}
+        assert ("a norm without a modulation of its own" in plan.layers[0].reason) == (compat == "portable")
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("k", "size", "said"),
+    [
+        (256, 128, None),
+        (192, 64, "Hadamard blocks of 64: K = 192 is not in multiples of 128"),
+        (5600, 32, "Hadamard blocks of 32: K = 5600 is not in multiples of 64"),
+        (48, 16, "Hadamard blocks of 16: K = 48 is not in multiples of 32"),
+        (120, 0, "no Hadamard: K = 120 is not in multiples of 16"),
+    ],
+)
+def test_the_hadamard_size_is_the_largest_that_divides(k, size, said):
+    linears = [LinearShape(f"{BLOCK}.attn.to_q", 64, k)]
+    recipe = full(weights=FP8, activations=FP8, low_rank=None)
+    layer = plan_of(recipe, linears, compat="full").layers[0]
+    assert layer.method.hadamard == size and layer.method.transforms == (ALL if size else ALL[:2])
+    assert layer.reason.endswith(said) if said else "Hadamard" not in layer.reason
+
+
+def test_a_hadamard_block_never_spans_attention_and_feed_forward():
+    linears = [LinearShape("single_transformer_blocks.0.proj_out", 192, 192 + 768)]
+    layer = plan_of(full(low_rank=None), linears, compat="full").layers[0]
+    assert layer.segments == (192, 768) and layer.method.hadamard == 64
+    assert layer.reason.endswith("Hadamard blocks of 64: K = 192 + 768 is not in multiples of 128")
+    assert plan_of().layers[0].segments == (plan_of().layers[0].k,)
+
+
+@pytest.mark.parametrize(("k", "deflate"), [(6144, True), (6272, False)])
+def test_deflation_takes_normalised_inputs_up_to_a_width(k, deflate):
+    name = f"{BLOCK}.attn.to_q"
+    layer = plan_of(full(), [LinearShape(name, 128, k)], compat="full").layers[0]
+    assert (layer.method.rank, layer.method.deflate) == (1, deflate)
+    assert ("no deflation: K is above 6144" in layer.reason) != deflate
+    assert "no deflation: its input is not normalised" in reason(full(), f"{BLOCK}.ff.net.2")
+
+
+def test_a_rank_that_a_layer_does_not_have_is_refused_by_name():
+    name = f"{BLOCK}.attn.to_q"
+    recipe = full(low_rank={"rank": 65})
+    with pytest.raises(
+        ValueError, match=rf"^{name}: low_rank asks for rank 65, and its weight \(64, 128\) has at most 64"
+    ):
+        plan_of(recipe, [LinearShape(name, 64, 128)])
+    assert methods(full(low_rank={"rank": 64}), [LinearShape(name, 64, 128)])[name].rank == 64
+    assert methods(recipe, [LinearShape(name, 64, 128)], profile="rtn")[name].rank == 0
+
+
 # Which entry of a recipe a component takes
 
 NVFP4 = {"weights": {"format": "nvfp4"}, "activations": {"format": "nvfp4"}, "modulation": FP8, "exclude": ["a"]}
@@ -198,6 +404,31 @@ def test_a_vae_by_itself_needs_an_entry():
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        {"transforms": ["smooth"]},
+        {"low_rank": {"rank": 8}},
+        {"rounding": {"method": "gptq"}},
+        {"rounding": {"scales": "search"}},
+    ],
+)
+@pytest.mark.parametrize(("name", "family"), [("text_encoder", "clip"), ("vae", "kl")])
+def test_what_needs_calibration_is_refused_where_none_looks(said, name, family):
+    recipe = {"version": 1, "components": {name: {"weights": FP8, **said}}, "calibration": {}, "compat": "full"}
+    with pytest.raises(ValueError, match=f"{name}: calibration looks at transformers only.*write `transforms: \\[\\]`"):
+        component_recipe(Recipe.model_validate(recipe), name, FAMILIES[family])
+
+
+def test_a_text_encoder_leaves_two_scales_and_all_that_is_fitted_to_the_transformer():
+    recipe = Recipe.model_validate(
+        {"version": 1, "components": {"transformer": FULL}, "calibration": {}, "compat": "full"}
+    )
+    assert component_recipe(recipe, "text_encoder", FAMILIES["t5"]) == Component.model_validate(
+        {"weights": {"format": "nvfp4"}}
+    )
+
+
+@pytest.mark.parametrize(
     "said", [{"activations": FP8}, {"overrides": [{"role": "qkv", "weights": FP8, "activations": FP8, "reason": "r"}]}]
 )
 @pytest.mark.parametrize(("name", "family"), [("text_encoder", "clip"), ("vae", "kl")])
@@ -220,3 +451,22 @@ def test_a_model_without_linears_is_named():
 
 
 BLOCK = "transformer_blocks.0"
+
+
+def test_two_scales_of_weights_alone_need_no_data():
+    """They are chosen by the weights themselves; those of activations cost time, so held-out tokens judge them."""
+    assert not Method().needs_data and not Method(weights_46=True, wide=True).needs_data
+    for fitted in (
+        {"transforms": ("center",)},
+        {"rank": 1},
+        {"gptq": True},
+        {"search": True},
+        {"activations_46": True},
+    ):
+        assert Method(**fitted).needs_data
+    nvfp4 = {"format": "nvfp4", "four_over_six": True}
+    recipe = {"version": 1, "compat": "full", "components": {"transformer": {"weights": nvfp4}}}
+    assert not Recipe.model_validate(recipe).uses_data
+    recipe["components"]["transformer"]["activations"] = nvfp4
+    with pytest.raises(ValueError, match="what transformer says is fitted to data, and there is none"):
+        Recipe.model_validate(recipe)

@@ -2,19 +2,24 @@
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
+import accelerate
 import diffusers
+import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import fluxq
+from fluxq import tiny
+from fluxq.integrations import prepare as integration
 from fluxq.integrations.loading import quant_layers
-from fluxq.kernels import dispatch
+from fluxq.kernels import chips, dispatch
 from fluxq.kernels.dispatch import Offer
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.prepare import Origin, add_row_scale, as_stored, reencode_layer, swizzle
@@ -120,10 +125,23 @@ def test_what_can_not_be_prepared_or_saved_is_named() -> None:
     reencode_layer(layer, ("int8",))
     with pytest.raises(ValueError, match=r"prepared already \(re-encoded to int8\)"):
         swizzle(layer)
-    with pytest.raises(ValueError, match="codes were never in a file: save the model before"):
+    with pytest.raises(
+        ValueError, match=r"unknown where its nvfp4-nvfp4 codes .* fluxq\.prepare\(\.\.\., source=FOLDER\)"
+    ):
         as_stored(layer)
-    with pytest.raises(ValueError, match=r"offloaded: call fluxq\.prepare before"):
+    with pytest.raises(ValueError, match=r"offloaded: call fluxq\.prepare first, then offload"):
         reencode_layer(layer_of("nvfp4-nvfp4").to("meta"), ("int8",))
+
+
+def test_weights_encoded_anew_in_their_own_format_come_back_too(tmp_path: Path) -> None:
+    """int8 weights and a low-rank branch under fp8 activations become int8 by int8, under other codes."""
+    layer = layer_of("int8-fp8", rank=5)
+    before, stored = {name: t.clone() for name, t in as_stored(layer).items()}, layer.scheme
+    save_file({f"a.{name}": tensor for name, tensor in before.items()}, tmp_path / "x.safetensors")
+    reencode_layer(layer, ("int8",), Origin(tmp_path, "a"))
+    assert str(layer.scheme) == "int8-int8" and layer.stored_scheme == stored
+    after = as_stored(layer)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 # --- which of them a chip asks for
@@ -138,8 +156,16 @@ def offers(monkeypatch):
             return Offer("native") if name in offered.get(op, ()) else Offer(None, "no unit")
 
         monkeypatch.setattr(dispatch, "offer", fake)
+        dispatch.choose.cache_clear()
 
-    return use
+    yield use
+    dispatch.choose.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(chip): "cuda" is that chip, as far as `fluxq.prepare` asks."""
+    return lambda chip: monkeypatch.setattr(chips, "chip_of", lambda device: chip)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +209,9 @@ def prepared(checkpoint, tmp_path):
 
 def test_a_cpu_runs_4_bit_layers_as_int8_and_saves_what_was_loaded(prepared, tmp_path: Path) -> None:
     model, rows, folder = prepared
-    assert {row.runs_as for row in rows} == {"int8-int8"} and {row.how for row in rows} == {"re-encoded to int8"}
+    kept = {row.name: re.findall("-(?:center|smooth)", row.stored) for row in rows}
+    assert {row.name: row.runs_as for row in rows} == {n: "int8-int8" + "".join(words) for n, words in kept.items()}
+    assert {row.how for row in rows} == {"re-encoded to int8"} and any(kept.values())
     assert all(0 < row.added_error < 0.03 for row in rows)
     four_bit = [name for name, scheme in json_schemes(folder).items() if scheme.startswith("nvfp4-nvfp4")]
     assert sorted(row.name for row in rows) == sorted(four_bit)
@@ -249,6 +277,130 @@ def test_what_a_cpu_computes_well_is_left_alone(checkpoint) -> None:
     model = load(checkpoint("int8") / "transformer")
     assert fluxq.prepare(model, device="cpu") == []
     assert all(layer.prepared is None for _, layer in quant_layers(model))
+
+
+# --- what a model must be like
+
+
+def in_memory(model: nn.Module) -> None:
+    accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def in_groups(model: nn.Module) -> None:
+    model.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+
+
+@pytest.mark.parametrize("offload", [in_memory, in_groups])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_an_offloaded_model_is_refused(checkpoint, offload, device: str | None) -> None:
+    model = load(checkpoint("nvfp4") / "transformer")
+    offload(model)
+    with pytest.raises(ValueError, match=r"Transformer2DModel is offloaded, .* fluxq\.prepare first, then offload"):
+        fluxq.prepare(model, device=device)
+    assert all(layer.prepared is None for _, layer in quant_layers(model))
+
+
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
+@pytest.mark.parametrize("chip", ["sm_80", "sm_100"])  # without the format, and with swizzled scales
+def test_a_second_call_for_one_chip_changes_nothing_and_for_another_is_refused(
+    checkpoint, tmp_path: Path, offers, gpu, chip: str, prefer
+) -> None:
+    folder = checkpoint("nvfp4") / "transformer"
+    offers(
+        scaled_matmul=("int8",),
+        w4a8_matmul=("nvfp4-int8",),
+        block_scaled_matmul=("nvfp4",) if chip == "sm_100" else (),
+    )
+    gpu(chip)
+    model = load(folder)
+    assert fluxq.prepare(model, device="cuda", prefer=prefer)
+    held = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    assert fluxq.prepare(model, device="cuda", prefer=prefer) == []
+    other = "speed" if prefer == "memory" else "memory"
+    with pytest.raises(ValueError, match=rf"already, for {chip} and prefer='{prefer}' .* for {chip} and .*='{other}'"):
+        fluxq.prepare(model, device="cuda", prefer=other)
+    with pytest.raises(ValueError, match=rf"prepared already, for {chip} .* to prepare it for cpu"):
+        fluxq.prepare(model, device="cpu", prefer=prefer)
+    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == held
+    model.save_pretrained(tmp_path)
+    assert_same_files(tmp_path, folder)
+
+
+def test_a_gpu_without_triton_is_refused(checkpoint, monkeypatch) -> None:
+    model = load(checkpoint("nvfp4") / "transformer")
+    monkeypatch.setattr(integration, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="not there for cuda: install triton, or prepare for device='cpu'"):
+        fluxq.prepare(model, device="cuda")
+    assert fluxq.prepare(model, device="cpu")
+
+
+def test_layers_that_nothing_can_be_done_for_are_warned_of(checkpoint, offers, gpu, caplog) -> None:
+    model = load(checkpoint("nvfp4") / "transformer")
+    offers()
+    gpu("sm_70")
+    assert fluxq.prepare(model, device="cuda") == []
+    four_bit = [record for record in caplog.messages if " layers of nvfp4-nvfp4-static stay as they are" in record]
+    (said,) = four_bit
+    assert "on sm_70: torch reference (not block_scaled_matmul: no unit" in said
+    caplog.clear()
+    offers(block_scaled_matmul=("nvfp4",), scaled_matmul=("int8", "fp8"))
+    assert fluxq.prepare(model, device="cuda") == [] and not caplog.messages
+
+
+# --- from where its files are read again
+
+
+def test_a_component_of_another_folder_than_its_pipeline_is_found(checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("nvfp4") / "transformer"
+    both = diffusers.FluxPipeline.from_pretrained(tiny.path(), transformer=load(folder), dtype=torch.bfloat16)
+    assert {row.name.partition(".")[0] for row in fluxq.prepare(both, device="cpu")} == {"transformer"}
+    both.transformer.save_pretrained(tmp_path)
+    assert_same_files(tmp_path, folder)
+
+
+def test_a_folder_inside_a_downloaded_repository_is_found(checkpoint, tmp_path: Path, monkeypatch) -> None:
+    folder = checkpoint("nvfp4") / "transformer"
+    repository = tmp_path / "models--someone--some-model"
+    shutil.copytree(folder, repository / "snapshots" / "abc" / "transformer")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = load(folder)
+    model.register_to_config(_name_or_path="someone/some-model")  # what from_pretrained(…, subfolder=…) leaves there
+    assert fluxq.prepare(model, device="cpu")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_files(tmp_path / "saved", folder)
+
+
+def test_compiled_models_and_blocks_are_looked_into(checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("nvfp4") / "transformer"
+    model = load(folder)
+    rows = fluxq.prepare(torch.compile(model), device="cpu")
+    assert rows and not any("_orig_mod" in row.name for row in rows)
+    model.save_pretrained(tmp_path)
+    assert_same_files(tmp_path, folder)
+    blocks = load(folder)
+    blocks.transformer_blocks[0] = torch.compile(blocks.transformer_blocks[0])
+    fluxq.prepare(blocks, device="cpu")
+    inside = blocks.transformer_blocks[0]._orig_mod.attn.to_q
+    want = tensors_in(folder)["transformer_blocks.0.attn.to_q.weight"]
+    assert torch.equal(as_stored(inside)["weight"].view(torch.uint8), want.view(torch.uint8))
+
+
+def test_a_source_that_can_not_be_told_is_named_and_can_be_given(checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("nvfp4") / "transformer"
+    models = load(folder), load(folder)
+    for model in models:
+        model.register_to_config(_name_or_path=str(tmp_path / "gone"))
+    fluxq.prepare(models[0], device="cpu")
+    with pytest.raises(ValueError, match=r"it is unknown where .* fluxq\.prepare\(\.\.\., source=FOLDER\)"):
+        models[0].save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"source .* holds no checkpoint of fluxq for FluxTransformer2DModel: "):
+        fluxq.prepare(models[1], device="cpu", source=tiny.path())
+    assert all(layer.prepared is None for _, layer in quant_layers(models[1]))
+    fluxq.prepare(models[1], device="cpu", source=folder.parent)  # the pipeline's folder serves too
+    models[1].save_pretrained(tmp_path / "saved")
+    assert_same_files(tmp_path / "saved", folder)
 
 
 def test_origin_says_which_tensor_it_lacks(tmp_path: Path) -> None:

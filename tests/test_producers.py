@@ -79,11 +79,11 @@ def test_every_step_is_what_the_top_of_the_file_says() -> None:
 def test_the_transform_is_sylvesters_hadamard_matrix_and_its_own_inverse(size: int) -> None:
     x = noise(M, K)
     matrix = torch.block_diag(*[sylvester(size)] * (K // size)).double() / size**0.5
-    v = producers.hadamard_transform(x, size)
+    v = ops.hadamard_transform(x, size)
     torch.testing.assert_close(v.double(), x.double() @ matrix, rtol=0, atol=1e-5)
-    torch.testing.assert_close(producers.hadamard_transform(v, size), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ops.hadamard_transform(v, size), x, rtol=0, atol=1e-5)
     unit = torch.eye(size)
-    assert torch.equal(producers.hadamard_transform(unit, size) * size**0.5 > 0, sylvester(size) > 0)
+    assert torch.equal(ops.hadamard_transform(unit, size) * size**0.5 > 0, sylvester(size) > 0)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])

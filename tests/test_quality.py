@@ -32,12 +32,30 @@ def test_the_committed_result_is_about_every_shipped_recipe() -> None:
 
 
 def test_committed_neighbours_differ_beyond_their_intervals() -> None:
-    neighbours = {tuple(found["recipes"]): found for found in COMMITTED["neighbours"]}
-    assert ("fp8", "mxfp8") in neighbours
-    for found in neighbours.values():
+    differences = {tuple(found["recipes"]): found for found in COMMITTED["differences"]}
+    assert ("fp8", "mxfp8") in differences
+    for found in differences.values():
         (_, better_low, _), (_, _, worse_high) = found["within_prompt_psnr_db"]
         if set(found["recipes"]) <= set(ORDER):
             assert better_low > worse_high and found["difference_db"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "least"),
+    [
+        ("nvfp4", "nvfp4 rtn", 2.0),
+        ("int4", "int4 rtn", 2.0),
+        ("nvfp4-max", "nvfp4", 0.0),
+        ("nvfp4-max as int8", "nvfp4-max", 0.0),
+    ],
+)
+def test_fitting_gains_what_it_should(better: str, worse: str, least: float) -> None:
+    """Paired PSNR on the committed images, by the whole interval; at equal bits but for a few vectors."""
+    found = next(row for row in COMMITTED["differences"] if row["recipes"] == [better, worse])
+    assert found["difference_db"][1] > least
+    rows = {row["recipe"]: row for row in COMMITTED["recipes"]}
+    if worse.endswith("rtn"):
+        assert rows[better]["bits_per_weight"] - rows[worse]["bits_per_weight"] < 0.42
 
 
 @pytest.mark.slow

@@ -10,8 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fluxq.recipes.recipe import (
+    COMPATS,
     PROFILES,
+    TRANSFORMS,
+    Component,
+    Gate,
+    LowRank,
     Recipe,
+    Rounding,
     find_recipe,
     gate_holds,
     load_recipe,
@@ -40,6 +46,20 @@ model: tiny
 profile: balanced
 compat: portable
 gates: ["psnr>=20"]
+gate: {db_per_percent: 0.1, gpu: b200, tokens: 4608}
+"""
+# Everything that may be tried; each key on a line of its own.
+TRYING = """\
+version: 1
+components:
+  transformer:
+    weights: {format: nvfp4, four_over_six: true}
+    activations: {format: nvfp4, four_over_six: true}
+    transforms: [center, smooth, hadamard]
+    low_rank: {rank: 1/96, deflate: true}
+    rounding: {method: gptq, scales: search}
+calibration: {count: 8, steps: 2}
+compat: full
 """
 
 
@@ -75,10 +95,11 @@ def test_every_shipped_recipe_says_for_whom_and_writes_every_key_out(name):
     text = find_recipe(name).read_text()
     assert text.startswith("# For whom: ")
     said = yaml.safe_load(text)
-    assert said.keys() == Recipe.model_fields.keys() - {"model"}
     (component,) = said["components"].values()
-    assert component.keys() == Recipe.model_validate(said).components["transformer"].model_fields_set
-    assert component["transforms"] == [] and component["rounding"] == {"method": "rtn", "scales": "amax"}
+    assert component.keys() == Component.model_fields.keys()
+    is_gated = component["transforms"] or component["low_rank"]  # without stages that cost time there is no price
+    assert said.keys() == Recipe.model_fields.keys() - {"model"} - (set() if is_gated else {"gate"})
+    assert component["rounding"].keys() == Rounding.model_fields.keys()
     assert "match" not in text and "." not in str(component["overrides"])  # layers by role, never by name
 
 
@@ -96,6 +117,8 @@ def test_what_is_left_out_has_a_default(recipe):
     part = read.components["transformer"]
     assert (part.activations, part.modulation, part.transforms, part.low_rank) == (None, None, [], None)
     assert (read.calibration, read.profile, read.compat, read.gates) == (None, "balanced", "portable", [])
+    assert (part.rounding, read.gate) == (Rounding(method="rtn", scales="amax"), Gate(db_per_percent=0.1, gpu="b200"))
+    assert not part.weights.four_over_six
 
 
 @pytest.mark.parametrize(
@@ -108,9 +131,28 @@ def test_what_is_left_out_has_a_default(recipe):
         ('reason: "first block"', "because: 1", "unknown key 'because'", 12),
         ("{format: nvfp4}", "{format: nvfp}", "unknown format 'nvfp' (did you mean 'nvfp4'?)", 5),
         ("group_size: 128", "group_size: 32", "group_size 32 is not offered for int4: it is 64 or 128", 4),
-        ("transforms: []", "transforms: [smooth]", "unknown transform 'smooth'", 6),
-        ("low_rank: null", "low_rank: {rank: 8}", "components.transformer.low_rank: Input should be None", 7),
-        ("method: rtn", "method: gptq", "components.transformer.rounding.method: Input should be 'rtn', got 'gptq'", 8),
+        (
+            "transforms: []",
+            "transforms: [smoth]",
+            "unknown transform 'smoth' (did you mean 'smooth'?); transforms: ",
+            6,
+        ),
+        ("transforms: []", "transforms: [8]", "unknown transform 8; transforms: center, smooth, hadamard", 6),
+        ("transforms: []", "transforms: [smooth, center]", "in one order, each once: write [center, smooth]", 6),
+        ("transforms: []", "transforms: [smooth, smooth]", "in one order, each once: write [smooth]", 6),
+        ("transforms: []", "transforms: smooth", "transforms: Input should be a valid list, got 'smooth'", 6),
+        ("low_rank: null", "low_rank: 8", "low_rank: expected a mapping", 7),
+        ("low_rank: null", "low_rank: {rank: 0}", "low_rank.rank: write a rank as an integer from 1 on, or as a", 7),
+        ("low_rank: null", "low_rank: {deflate: true}", "low_rank.rank: Field required", 7),
+        ("low_rank: null", "low_rank: {rank: 8, deflat: 1}", "unknown key 'deflat' (did you mean 'deflate'?)", 7),
+        ("method: rtn", "method: gtpq", "rounding.method: Input should be 'rtn' or 'gptq', got 'gtpq'", 8),
+        ("scales: amax", "scales: mse", "rounding.scales: Input should be 'amax' or 'search', got 'mse'", 8),
+        ("group_size: 128", "four_over_six: true", "four_over_six is a choice between two scales of an nvfp4 block", 4),
+        ("modulation: {format: fp8}", "modulation: {format: nvfp4, four_over_six: true}", "is rounded plainly", 9),
+        ("per_percent: 0.1", "per_percent: -1", "gate.db_per_percent: Input should be greater than or equal to 0", 19),
+        ("per_percent: 0.1", "per_percent: .inf", "gate.db_per_percent: Input should be a finite number", 19),
+        ("gpu: b200", "gpu: b20", "gate.gpu: unknown GPU 'b20'; known: a100", 19),
+        ("tokens: 4608", "tokens: 0", "gate.tokens: Input should be greater than or equal to 1", 19),
         ("modulation: {format: fp8}", "modulation: fp8", "expected a mapping", 9),
         ("count: 64", "count: '64'", "calibration.count: Input should be a valid integer, got '64'", 14),
         ("count: 64", "count: 0", "calibration.count: Input should be greater than or equal to 1, got 0", 14),
@@ -140,6 +182,112 @@ def test_what_is_left_out_has_a_default(recipe):
 def test_a_mistake_is_named_with_file_line_and_cure(recipe, old, new, message, line):
     assert FULL.count(old) == 1 or old in ("balanced", "portable"), old
     refused(recipe(FULL.replace(old, new, 1)), message, line)
+
+
+@pytest.mark.parametrize(
+    "rank", ["0", "-3", "true", "1.0", "0.0", ".nan", ".inf", "5/4", "3/3", "0/9", "1/0", "half", "[1]"]
+)
+def test_a_rank_that_is_none_is_refused(recipe, rank):
+    assert rank == "0" or not rank.isdigit()
+    refused(recipe(TRYING.replace("1/96", rank)), "low_rank.rank: write a rank as an integer from 1 on", 7)
+
+
+@pytest.mark.parametrize(
+    ("rank", "n", "k", "whole"),
+    [
+        ("1/96", 3072, 3072, 32),
+        ("1/96", 9216, 3072, 32),
+        ("1/96", 512, 512, 5),  # 5.33
+        ("1/96", 528, 4096, 6),  # 5.5
+        ("1/96", 40, 3072, 1),  # at least 1
+        ("1/3", 3, 9, 1),
+        (0.5, 5, 8, 3),
+        (32, 3072, 3072, 32),
+        (32, 16, 16, 32),  # the plan refuses it by the layer's name
+    ],
+)
+def test_a_share_is_of_the_smaller_side_to_the_nearest_whole_rank(rank, n, k, whole):
+    assert LowRank(rank=rank).rank_of(n, k) == LowRank(rank=rank).rank_of(k, n) == whole
+
+
+@pytest.mark.parametrize("chosen", [[], ["center"], ["smooth", "hadamard"], ["center", "hadamard"], list(TRANSFORMS)])
+def test_any_subset_of_the_transforms_is_read(recipe, chosen):
+    text = TRYING.replace("[center, smooth, hadamard]", f"[{', '.join(chosen)}]")
+    assert load_recipe(recipe(text))[1].components["transformer"].transforms == chosen
+
+
+@pytest.mark.parametrize(
+    ("compat", "old", "new", "line", "beyond"),
+    [
+        ("portable", "", "", 6, "hadamard is more than `compat: portable` allows, which is what every export target"),
+        ("portable", ", hadamard", "", 7, "components.transformer.low_rank: a low-rank branch is more than"),
+        (
+            "nunchaku",
+            "",
+            "",
+            6,
+            "center is more than `compat: nunchaku` allows, which is what nunchaku's file can hold",
+        ),
+        ("nunchaku", "center, ", "", 6, "components.transformer.transforms.1: hadamard is more than"),
+        ("nunchaku", "center, smooth, hadamard", "smooth", 7, "low_rank.deflate: deflation is more than"),
+    ],
+)
+def test_what_the_target_cannot_hold_is_refused(recipe, compat, old, new, line, beyond):
+    text = TRYING.replace("compat: full", f"compat: {compat}").replace(old, new, 1)
+    refused(recipe(text), beyond, line)
+    with pytest.raises(
+        ValueError, match=r"write `(low_rank: null|deflate: false)`|leave it out, or write `compat: full`"
+    ):
+        load_recipe(recipe(text), profile="rtn")  # a profile changes what is read of a file, not what it may say
+
+
+@pytest.mark.parametrize("compat", ["portable", "nunchaku"])
+def test_four_over_six_of_activations_is_for_fluxq_alone(recipe, compat):
+    plain = TRYING.replace("compat: full", f"compat: {compat}").replace("center, smooth, hadamard", "smooth")
+    plain = plain.replace("low_rank: {rank: 1/96, deflate: true}", "low_rank: null")
+    refused(recipe(plain), "activations.four_over_six: four_over_six of activations is more than", 5)
+    nvfp4 = "{format: nvfp4}"
+    kept = plain.replace("activations: {format: nvfp4, four_over_six: true}", f"activations: {nvfp4}")
+    assert load_recipe(recipe(kept))[1].components["transformer"].weights.four_over_six
+    tried = "activations: {format: nvfp4, four_over_six: true}"
+    override = f"    overrides: [{{role: qkv, weights: {nvfp4}, {tried}, reason: r}}]"
+    refused(
+        recipe(kept.replace("calibration:", override + "\ncalibration:")), "overrides.0.activations.four_over_six", 9
+    )
+
+
+def test_nunchaku_holds_a_low_rank_branch_and_everything_else_is_for_full(recipe):
+    held = TRYING.replace("center, smooth, hadamard", "smooth").replace("deflate: true", "deflate: false")
+    held = held.replace("compat: full", "compat: nunchaku").replace("four_over_six: true", "four_over_six: false")
+    assert load_recipe(recipe(held))[1].components["transformer"].low_rank == LowRank(rank="1/96")
+    assert load_recipe(recipe(TRYING))[1].compat == "full" and set(COMPATS) == {"portable", "nunchaku", "full"}
+
+
+@pytest.mark.parametrize(
+    ("key", "profiles"),
+    [
+        ("transforms: [center]", ("fast", "balanced", "best")),
+        ("low_rank: {rank: 8}", ("fast", "balanced", "best")),
+        ("rounding: {scales: search}", ("fast", "balanced", "best")),
+        ("rounding: {method: gptq}", ("balanced", "best")),  # fast skips it
+        ("weights: {format: nvfp4, four_over_six: true}", ()),
+    ],
+)
+def test_what_is_fitted_to_data_asks_for_it(recipe, key, profiles):
+    weights = "" if key.startswith("weights") else "    weights: {format: nvfp4}\n"
+    text = f"version: 1\ncomponents:\n  transformer:\n{weights}    {key}\ncompat: full\n"
+    for profile in PROFILES:
+        read = load_recipe(recipe(text + "calibration: {count: 4}\n"), profile=profile)[1]
+        assert read.uses_data == (profile in profiles)
+        assert not read.has_static_scales(read.components["transformer"])
+        if profile in profiles:
+            with pytest.raises(ValueError, match=r"calibration: what transformer says is fitted to data, and there is"):
+                load_recipe(recipe(text), profile=profile)
+        else:
+            assert not load_recipe(recipe(text), profile=profile)[1].uses_data
+    if profiles:
+        lines = len(text.splitlines())
+        refused(recipe(text + "calibration: null\n"), "give {count: 64, steps: 8}, or write `profile: rtn`", lines + 1)
 
 
 def test_a_missing_key_is_named(recipe):
@@ -250,7 +398,7 @@ def test_extends_in_a_circle_is_refused(recipe):
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(FileNotFoundError, match=r"'nvfp5' is neither .* shipped: fp8, int4, int8, mxfp8, nvfp4"):
+    with pytest.raises(FileNotFoundError, match=r"'nvfp5' is neither .* shipped: fp8, int4, .*nvfp4"):
         load_recipe("nvfp5")
 
 
@@ -269,12 +417,13 @@ def test_profile_on_the_command_line_overrides_the_file(recipe, profile):
     assert load_recipe(recipe(FULL), profile=profile)[1].profile == profile
 
 
-def test_rtn_never_calibrates():
-    assert load_recipe("nvfp4")[1].uses_data
-    assert not load_recipe("nvfp4", profile="rtn")[1].uses_data
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_rtn_never_calibrates(name):
+    assert not load_recipe(name, profile="rtn")[1].uses_data
+    assert load_recipe(name)[1].uses_data == (load_recipe(name)[1].calibration is not None)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
 def test_one_level_activations_need_no_data(recipe, name):
     assert not load_recipe(name)[1].uses_data
     assert not load_recipe(recipe(f"extends: {name}\ncalibration: {{count: 4}}\n"))[1].uses_data
@@ -320,8 +469,10 @@ def test_the_schema_accepts_what_is_accepted_and_refuses_a_misspelt_key(name):
     jsonschema = pytest.importorskip("jsonschema")
     said = yaml.safe_load(find_recipe(name).read_text())
     jsonschema.validate(said, recipe_schema())
+    jsonschema.validate(yaml.safe_load(TRYING), recipe_schema())
     jsonschema.validate({"extends": name, "components": {"transformer": {"modulation": None}}}, recipe_schema())
-    for wrong in ({**said, "profil": "rtn"}, {**said, "version": 2}, {"profile": "rtn"}):
+    low_rank = {"extends": name, "components": {"transformer": {"low_rank": {"rank": "1 of 96"}}}}
+    for wrong in ({**said, "profil": "rtn"}, {**said, "version": 2}, {"profile": "rtn"}, low_rank):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, recipe_schema())
 

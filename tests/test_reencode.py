@@ -16,7 +16,7 @@ from fluxq.kernels import reencode as kernels
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import Tile
 from fluxq.quantize import reencode
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, swizzle_scales
 from fluxq.recipes.formats import FORMATS
 
 
@@ -164,35 +164,6 @@ def test_added_error_is_relative_and_zero_for_zeros() -> None:
     assert reencode.added_error(zeros, zeros) == 0.0
 
 
-@pytest.mark.parametrize("hadamard", [0, 16, 64])
-def test_a_collapsed_layer_computes_what_the_transformed_one_does(hadamard: int) -> None:
-    n, k, rank = 48, 192, 5
-    noise = torch.Generator().manual_seed(6)
-    w = QuantizedTensor.quantize(torch.randn(n, k, generator=noise), "nvfp4")
-    x, a, b = (torch.randn(*shape, generator=noise) for shape in ((9, k), (rank, k), (n, rank)))
-    smooth = torch.rand(k, generator=noise) + 0.5
-    rotated = x * smooth
-    if hadamard:
-        h = torch.ones(1, 1)
-        while len(h) < hadamard:  # Sylvester
-            h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), h)
-        rotated = (rotated.reshape(9, -1, hadamard) @ h / hadamard**0.5).reshape(9, k)
-    expected = rotated @ w.dequantize().T + (x @ a.T) @ b.T
-    plain = reencode.collapsed_weight(w, (a, b), smooth, hadamard)
-    assert ((x @ plain.T - expected).norm() / expected.norm()).item() < 1e-5
-    assert torch.equal(reencode.collapsed_weight(w), w.dequantize())
-
-
-def test_transforms_that_do_not_fit_are_named() -> None:
-    w = weight("nvfp4", 4)  # (4, 336)
-    with pytest.raises(ValueError, match=r"smooth is \(5,\), expected \(336,\)"):
-        reencode.collapsed_weight(w, smooth=torch.ones(5))
-    with pytest.raises(ValueError, match=r"A \(2, 9\) and B \(4, 2\), expected \(R, 336\) and \(4, R\)"):
-        reencode.collapsed_weight(w, low_rank=(torch.ones(2, 9), torch.ones(4, 2)))
-    with pytest.raises(ValueError, match="hadamard is 64, expected a power of two that divides K = 336"):
-        reencode.collapsed_weight(w, hadamard=64)
-
-
 # The ops
 
 
@@ -222,6 +193,23 @@ def test_the_ops_compile_in_one_graph() -> None:
     plain, rows = run(w.codes, w.scale, w.global_scale)
     assert torch.equal(plain, w.dequantize())
     assert torch.equal(rows, reencode.reencode(w, "int8").dequantize())
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (130, 8), (128, 4)])
+def test_the_op_that_swizzles_scales(shape: tuple[int, int]) -> None:
+    scale = torch.arange(shape[0] * shape[1]).reshape(shape).to(torch.uint8)
+    torch.library.opcheck(torch.ops.fluxq.swizzle_scales.default, (scale,))
+    compiled = torch.compile(torch.ops.fluxq.swizzle_scales, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(scale), swizzle_scales(scale))
+    encoded = torch.ops.fluxq.swizzle_scales(scale.view(torch.float8_e4m3fn))
+    assert encoded.dtype == torch.float8_e4m3fn
+    assert torch.equal(encoded.view(torch.uint8), swizzle_scales(scale))
+    for bad, what in ((scale.bfloat16(), r"bfloat16 \(\d+, \d\)"), (scale.flatten(), r"uint8 \(\d+,\)")):
+        for device in ("cpu", "meta"):
+            with pytest.raises(
+                ValueError, match=rf"scale is torch\.{what}, expected block scales \(rows, G\) of one byte"
+            ):
+                torch.ops.fluxq.swizzle_scales(bad.to(device))
 
 
 def test_a_missing_global_scale_is_named() -> None:

@@ -10,6 +10,8 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fluxq.integrations.gpu import OPS
+from fluxq.integrations.gpu import register as register_kernels
 from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
@@ -67,13 +69,14 @@ def _register(function: str) -> None:
     getattr(importlib.import_module(module), name)()
 
 
-# What is told about fluxq, and by which function, once a library's module is imported; our own ops about kernels.
+# What is told about fluxq, and by which function, once a library's module is imported.
 _REGISTRATIONS = {
     "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
-    "fluxq.quantize.linear": "fluxq.integrations.gpu:register",
     "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
     "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",
     "transformers.quantizers.auto": "fluxq.integrations.transformers:register",
 }
 for _module, _function in _REGISTRATIONS.items():
     when_imported(_module, functools.partial(_register, _function))
+for _module in OPS:
+    when_imported(_module, functools.partial(register_kernels, _module))

@@ -92,7 +92,9 @@ _overwrite = click.option("--overwrite", is_flag=True, help="Replace what stands
 _lora = click.option(
     "--lora", multiple=True, metavar="FILE:WEIGHT", help="Fuse this LoRA before quantizing (repeatable)."
 )
-_statistics = click.option("--statistics", metavar="FILE", help="Use this file of `fluxq calibrate`.")
+_statistics = click.option(
+    "--statistics", metavar="FILE", help="Input scales cover what this file of `fluxq calibrate` saw."
+)
 _common = _options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     click.option("-v", "--verbose", count=True, help="Say what is decided and why; show tracebacks."),
@@ -159,6 +161,7 @@ def calibrate(**arguments: Any) -> None:
 @_overwrite
 @_statistics
 @click.option("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the closing check.")
+@click.option("--parallel-blocks", is_flag=True, help="Fit each block to what 16-bit blocks before it return.")
 @_common
 def quantize(**arguments: Any) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.

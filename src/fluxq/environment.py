@@ -30,8 +30,8 @@ _SHORT_VALUE = re.compile(r"[\w.,:-]{0,16}")  # switches and lists of devices; p
 def environment() -> dict[str, Any]:
     """The report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
 
-    driver is None without an NVIDIA driver. implementations has a row per scheme of the shipped recipes and kind of
-    device: what 4096 tokens run on, before `fluxq.prepare`. variables: those set that change what fluxq does.
+    driver is None without an NVIDIA driver. implementations has a row per pair of formats of the shipped recipes and
+    kind of device: what 4096 tokens run on, before `fluxq.prepare`. variables: those set that change what fluxq does.
     """
     devices = _devices()
     return {

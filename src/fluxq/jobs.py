@@ -20,18 +20,21 @@ import torch
 
 import fluxq
 from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_folder, sha256_json, write_json, write_text
+from fluxq.base.files import atomic_folder, read_json, sha256_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, GENERATION_FILE, ModelFolder, check_weights, load_pipeline, resolve_model
 from fluxq.base.provenance import versions
+from fluxq.calibrate.blocks import Replay, block_names
+from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import capture_statistics, number_of_steps
 from fluxq.calibrate.prompts import PromptSet, load_prompts
+from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
 from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, read_updates
-from fluxq.quantize.run import quantize_component, require_finite_weights
+from fluxq.quantize.run import Fitting, Outcome, quantize_component, require_finite_weights
 from fluxq.quantize.verify import hash_files
 from fluxq.recipes.cost import Cost, Prefer, cost, forward_pass
 from fluxq.recipes.devices import find_device
@@ -48,6 +51,8 @@ CHECK_IMAGES = 4
 LORA_COMPONENT = "transformer"
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
+_HELD_OUT = 10  # one image in so many decides, and is never fitted to
+_MOST_CALLS = 128  # of a transformer, that layers are fitted to; batches times steps
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Options:
     local_files_only: bool = False
     overwrite: bool = False
     check: bool = True
+    parallel_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,12 @@ class Prepared:
     def calibrated(self) -> dict[str, Plan]:
         """Component -> plan, of those whose activations calibration looks at: the transformers."""
         return {plan.component: plan for plan in self.plans if FAMILIES[plan.family].kind == "transformer"}
+
+    @property
+    def fitted(self) -> dict[str, Plan]:
+        """Component -> plan, of those with layers that are fitted to their inputs."""
+        plans = self.calibrated.items()
+        return {name: plan for name, plan in plans if any(la.method.needs_data for la in plan.quantized)}
 
     @property
     def call(self) -> dict[str, Any]:
@@ -145,7 +157,7 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
-        _require_same_model(statistics, prepared)
+        _require_useful_statistics(statistics, prepared)
     if not writes:
         return prepared
     if options.check:
@@ -208,23 +220,41 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
     """
     if prepared.finished is not None:
         return prepared.finished
+    try:
+        record = _quantize(prepared)
+    except ValueError:  # it would fail again: what was begun is of no use
+        shutil.rmtree(_work_folder(prepared), ignore_errors=True)
+        raise
+    shutil.rmtree(_work_folder(prepared), ignore_errors=True)
+    return record
+
+
+def _quantize(prepared: Prepared) -> dict[str, Any]:
     options, folder = prepared.options, prepared.folder
     started = time.perf_counter()
     _require_space(prepared)
     reference: Generated | None = None
     statistics = prepared.statistics
-    needs_statistics = statistics is None and any(plan.static_groups() for plan in prepared.plans)
-    if needs_statistics or options.check:
+    fittings: dict[str, Fitting] = {}
+    static = [plan for plan in prepared.plans if plan.static_groups() and plan.component not in prepared.fitted]
+    if prepared.fitted or options.check or (static and statistics is None):
         pipe = prepared.load_reference()
-        if needs_statistics:
+        if static and statistics is None:
             statistics = _calibrate(prepared, pipe)
         if options.check:
             reference = generate(pipe, _check_items(prepared), prepared.call, description="16-bit images")
+        if prepared.fitted:
+            fittings = _fittings(prepared, pipe, statistics)
         del pipe
+    trajectory = statistics.trajectory if statistics else None
+    for fitting in fittings.values():
+        trajectory = fitting.replay.calls.trajectory  # one for all components
     with atomic_folder(prepared.output, overwrite=options.overwrite) as part:
-        written = [_write(part, prepared, plan, statistics) for plan in prepared.plans]
+        written = [
+            _write(part, prepared, plan, statistics, fittings.pop(plan.component, None)) for plan in prepared.plans
+        ]
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
-        record = _record(prepared, statistics, written)
+        record = _record(prepared, statistics, trajectory, written)
         record["files"] = hash_files(part)
         if reference is not None:
             record["check"] = _check(part, prepared, reference)
@@ -342,6 +372,8 @@ def _plan(
         entry,
         linears,
         static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or options.statistics is not None),
+        profile=recipe.profile,
+        compat=recipe.compat,
         include=include,
         exclude=exclude,
     )
@@ -402,32 +434,108 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
         raise
 
 
-def _write(part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | None) -> dict[str, Any]:
+def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> dict[str, Fitting]:
+    """Component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
+    folder, calibration, plans = _work_folder(prepared), prepared.calibration, prepared.fitted
+    items = items_for(prepared.prompts.prompts, calibration.count, _CALIBRATION_SEEDS + calibration.seed)
+    held = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
+    blocks = {name: block_names(FAMILIES[plan.family], getattr(pipe, name)) for name, plan in plans.items()}
+    try:
+        calls = capture_calls(
+            pipe,
+            blocks,
+            items[: len(items) - held],
+            items[len(items) - held :],
+            prepared.call,
+            steps=calibration.steps,
+            digests={name: prepared.digest(name) for name in plans},
+            folder=folder / "calls",
+            most=_MOST_CALLS,
+        )
+        weights = _level_weights(prepared, pipe, items[:IMAGES], calls, folder / "levels.json")
+    except ValueError:
+        for component in plans:
+            require_finite_weights(prepared.weights(component))  # the cause, where there is one
+        raise
+    own = {name: statistics.of_component(name) if statistics else None for name in plans}
+    return {
+        name: Fitting(
+            Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights),
+            prepared.recipe.gate,
+            folder / name,
+            prepared.options.parallel_blocks,
+            own[name],
+        )
+        for name in plans
+    }
+
+
+def _level_weights(
+    prepared: Prepared, pipe: Any, items: Sequence[tuple[str, int]], calls: dict[str, Calls], file: Path
+) -> dict[int, float]:
+    """Denoising step -> what an error at it does to the final latents; measured once and kept."""
+    if not file.is_file():
+        steps = sorted({call.step for found in calls.values() for call in found.calls})
+        weights = noise_level_weights(pipe, list(calls), items, prepared.call, steps)
+        write_json(file, {str(step): weight for step, weight in weights.items()})
+    return {int(step): weight for step, weight in read_json(file).items()}
+
+
+def _work_folder(prepared: Prepared) -> Path:
+    """Beside the output: what an interrupted run of the same job goes on with."""
+    output = prepared.output.resolve()
+    key = sha256_json([prepared.identity, prepared.options.parallel_blocks])[:16]
+    return output.parent / f".{output.name}.{key}.work"
+
+
+def _write(
+    part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | None, fitting: Fitting | None
+) -> dict[str, Any]:
     source = prepared.weights(plan.component)
-    weight_sqnr: dict[str, float] = {}
     dtype = getattr(torch, prepared.options.dtype)
     own = statistics.of_component(plan.component) if statistics else None
-    tensors = quantize_component(plan, source, own, dtype, weight_sqnr)
+    outcome, started = Outcome(), time.perf_counter()
+    tensors = quantize_component(plan, source, own, dtype, outcome, fitting)
     shown = progress(tensors, f"Quantizing {plan.component}")
-    size = checkpoint.write_component(part / plan.component, prepared.folder, plan, shown)
+    target = part / plan.component
+    size = checkpoint.write_component(
+        target, prepared.folder, plan, shown, schemes=lambda: outcome.applied_to(plan).schemes()
+    )
+    plan = outcome.applied_to(plan)
     return {
         "component": plan.component,
         "family": plan.family,
         "bytes_before": source.nbytes,
         "bytes_after": size,
         "bits_per_weight": round(plan.bits_per_weight, 4),
+        "seconds": round(time.perf_counter() - started, 1),
         "layers": [
             {
                 **layer.describe(),
                 "bits_per_weight": round(layer.bits_per_weight, 4),
-                "weight_sqnr_db": _rounded(weight_sqnr.get(layer.name)),
+                "weight_sqnr_db": _rounded(outcome.weight_sqnr.get(layer.name)),
             }
             for layer in plan.layers
+        ],
+        "groups": [
+            {
+                "group": name,
+                "layers": list(group.layers),
+                "sqnr_before_db": _rounded(group.plain_db),
+                "sqnr_db": _rounded(group.db),
+                "stages": [asdict(stage) for stage in group.stages],
+            }
+            for name, group in outcome.groups.items()
         ],
     }
 
 
-def _record(prepared: Prepared, statistics: Statistics | None, written: list[dict[str, Any]]) -> dict[str, Any]:
+def _record(
+    prepared: Prepared,
+    statistics: Statistics | None,
+    trajectory: dict[str, Any] | None,
+    written: list[dict[str, Any]],
+) -> dict[str, Any]:
     return {
         "fluxq_version": fluxq.__version__,
         "identity": prepared.identity,
@@ -441,7 +549,7 @@ def _record(prepared: Prepared, statistics: Statistics | None, written: list[dic
         "recipe": {"name": prepared.recipe_name, **prepared.recipe.model_dump(mode="json")},
         "loras": [lora.describe() for lora in prepared.loras],
         "prompts": {"source": prepared.prompts.source, "digest": prepared.prompts.digest},
-        "trajectory": statistics.trajectory if statistics else None,
+        "trajectory": trajectory,
         "statistics_digest": statistics.content_digest if statistics else None,
         "components": written,
         "versions": versions(),
@@ -575,10 +683,15 @@ def _require_images(folder: ModelFolder, cure: str) -> None:
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes video, and only images can be compared; {cure}")
 
 
-def _require_same_model(statistics: Statistics, prepared: Prepared) -> None:
-    """Refuse statistics that were gathered on other weights, or that nothing here can use."""
+def _require_useful_statistics(statistics: Statistics, prepared: Prepared) -> None:
+    """Refuse statistics that were gathered on other weights, that lack a layer, or that nothing here can use."""
     if not prepared.calibrated:
         raise ValueError("what is quantized here is weight-only and uses no statistics: leave out --statistics")
+    if not any(plan.static_groups() for plan in prepared.plans):
+        raise ValueError(
+            f"recipe {prepared.recipe_name} stores no input scale, which is all that statistics are used for: "
+            "leave out --statistics"
+        )
     model = statistics.trajectory.get("model")
     for component in prepared.calibrated:
         digest = model.get(component) if isinstance(model, dict) else model
@@ -586,6 +699,9 @@ def _require_same_model(statistics: Statistics, prepared: Prepared) -> None:
             raise ValueError(
                 f"{component}: the statistics were gathered on another model; run `fluxq calibrate` on this one"
             )
+    for component, plan in prepared.calibrated.items():
+        for group in plan.static_groups():
+            statistics.of_component(component).amax(group)  # refuses what it lacks before anything is computed
 
 
 def _require_space(prepared: Prepared) -> None:
@@ -632,9 +748,13 @@ def _facts(record: dict[str, Any]) -> Facts:
             **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
             "recipe (SHA-256)": record["identity"]["recipe"],
             "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",
-            "statistics (SHA-256)": record["statistics_digest"] or "none: the recipe needs no data",
+            "statistics (SHA-256)": record["statistics_digest"] or _without_statistics(record),
         },
     )
+
+
+def _without_statistics(record: dict[str, Any]) -> str:
+    return "none: layers were fitted to captured calls" if record["trajectory"] else "none: the recipe needs no data"
 
 
 def _rounded(value: float | None) -> float | None:

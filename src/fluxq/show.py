@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fluxq.jobs import Prepared
     from fluxq.quantize.verify import Result
@@ -46,11 +46,17 @@ def plan_json(prepared: Prepared, costs: dict[str, Cost]) -> dict[str, Any]:
 
 
 def calibrated(prepared: Prepared, path: Path) -> None:
-    """Where the statistics are and how to use them."""
+    """Where the statistics are and what they are for."""
     click.echo(f"statistics of {prepared.calibration.count} images in {path}")
+    if not any(plan.static_groups() for plan in prepared.plans):
+        click.echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
+        return
+    if prepared.fitted:
+        click.echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
     options = prepared.options
     again = [options.model] if options.model else []
     again += ["--recipe", options.recipe]
+    again += ["--profile", options.profile] if options.profile else []
     again += ["--components", ",".join(options.components)] if options.components else []
     again += [word for lora in options.lora for word in ("--lora", lora)]
     again += ["--revision", options.revision] if options.revision else []
@@ -73,6 +79,7 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record["check"])))
     rows += [("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g}") for f in prepared.loras]
     _table(header, rows)
+    _decisions(parts)
     click.echo(f"checkpoint: {prepared.output}")
     click.echo(f"next: fluxq eval {prepared.output}")
 
@@ -154,6 +161,30 @@ def _facts(part: dict[str, Any]) -> dict[str, str]:
         "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
         "mean layer SQNR": f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact",
     }
+
+
+def _decisions(parts: list[dict[str, Any]]) -> None:
+    """What was kept, and what the layers' outputs gained by it, by role; nothing where nothing was tried."""
+    rows = []
+    for part in parts:
+        role_of = {layer["name"]: layer["role"] for layer in part["layers"]}
+        by_role: dict[str, list[dict[str, Any]]] = {}
+        for group in part["groups"]:
+            by_role.setdefault(role_of[group["layers"][0]], []).append(group)
+        for role, groups in by_role.items():
+            tried = dict.fromkeys(stage["name"] for group in groups for stage in group["stages"])
+            kept = [stage["name"] for group in groups for stage in group["stages"] if stage["kept"]]
+            if tried:
+                before, after = (_mean(group[key] for group in groups) for key in ("sqnr_before_db", "sqnr_db"))
+                words = ", ".join(f"{name} {kept.count(name)}" for name in tried)
+                rows.append((role, str(len(groups)), f"{before} -> {after}", words))
+    if rows:
+        _table(("role", "inputs", "held-out SQNR, dB", "kept, of so many inputs"), rows)
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.1f}" if known else "not measured"
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:

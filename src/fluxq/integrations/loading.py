@@ -127,8 +127,8 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     entry = component_recipe(recipe, config.component, family)
     if recipe.needs_data(entry):
         raise ValueError(
-            f"recipe {recipe_name} calibrates this {class_name}, which loading cannot do: run `fluxq quantize MODEL "
-            f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn' for scales computed at run time"
+            f"recipe {recipe_name} fits this {class_name} to data, which loading cannot do: run `fluxq quantize MODEL "
+            f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn', which only rounds to nearest"
         )
     if config.component and config.component not in recipe.components and not config.component.startswith(family.kind):
         raise ValueError(
@@ -141,6 +141,8 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
         entry,
         [LinearShape(n, m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)],
         static_inputs=False,
+        profile=recipe.profile,
+        compat=recipe.compat,
         include=config.include,
         exclude=config.exclude,
     )
@@ -183,7 +185,7 @@ class Arrivals:
             del self._waiting[layer.group]
             self._left.difference_update(members)
         weights = [group[member] for member in members]
-        scale = joined_global_scale(weights, layer.scheme.weights)  # pyright: ignore[reportOptionalMemberAccess]
+        scale = joined_global_scale(weights, [self._layers[member] for member in members])
         del weights  # each 16-bit form goes as soon as it is rounded
         rounded = {}
         for member in members:

@@ -149,6 +149,11 @@ def register_with_lora_loader() -> None:
 
     def weight(model: Any, module: nn.Module) -> Tensor:
         if isinstance(module, QuantLinear):
+            if module.scheme.center:  # diffusers would put the layer's own bias beside this weight
+                raise ValueError(
+                    f"this LoRA widens a layer quantized as {module.scheme}, whose bias is not that of its weight: "
+                    "keep the layer in 16 bit, or quantize it without center"
+                )
             return module.dequantized(model.dtype).weight
         return stock_weight(model, module)
 

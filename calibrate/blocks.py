@@ -1,0 +1,381 @@
+"""Replay: a transformer's captured calls run through it block by block, each block once per pass.
+
+To run block b on a call, the model's own forward is used, so that nothing here knows what a family does between its
+blocks. Blocks that ran before b are replaced by what they returned when it was their turn, and b raises once it has
+its output, so nothing behind it is computed.
+
+    for block in replay:
+        inputs = block.observe({group: path of a Linear, …})    # one pass
+        …                                                       # quantize the block's Linears, keep them on disk
+        block.advance()                                         # one pass, through what stands there now
+
+Which earlier outputs b really depends on (the block before it; in models with refiners or skips also others) is read
+from the autograd graph between the blocks, once. Only those are kept. The others are stood in for by NaN of the right
+shape: should one matter after all, `observe` refuses what it sees.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.files import read_json, sha256_json, write_json
+from fluxq.base.model import open_weights, save_weights
+from fluxq.calibrate import nested
+from fluxq.calibrate.calls import Call, Calls
+from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
+from fluxq.recipes.families import Family
+from fluxq.recipes.patterns import matches
+
+_DONE = "done.json"
+_HEADER = "fluxq_output"
+
+
+def block_names(family: Family, model: nn.Module) -> tuple[str, ...]:
+    """Paths of the model's blocks: what the family's input groups lie in. Modulation is not observed and makes none."""
+    patterns = {group.block for group in family.groups if group.role != "modulation"}
+    return tuple(path for path, _ in model.named_modules() if any(matches(pattern, path) for pattern in patterns))
+
+
+class Replay:
+    """The blocks of `model`, one after the other, over captured calls.
+
+    model: as it was captured, on any device; blocks already done hold what `LiveBlock.advance` is to run through.
+    folder: where outputs of blocks are kept; None keeps them in memory, on the model's device. weights: denoising
+    step -> weight of its tokens, 1 where it says nothing. digest: hash of whatever else decides the outputs (recipe,
+    profile), so that outputs of another job are not taken for this one's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Calls,
+        folder: Path | None,
+        *,
+        weights: Mapping[int, float] | None = None,
+        digest: str = "",
+    ) -> None:
+        self.model, self.calls, self.weights = model, calls, dict(weights or {})
+        self.blocks = calls.blocks
+        self.modules = [model.get_submodule(name) for name in self.blocks]
+        self.device = next(model.parameters()).device
+        self.needs = _dependencies(model, self.modules, calls.calls[0], self.device)
+        self.current = calls.calls[0]
+        self.turn = 0
+        self._blank = nested.blank(self.device)
+        digest = sha256_json([calls.digest, digest])
+        self._outputs = _InMemory() if folder is None else _OnDisk(folder, digest)
+
+    def __iter__(self) -> Iterator[LiveBlock]:
+        """Blocks in the order in which they run. ValueError if one was left without `advance`."""
+        while self.turn < len(self.blocks):
+            block = LiveBlock(self, self.turn)
+            yield block
+            if block.is_needed and not block.advanced:
+                raise ValueError(f"{block.name}: was not advanced, and later blocks need its output; call advance()")
+            self.turn += 1
+            for old in range(self.turn):
+                if self.last_use(old) < self.turn:
+                    self._outputs.drop(old)
+
+    @property
+    def resumable(self) -> int:
+        """Number of blocks whose outputs lie on disk and need not be made again, for `skip_to`."""
+        return max(index for index in range(len(self.blocks)) if all(map(self._outputs.has, self._kept_for(index))))
+
+    def skip_to(self, index: int) -> None:
+        """Go on at block `index`; the caller has put the finished blocks' layers back. ValueError if that cannot be."""
+        missing = [self.blocks[i] for i in sorted(self._kept_for(index)) if not self._outputs.has(i)]
+        if missing:
+            raise ValueError(f"{missing[0]}: its outputs are not there, or another job's; go on at an earlier block")
+        self.turn = index
+
+    def last_use(self, index: int) -> int:
+        """The last block that needs the output of block `index`; itself if none does."""
+        return max((later for later, needed in enumerate(self.needs) if index in needed), default=index)
+
+    def weight(self, call: Call) -> float:
+        """Of each token of a call."""
+        return self.weights.get(call.step, 1.0)
+
+    def run(self, at: int, index: int) -> Any:
+        """What block `index` returns in call `at`, which is `current` meanwhile. ValueError if it is not reached."""
+        self.current = call = self.calls.calls[at]
+
+        def earlier(i: int) -> Callable[..., Any]:
+            if i in self.needs[index]:
+                return lambda *_args, **_kwargs: self._outputs.load(i, at, self.device)
+            return lambda *_args, **_kwargs: nested.unpack(call.outputs[self.blocks[i]], self._blank)
+
+        own = self.modules[index].forward
+
+        def live(*args: Any, **kwargs: Any) -> Any:
+            raise _Finished(own(*args, **kwargs))
+
+        stand_ins = {self.modules[i]: earlier(i) for i in range(index)} | {self.modules[index]: live}
+        args, kwargs = call.load(self.device)
+        with torch.no_grad(), replaced_forwards(stand_ins):
+            try:
+                self.model(*args, **kwargs)
+            except _Finished as finished:
+                return finished.output
+        raise ValueError(f"{self.blocks[index]}: a captured call does not reach this block; capture again")
+
+    def keep(self, index: int, outputs: Iterator[Any]) -> None:
+        """Store the outputs of block `index`, call by call."""
+        name = f"output of {self.blocks[index]}"
+        self._outputs.begin(index)
+        for at, output in enumerate(outputs):
+            self._outputs.save(index, at, output, name, self.device)
+        self._outputs.finish(index)
+
+    def _kept_for(self, index: int) -> set[int]:
+        """Blocks before `index` whose outputs it or a later one needs."""
+        return {i for needed in self.needs[index:] for i in needed if i < index}
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """`forward` of each module replaced; one that its instance had (hooks of accelerate set it) is put back."""
+    own = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module in forwards:
+            del module.__dict__["forward"]
+            if module in own:
+                module.__dict__["forward"] = own[module]
+
+
+class LiveBlock:
+    """The block of a replay whose turn it is. name: its path. module: itself, in the model."""
+
+    def __init__(self, replay: Replay, index: int) -> None:
+        self.replay, self.index, self.name = replay, index, replay.blocks[index]
+        self.advanced = False
+
+    @property
+    def module(self) -> nn.Module:
+        return self.replay.modules[self.index]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a later block needs its output."""
+        return self.replay.last_use(self.index) > self.index
+
+    def observe(
+        self,
+        groups: Mapping[str, str],
+        *,
+        segments: Mapping[str, tuple[int, ...]] | None = None,
+        without_gram: Collection[str] = (),
+        advance: bool = False,
+        most_fit: int = 2048,
+        most_held: int = 1024,
+    ) -> dict[str, GroupInputs]:
+        """Run the calls through the block and gather what flows into each input group.
+
+        groups: group -> path of one of its Linears, from the model's root. segments: group -> sizes along K that its
+        Gram is block-diagonal over. without_gram: groups that need none. advance: also keep the outputs, in the same
+        pass; what is quantized afterwards is then not seen by later blocks. `GroupInputs.tokens` runs the calls again,
+        through the block as it is then, until the loop goes on to the next block. ValueError naming the group for NaN,
+        infinity and inputs that never came.
+        """
+        layers: dict[str, Any] = {group: self.replay.model.get_submodule(path) for group, path in groups.items()}
+        builders = {
+            group: InputsBuilder(
+                group,
+                layer.in_features,
+                (segments or {}).get(group, ()),
+                device=self.replay.device,
+                wants_gram=group not in without_gram,
+                calls=self.replay.calls.counts,
+                most_fit=most_fit,
+                most_held=most_held,
+            )
+            for group, layer in layers.items()
+        }
+
+        def see(group: str, x: Tensor) -> None:
+            call = self.replay.current
+            builders[group].add(x, self.replay.weight(call), call.held, call.step)
+
+        with _watched(layers, see):
+            if advance and self.is_needed:
+                self.advance()
+            elif groups:
+                for at in range(len(self.replay.calls.calls)):
+                    self.replay.run(at, self.index)
+        return {group: builder.finish(self._tokens(layers[group])) for group, builder in builders.items()}
+
+    def advance(self) -> None:
+        """Run the calls through the block as it is now and keep its outputs for the blocks to come."""
+        if self.is_needed:
+            calls = range(len(self.replay.calls.calls))
+            self.replay.keep(self.index, (self.replay.run(at, self.index) for at in calls))
+        self.advanced = True
+
+    def _tokens(self, layer: nn.Module) -> Callable[[], Iterator[tuple[Tensor, float]]]:
+        def tokens() -> Iterator[tuple[Tensor, float]]:
+            if self.index != self.replay.turn:
+                raise ValueError(
+                    f"{self.name}: its tokens cannot be had again, the replay has gone on to a later block"
+                )
+            for at, call in enumerate(self.replay.calls.calls):
+                if not call.held:
+                    seen: list[Tensor] = []
+                    with _watched({"": layer}, lambda _, x, seen=seen: seen.append(x.flatten(0, -2))):
+                        self.replay.run(at, self.index)
+                    yield from ((x, self.replay.weight(call)) for x in seen)
+
+        return tokens
+
+
+class _Finished(Exception):
+    """Leaves the model's forward with the output of the live block."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("the live block has run")
+        self.output = output
+
+
+def _dependencies(
+    model: nn.Module, blocks: Sequence[nn.Module], call: Call, device: torch.device
+) -> tuple[frozenset[int], ...]:
+    """For each block, the earlier blocks whose outputs its arguments were computed from.
+
+    No block runs: each returns leaves of an autograd graph, and later ones look which leaves their arguments grew from.
+    """
+    found: list[frozenset[int]] = []
+    layouts = list(call.outputs.values())
+    leaves: dict[Tensor, int] = {}
+    opaque: set[int] = set()  # blocks that return integers, which no graph follows: every later block may need them
+    blank = nested.blank(device)
+
+    def stand_in(index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            arguments = nested.tensors_in([list(args), kwargs])
+            found.append(frozenset(opaque | {leaves[leaf] for leaf in _leaves_of(arguments) if leaf in leaves}))
+            if index == len(blocks) - 1:
+                raise _Finished(None)
+
+            def leaf(entry: dict[str, Any]) -> Tensor:
+                tensor = blank(entry).detach()
+                if not tensor.is_floating_point():
+                    opaque.add(index)
+                    return tensor
+                leaves[tensor.requires_grad_()] = index
+                return tensor.clone()  # a leaf itself could not be written to in place
+
+            return nested.unpack(layouts[index], leaf)
+
+        return forward
+
+    args, kwargs = call.load(device)
+    with torch.enable_grad(), replaced_forwards({block: stand_in(i) for i, block in enumerate(blocks)}):
+        try:
+            model(*args, **kwargs)
+        except _Finished:
+            return tuple(found)
+    raise ValueError(f"{next(reversed(call.outputs))}: a captured call does not reach this block; capture again")
+
+
+def _leaves_of(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Leaves of the autograd graph that the tensors grew from."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    met = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for before, _ in node.next_functions:
+            if before is not None and before not in met:
+                met.add(before)
+                waiting.append(before)
+
+
+@contextmanager
+def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """see(group, x) is called before a group's layer computes with x."""
+
+    def hook(group: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _module, args: see(group, args[0])
+
+    handles = [layer.register_forward_pre_hook(hook(group)) for group, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _InMemory:
+    """Outputs of blocks, call by call, where the model is."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, dict[int, tuple[Any, dict[str, Tensor]]]] = {}
+
+    def begin(self, index: int) -> None:
+        self.kept[index] = {}
+
+    def save(self, index: int, at: int, output: Any, name: str, device: torch.device) -> None:
+        self.kept[index][at] = nested.pack(output, name, device, device)
+
+    def finish(self, index: int) -> None:
+        """Nothing to write."""
+
+    def load(self, index: int, at: int, device: torch.device) -> Any:
+        layout, tensors = self.kept[index][at]
+        return nested.unpack(layout, nested.stored(tensors, device))
+
+    def has(self, index: int) -> bool:
+        return index in self.kept
+
+    def drop(self, index: int) -> None:
+        self.kept.pop(index, None)
+
+
+class _OnDisk:
+    """Outputs of blocks, call by call, a folder per block; complete once done.json says whose they are."""
+
+    def __init__(self, folder: Path, digest: str) -> None:
+        self.folder, self.digest = folder, digest
+
+    def begin(self, index: int) -> None:
+        self.drop(index)
+        self._of(index).mkdir(parents=True)
+
+    def save(self, index: int, at: int, output: Any, name: str, device: torch.device) -> None:
+        layout, tensors = nested.pack(output, name, device, "cpu")
+        save_weights(tensors, self._file(index, at), {_HEADER: json.dumps(layout)})
+
+    def finish(self, index: int) -> None:
+        write_json(self._of(index) / _DONE, {"digest": self.digest})
+
+    def load(self, index: int, at: int, device: torch.device) -> Any:
+        with open_weights(self._file(index, at)) as stream:
+            layout = json.loads((stream.metadata() or {})[_HEADER])
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}
+            return nested.unpack(layout, nested.stored(tensors, device))
+
+    def has(self, index: int) -> bool:
+        path = self._of(index) / _DONE
+        return path.is_file() and read_json(path).get("digest") == self.digest
+
+    def drop(self, index: int) -> None:
+        shutil.rmtree(self._of(index), ignore_errors=True)
+
+    def _of(self, index: int) -> Path:
+        return self.folder / f"block-{index:03}"
+
+    def _file(self, index: int, at: int) -> Path:
+        return self._of(index) / f"{at:05}.safetensors"

@@ -1,0 +1,249 @@
+"""Calls of a pipeline's transformers, kept on disk: what went in, and which blocks ran in which order.
+
+    calls.json                                what was asked for (a hash); the trajectory once all is there
+    batch-0003.json                           the calls of one batch of images, written when it is complete
+    batch-0003-transformer-000.safetensors    the tensors among the arguments of one call
+
+A capture that was interrupted goes on at the first batch that is missing; a finished one runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxq.base.console import progress
+from fluxq.base.files import atomic_path, read_json, sha256_json, write_json, write_text
+from fluxq.base.model import open_weights, save_weights
+from fluxq.calibrate import nested
+from fluxq.calibrate.capture import (
+    batches,
+    images_per_batch,
+    noise_levels,
+    number_of_steps,
+    run_pipeline,
+    spread,
+    trajectory_of,
+)
+
+_HEADER = "fluxq_call"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a transformer: the file of its tensors, its denoising step, and whether its images are held out.
+
+    arguments: layout (see nested.py) of its (args, kwargs). outputs: block -> layout of what the block returned, in
+    the order in which blocks ran.
+    """
+
+    file: Path
+    step: int
+    held: bool
+    arguments: Any
+    outputs: dict[str, Any]
+
+    def load(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keyword arguments, as the transformer got them."""
+        with open_weights(self.file) as stream:
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}
+            return nested.unpack(self.arguments, nested.stored(tensors, device))
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one component, fitting ones first. digest: of the trajectory and of which images are held out."""
+
+    component: str
+    calls: tuple[Call, ...]
+    trajectory: dict[str, Any]
+    digest: str
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of the blocks in the order in which they ran."""
+        return tuple(self.calls[0].outputs)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Calls to fit on, calls held out."""
+        held = sum(call.held for call in self.calls)
+        return len(self.calls) - held, held
+
+
+@torch.no_grad()
+def capture_calls(
+    pipe: Any,
+    blocks: Mapping[str, Sequence[str]],
+    items_fit: Sequence[tuple[str, int]],
+    items_held: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    *,
+    steps: int,
+    digests: Mapping[str, str],
+    folder: Path,
+    batch_size: int | None = None,
+    most: int | None = None,
+) -> dict[str, Calls]:
+    """Run the pipeline on both sets of items and keep every call of its transformers at `steps` denoising steps.
+
+    blocks: component -> paths of its blocks, see `block_names`. digests: component -> digest of its weights. most:
+    batches times steps to keep at most, for fitting; each batch then keeps some of the steps, all steps as often.
+    Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does not
+    run exactly once in every call.
+    """
+    if not items_fit:
+        raise ValueError("no images to fit on: give at least one prompt")
+    seen = spread(steps, number_of_steps(pipe, call))
+    trajectory = trajectory_of(pipe, {name: digests[name] for name in blocks}, [*items_fit, *items_held], call, seen)
+    size = batch_size or images_per_batch(call)
+    asked = sha256_json([asdict(trajectory), len(items_held), {k: list(v) for k, v in blocks.items()}, size, most])
+    record = _begun(folder, asked)
+    runs = list(_runs(items_fit, items_held, seen, size, most))
+    if record["trajectory"] is None:
+        for index, run in enumerate(progress(runs, "Capturing")):
+            if not (folder / f"batch-{index:04}.json").is_file():
+                _capture_batch(pipe, blocks, call, run, folder / f"batch-{index:04}")
+        sigmas = read_json(folder / "batch-0000.json")["sigmas"]
+        record["trajectory"] = asdict(replace(trajectory, sigmas=tuple(sigmas[step] for step in seen)))
+        write_json(folder / "calls.json", record)
+    return _read(folder, tuple(blocks), len(runs), len(items_held))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the pipeline: a batch of images, whether they are held out, and the steps to keep."""
+
+    items: Sequence[tuple[str, int]]
+    held: bool
+    steps: tuple[int, ...]
+
+
+def _runs(
+    items_fit: Sequence[tuple[str, int]],
+    items_held: Sequence[tuple[str, int]],
+    seen: Sequence[int],
+    size: int,
+    most: int | None,
+) -> Iterator[_Run]:
+    """Batches of one set each. With a limit, batch b keeps every stride-th step, starting at another one each time."""
+    count = -(-len(items_fit) // size) * len(seen)
+    stride = -(-count // most) if most else 1
+    for held, items in ((False, items_fit), (True, items_held)):
+        for index, batch in enumerate(batches(items, size)):
+            steps = tuple(step for at, step in enumerate(seen) if (at + index) % stride == 0)
+            if steps:
+                yield _Run(batch, held, steps)
+
+
+def _begun(folder: Path, asked: str) -> dict[str, Any]:
+    """What calls.json says; written if it is not there. ValueError if it is of another capture."""
+    path = folder / "calls.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"asked": asked, "trajectory": None})
+    record = read_json(path)
+    if record.get("asked") != asked:
+        raise ValueError(
+            f"{folder}: holds calls of another model, other prompts, steps or arguments; give another folder"
+        )
+    return record
+
+
+def _capture_batch(
+    pipe: Any, blocks: Mapping[str, Sequence[str]], call: Mapping[str, Any], run: _Run, stem: Path
+) -> None:
+    recorders = {name: _CallRecorder(name, getattr(pipe, name), paths, run, stem) for name, paths in blocks.items()}
+
+    def at_step(step: int) -> None:
+        for recorder in recorders.values():
+            recorder.step = step
+
+    with _attached(list(recorders.values())):
+        for _ in run_pipeline(pipe, run.items, call, batch_size=len(run.items), on_step=at_step):
+            pass
+    made = {name: recorder.calls for name, recorder in recorders.items()}
+    record = {"sigmas": noise_levels(pipe), "held": run.held, "calls": made}
+    write_text(stem.with_suffix(".json"), json.dumps(record))
+
+
+class _CallRecorder:
+    """Writes the calls of one component in one run of the pipeline."""
+
+    def __init__(self, component: str, model: nn.Module, blocks: Sequence[str], run: _Run, stem: Path) -> None:
+        self.component, self.model, self.blocks, self.run, self.stem = component, model, blocks, run, stem
+        self.device = next(model.parameters()).device
+        self.step = 0
+        self.calls: list[dict[str, Any]] = []
+        self.open: dict[str, Any] | None = None
+
+    def enter(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.step not in self.run.steps:
+            return
+        layout, tensors = nested.pack((args, kwargs), f"{self.component}: (args, kwargs)", self.device, "cpu")
+        file = self.stem.with_name(f"{self.stem.name}-{self.component}-{len(self.calls):03}.safetensors")
+        with atomic_path(file) as part:
+            save_weights(tensors, part, {_HEADER: "1"})
+        self.open = {"file": file.name, "step": self.step, "arguments": layout, "outputs": {}}
+
+    def passed(self, name: str) -> Any:
+        def hook(_block: nn.Module, _args: Any, output: Any) -> None:
+            if self.open is None:
+                return
+            if name in self.open["outputs"]:
+                raise ValueError(
+                    f"{name}: runs twice in one call of {self.component}; only blocks that run once can be replayed"
+                )
+            self.open["outputs"][name] = nested.layout_of(output, f"output of {name}", self.device)
+
+        return hook
+
+    def leave(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        if self.open is not None:
+            silent = [name for name in self.blocks if name not in self.open["outputs"]]
+            if silent:
+                raise ValueError(f"{silent[0]}: this block of {self.component} does not run in every call")
+            self.calls.append(self.open)
+            self.open = None
+
+
+@contextmanager
+def _attached(recorders: Sequence[_CallRecorder]) -> Iterator[None]:
+    handles = []
+    for recorder in recorders:
+        handles.append(recorder.model.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+        handles.append(recorder.model.register_forward_hook(recorder.leave))
+        handles += [
+            recorder.model.get_submodule(name).register_forward_hook(recorder.passed(name)) for name in recorder.blocks
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _read(folder: Path, components: Sequence[str], count: int, items_held: int) -> dict[str, Calls]:
+    trajectory = read_json(folder / "calls.json")["trajectory"]
+    records = [read_json(folder / f"batch-{index:04}.json") for index in range(count)]
+    digest = sha256_json([trajectory, items_held])
+    found = {}
+    for component in components:
+        calls = tuple(
+            Call(folder / made["file"], made["step"], record["held"], made["arguments"], made["outputs"])
+            for record in records
+            for made in record["calls"][component]
+        )
+        if all(call.held for call in calls):
+            raise ValueError(f"{component}: was not called at the steps looked at; look at more steps")
+        if len({tuple(call.outputs) for call in calls}) > 1:
+            raise ValueError(f"{component}: its blocks run in another order in some calls; they cannot be replayed")
+        found[component] = Calls(component, calls, trajectory, sha256_json([digest, component]))
+    return found

@@ -1,0 +1,175 @@
+"""What is known of one input group's x: its Gram matrix, mean and amax, and samples of its tokens.
+
+    gram = Σ w x xᵀ / Σ w        mean = Σ w x / Σ w        over the fitting tokens, w the weight of their noise level
+
+Held-out tokens enter neither; they are sampled on their own, to judge what was fitted on the others. One Gram and a
+chunk of tokens are all the memory it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK = 4096  # rows widened to fp32 at once, at most
+_STRIPES = 4  # of the Gram; what lies left of a stripe's own columns is not computed, it is the transpose
+_SAMPLING_SEED = 20
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """One input group, tensors on the device that held the tokens.
+
+    grams: fp32, uncentred, one (k, k) per segment, symmetric to the bit; none where no Gram was wanted. mean: (K,)
+    fp32. amax: (K,) fp32, of fitting and held-out tokens. count: fitting tokens seen. fit: (M1, K) and held: (M2, K)
+    samples in the dtype of the tokens, spread evenly over calls and over the rows of a call. held_weight: (M2,) fp32,
+    mean 1. segments: sizes along K that the Gram is block-diagonal over, (K,) if it is whole. tokens: all fitting
+    tokens again, in chunks (M, K) with the weight of each; None where they cannot be had again.
+    """
+
+    grams: tuple[Tensor, ...]
+    mean: Tensor
+    amax: Tensor
+    count: int
+    fit: Tensor
+    held: Tensor
+    held_weight: Tensor
+    segments: tuple[int, ...]
+    tokens: Callable[[], Iterator[tuple[Tensor, float]]] | None = None
+
+
+class InputsBuilder:
+    """Gathers the `GroupInputs` of the group `name`, one call of `add` for each activation that flows in.
+
+    calls: how many activations are to come, (fitting, held-out): the samples of at most `most_fit` and `most_held`
+    rows are spread over them. They are drawn on the CPU from a fixed seed, so every device takes the same rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        k: int,
+        segments: Sequence[int] = (),
+        *,
+        device: torch.device | str = "cpu",
+        wants_gram: bool = True,
+        calls: tuple[int, int],
+        most_fit: int = 2048,
+        most_held: int = 1024,
+    ) -> None:
+        self.name, self.k, self.segments = name, k, tuple(segments) or (k,)
+        if sum(self.segments) != k or min(self.segments) < 1:
+            raise ValueError(f"{name}: segments {self.segments} do not add up to its {k} channels")
+        self.grams = tuple(torch.zeros(size, size, device=device) for size in self.segments) if wants_gram else ()
+        self.amax = torch.zeros(k, device=device)
+        self.sum = torch.zeros(k, dtype=torch.float64)
+        self.total_weight, self.count = 0.0, 0
+        self._fit = _Sample(most_fit, calls[0])
+        self._held = _Sample(most_held, calls[1])
+
+    @torch.no_grad()
+    def add(self, x: Tensor, weight: float = 1.0, held: bool = False, step: int | None = None) -> None:
+        """Tokens x (..., K) of one call. ValueError naming group and step if they are not finite."""
+        if x.shape[-1] != self.k:
+            raise ValueError(f"{self.name}: its input has {x.shape[-1]} channels, the layer takes {self.k}")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"{self.name}: weight {weight} of a noise level; it must be a positive number")
+        x = x.reshape(-1, self.k)  # (M, K)
+        if x.shape[0] == 0:
+            return
+        rows = max(256, min(_CHUNK, self.k // 4))  # a chunk is then a quarter of a large Gram
+        for chunk in x.split(rows):
+            amax = chunk.abs().amax(0).float()
+            if not torch.isfinite(amax).all():
+                at = "" if step is None else f" at step {step}"
+                raise ValueError(f"{self.name}: its input holds NaN or infinity{at}")
+            torch.maximum(self.amax, amax, out=self.amax)
+            if not held:
+                self._add_products(chunk, weight)
+        (self._held if held else self._fit).add(x, weight)
+        if not held:
+            self.count += x.shape[0]
+            self.total_weight += weight * x.shape[0]
+
+    def finish(self, tokens: Callable[[], Iterator[tuple[Tensor, float]]] | None = None) -> GroupInputs:
+        """What was gathered; the builder is used up. ValueError if no fitting token came."""
+        if self.count == 0:
+            raise ValueError(f"{self.name}: no activation reached this layer during calibration; look at more steps")
+        for gram in self.grams:
+            _mirror(gram.div_(self.total_weight))
+        fit, _ = self._fit.rows(self.k, self.amax.device)
+        held, held_weight = self._held.rows(self.k, self.amax.device)
+        mean = (self.sum / self.total_weight).float().to(self.amax.device)
+        return GroupInputs(
+            self.grams, mean, self.amax, self.count, fit, held.to(fit.dtype), held_weight, self.segments, tokens
+        )
+
+    def _add_products(self, x: Tensor, weight: float) -> None:
+        """Add the sums of x (m, K); of each Gram only the upper triangle of stripes."""
+        wide = x.float()
+        self.sum += weight * wide.sum(0).cpu().double()
+        if not self.grams:
+            return
+        with _exact_products(x):
+            for gram, part in zip(self.grams, wide.split(self.segments, 1), strict=True):
+                width = -(-gram.shape[0] // _STRIPES)
+                for start in range(0, gram.shape[0], width):
+                    stop = start + width
+                    gram[start:stop, start:].addmm_(part[:, start:stop].T, part[:, start:], alpha=weight)
+
+
+class _Sample:
+    """At most `most` rows, the same share of each of `calls` calls: one row at random of each equal run of rows."""
+
+    def __init__(self, most: int, calls: int) -> None:
+        self.most, self.share = most, -(-most // max(calls, 1))
+        self.parts: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self.random = torch.Generator().manual_seed(_SAMPLING_SEED)
+
+    def add(self, x: Tensor, weight: float) -> None:
+        count = min(self.share, x.shape[0])
+        ends = torch.arange(count + 1) * x.shape[0] // count
+        within = torch.rand(count, generator=self.random, dtype=torch.float64) * (ends[1:] - ends[:-1])
+        self.parts.append(x[(ends[:-1] + within.long()).to(x.device)])
+        self.weights.append(torch.full((count,), weight))
+
+    def rows(self, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The sample (M, K) and its weights (M,), mean 1; empty if nothing came."""
+        if not self.parts:
+            return torch.empty(0, k, device=device), torch.empty(0, device=device)
+        rows, weights = torch.cat(self.parts), torch.cat(self.weights)
+        if len(rows) > self.most:  # shares are rounded up
+            kept = torch.arange(self.most) * len(rows) // self.most
+            rows, weights = rows[kept.to(rows.device)], weights[kept]
+        return rows, (weights / weights.mean()).to(device)
+
+
+def _mirror(gram: Tensor) -> Tensor:
+    """Fill what lies below the diagonal with what lies above, in place and stripe by stripe."""
+    width = -(-gram.shape[0] // _STRIPES)
+    for start in range(0, gram.shape[0], width):
+        stop = start + width
+        own = gram[start:stop, start:stop]
+        own.copy_(own.triu() + own.triu(1).T)
+        gram[start:stop, :start] = gram[:start, start:stop].T
+    return gram
+
+
+@contextmanager
+def _exact_products(x: Tensor) -> Iterator[None]:
+    """On a GPU, products of 16-bit numbers go to the matrix units: TF32 holds them whole, and sums stay fp32."""
+    if not x.is_cuda or x.element_size() != 2:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

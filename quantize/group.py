@@ -1,0 +1,626 @@
+"""One input group, quantized as well as its plan allows: what is tried, and what of it is kept.
+
+    smooth -> center -> deflate and low rank -> hadamard -> 4-over-6 -> codes and scales
+
+Each stage is tried on top of those kept before it, with weights rounded to nearest, and judged by the error of the
+group's outputs on held-out tokens that nothing was fitted to. It stays if the error falls by more dB than its run time
+costs: `rate` dB for each percent of the group's modelled time. Layers that share x share everything that is done to it.
+
+Errors are relative to each layer's own output and averaged over the group; dB are -10 log10 of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fluxq.calibrate.inputs import GroupInputs
+from fluxq.quantize import encode, lowrank
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.rounding import Feedback, UselessGram, feedback, round_nearest, round_with_feedback
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks
+from fluxq.quantize.transforms import InputTransform, rotate
+from fluxq.recipes.cost import group_seconds
+from fluxq.recipes.devices import Device
+from fluxq.recipes.families import Maker
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.plan import Method
+
+_NOTHING = InputTransform()
+SMALLEST_GAIN = 0.02  # dB: less than this a few hundred held-out tokens do not tell
+_TRIAL_ROWS = 1024  # of all weights of a group, that stages are tried on
+_TRIAL_TOKENS = 512  # that smoothing is searched on
+_SCALE_TOKENS = 1024  # that the largest transformed value is looked for in
+_ALPHAS = tuple(i / 10 for i in range(1, 11))
+_NEAR = (-0.2, -0.1, 0.0, 0.1, 0.2)  # around the exponents found without rotation
+_SMOOTHEST = 2.0**10  # largest and, inverted, smallest factor
+_FEW_TOKENS = 4  # for each channel: below, the Gram is damped more
+_JOINT_TOKENS = 16  # for each channel, that the joint descent needs
+_JOINT_K = 6144
+_JOINT_TURNS = 2
+
+
+@dataclass(frozen=True)
+class GroupLayer:
+    """A Linear to quantize: weight (N, K) of any float dtype, bias (N,) or None, the planned scheme.
+
+    joined: it shares NVFP4's global weight scale with the other joined layers of its group.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    scheme: Scheme
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One decision. gain_db: of held-out output SQNR; percent: more modelled time of the group."""
+
+    name: str
+    kept: bool
+    gain_db: float
+    percent: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class FittedGroup:
+    """What became of a group. layers: by name, holding their biases too. stages: what was decided.
+
+    plain_db, db: held-out SQNR of the layers rounded to nearest, and of the result; None without tokens.
+    """
+
+    layers: dict[str, QuantLinear]
+    stages: tuple[Stage, ...] = ()
+    plain_db: float | None = None
+    db: float | None = None
+
+
+Price = Callable[[Sequence[Scheme], Sequence[Scheme]], float]  # percent more modelled time of the second
+
+
+def price_on(device: Device, shapes: Sequence[tuple[int, int]], tokens: int, made_by: Maker) -> Price:
+    """The price of layers (N, K) that share one input, on a GPU; made_by: what makes that input."""
+
+    def percent(before: Sequence[Scheme], after: Sequence[Scheme]) -> float:
+        was, becomes = (group_seconds(shapes, s, device, tokens, made_by=made_by) for s in (before, after))
+        return 100 * (becomes / was - 1)
+
+    return percent
+
+
+def fit_group(
+    layers: Sequence[GroupLayer],
+    inputs: GroupInputs,
+    method: Method,
+    *,
+    price: Price | None = None,
+    rate: float = 0.0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> FittedGroup:
+    """Quantize the layers of one input group.
+
+    method: what may be tried. price: of run time, see `recipes/cost.py`; None is free. rate: dB that one percent must
+    bring. dtype: of vectors and 16-bit branches. Raises ValueError naming the layer for weights that are not finite and
+    for a bias that is not in that dtype. What cannot be fitted is rounded to nearest, and a stage says why.
+    """
+    for layer in layers:
+        if not torch.isfinite(layer.weight).all():
+            raise ValueError(f"{layer.name}.weight: holds NaN or infinity; get the source again, or exclude this layer")
+        if layer.bias is not None and not torch.isfinite(layer.bias.to(dtype)).all():
+            raise ValueError(f"{layer.name}.bias: holds NaN or infinity as {dtype}; choose another --dtype")
+    return _Fit(layers, inputs, method, price or (lambda before, after: 0.0), rate, dtype).run()
+
+
+@dataclass(frozen=True)
+class _State:
+    """What has been kept so far. ranks: of each layer's branch; exponents: smoothing's, by segment."""
+
+    transform: InputTransform = _NOTHING
+    exponents: tuple[tuple[float, float] | None, ...] = ()
+    ranks: tuple[int, ...] = ()
+    four_over_six: bool = False
+
+
+class _Fit:
+    def __init__(
+        self,
+        layers: Sequence[GroupLayer],
+        inputs: GroupInputs,
+        method: Method,
+        price: Price,
+        rate: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layers, self.inputs, self.method = layers, inputs, method
+        self.price, self.rate, self.dtype = price, rate, dtype
+        self.activations = layers[0].scheme.activations
+        self.static = layers[0].scheme.static_input
+        self.weights = [layer.weight.float() for layer in layers]
+        share = max(64, _TRIAL_ROWS // len(layers))
+        self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
+        self.fit, self.held = inputs.fit.float(), inputs.held.float()
+        self.search_tokens = self.fit[_spread(self.fit.shape[0], _TRIAL_TOKENS, self.fit.device)]
+        sample = torch.cat([self.fit, self.held])
+        self.sample = sample[_spread(sample.shape[0], _SCALE_TOKENS, sample.device)]
+        self.stages: list[Stage] = []
+
+    def run(self) -> FittedGroup:
+        state = _State(ranks=(0,) * len(self.layers), exponents=(None,) * len(self.inputs.segments))
+        parts = self._parts(state, self.weights)
+        codes = self._nearest(state, parts)
+        why_not = self._why_not_judged()
+        plain_db = db = None if why_not else self._db(state, self.weights, parts, codes)
+        if plain_db == -math.inf:
+            why_not, plain_db, db = "its outputs are too large to be compared in fp32", None, None
+        if why_not and not self.method.is_plain:
+            self._note("all", why_not)
+        elif not self.method.is_plain:
+            found = self._transformed(state)
+            transformed = self._parts(found, self.weights)
+            if self._can_be_stored(transformed, [layer.bias for layer in self.layers]):
+                state, parts = found, transformed
+            else:
+                self._note("all", f"the transformed layers hold numbers beyond {self.dtype}")
+            parts, codes, db = self._best_rounding(state, parts)
+        return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), plain_db, db)
+
+    def _why_not_judged(self) -> str:
+        """Why nothing can be told from what is known of the input; empty if it can."""
+        amax = self.inputs.amax.amax()
+        if not amax > 0:
+            return "its input is always zero"
+        if len(self.held) == 0:
+            return "no held-out token to judge by"
+        if not all(torch.isfinite(gram.diagonal()).all() for gram in self.inputs.grams):
+            return f"its input reaches {amax.item():.3g}, too much for a Gram matrix in fp32"
+        return ""
+
+    def _can_be_stored(self, parts: list[_Part], biases: Iterable[Tensor | None]) -> bool:
+        """Whether all pieces, and biases with what is added to them, are finite in the dtype they are stored in."""
+        for part, bias in zip(parts, biases, strict=True):
+            added = part.bias if bias is None or part.bias is None else bias.float() + part.bias
+            stored = [part.v, part.out, part.a, part.b, None if added is None else self._in_16_bit(added)]
+            if not all(torch.isfinite(tensor).all() for tensor in stored if tensor is not None):
+                return False
+        return True
+
+    # --- stages
+
+    def _transformed(self, state: _State) -> _State:
+        wanted = self.method.transforms
+        centered = replace(state, transform=InputTransform(mean=self._mean())) if "center" in wanted else state
+        if "smooth" in wanted:
+            found = self._search_smoothing(centered)
+            with_mean = found.transform.mean
+            found = replace(found, transform=replace(found.transform, mean=None)) if with_mean is not None else found
+            state = self._gate("smooth", state, found)
+        if "center" in wanted:
+            state = self._gate("center", state, _with(state, mean=self._mean()))
+        if self.method.rank:
+            state = self._best_gate("low rank", state, self._splits(state))
+        if self.method.hadamard:
+            state = self._gate("hadamard", state, self._rotated(state))
+        if self.method.activations_46:
+            state = self._gate("4-over-6", state, replace(state, four_over_six=True))
+        return state
+
+    def _gate(self, name: str, before: _State, after: _State) -> _State:
+        return self._best_gate(name, before, {"": after})
+
+    def _best_gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
+        """The candidate whose gain exceeds its price by most, if any does."""
+        base = self._trial_db(before)
+        found = []
+        for label, state in candidates.items():
+            percent = self.price(self._schemes(before), self._schemes(state))
+            gain = self._trial_db(state) - base
+            found.append((gain - max(SMALLEST_GAIN, self.rate * percent), gain, percent, label, state))
+        surplus, gain, percent, label, state = max(found, key=lambda entry: entry[0])
+        if gain == -math.inf:
+            self._note(name, f"what it stores is beyond {self.dtype}")
+            return before
+        kept = surplus > 0
+        asked = max(SMALLEST_GAIN, self.rate * percent)
+        reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {asked:.2f} dB asked"
+        self.stages.append(Stage(name, kept, gain, percent, reason))
+        return state if kept else before
+
+    def _note(self, name: str, reason: str) -> None:
+        self.stages.append(Stage(name, False, 0.0, 0.0, f"skipped: {reason}"))
+
+    def _mean(self) -> Tensor:
+        return self._in_16_bit(self.inputs.mean)
+
+    def _search_smoothing(self, state: _State, around: bool = False) -> _State:
+        """The exponents of least error on fitting tokens, one segment of x after the other.
+
+        around: only near those that `state` has.
+        """
+        x_size, w_size = self._sizes(state.transform.mean)
+        start = 0
+        for index, width in enumerate(self.inputs.segments):
+            part = slice(start, start + width)
+            start += width
+            best, least = state, self._search_error(state)
+            for exponents in self._exponents(state.exponents[index] if around else None):
+                trial = self._smoothed(state, index, part, exponents, x_size, w_size)
+                error = self._search_error(trial)
+                if error < least:
+                    best, least = trial, error
+            state = best
+        return state
+
+    def _exponents(self, near: tuple[float, float] | None) -> list[tuple[float, float]]:
+        if near is not None:
+            alphas = [min(max(near[0] + step, 0.0), 1.0) for step in _NEAR]
+            return [(alpha, 0.0 if near[1] == 0 else 1 - alpha) for alpha in dict.fromkeys(alphas)]
+        alphas = [i / 20 for i in range(21)] if self.method.wide else _ALPHAS
+        return list(dict.fromkeys((alpha, beta) for alpha in alphas for beta in (1 - alpha, 0.0)))
+
+    def _sizes(self, mean: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Root mean square of each channel of x and of all weights' columns."""
+        square = torch.cat([gram.diagonal() for gram in self.inputs.grams])
+        if mean is not None:
+            square = square - 2 * mean * self.inputs.mean + mean.square()
+        w = torch.stack([w.square().mean(0) for w in self.weights]).mean(0)
+        sizes = (square.clamp(min=0).sqrt(), w.sqrt())
+        return tuple(size.clamp(min=1e-4 * size.max() + 1e-30) for size in sizes)  # type: ignore[return-value]
+
+    def _smoothed(
+        self,
+        state: _State,
+        index: int,
+        part: slice,
+        exponents: tuple[float, float],
+        x_size: Tensor,
+        w_size: Tensor,
+    ) -> _State:
+        alpha, beta = exponents
+        factor = w_size[part] ** beta / x_size[part] ** alpha
+        factor = (factor / factor.log().mean().exp()).clamp(1 / _SMOOTHEST, _SMOOTHEST)
+        smooth = torch.ones_like(x_size) if state.transform.smooth is None else state.transform.smooth.clone()
+        smooth[part] = self._in_16_bit(factor)
+        chosen = (*state.exponents[:index], exponents, *state.exponents[index + 1 :])
+        return replace(_with(state, smooth=smooth), exponents=chosen)
+
+    def _splits(self, state: _State) -> dict[str, _State]:
+        """The rank that may be spent, in shares of deflation and of the weights' own branch."""
+        rank = self.method.rank
+        shares = {0}
+        if self.method.deflate and len(self.inputs.segments) == 1:
+            shares |= {rank, (rank + 1) // 2} | ({rank // 4, 3 * rank // 4} if self.method.wide else set())
+        found = {}
+        for d in sorted(shares):
+            basis = self._basis(state.transform, d) if d else None
+            trial = replace(_with(state, basis=basis), ranks=tuple(self._rank(w) - d for w in self.weights))
+            if not d and state.transform.smooth is not None:
+                trial = self._search_smoothing(trial, around=True)  # the branch takes what smoothing made large
+            found[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
+        return found
+
+    def _rank(self, w: Tensor) -> int:
+        return min(self.method.rank, *w.shape)
+
+    def _basis(self, transform: InputTransform, count: int) -> Tensor:
+        plain = replace(transform, basis=None, hadamard=0)
+        return self._in_16_bit(
+            lowrank.principal_directions(plain.of_gram(self.inputs.grams[0], self.inputs.mean), count)
+        )
+
+    def _rotated(self, state: _State) -> _State:
+        """With Hadamard, for which other smoothing may be better: a rotation spreads what is large."""
+        rotated = _with(state, hadamard=self.method.hadamard)
+        if state.transform.smooth is None or state.transform.basis is not None:
+            return rotated
+        return self._search_smoothing(rotated, around=True)
+
+    # --- codes and scales
+
+    def _best_rounding(self, state: _State, parts: list[_Part]) -> _Rounded:
+        """The best way to choose codes and scales; none of them costs run time."""
+        method, k = self.method, self.inputs.mean.shape[0]
+        codes = self._nearest(state, parts)
+        best = (parts, codes, self._db(state, self.weights, parts, codes))
+        useless = ""
+        if method.gptq and self.inputs.count < k:
+            self._note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
+        elif method.gptq:
+            damping = 0.01 if self.inputs.count >= _FEW_TOKENS * k else 0.05
+            try:
+                found = self._with_feedback(parts, self._grams(state), damping)
+                best = self._keep_better("gptq", state, best, (parts, found))
+            except UselessGram as error:
+                useless = str(error)
+                self._note("gptq", useless)
+        if method.search and not self._was_kept("gptq"):
+            found = self._nearest(state, parts, search=True)
+            best = self._keep_better("scale search", state, best, (parts, found))
+        if method.joint and self.activations is not None:
+            why_not = useless or self._why_not_joint()
+            if why_not:
+                self._note("joint", why_not)
+            else:
+                best = self._keep_better("joint", state, best, self._joint(state, parts))
+        return best
+
+    def _keep_better(self, name: str, state: _State, best: _Rounded, found: _Weights) -> _Rounded:
+        db = self._db(state, self.weights, *found)
+        gain = db - best[2]
+        self.stages.append(Stage(name, gain > 0, gain, 0.0, f"{gain:+.2f} dB, free at run time"))
+        return (*found, db) if gain > 0 else best
+
+    def _why_not_joint(self) -> str:
+        k = self.inputs.mean.shape[0]
+        if self.inputs.tokens is None or len(self.inputs.segments) > 1 or k > _JOINT_K:
+            return f"it needs all tokens again and four Grams of {k} channels; up to {_JOINT_K} in one segment"
+        if self.inputs.count < _JOINT_TOKENS * k:
+            return f"{self.inputs.count} tokens for {k} channels, {_JOINT_TOKENS} for each are asked"
+        return ""
+
+    def _joint(self, state: _State, parts: list[_Part]) -> _Weights:
+        """Codes and branch in turns, against the rounded input: see lowrank.py."""
+        z_gram, rounded_gram, cross = self._rounded_grams(state)
+        damping = 0.01 * torch.eye(len(cross), device=cross.device)
+        to_codes = torch.linalg.solve(rounded_gram + damping * rounded_gram.diagonal().mean(), cross).T
+        to_branch = torch.linalg.solve(z_gram + damping * z_gram.diagonal().mean(), cross.T).T
+        for turn in range(_JOINT_TURNS):
+            targets = [replace(part, v=part.v @ to_codes) for part in parts]
+            codes = self._with_feedback(targets, [rounded_gram], 0.01)
+            if turn + 1 < _JOINT_TURNS:
+                parts = [
+                    self._refitted(state, w, part, q, z_gram, to_branch)
+                    for w, part, q in zip(self.weights, parts, codes, strict=True)
+                ]
+        return parts, codes
+
+    def _rounded_grams(self, state: _State) -> tuple[Tensor, Tensor, Tensor]:
+        """E[z z^T], E[z^ z^^T] and E[z^ z^T] of rounded z^."""
+        k = self.inputs.mean.shape[0]
+        sums = [torch.zeros(k, k, device=self.inputs.mean.device) for _ in range(3)]
+        total = 0.0
+        for chunk, weight in self.inputs.tokens() if self.inputs.tokens else ():
+            z = state.transform.of_tokens(chunk)
+            rounded = self._rounded_input(z, state)
+            for held, (left, right) in zip(sums, ((z, z), (rounded, rounded), (rounded, z)), strict=True):
+                held.addmm_(left.T, right, alpha=weight)
+            total += weight * len(z)
+        return tuple(held.div_(total) for held in sums)  # type: ignore[return-value]
+
+    def _refitted(
+        self, state: _State, w: Tensor, part: _Part, q: QuantizedTensor, gram: Tensor, to_branch: Tensor
+    ) -> _Part:
+        """The part with another branch of the same rank: the best for what the codes leave of the weight."""
+        if part.a is None:
+            return part
+        plain = state.transform.of_weight(w)[0]
+        a, b = lowrank.branch(plain - q.dequantize() @ to_branch, part.a.shape[0], gram)
+        return self._beside(state, w, rotate(a, state.transform.hadamard), b)
+
+    def _was_kept(self, name: str) -> bool:
+        return any(stage.kept for stage in self.stages if stage.name == name)
+
+    def _nearest(self, state: _State, parts: list[_Part], search: bool = False) -> list[QuantizedTensor]:
+        scales = self._global_scales(parts, search)
+        importance = None
+        if search:
+            importance = torch.cat([gram.diagonal() for gram in self._grams(state)])
+        return [
+            quantize_blocks(part.v, layer.scheme.weights, scale, layer.name, four_over_six=True)
+            if self.method.weights_46 and not self.method.search and layer.scheme.weights.two_level
+            else round_nearest(part.v, layer.scheme.weights, scale, importance, search=search)
+            for layer, part, scale in zip(self.layers, parts, scales, strict=True)
+        ]
+
+    def _with_feedback(self, parts: list[_Part], grams: Iterable[Tensor], damping: float) -> list[QuantizedTensor]:
+        scales = self._global_scales(parts, self.method.search)
+        done: list[list[QuantizedTensor]] = [[] for _ in self.layers]
+        start = 0
+        for gram in grams:
+            columns = slice(start, start + gram.shape[0])
+            start += gram.shape[0]
+            feeds: dict[int, Feedback] = {}
+            for layer, part, scale, pieces in zip(self.layers, parts, scales, done, strict=True):
+                row = layer.scheme.weights
+                if row.group_size not in feeds:
+                    feeds[row.group_size] = feedback(gram, row.group_size, damping)
+                whole = None if row.group_size else encode.block_scale(part.v.unsqueeze(1), row, None)
+                v, feed = part.v[:, columns], feeds[row.group_size]
+                pieces.append(round_with_feedback(v, row, scale, feed, search=self.method.search, row_scale=whole))
+        return [_joined_along_k(pieces) for pieces in done]
+
+    def _grams(self, state: _State) -> Iterator[Tensor]:
+        """E[z z^T] of each segment, one at a time."""
+        start = 0
+        for gram in self.inputs.grams:
+            part = slice(start, start + gram.shape[0])
+            start += gram.shape[0]
+            yield state.transform.of_columns(part).of_gram(gram, self.inputs.mean[part])
+
+    def _global_scales(self, parts: list[_Part], room: bool) -> list[Tensor | None]:
+        """NVFP4's global scale of each weight, one for those that are joined. room: for scales above the plain one."""
+        room = room or self.method.weights_46
+        amax = [part.v.abs().amax() for part in parts]
+        joined = [value for layer, value in zip(self.layers, amax, strict=True) if layer.joined]
+        shared = torch.stack(joined).amax() if joined else None
+        return [
+            encode.global_scale_for(shared if layer.joined and shared is not None else own, layer.scheme.weights, room)
+            if layer.scheme.weights.two_level
+            else None
+            for layer, own in zip(self.layers, amax, strict=True)
+        ]
+
+    # --- what a state computes
+
+    def _parts(self, state: _State, weights: Sequence[Tensor]) -> list[_Part]:
+        return [self._part(state, w, rank) for w, rank in zip(weights, state.ranks, strict=True)]
+
+    def _part(self, state: _State, w: Tensor, rank: int) -> _Part:
+        """The pieces of a weight (N, K) under a state."""
+        if rank > 0:
+            plain = replace(state.transform, hadamard=0)
+            return self._beside(state, w, *lowrank.branch(plain.of_weight(w)[0], min(rank, *w.shape)))
+        v, out = state.transform.of_weight(w)
+        return _Part(v, None if out is None else self._in_16_bit(out), None, None, state.transform.extra_bias(w))
+
+    def _beside(self, state: _State, w: Tensor, a: Tensor, b: Tensor) -> _Part:
+        """The pieces beside a branch whose A reads z before Hadamard."""
+        a = a if state.transform.smooth is None else a * state.transform.smooth  # so that it reads x itself
+        a, b = (self._in_16_bit(t) for t in lowrank.balanced(a, b))
+        rest = w - b @ a
+        v, out = state.transform.of_weight(rest)
+        return _Part(v, None if out is None else self._in_16_bit(out), a, b, state.transform.extra_bias(rest))
+
+    def _trial_db(self, state: _State) -> float:
+        parts = self._parts(state, self.trial_weights)
+        if not self._can_be_stored(parts, [None] * len(parts)):
+            return -math.inf
+        return self._db(state, self.trial_weights, parts, self._nearest(state, parts))
+
+    def _search_error(self, state: _State) -> float:
+        parts = self._parts(state, self.trial_weights)
+        if not self._can_be_stored(parts, [None] * len(parts)):
+            return math.inf
+        return self._error(state, self.trial_weights, parts, self._nearest(state, parts), self.search_tokens)
+
+    def _db(self, state: _State, weights: list[Tensor], parts: list[_Part], codes: list[QuantizedTensor]) -> float:
+        return -10 * math.log10(
+            max(self._error(state, weights, parts, codes, self.held, self.inputs.held_weight), 1e-30)
+        )
+
+    def _error(
+        self,
+        state: _State,
+        weights: list[Tensor],
+        parts: list[_Part],
+        codes: list[QuantizedTensor],
+        x: Tensor,
+        token_weight: Tensor | None = None,
+    ) -> float:
+        """|y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
+
+        Infinite where fp32 overflows.
+        """
+        z = state.transform.of_tokens(x)
+        z = self._rounded_input(z, state)
+        t = state.transform.deflated(x)
+        total = 0.0
+        for w, part, q in zip(weights, parts, codes, strict=True):
+            y = x @ w.T
+            approximate = z @ q.dequantize().T
+            if t is not None and part.out is not None:
+                approximate += self._in_16_bit(t) @ part.out.T
+            if part.a is not None and part.b is not None:
+                approximate += self._in_16_bit(x @ part.a.T) @ part.b.T
+            if part.bias is not None:
+                approximate += part.bias
+            lost, size = (approximate - y).square().sum(1), y.square().sum(1)
+            if token_weight is not None:
+                lost, size = lost * token_weight, size * token_weight
+            total += float(lost.double().sum() / size.double().sum().clamp(min=1e-30))
+        return total / len(parts) if math.isfinite(total) else math.inf
+
+    def _rounded_input(self, z: Tensor, state: _State) -> Tensor:
+        """z (M, K) as the product sees it."""
+        if self.activations is None:
+            return z
+        scale = self._input_scale(state)
+        if scale is None and self.activations.two_level:
+            scale = encode.global_scale_for(z.abs().amax(-1, keepdim=True), self.activations, state.four_over_six)
+        return quantize_blocks(z, self.activations, scale, "input", four_over_six=state.four_over_six).dequantize()
+
+    def _input_scale(self, state: _State) -> Tensor | None:
+        """NVFP4's calibrated global scale.
+
+        The largest of transformed tokens is known of a sample only: its scale leaves room for 1.75 times that.
+        """
+        if not self.static or self.activations is None:
+            return None
+        if state.transform == _NOTHING:
+            return encode.global_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
+        return encode.global_scale_for(state.transform.of_tokens(self.sample).abs().amax(), self.activations, True)
+
+    def _in_16_bit(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype).float()
+
+    # --- results
+
+    def _schemes(self, state: _State) -> list[Scheme]:
+        return [self._scheme(layer, state, rank) for layer, rank in zip(self.layers, state.ranks, strict=True)]
+
+    def _scheme(self, layer: GroupLayer, state: _State, rank: int) -> Scheme:
+        transform = state.transform
+        return replace(
+            layer.scheme,
+            center=transform.mean is not None,
+            smooth=transform.smooth is not None,
+            deflate=0 if transform.basis is None else transform.basis.shape[0],
+            hadamard=transform.hadamard,
+            four_over_six=state.four_over_six,
+            rank=rank,
+        )
+
+    def _finished(self, state: _State, parts: list[_Part], codes: list[QuantizedTensor]) -> dict[str, QuantLinear]:
+        done = {}
+        transform, input_scale = state.transform, self._input_scale(state)
+        for layer, part, q, rank in zip(self.layers, parts, codes, state.ranks, strict=True):
+            held = {
+                "pre_quant_mean": transform.mean,
+                "pre_quant_scale": transform.smooth,
+                "deflate_basis": transform.basis,
+                "deflate_out": part.out,
+                "svdquant_lora_a": part.a,
+                "svdquant_lora_b": part.b,
+            }
+            # Copies: layers share a transform, and safetensors refuses to store two names of one tensor.
+            branches = {name: t.to(self.dtype).clone().contiguous() for name, t in held.items() if t is not None}
+            bias = layer.bias
+            if part.bias is not None:
+                bias = part.bias if bias is None else bias.float() + part.bias
+            bias = None if bias is None else bias.to(self.dtype, copy=True)
+            scale = None if input_scale is None else input_scale.clone()
+            if q.global_scale is not None:
+                q = replace(q, global_scale=q.global_scale.clone())
+            done[layer.name] = QuantLinear.from_quantized(q, bias, self._scheme(layer, state, rank), scale, branches)
+        return done
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A weight under a state: what codes stand for, v; the 16-bit pieces beside it; what is added to the bias."""
+
+    v: Tensor
+    out: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    bias: Tensor | None
+
+
+_Weights = tuple[list[_Part], list[QuantizedTensor]]
+_Rounded = tuple[list[_Part], list[QuantizedTensor], float]  # and the dB of the group
+
+
+def _with(state: _State, **changes: object) -> _State:
+    return replace(state, transform=replace(state.transform, **changes))
+
+
+def _spread(count: int, most: int, device: torch.device) -> Tensor:
+    """Indices of at most `most` of `count` rows, evenly spread."""
+    kept = min(count, most)
+    return torch.arange(kept, device=device) * count // max(kept, 1)
+
+
+def _joined_along_k(pieces: list[QuantizedTensor]) -> QuantizedTensor:
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    k = sum(piece.shape[1] for piece in pieces)
+    scale = torch.cat([piece.scale for piece in pieces], 1) if first.format.group_size else first.scale
+    codes = torch.cat([piece.codes for piece in pieces], 1)
+    return QuantizedTensor(codes, scale, first.global_scale, (first.shape[0], k), first.format)

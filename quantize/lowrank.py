@@ -1,0 +1,55 @@
+"""What of a layer stays in 16 bit: a few directions of its weight, or of its input.
+
+    branch    W ≈ B A: the largest singular directions of a weight, by subspace iteration with a fixed start
+    deflate   P: the principal directions of z, whose share of y is computed in 16 bit and taken out of z
+    joint     B A and the codes in turn, against the input that is really multiplied, rounded z^: the codes see the
+              target M E[z z^T] E[z^ z^T]^-1 with M what the branch leaves, the branch is fitted to what the codes leave
+
+SVDQuant (arXiv 2411.05007) has the branch, QERA (2410.06040) and GPTAQ (2504.02692) the two halves of the descent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ITERATIONS = 6
+_EXTRA = 8  # directions beyond those asked for, which make the iteration converge faster
+
+
+def branch(w: Tensor, rank: int, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(A (R, K), B (N, R)) fp32 with B A the best approximation of w (N, K); B has orthonormal columns.
+
+    gram (K, K): E[z z^T]; the error of w z is then minimised, without it that of w itself.
+    """
+    start = _start(w.shape[0], rank, w)
+    for _ in range(_ITERATIONS):
+        start = torch.linalg.qr(w @ _times(gram, w.T @ start))[0]
+    inner = start.T @ w  # (R + extra, K)
+    values, vectors = torch.linalg.eigh(inner @ _times(gram, inner.T))
+    b = start @ vectors[:, values.argsort(descending=True)[:rank]]
+    return b.T @ w, b
+
+
+def principal_directions(gram: Tensor, count: int) -> Tensor:
+    """P (count, K): orthonormal rows that span the largest eigenvectors of E[z z^T] (K, K)."""
+    start = _start(gram.shape[0], count, gram)
+    for _ in range(_ITERATIONS):
+        start = torch.linalg.qr(gram @ start)[0]
+    values, vectors = torch.linalg.eigh(start.T @ gram @ start)
+    return (start @ vectors[:, values.argsort(descending=True)[:count]]).T.contiguous()
+
+
+def balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The same B A with rows of A and columns of B of equal size, so that 16 bit holds both well."""
+    ratio = (a.norm(dim=1) / b.norm(dim=0).clamp(min=1e-30)).clamp(min=1e-30).sqrt()
+    return a / ratio.unsqueeze(1), b * ratio
+
+
+def _start(rows: int, count: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, min(count + _EXTRA, rows), generator=generator).to(like)
+
+
+def _times(gram: Tensor | None, right: Tensor) -> Tensor:
+    return right if gram is None else gram @ right

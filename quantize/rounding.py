@@ -1,0 +1,187 @@
+"""Which codes and scales a weight gets: nearest, searched, or with error feedback (GPTQ).
+
+    search   of several scales for a block the one with the least Σ h_k (w_k - q_k)^2, h the diagonal of E[z z^T]
+    gptq     columns from the last to the first; each is rounded from w_k + Σ_j (w_j - q_j) l_jk over the columns j
+             behind it, where E[z z^T] = L D L^T with L unit lower triangular. The error of y is then
+             Σ_k D_k · (rounding error of column k)^2, and D_k is what scales are searched with
+
+The feedback form needs no inverse of the Gram; it is GPTQ (arXiv 2210.17323) by the equivalence in QuIP (2307.13304).
+Columns of blocks with large inputs are rounded first, as GPTQ's act-order has it, but whole blocks at a time: a scale
+belongs to neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize import encode
+from fluxq.quantize.encode import SCALE_DTYPES, decode_scale
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import Element, Format
+
+DAMPING = 0.01  # of the mean diagonal, added to the diagonal
+_COLUMNS = 128  # rounded between two products with all that are left
+_ROWS = 1 << 22  # elements of a weight that are searched at a time
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The Gram as GPTQ uses it. order (K,): columns, rounded from the last on; lower (K, K): L; diagonal (K,): D."""
+
+    order: Tensor
+    lower: Tensor
+    diagonal: Tensor
+
+
+class UselessGram(ValueError):
+    """Nothing can be fed back with this Gram matrix."""
+
+
+def feedback(gram: Tensor, group: int, damping: float = DAMPING) -> Feedback:
+    """Factor E[z z^T] (K, K) for blocks of `group` columns; 0 is a row. Takes the memory of one more Gram.
+
+    Channels that are always zero get the damping only. Raises UselessGram for one that is not finite or all zero.
+    """
+    diagonal = gram.diagonal()
+    mean = diagonal.mean()
+    if not mean > 0 or not all(torch.isfinite(rows).all() for rows in gram.split(_COLUMNS)):
+        raise UselessGram("the Gram matrix of this input is zero or not finite: calibrate with other prompts")
+    size = group or 1
+    blocks = diagonal.reshape(-1, size)
+    inside = blocks.argsort(dim=1, stable=True) + torch.arange(blocks.shape[0], device=gram.device).unsqueeze(1) * size
+    order = inside[blocks.mean(1).argsort(stable=True)].flatten()
+    for attempt in range(8):
+        lower = gram[order].T  # LAPACK counts by columns: so it works in place, and a Gram may be most of the memory
+        for columns in lower.T.split(_COLUMNS):
+            columns.copy_(columns[:, order])
+        lower.diagonal().add_(damping * 10**attempt * mean)
+        info = torch.empty((), dtype=torch.int32, device=gram.device)
+        torch.linalg.cholesky_ex(lower, out=(lower, info))
+        if not info:
+            break
+    else:
+        raise UselessGram("the Gram matrix of this input has no Cholesky factor: it is not symmetric")
+    pivots = lower.diagonal().clone()
+    return Feedback(order, lower.div_(pivots), pivots.square())
+
+
+def round_nearest(
+    w: Tensor, format: Format, global_scale: Tensor | None, importance: Tensor | None = None, *, search: bool = False
+) -> QuantizedTensor:
+    """w (N, K) fp32 to the nearest codes. search: scales of the least error, weighted by importance (K,) if given."""
+    if not search or not _searches(format):
+        return QuantizedTensor.quantize(w, format, global_scale=global_scale)
+    n, k = w.shape
+    blocks = w.reshape(n, -1, format.group_size)
+    weights = None if importance is None else importance.reshape(1, -1, format.group_size)
+    rows = max(1, _ROWS // k)
+    scale = torch.cat([search_scales(part, weights, format, global_scale) for part in blocks.split(rows)])
+    step = decode_scale(scale, format, global_scale)
+    codes = encode.encode(blocks / step.unsqueeze(-1), format.element).reshape(n, k)
+    return QuantizedTensor(encode.pack(codes, format.element), scale, global_scale, (n, k), format)
+
+
+def round_with_feedback(
+    w: Tensor,
+    format: Format,
+    global_scale: Tensor | None,
+    feed: Feedback,
+    *,
+    search: bool = True,
+    row_scale: Tensor | None = None,
+) -> QuantizedTensor:
+    """w (N, K) fp32 by GPTQ; a block's scales follow from what feedback has made of it.
+
+    row_scale (N, 1): the scales of a format with one for each row, where w is a part of those rows.
+    """
+    n, k = w.shape
+    group = format.group_size
+    held = w.T[feed.order]  # (K, N): what is done column by column lies together
+    error = torch.zeros_like(held)  # w - q of the columns done
+    codes = torch.empty(k, n, dtype=encode.encode(w[:0], format.element).dtype, device=w.device)
+    scales = torch.empty(n, k // group if group else 1, dtype=SCALE_DTYPES[format.scale], device=w.device)
+    if not group:
+        scales = encode.block_scale(w.unsqueeze(1), format, None) if row_scale is None else row_scale
+        step = decode_scale(scales, format, None).squeeze(1)
+    for stop in range(k, 0, -_COLUMNS):  # a multiple of every group
+        start = max(stop - _COLUMNS, 0)
+        target = held[start:stop] + feed.lower[stop:, start:stop].T @ error[stop:]
+        for column in range(stop - 1, start - 1, -1):
+            at = column - start
+            if group and (column + 1) % group == 0:
+                block = target[at + 1 - group : at + 1].T.unsqueeze(1)  # (N, 1, group)
+                weights = feed.diagonal[column + 1 - group : column + 1].reshape(1, 1, -1)
+                scale = _scale_of(block, weights, format, global_scale, search)
+                scales[:, int(feed.order[column]) // group] = scale.squeeze(1)
+                step = decode_scale(scale, format, global_scale).reshape(n)
+            value = round_to(target[at] / step, format.element)
+            codes[feed.order[column]] = encode.encode(value, format.element)
+            error[column] = held[column] - value * step
+            target[:at].addr_(feed.lower[column, start:column], error[column])
+    scales = scales if group else scales.reshape(n)
+    return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)
+
+
+def search_scales(blocks: Tensor, importance: Tensor | None, format: Format, global_scale: Tensor | None) -> Tensor:
+    """Of several scales for each of the blocks (N, G, k) the one, as stored, with the least weighted squared error.
+
+    importance (1 or N, G, k). The scale that plain rounding takes is among them and wins a tie.
+    """
+    plain = encode.block_scale(blocks, format, global_scale)
+    best, least = plain, None
+    for scale in _candidates(plain, format):
+        step = decode_scale(scale, format, global_scale).unsqueeze(-1)
+        lost = round_to(blocks / step, format.element).mul_(step).sub_(blocks).square_()
+        total = lost.sum(-1) if importance is None else lost.mul_(importance).sum(-1)
+        if least is None:
+            best, least = scale, total
+        else:
+            better = total < least
+            least = torch.where(better, total, least)
+            best = torch.where(better, _bits(scale), _bits(best)).view(best.dtype)
+    return best
+
+
+def round_to(v: Tensor, element: Element) -> Tensor:
+    """The fp32 value of the nearest code: `decode(encode(v))`, without the codes."""
+    if element.name == "e4m3":
+        return encode.decode(encode.encode(v, element), element)
+    if element.name == "e2m1":
+        magnitude = v.abs().clamp_(max=element.max)
+        step = (magnitude >= 2).float().add_(magnitude >= 4).exp2_()  # 1, 2, 4: twice the distance of neighbours
+        return magnitude.mul_(2).div_(step).round_().mul_(step).mul_(0.5).copysign_(v)
+    low = -element.max if element.low is None else element.low
+    return v.clamp(low, element.max).round_()
+
+
+def _scale_of(block: Tensor, importance: Tensor, format: Format, global_scale: Tensor | None, search: bool) -> Tensor:
+    if search and _searches(format):
+        return search_scales(block, importance, format, global_scale)
+    return encode.block_scale(block, format, global_scale)
+
+
+def _searches(format: Format) -> bool:
+    """Rows of 8 bits have so many codes that clipping gains nothing."""
+    return format.element.bits == 4
+
+
+def _candidates(plain: Tensor, format: Format) -> list[Tensor]:
+    """Scales near the plain ones, those first; as stored."""
+    if format.scale == "bf16":
+        return [plain, *((plain.float() * ratio).to(plain.dtype) for ratio in _CLIPS)]
+    low, high = (1, 126) if format.scale == "e4m3" else (1, 254)
+    byte = plain.view(torch.uint8).int()
+    steps = _E4M3_STEPS if format.scale == "e4m3" else _E8M0_STEPS
+    return [plain, *((byte + step).clamp(low, high).to(torch.uint8).view(plain.dtype) for step in steps)]
+
+
+def _bits(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8 if scale.element_size() == 1 else torch.int16)
+
+
+_E4M3_STEPS = (-3, -2, -1, 1, 2, 3, 4, 5)  # eighths of an octave, more or less; 4-over-6 is about + 5
+_E8M0_STEPS = (-1, 1)
+_CLIPS = (0.98, 0.95, 0.92, 0.89, 0.86, 0.82, 0.78, 0.74, 0.7, 0.65, 1.03)

@@ -1,0 +1,105 @@
+"""What happens to x before it is rounded, and what the weight must be so that nothing but rounding changes y.
+
+    z = (x - mean) · smooth                 center, smooth: vectors (K,)
+    z = z - (z P^T) P                       deflate: P (d, K) with orthonormal rows; z P^T also goes on in 16 bit
+    z = z H                                 hadamard: Sylvester's matrix over its root, on blocks of columns
+
+    y = x W^T + b = z V^T + (z P^T) out^T + x (B A)^T + bias
+
+with W' = W - B A what the low-rank branch leaves, W1 = W' / smooth, C = W1 P^T, V = (W1 - C P) H, out = C (2 - P P^T)
+and bias = b + W' mean. out makes up for rows of P that rounding has made not quite orthonormal.
+
+The sources: SmoothQuant (arXiv 2211.10438) for smooth, QuaRot (2404.00456) for hadamard, DiRotQ (2605.16732) for
+keeping the principal subspace of x in high precision, SVDQuant (2411.05007) for the branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """The steps above, each None or 0 where it is left out; all fp32, of values that the compute dtype holds."""
+
+    mean: Tensor | None = None
+    smooth: Tensor | None = None
+    basis: Tensor | None = None
+    hadamard: int = 0
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """z (M, K) of x (M, K), in fp32."""
+        z = self._before_rotation(x)
+        if self.basis is not None:
+            z = z - (z @ self.basis.T) @ self.basis
+        return rotate(z, self.hadamard)
+
+    def deflated(self, x: Tensor) -> Tensor | None:
+        """z P^T (M, d), what is computed in 16 bit beside z; None without a basis."""
+        return None if self.basis is None else self._before_rotation(x) @ self.basis.T
+
+    def of_weight(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(V (N, K), out (N, d) or None) of W' (N, K)."""
+        v = w if self.smooth is None else w / self.smooth
+        out = None
+        if self.basis is not None:
+            along = v @ self.basis.T
+            v = v - along @ self.basis
+            out = 2 * along - along @ (self.basis @ self.basis.T)
+        return rotate(v, self.hadamard), out
+
+    def of_gram(self, gram: Tensor, mean: Tensor) -> Tensor:
+        """E[z z^T] (K, K) of E[x x^T], a new tensor and no other of that size; mean (K,): E[x]."""
+        z = gram.clone()
+        if self.mean is not None:
+            rest = mean - self.mean / 2
+            z.addr_(self.mean, rest, alpha=-1).addr_(rest, self.mean, alpha=-1)
+        if self.smooth is not None:
+            z *= self.smooth
+            z *= self.smooth.unsqueeze(1)
+        if self.basis is not None:
+            z.addmm_(self.basis.T, self.basis @ z, alpha=-1)
+            z.addmm_(z @ self.basis.T, self.basis, alpha=-1)
+        if self.hadamard:
+            h = sylvester(self.hadamard, z.device)
+            for rows in z.split(self.hadamard):
+                rows.copy_(h @ rotate(rows, self.hadamard))
+        return z
+
+    def extra_bias(self, w: Tensor) -> Tensor | None:
+        """What centring adds to the bias: W' mean (N,)."""
+        return None if self.mean is None else w @ self.mean
+
+    def _before_rotation(self, x: Tensor) -> Tensor:
+        z = x.float()
+        if self.mean is not None:
+            z = z - self.mean
+        return z if self.smooth is None else z * self.smooth
+
+    def of_columns(self, part: slice) -> InputTransform:
+        """The same for some columns of x: whole blocks of Hadamard; all of them where there is a basis."""
+        if self.basis is not None:
+            return self
+        return replace(
+            self,
+            mean=None if self.mean is None else self.mean[part],
+            smooth=None if self.smooth is None else self.smooth[part],
+        )
+
+
+def rotate(v: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns of v (…, K) times H / sqrt(size); 0 returns v."""
+    if not size:
+        return v
+    return (v.reshape(-1, size) @ sylvester(size, v.device)).reshape(v.shape)
+
+
+def sylvester(size: int, device: torch.device | None = None) -> Tensor:
+    """The orthonormal Hadamard matrix (size, size), which is its own transpose."""
+    h = torch.ones(1, 1, device=device)
+    while h.shape[0] < size:
+        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
+    return h / size**0.5

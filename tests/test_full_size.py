@@ -1,0 +1,58 @@
+"""The benchmark at full size, cut down: that it runs what `fluxq quantize` runs, and says so."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from fluxq.recipes.recipe import load_recipe
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "full_size.py"
+SMALL = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --text 16 --calls 16".split()
+
+
+@pytest.fixture
+def script(monkeypatch) -> ModuleType:
+    monkeypatch.setattr("sys.path", [*sys.path])  # the script puts itself in front
+    spec = importlib.util.spec_from_file_location("full_size", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_small_transformer_goes_all_the_way(script, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    done = CliRunner().invoke(script.main, [*SMALL, "--out", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert found["complete"] and found["bytes"] > 0 and found["peak_memory_bytes"] > 0
+    assert set(found["seconds"]) == {
+        "random weights",
+        "capture",
+        "noise levels",
+        "running blocks",
+        "fitting",
+        "rounding the rest",
+    }
+    assert sum(found["seconds"].values()) == pytest.approx(found["seconds_in_all"], rel=0.2, abs=1)
+    assert found["kept"]["gptq"] > 0 and found["sqnr_db"][1] > found["sqnr_db"][0]
+
+
+def test_without_a_gpu_the_script_says_what_to_do(script, monkeypatch) -> None:
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(script.main, [])
+    assert done.exit_code == 2 and "--device cpu" in done.output
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process held")
+def test_a_layer_is_timed_and_weighed(script) -> None:
+    row = script.layer_time(load_recipe("nvfp4")[1], 96, 256, "adaln", "norm")
+    assert (row["n"], row["k"], row["tokens"]) == (96, 256, 256)
+    assert row["sqnr_db"][1] > row["sqnr_db"][0] and "gptq" in row["kept"]
+    assert 0 <= row["cpu_seconds"] and 0 <= row["seconds"] < 60 and row["peak_over_inputs_in_grams"] >= 0

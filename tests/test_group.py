@@ -1,0 +1,242 @@
+"""What is tried on an input group, what the gate keeps, and that the result says what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
+from fluxq.quantize.group import GroupLayer, fit_group
+from fluxq.quantize.synthetic import draw
+from fluxq.recipes.formats import FORMATS, Scheme
+from fluxq.recipes.plan import Method
+
+K = 256
+ALL = Method(
+    ("center", "smooth", "hadamard"),
+    hadamard=128,
+    rank=6,
+    deflate=True,
+    gptq=True,
+    search=True,
+    weights_46=True,
+    activations_46=True,
+)
+
+
+def gathered(fit: torch.Tensor, held: torch.Tensor, segments: tuple[int, ...] = ()) -> GroupInputs:
+    builder = InputsBuilder("x", fit.shape[1], segments, calls=(1, 1))
+    builder.add(fit)
+    builder.add(held, held=True)
+    return builder.finish()
+
+
+def scheme(name: str, weight_only: bool = False) -> Scheme:
+    row = FORMATS[name]
+    return Scheme(row, None if weight_only else row, static_input=row.two_level and not weight_only)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return draw("adaln", k=K, n=96, fit=4096, held=512)
+
+
+@pytest.fixture(scope="module")
+def inputs(layer):
+    return gathered(layer.fit, layer.held)
+
+
+def tensors(group, name: str = "a") -> dict[str, torch.Tensor]:
+    return {key: parameter.data for key, parameter in group.layers[name].named_parameters()}
+
+
+def kept(group) -> set[str]:
+    return {stage.name for stage in group.stages if stage.kept}
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int8"])
+def test_all_stages_together_gain_much_and_say_so(layer, inputs, name):
+    method = ALL if name == "nvfp4" else replace(ALL, activations_46=False)
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme(name))], inputs, method)
+    assert group.plain_db is not None and group.db is not None
+    assert group.db > group.plain_db + 4
+    assert {"smooth", "gptq"} <= kept(group)
+    final = group.layers["a"].scheme
+    assert final.smooth and final.hadamard == 128 * ("hadamard" in kept(group))
+    assert final.rank + final.deflate == 6
+    assert all("dB" in stage.reason for stage in group.stages)
+    assert tensors(group)["pre_quant_scale"].dtype == torch.bfloat16
+
+
+def test_plain_method_is_rounding_to_nearest(layer, inputs):
+    from fluxq.quantize.tensor import QuantizedTensor
+
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], inputs, Method())
+    q = QuantizedTensor.quantize(layer.weight, "nvfp4")
+    assert torch.equal(tensors(group)["weight"], q.codes)
+    assert group.stages == () and group.db == group.plain_db
+    assert set(tensors(group)) == {"weight", "weight_scale", "weight_scale_2", "input_scale"}
+
+
+def test_layers_of_a_group_share_what_is_done_to_x(layer, inputs):
+    other = draw("attn", k=K, n=64, seed=3).weight
+    joined = [GroupLayer(name, w, None, scheme("nvfp4"), True) for name, w in (("a", layer.weight), ("b", other))]
+    a, b = (tensors(fit_group(joined, inputs, ALL), name) for name in "ab")
+    for name in ("pre_quant_scale", "deflate_basis", "input_scale", "weight_scale_2"):
+        assert torch.equal(a[name], b[name])
+        assert a[name].data_ptr() != b[name].data_ptr()  # safetensors stores no tensor twice
+
+
+def test_a_price_that_is_too_high_is_not_paid(layer, inputs):
+    def price(before, after):
+        return 50.0 if after[0].rank or after[0].deflate else 0.0
+
+    one = [GroupLayer("a", layer.weight, None, scheme("nvfp4"))]
+    free = fit_group(one, inputs, ALL, price=price, rate=0.0)
+    dear = fit_group(one, inputs, ALL, price=price, rate=1.0)
+    assert "low rank" in kept(free) and "low rank" not in kept(dear)
+    assert dear.layers["a"].scheme.rank == dear.layers["a"].scheme.deflate == 0
+    refused = next(stage for stage in dear.stages if stage.name == "low rank")
+    assert refused.percent == 50 and "50.00 dB asked" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("stage", "method"),
+    [
+        ("smooth", Method(("smooth",))),
+        ("center", Method(("center",))),
+        ("hadamard", Method(("hadamard",), hadamard=128)),
+        ("low rank", Method(rank=2)),
+        ("low rank", Method(rank=2, deflate=True)),
+    ],
+)
+def test_the_gate_rejects_what_does_not_help(stage, method):
+    """Independent normal numbers: nothing to centre or smooth, all directions and weights alike."""
+    g = draw("gauss", k=K, n=64, fit=4096, held=512)
+    if stage == "hadamard":  # an outlier in a block of its own, which a rotation would spread over others
+        g.fit[:, 7] *= 60
+        g.held[:, 7] *= 60
+    group = fit_group(
+        [GroupLayer("a", g.weight, None, scheme("nvfp4"))],
+        gathered(g.fit, g.held),
+        method,
+        price=lambda before, after: 1.0,
+        rate=0.3,
+    )
+    assert kept(group) == set()
+    assert group.stages[0].name == stage and not group.layers["a"].scheme.is_transformed
+    assert group.db == group.plain_db
+
+
+def test_held_out_tokens_decide_and_are_not_fitted_to(layer):
+    """A mean that only the fitting tokens have must not be subtracted."""
+    inputs = gathered(layer.fit + 3 * layer.fit.std(), layer.held - layer.held.mean(0))
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], inputs, Method(("center",)))
+    assert kept(group) == set()
+
+
+def test_too_few_tokens_for_gptq_is_said(layer):
+    inputs = gathered(layer.fit[: K // 2], layer.held)
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], inputs, Method(gptq=True, search=True))
+    assert kept(group) == {"scale search"}
+    assert group.stages[0].reason == f"skipped: {K // 2} tokens for {K} channels, 1 for each is asked"
+
+
+def test_a_dead_input_is_rounded_to_nearest(layer):
+    inputs = gathered(torch.zeros(64, K), torch.zeros(8, K))
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], inputs, ALL)
+    assert "always zero" in group.stages[0].reason
+    assert all(t.float().isfinite().all() for t in tensors(group).values())
+
+
+def test_dead_channels_and_zero_columns_give_no_nan(layer):
+    fit, held, w = layer.fit.clone(), layer.held.clone(), layer.weight.clone()
+    fit[:, :40] = held[:, :40] = 0
+    w[:, 60:100] = 0
+    w[5] = 0
+    group = fit_group([GroupLayer("a", w, None, scheme("nvfp4"))], gathered(fit, held), ALL)
+    assert all(t.float().isfinite().all() for t in tensors(group).values())
+    assert group.db > group.plain_db
+
+
+def test_segments_are_smoothed_and_fed_back_apart(layer):
+    fit, held = layer.fit.clone(), layer.held.clone()
+    fit[:, 64:] *= 30
+    held[:, 64:] *= 30
+    inputs = gathered(fit, held, (64, K - 64))
+    assert [gram.shape[0] for gram in inputs.grams] == [64, K - 64]
+    for name in ("nvfp4", "int8"):
+        method = Method(("smooth",), gptq=True, search=True)
+        group = fit_group([GroupLayer("a", layer.weight, None, scheme(name))], inputs, method)
+        assert {"smooth", "gptq"} <= kept(group)
+
+
+def test_bad_weights_are_named(layer, inputs):
+    w = layer.weight.clone()
+    w[3, 3] = torch.inf
+    with pytest.raises(ValueError, match=r"blocks\.0\.a\.weight: holds NaN or infinity"):
+        fit_group([GroupLayer("blocks.0.a", w, None, scheme("nvfp4"))], inputs, ALL)
+
+
+def test_the_same_twice(layer, inputs):
+    one = [GroupLayer("a", layer.weight, torch.ones(96), scheme("nvfp4"))]
+    first, second = fit_group(one, inputs, ALL), fit_group(one, inputs, ALL)
+    assert first.stages == second.stages
+    for name, tensor in tensors(first).items():
+        assert torch.equal(tensor.float(), tensors(second)[name].float())
+
+
+def test_weight_only_layers_are_fitted_too(layer, inputs):
+    group = fit_group(
+        [GroupLayer("a", layer.weight, None, scheme("int4", weight_only=True))],
+        inputs,
+        Method(("center", "smooth"), gptq=True, search=True),
+    )
+    assert group.db > group.plain_db + 4
+    assert str(group.layers["a"].scheme).startswith("int4-16bit")
+
+
+def test_joint_descent_needs_tokens_and_is_gated(layer, inputs):
+    method = replace(ALL, joint=True)
+    one = [GroupLayer("a", layer.weight, None, scheme("int4"))]
+    without = fit_group(one, inputs, replace(method, activations_46=False))
+    assert any(stage.name == "joint" and "all tokens again" in stage.reason for stage in without.stages)
+    again = replace(inputs, tokens=lambda: iter([(layer.fit, 1.0)]))
+    with_it = fit_group(one, again, replace(method, activations_46=False))
+    stage = next(stage for stage in with_it.stages if stage.name == "joint")
+    assert stage.kept == (stage.gain_db > 0) and "free at run time" in stage.reason
+    assert with_it.db >= without.db
+
+
+def test_joint_descent_wins_where_rounding_of_x_is_large():
+    """Strongly correlated inputs of few directions: what rounding adds to x can be told from x."""
+    g = torch.Generator().manual_seed(0)
+    basis = torch.randn(12, K, generator=g)
+    x = torch.randn(8192 + 512, 12, generator=g) @ basis + 0.05 * torch.randn(8192 + 512, K, generator=g)
+    fit, held = x.split([8192, 512])
+    w = torch.randn(64, K, generator=g)
+    inputs = replace(gathered(fit, held), tokens=lambda: iter([(fit, 1.0)]))
+    method = Method(gptq=True, search=True, joint=True, rank=4)
+    group = fit_group([GroupLayer("a", w, None, scheme("int4"))], inputs, method)
+    assert "joint" in kept(group)
+    assert next(stage.gain_db for stage in group.stages if stage.name == "joint") > 0.3
+
+
+def test_four_over_six_of_weights_alone(layer, inputs):
+    one = [GroupLayer("a", layer.weight, None, scheme("nvfp4"))]
+    plain, chosen = (fit_group(one, inputs, method) for method in (Method(), Method(weights_46=True)))
+    assert chosen.db != plain.db
+    assert not torch.equal(tensors(chosen)["weight_scale"].float(), tensors(plain)["weight_scale"].float())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int8"])
+def test_the_layer_computes_what_was_judged(layer, inputs, name):
+    """The held-out dB again, by the layer that is stored and the op that runs it."""
+    method = ALL if name == "nvfp4" else replace(ALL, activations_46=False)
+    bias = torch.randn(96, generator=torch.Generator().manual_seed(1))
+    group = fit_group([GroupLayer("a", layer.weight, bias, scheme(name))], inputs, method, dtype=torch.float32)
+    y = layer.held @ layer.weight.T
+    lost = group.layers["a"](layer.held) - bias - y
+    assert -10 * torch.log10(lost.square().sum() / y.square().sum()).item() == pytest.approx(group.db, abs=0.05)
