@@ -21,8 +21,6 @@ from torch import Tensor
 from fluxq.recipes.formats import Element, Format
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Midpoints between neighbours of E2M1_VALUES; a tie goes to the even code, up at every second midpoint.
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 SCALE_DTYPES = {
     "fp32": torch.float32,
@@ -32,7 +30,7 @@ SCALE_DTYPES = {
 }
 _E4M3_SMALLEST = 2.0**-9
 _FP32_SMALLEST = 2.0**-126  # also bf16's smallest normal number
-_FP32_MINUS_INFINITY = -0x800000  # its bits as int32: those of negative numbers lie below, of -NaN above
+_FP32_EXPONENT, _FP32_ONE, _FP32_HALF = 0x7F800000, 0x3F800000, 0x3F000000  # bits as int32: of the exponent, 1, 0.5
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
 
@@ -47,8 +45,20 @@ def encode(x: Tensor, element: Element) -> Tensor:
     if element.name == "e4m3":
         return x.nan_to_num_(nan=torch.nan).to(torch.float8_e4m3fn)  # -NaN would become 0xFF
     if element.name == "e2m1":
-        return _encode_e2m1(x)
+        return _encode_e2m1(x.nan_to_num_(nan=0.0))
     return x.round_().to(torch.int8)
+
+
+def round_to(v: Tensor, element: Element) -> Tensor:
+    """The fp32 value of the nearest code: `decode(encode(v))`, without the codes; NaN stays NaN."""
+    if element.name == "e4m3":
+        return decode(encode(v, element), element)
+    if element.name == "e2m1":
+        magnitude = v.abs().clamp_(max=element.max)
+        step = _e2m1_step(magnitude)
+        return magnitude.div_(step).round_().mul_(step).copysign_(v)
+    low = -element.max if element.low is None else element.low
+    return v.clamp(low, element.max).round_()
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
@@ -145,11 +155,18 @@ def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tens
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:
+    """Codes of x within ±6.."""
     magnitude = x.abs()
-    codes = (x.view(torch.int32) <= _FP32_MINUS_INFINITY).to(torch.uint8) << 3  # the sign, of all but NaN
-    for below, midpoint in enumerate(_E2M1_MIDPOINTS):
-        codes += magnitude >= midpoint if below % 2 else magnitude > midpoint
-    return codes
+    step = _e2m1_step(magnitude)
+    codes = magnitude.div_(step).round_().to(torch.int32)
+    codes += (step.view(torch.int32) - _FP32_HALF) >> 22  # 0, 2 or 4: the code of 2 is 4 and not 2 / 1, that of 4 is 6
+    codes += (x.view(torch.int32) >> 28) & 8  # the sign
+    return codes.to(torch.uint8)
+
+
+def _e2m1_step(magnitude: Tensor) -> Tensor:
+    """The distance of E2M1's neighbours at each magnitude: half its power of two, at least 0.5."""
+    return (magnitude.view(torch.int32) & _FP32_EXPONENT).clamp_(min=_FP32_ONE).view(torch.float32).mul_(0.5)
 
 
 def _encode_e8m0(exponent: Tensor, amax: Tensor) -> Tensor:
@@ -166,10 +183,12 @@ def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> T
     floor = torch.frexp(amax).exponent - int(torch.frexp(torch.tensor(element.max)).exponent)
     floor = floor.clamp(*_E8M0_EXPONENTS)
     units = blocks * torch.exp2(-floor.float()).unsqueeze(-1)  # (rows, G, k), exact
-    candidates = torch.stack([floor, floor + 1, floor - 1]).clamp(*_E8M0_EXPONENTS)  # (3, rows, G)
-    errors = [_squared_error(units, torch.exp2((e - floor).float()), element) for e in candidates]
-    best = torch.stack(errors).argmin(0, keepdim=True)
-    return candidates.gather(0, best).squeeze(0)
+    best, least = floor, _squared_error(units, torch.ones_like(amax), element)
+    for candidate in (floor + 1, floor - 1):
+        candidate = candidate.clamp(*_E8M0_EXPONENTS)
+        error = _squared_error(units, torch.exp2((candidate - floor).float()), element)
+        best, least = torch.where(error < least, candidate, best), torch.minimum(least, error)
+    return best
 
 
 def _squared_error(blocks: Tensor, scale: Tensor, element: Element) -> Tensor:
@@ -179,7 +198,7 @@ def _squared_error(blocks: Tensor, scale: Tensor, element: Element) -> Tensor:
 
 def _rounding_error(scaled: Tensor, unit: Tensor, element: Element) -> Tensor:
     """Sum over each block of ((RNE(v) - v) · unit)^2, pair by pair: every device then adds up in the same order."""
-    error = decode(encode(scaled, element), element).sub_(scaled).mul_(unit).square_()
+    error = round_to(scaled, element).sub_(scaled).mul_(unit).square_()
     while error.shape[-1] > 1:
         error = error[..., 0::2] + error[..., 1::2]
     return error.squeeze(-1)

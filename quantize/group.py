@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,12 +23,12 @@ from fluxq.calibrate.inputs import GroupInputs
 from fluxq.quantize import encode, lowrank
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.rounding import Feedback, UselessGram, feedback, round_nearest, round_with_feedback
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks
+from fluxq.quantize.tensor import QuantizedTensor, largest, quantize_blocks
 from fluxq.quantize.transforms import InputTransform, rotate
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device
 from fluxq.recipes.families import Maker
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import Format, Scheme
 from fluxq.recipes.plan import Method
 
 _NOTHING = InputTransform()
@@ -42,6 +43,8 @@ _FEW_TOKENS = 4  # for each channel: below, the Gram is damped more
 _JOINT_TOKENS = 16  # for each channel, that the joint descent needs
 _JOINT_K = 6144
 _JOINT_TURNS = 2
+_SHARE_OF_GRAM = 8  # rows of a weight that are an eighth of a Gram are widened to fp32 at a time
+_LEAST_ROWS, _LEAST_ROWS_OF_GPU = 256, 1 << 14  # it has the memory, and would wait for small kernels to be launched
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def fit_group(
     for a bias that is not in that dtype. What cannot be fitted is rounded to nearest, and a stage says why.
     """
     for layer in layers:
-        if not torch.isfinite(layer.weight).all():
+        if not torch.isfinite(largest(layer.weight)):
             raise ValueError(f"{layer.name}.weight: holds NaN or infinity; get the source again, or exclude this layer")
         if layer.bias is not None and not torch.isfinite(layer.bias.to(dtype)).all():
             raise ValueError(f"{layer.name}.bias: holds NaN or infinity as {dtype}; choose another --dtype")
@@ -142,33 +145,33 @@ class _Fit:
         self.price, self.rate, self.dtype = price, rate, dtype
         self.activations = layers[0].scheme.activations
         self.static = layers[0].scheme.static_input
-        self.weights = [layer.weight.float() for layer in layers]
+        self.weights = [layer.weight for layer in layers]
         share = max(64, _TRIAL_ROWS // len(layers))
         self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
-        self.fit, self.held = inputs.fit.float(), inputs.held.float()
-        self.search_tokens = self.fit[_spread(self.fit.shape[0], _TRIAL_TOKENS, self.fit.device)]
-        sample = torch.cat([self.fit, self.held])
-        self.sample = sample[_spread(sample.shape[0], _SCALE_TOKENS, sample.device)]
+        self.search_tokens = inputs.fit[_spread(inputs.fit.shape[0], _TRIAL_TOKENS, inputs.fit.device)]
         self.stages: list[Stage] = []
 
     def run(self) -> FittedGroup:
         state = _State(ranks=(0,) * len(self.layers), exponents=(None,) * len(self.inputs.segments))
         parts = self._parts(state, self.weights)
-        codes = self._nearest(state, parts)
+        codes = None
         why_not = self._why_not_judged()
-        plain_db = db = None if why_not else self._db(state, self.weights, parts, codes)
+        plain_db = db = None if why_not else self._db(state, parts, self._nearest(state, parts))
         if plain_db == -math.inf:
             why_not, plain_db, db = "its outputs are too large to be compared in fp32", None, None
         if why_not and not self.method.is_plain:
             self._note("all", why_not)
         elif not self.method.is_plain:
             found = self._transformed(state)
+            self.trial_weights.clear()  # they would take memory when it is scarce
             transformed = self._parts(found, self.weights)
             if self._can_be_stored(transformed, [layer.bias for layer in self.layers]):
                 state, parts = found, transformed
             else:
                 self._note("all", f"the transformed layers hold numbers beyond {self.dtype}")
             parts, codes, db = self._best_rounding(state, parts)
+        if codes is None:
+            codes = self._nearest(state, parts)  # again: meanwhile they would have taken memory
         return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), plain_db, db)
 
     def _why_not_judged(self) -> str:
@@ -176,7 +179,7 @@ class _Fit:
         amax = self.inputs.amax.amax()
         if not amax > 0:
             return "its input is always zero"
-        if len(self.held) == 0:
+        if len(self.inputs.held) == 0:
             return "no held-out token to judge by"
         if not all(torch.isfinite(gram.diagonal()).all() for gram in self.inputs.grams):
             return f"its input reaches {amax.item():.3g}, too much for a Gram matrix in fp32"
@@ -186,7 +189,7 @@ class _Fit:
         """Whether all pieces, and biases with what is added to them, are finite in the dtype they are stored in."""
         for part, bias in zip(parts, biases, strict=True):
             added = part.bias if bias is None or part.bias is None else bias.float() + part.bias
-            stored = [part.v, part.out, part.a, part.b, None if added is None else self._in_16_bit(added)]
+            stored = [part.amax, part.out, part.a, part.b, None if added is None else self._in_16_bit(added)]
             if not all(torch.isfinite(tensor).all() for tensor in stored if tensor is not None):
                 return False
         return True
@@ -269,7 +272,10 @@ class _Fit:
         square = torch.cat([gram.diagonal() for gram in self.inputs.grams])
         if mean is not None:
             square = square - 2 * mean * self.inputs.mean + mean.square()
-        w = torch.stack([w.square().mean(0) for w in self.weights]).mean(0)
+        w = torch.zeros_like(square)
+        for weight in self.weights:
+            for rows in _row_slices(weight):
+                w += weight[rows].float().square().sum(0) / (weight.shape[0] * len(self.weights))
         sizes = (square.clamp(min=0).sqrt(), w.sqrt())
         return tuple(size.clamp(min=1e-4 * size.max() + 1e-30) for size in sizes)  # type: ignore[return-value]
 
@@ -326,8 +332,7 @@ class _Fit:
     def _best_rounding(self, state: _State, parts: list[_Part]) -> _Rounded:
         """The best way to choose codes and scales; none of them costs run time."""
         method, k = self.method, self.inputs.mean.shape[0]
-        codes = self._nearest(state, parts)
-        best = (parts, codes, self._db(state, self.weights, parts, codes))
+        best: _Rounded = (parts, None, self._db(state, parts, self._nearest(state, parts)))
         useless = ""
         if method.gptq and self.inputs.count < k:
             self._note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
@@ -351,7 +356,7 @@ class _Fit:
         return best
 
     def _keep_better(self, name: str, state: _State, best: _Rounded, found: _Weights) -> _Rounded:
-        db = self._db(state, self.weights, *found)
+        db = self._db(state, *found)
         gain = db - best[2]
         self.stages.append(Stage(name, gain > 0, gain, 0.0, f"{gain:+.2f} dB, free at run time"))
         return (*found, db) if gain > 0 else best
@@ -371,12 +376,11 @@ class _Fit:
         to_codes = torch.linalg.solve(rounded_gram + damping * rounded_gram.diagonal().mean(), cross).T
         to_branch = torch.linalg.solve(z_gram + damping * z_gram.diagonal().mean(), cross.T).T
         for turn in range(_JOINT_TURNS):
-            targets = [replace(part, v=part.v @ to_codes) for part in parts]
-            codes = self._with_feedback(targets, [rounded_gram], 0.01)
+            targets = [part.towards(to_codes) for part in parts]
+            codes = self._with_feedback(targets, [rounded_gram.clone], 0.01)
             if turn + 1 < _JOINT_TURNS:
                 parts = [
-                    self._refitted(state, w, part, q, z_gram, to_branch)
-                    for w, part, q in zip(self.weights, parts, codes, strict=True)
+                    self._refitted(state, part, q, z_gram, to_branch) for part, q in zip(parts, codes, strict=True)
                 ]
         return parts, codes
 
@@ -393,15 +397,13 @@ class _Fit:
             total += weight * len(z)
         return tuple(held.div_(total) for held in sums)  # type: ignore[return-value]
 
-    def _refitted(
-        self, state: _State, w: Tensor, part: _Part, q: QuantizedTensor, gram: Tensor, to_branch: Tensor
-    ) -> _Part:
+    def _refitted(self, state: _State, part: _Part, q: QuantizedTensor, gram: Tensor, to_branch: Tensor) -> _Part:
         """The part with another branch of the same rank: the best for what the codes leave of the weight."""
         if part.a is None:
             return part
-        plain = state.transform.of_weight(w)[0]
+        plain = state.transform.of_weight(part.weight.float())[0]
         a, b = lowrank.branch(plain - q.dequantize() @ to_branch, part.a.shape[0], gram)
-        return self._beside(state, w, rotate(a, state.transform.hadamard), b)
+        return self._beside(state, part.weight, rotate(a, state.transform.hadamard), b)
 
     def _was_kept(self, name: str) -> bool:
         return any(stage.kept for stage in self.stages if stage.name == name)
@@ -410,43 +412,62 @@ class _Fit:
         scales = self._global_scales(parts, search)
         importance = None
         if search:
-            importance = torch.cat([gram.diagonal() for gram in self._grams(state)])
-        return [
-            quantize_blocks(part.v, layer.scheme.weights, scale, layer.name, four_over_six=True)
-            if self.method.weights_46 and not self.method.search and layer.scheme.weights.two_level
-            else round_nearest(part.v, layer.scheme.weights, scale, importance, search=search)
-            for layer, part, scale in zip(self.layers, parts, scales, strict=True)
-        ]
+            importance = torch.cat([gram().diagonal().clone() for gram in self._grams(state)])
+        done = self._empty(parts, scales)
+        for layer, part, scale, q in zip(self.layers, parts, scales, done, strict=True):
+            row = layer.scheme.weights
+            for rows, v in part.chunks():
+                if self.method.weights_46 and not self.method.search and row.two_level:
+                    rounded = quantize_blocks(v, row, scale, layer.name, four_over_six=True)
+                elif row.group_size:
+                    rounded = round_nearest(v, row, scale, importance, search=search)
+                else:
+                    rounded = quantize_blocks(v, row, None, layer.name, part.row_scale(v, row))
+                q.put(rounded, rows.start)
+        return done
 
-    def _with_feedback(self, parts: list[_Part], grams: Iterable[Tensor], damping: float) -> list[QuantizedTensor]:
+    def _with_feedback(
+        self, parts: list[_Part], grams: Iterable[Callable[[], Tensor]], damping: float
+    ) -> list[QuantizedTensor]:
+        """grams: functions that return one each, of a segment of x."""
         scales = self._global_scales(parts, self.method.search)
-        done: list[list[QuantizedTensor]] = [[] for _ in self.layers]
+        done = self._empty(parts, scales)
         start = 0
         for gram in grams:
-            columns = slice(start, start + gram.shape[0])
-            start += gram.shape[0]
             feeds: dict[int, Feedback] = {}
-            for layer, part, scale, pieces in zip(self.layers, parts, scales, done, strict=True):
+            for layer, part, scale, q in zip(self.layers, parts, scales, done, strict=True):
                 row = layer.scheme.weights
                 if row.group_size not in feeds:
                     feeds[row.group_size] = feedback(gram, row.group_size, damping)
-                whole = None if row.group_size else encode.block_scale(part.v.unsqueeze(1), row, None)
-                v, feed = part.v[:, columns], feeds[row.group_size]
-                pieces.append(round_with_feedback(v, row, scale, feed, search=self.method.search, row_scale=whole))
-        return [_joined_along_k(pieces) for pieces in done]
+                feed = feeds[row.group_size]
+                columns = slice(start, start + len(feed.order))
+                for rows, v in part.chunks():
+                    whole = None if row.group_size else part.row_scale(v, row)
+                    v = v[:, columns]
+                    rounded = round_with_feedback(v, row, scale, feed, search=self.method.search, row_scale=whole)
+                    q.put(rounded, rows.start, start)
+            start = columns.stop
+        return done
 
-    def _grams(self, state: _State) -> Iterator[Tensor]:
-        """E[z z^T] of each segment, one at a time."""
+    def _empty(self, parts: list[_Part], scales: list[Tensor | None]) -> list[QuantizedTensor]:
+        return [
+            QuantizedTensor.empty(layer.scheme.weights, n, k, scale, part.weight.device)
+            for layer, part, scale in zip(self.layers, parts, scales, strict=True)
+            for n, k in (part.weight.shape,)
+        ]
+
+    def _grams(self, state: _State) -> Iterator[Callable[[], Tensor]]:
+        """Functions that make E[z z^T] of each segment; one at a time is all the memory there may be."""
         start = 0
         for gram in self.inputs.grams:
             part = slice(start, start + gram.shape[0])
             start += gram.shape[0]
-            yield state.transform.of_columns(part).of_gram(gram, self.inputs.mean[part])
+            yield partial(state.transform.of_columns(part).of_gram, gram, self.inputs.mean[part])
 
     def _global_scales(self, parts: list[_Part], room: bool) -> list[Tensor | None]:
         """NVFP4's global scale of each weight, one for those that are joined. room: for scales above the plain one."""
         room = room or self.method.weights_46
-        amax = [part.v.abs().amax() for part in parts]
+        amax = [part.amax for part in parts]
         joined = [value for layer, value in zip(self.layers, amax, strict=True) if layer.joined]
         shared = torch.stack(joined).amax() if joined else None
         return [
@@ -462,42 +483,49 @@ class _Fit:
         return [self._part(state, w, rank) for w, rank in zip(weights, state.ranks, strict=True)]
 
     def _part(self, state: _State, w: Tensor, rank: int) -> _Part:
-        """The pieces of a weight (N, K) under a state."""
-        if rank > 0:
-            plain = replace(state.transform, hadamard=0)
-            return self._beside(state, w, *lowrank.branch(plain.of_weight(w)[0], min(rank, *w.shape)))
-        v, out = state.transform.of_weight(w)
-        return _Part(v, None if out is None else self._in_16_bit(out), None, None, state.transform.extra_bias(w))
+        """A weight (N, K) under a state."""
+        if not rank:
+            return self._beside(state, w, None, None)
+        plain = replace(state.transform, hadamard=0)
+        chunks = lowrank.RowChunks(w.shape[0], lambda: (plain.of_weight(w[rows].float())[0] for rows in _row_slices(w)))
+        return self._beside(state, w, *lowrank.branch(chunks, min(rank, *w.shape)))
 
-    def _beside(self, state: _State, w: Tensor, a: Tensor, b: Tensor) -> _Part:
-        """The pieces beside a branch whose A reads z before Hadamard."""
-        a = a if state.transform.smooth is None else a * state.transform.smooth  # so that it reads x itself
-        a, b = (self._in_16_bit(t) for t in lowrank.balanced(a, b))
-        rest = w - b @ a
-        v, out = state.transform.of_weight(rest)
-        return _Part(v, None if out is None else self._in_16_bit(out), a, b, state.transform.extra_bias(rest))
+    def _beside(self, state: _State, w: Tensor, a: Tensor | None, b: Tensor | None) -> _Part:
+        """The pieces beside a branch, if there is one, whose A reads z before Hadamard."""
+        if a is not None and b is not None:
+            a = a if state.transform.smooth is None else a * state.transform.smooth  # so that it reads x itself
+            a, b = (self._in_16_bit(t) for t in lowrank.balanced(a, b))
+        part = _Part(w, state.transform, a, b)
+        outs, biases, amax = [], [], []
+        for rows in _row_slices(w):
+            rest = part.rest(rows)
+            v, out = state.transform.of_weight(rest)
+            outs.append(out)
+            biases.append(state.transform.extra_bias(rest))
+            amax.append(v.abs().amax())
+        out = None if state.transform.basis is None else self._in_16_bit(torch.cat(outs))
+        bias = None if state.transform.mean is None else torch.cat(biases)
+        return replace(part, out=out, bias=bias, amax=torch.stack(amax).amax())
 
     def _trial_db(self, state: _State) -> float:
         parts = self._parts(state, self.trial_weights)
         if not self._can_be_stored(parts, [None] * len(parts)):
             return -math.inf
-        return self._db(state, self.trial_weights, parts, self._nearest(state, parts))
+        return self._db(state, parts, self._nearest(state, parts))
 
     def _search_error(self, state: _State) -> float:
         parts = self._parts(state, self.trial_weights)
         if not self._can_be_stored(parts, [None] * len(parts)):
             return math.inf
-        return self._error(state, self.trial_weights, parts, self._nearest(state, parts), self.search_tokens)
+        return self._error(state, parts, self._nearest(state, parts), self.search_tokens)
 
-    def _db(self, state: _State, weights: list[Tensor], parts: list[_Part], codes: list[QuantizedTensor]) -> float:
-        return -10 * math.log10(
-            max(self._error(state, weights, parts, codes, self.held, self.inputs.held_weight), 1e-30)
-        )
+    def _db(self, state: _State, parts: list[_Part], codes: list[QuantizedTensor]) -> float:
+        error = self._error(state, parts, codes, self.inputs.held, self.inputs.held_weight)
+        return -10 * math.log10(max(error, 1e-30))
 
     def _error(
         self,
         state: _State,
-        weights: list[Tensor],
         parts: list[_Part],
         codes: list[QuantizedTensor],
         x: Tensor,
@@ -507,20 +535,24 @@ class _Fit:
 
         Infinite where fp32 overflows.
         """
-        z = state.transform.of_tokens(x)
-        z = self._rounded_input(z, state)
+        x = x.float()
+        z = self._rounded_input(state.transform.of_tokens(x), state)
         t = state.transform.deflated(x)
         total = 0.0
-        for w, part, q in zip(weights, parts, codes, strict=True):
-            y = x @ w.T
-            approximate = z @ q.dequantize().T
-            if t is not None and part.out is not None:
-                approximate += self._in_16_bit(t) @ part.out.T
-            if part.a is not None and part.b is not None:
-                approximate += self._in_16_bit(x @ part.a.T) @ part.b.T
-            if part.bias is not None:
-                approximate += part.bias
-            lost, size = (approximate - y).square().sum(1), y.square().sum(1)
+        for part, q in zip(parts, codes, strict=True):
+            lost, size = torch.zeros(2, len(x), device=x.device)
+            h = None if part.a is None else self._in_16_bit(x @ part.a.T)
+            for rows in _row_slices(part.weight):
+                y = x @ part.weight[rows].float().T
+                approximate = z @ q.rows(rows.start, rows.stop).dequantize().T
+                if t is not None and part.out is not None:
+                    approximate += self._in_16_bit(t) @ part.out[rows].T
+                if h is not None and part.b is not None:
+                    approximate += h @ part.b[rows].T
+                if part.bias is not None:
+                    approximate += part.bias[rows]
+                lost += approximate.sub_(y).square_().sum(1)
+                size += y.square_().sum(1)
             if token_weight is not None:
                 lost, size = lost * token_weight, size * token_weight
             total += float(lost.double().sum() / size.double().sum().clamp(min=1e-30))
@@ -544,7 +576,10 @@ class _Fit:
             return None
         if state.transform == _NOTHING:
             return encode.global_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
-        return encode.global_scale_for(state.transform.of_tokens(self.sample).abs().amax(), self.activations, True)
+        fit, held = self.inputs.fit, self.inputs.held
+        index = _spread(len(fit) + len(held), _SCALE_TOKENS, fit.device)
+        sample = torch.cat([fit[index[index < len(fit)]], held[index[index >= len(fit)] - len(fit)]])
+        return encode.global_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)
 
     def _in_16_bit(self, value: Tensor) -> Tensor:
         return value.to(self.dtype).float()
@@ -593,17 +628,45 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Part:
-    """A weight under a state: what codes stand for, v; the 16-bit pieces beside it; what is added to the bias."""
+    """A weight (N, K) under a state: the 16-bit branch B A, `out` and what is added to the bias, all beside the codes.
 
-    v: Tensor
-    out: Tensor | None
+    Codes stand for V, of which a few rows at a time are computed when they are wanted. amax (): max |V|. target (K, K):
+    codes stand for V times that instead.
+    """
+
+    weight: Tensor
+    transform: InputTransform
     a: Tensor | None
     b: Tensor | None
-    bias: Tensor | None
+    out: Tensor | None = None
+    bias: Tensor | None = None
+    amax: Tensor = field(default_factory=lambda: torch.tensor(math.nan))
+    target: Tensor | None = None
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, and what their codes stand for, fp32."""
+        for rows in _row_slices(self.weight):
+            v = self.transform.of_weight(self.rest(rows))[0]
+            yield rows, v if self.target is None else v @ self.target
+
+    def rest(self, rows: slice) -> Tensor:
+        """What the branch leaves of rows of the weight, fp32."""
+        w = self.weight[rows].float()
+        return w if self.a is None or self.b is None else w - self.b[rows] @ self.a
+
+    def row_scale(self, v: Tensor, format: Format) -> Tensor:
+        """The scales of rows v (rows, 1), or of the whole weight (1, 1), for a format without groups."""
+        values = v.unsqueeze(1) if format.block[0] else self.amax.reshape(1, 1, 1)
+        return encode.block_scale(values, format, None)
+
+    def towards(self, target: Tensor) -> _Part:
+        """The same with codes that stand for V target."""
+        part = replace(self, target=target)
+        return replace(part, amax=torch.stack([v.abs().amax() for _, v in part.chunks()]).amax())
 
 
 _Weights = tuple[list[_Part], list[QuantizedTensor]]
-_Rounded = tuple[list[_Part], list[QuantizedTensor], float]  # and the dB of the group
+_Rounded = tuple[list[_Part], list[QuantizedTensor] | None, float]  # and dB of the group; None: codes to nearest
 
 
 def _with(state: _State, **changes: object) -> _State:
@@ -616,11 +679,8 @@ def _spread(count: int, most: int, device: torch.device) -> Tensor:
     return torch.arange(kept, device=device) * count // max(kept, 1)
 
 
-def _joined_along_k(pieces: list[QuantizedTensor]) -> QuantizedTensor:
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    k = sum(piece.shape[1] for piece in pieces)
-    scale = torch.cat([piece.scale for piece in pieces], 1) if first.format.group_size else first.scale
-    codes = torch.cat([piece.codes for piece in pieces], 1)
-    return QuantizedTensor(codes, scale, first.global_scale, (first.shape[0], k), first.format)
+def _row_slices(w: Tensor) -> list[slice]:
+    """Rows of a weight (N, K) that are worked on at a time."""
+    n, k = w.shape
+    rows = max(k // _SHARE_OF_GRAM, _LEAST_ROWS if w.device.type == "cpu" else _LEAST_ROWS_OF_GPU)
+    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]

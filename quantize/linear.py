@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -272,6 +272,10 @@ class QuantLinear(nn.Linear):
 
         A cast to the dtype that the layer computes in is none: libraries ask for it along with a move.
         """
+        # Codes and scales may all be integers, which casts pass over: what becomes of 16-bit numbers tells a cast.
+        targets = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float16, torch.bfloat16)}
+        if len(targets) == 1 and self.compute_dtype not in targets:
+            self._refuse_cast(*targets, "weight")
         stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
         for name in self.stored_names:
             held = getattr(self, name)
@@ -279,11 +283,14 @@ class QuantLinear(nn.Linear):
             if probe.dtype == self.compute_dtype != held.dtype:
                 stored[id(held)] = probe.device
             elif probe.dtype != held.dtype:
-                raise ValueError(
-                    f"a layer quantized as {self.scheme} cannot be cast to {probe.dtype}: its {name} is stored as it "
-                    "must be read. Load the checkpoint with another dtype, and leave out layerwise casting"
-                )
+                self._refuse_cast(probe.dtype, name)
         return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
+
+    def _refuse_cast(self, dtype: torch.dtype, name: str) -> NoReturn:
+        raise ValueError(
+            f"a layer quantized as {self.scheme} cannot be cast to {dtype}: its {name} is stored as it must be read. "
+            "Load the checkpoint with another dtype, and leave out layerwise casting"
+        )
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scheme={self.scheme}"

@@ -10,6 +10,9 @@ SVDQuant (arXiv 2411.05007) has the branch, QERA (2410.06040) and GPTAQ (2504.02
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,18 +20,41 @@ _ITERATIONS = 6
 _EXTRA = 8  # directions beyond those asked for, which make the iteration converge faster
 
 
-def branch(w: Tensor, rank: int, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class RowChunks:
+    """A matrix of n rows, a few at a time in memory. chunks: all of them, (rows, K) fp32, in their order."""
+
+    n: int
+    chunks: Callable[[], Iterable[Tensor]]
+
+    def times(self, right: Tensor) -> Tensor:
+        """W right (N, C)."""
+        return torch.cat([chunk @ right for chunk in self.chunks()])
+
+    def transposed_times(self, left: Tensor) -> Tensor:
+        """W^T left (K, C)."""
+        total, start = torch.zeros((), device=left.device), 0
+        for chunk in self.chunks():
+            total = total + chunk.T @ left[start : start + chunk.shape[0]]
+            start += chunk.shape[0]
+        return total
+
+
+def branch(w: Tensor | RowChunks, rank: int, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(A (R, K), B (N, R)) fp32 with B A the best approximation of w (N, K); B has orthonormal columns.
 
     gram (K, K): E[z z^T]; the error of w z is then minimised, without it that of w itself.
     """
-    start = _start(w.shape[0], rank, w)
+    if isinstance(w, Tensor):
+        whole = w
+        w = RowChunks(whole.shape[0], lambda: (whole,))
+    start = _start(w.n, rank, next(iter(w.chunks())))
     for _ in range(_ITERATIONS):
-        start = torch.linalg.qr(w @ _times(gram, w.T @ start))[0]
-    inner = start.T @ w  # (R + extra, K)
-    values, vectors = torch.linalg.eigh(inner @ _times(gram, inner.T))
-    b = start @ vectors[:, values.argsort(descending=True)[:rank]]
-    return b.T @ w, b
+        start = torch.linalg.qr(w.times(_times(gram, w.transposed_times(start))))[0]
+    inner = w.transposed_times(start)  # (K, R + extra)
+    values, vectors = torch.linalg.eigh(inner.T @ _times(gram, inner))
+    kept = vectors[:, values.argsort(descending=True)[:rank]]
+    return (inner @ kept).T.contiguous(), start @ kept
 
 
 def principal_directions(gram: Tensor, count: int) -> Tensor:

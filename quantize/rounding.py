@@ -12,15 +12,16 @@ belongs to neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fluxq.quantize import encode
-from fluxq.quantize.encode import SCALE_DTYPES, decode_scale
+from fluxq.quantize.encode import SCALE_DTYPES, decode_scale, round_to
 from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.recipes.formats import Element, Format
+from fluxq.recipes.formats import Format
 
 DAMPING = 0.01  # of the mean diagonal, added to the diagonal
 _COLUMNS = 128  # rounded between two products with all that are left
@@ -40,12 +41,15 @@ class UselessGram(ValueError):
     """Nothing can be fed back with this Gram matrix."""
 
 
-def feedback(gram: Tensor, group: int, damping: float = DAMPING) -> Feedback:
-    """Factor E[z z^T] (K, K) for blocks of `group` columns; 0 is a row. Takes the memory of one more Gram.
+def feedback(gram: Tensor | Callable[[], Tensor], group: int, damping: float = DAMPING) -> Feedback:
+    """Factor E[z z^T] (K, K) for blocks of `group` columns; 0 is a row.
 
+    gram: a function returns it, as a new tensor at each call; that becomes L, and no memory for another is taken.
     Channels that are always zero get the damping only. Raises UselessGram for one that is not finite or all zero.
     """
-    diagonal = gram.diagonal()
+    make = gram.clone if isinstance(gram, Tensor) else gram
+    gram = make()
+    diagonal = gram.diagonal().clone()
     mean = diagonal.mean()
     if not mean > 0 or not all(torch.isfinite(rows).all() for rows in gram.split(_COLUMNS)):
         raise UselessGram("the Gram matrix of this input is zero or not finite: calibrate with other prompts")
@@ -53,10 +57,16 @@ def feedback(gram: Tensor, group: int, damping: float = DAMPING) -> Feedback:
     blocks = diagonal.reshape(-1, size)
     inside = blocks.argsort(dim=1, stable=True) + torch.arange(blocks.shape[0], device=gram.device).unsqueeze(1) * size
     order = inside[blocks.mean(1).argsort(stable=True)].flatten()
+    lower = gram.T  # LAPACK counts by columns: so it works in place, and a Gram may be most of the memory
     for attempt in range(8):
-        lower = gram[order].T  # LAPACK counts by columns: so it works in place, and a Gram may be most of the memory
-        for columns in lower.T.split(_COLUMNS):
-            columns.copy_(columns[:, order])
+        if attempt:
+            del gram, lower  # before there is another
+            gram = make()
+            lower = gram.T
+        for columns in gram.split(_COLUMNS, 1):
+            columns.copy_(columns[order])
+        for rows in gram.split(_COLUMNS):
+            rows.copy_(rows[:, order])
         lower.diagonal().add_(damping * 10**attempt * mean)
         info = torch.empty((), dtype=torch.int32, device=gram.device)
         torch.linalg.cholesky_ex(lower, out=(lower, info))
@@ -143,18 +153,6 @@ def search_scales(blocks: Tensor, importance: Tensor | None, format: Format, glo
             least = torch.where(better, total, least)
             best = torch.where(better, _bits(scale), _bits(best)).view(best.dtype)
     return best
-
-
-def round_to(v: Tensor, element: Element) -> Tensor:
-    """The fp32 value of the nearest code: `decode(encode(v))`, without the codes."""
-    if element.name == "e4m3":
-        return encode.decode(encode.encode(v, element), element)
-    if element.name == "e2m1":
-        magnitude = v.abs().clamp_(max=element.max)
-        step = (magnitude >= 2).float().add_(magnitude >= 4).exp2_()  # 1, 2, 4: twice the distance of neighbours
-        return magnitude.mul_(2).div_(step).round_().mul_(step).mul_(0.5).copysign_(v)
-    low = -element.max if element.low is None else element.low
-    return v.clamp(low, element.max).round_()
 
 
 def _scale_of(block: Tensor, importance: Tensor, format: Format, global_scale: Tensor | None, search: bool) -> Tensor:

@@ -36,6 +36,7 @@ from fluxq.recipes.plan import LayerPlan, Plan, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
 
 _HEADER = "fluxq_block"
+_SQNR_ROWS = 1024
 
 
 @dataclass
@@ -94,8 +95,7 @@ def quantize_component(
             outcome.groups.update(fitted)
             for name, layer in (item for group in fitted.values() for item in group.layers.items()):
                 outcome.schemes[name] = layer.scheme
-                weight = source[f"{name}.weight"]
-                outcome.weight_sqnr[name] = sqnr(weight.float(), layer.dequantized(torch.float32).weight.data.cpu())
+                outcome.weight_sqnr[name] = sqnr(source[f"{name}.weight"], layer.collapsed()[0])
                 for part, tensor in layer.named_parameters():
                     taken.add(f"{name}.{part}")
                     yield f"{name}.{part}", tensor.data.cpu()
@@ -242,7 +242,7 @@ def _rounded_layers(
     for layer in plan.quantized:
         w = source[f"{layer.name}.weight"]
         q = quantize_weight(w, layer, global_scales.get(layer.name))
-        outcome.weight_sqnr[layer.name] = sqnr(w.float(), q.dequantize())
+        outcome.weight_sqnr[layer.name] = sqnr(w, q.dequantize())
         for name, tensor in q.tensors().items():
             yield f"{layer.name}.{name}", tensor
         if layer.scheme is not None and layer.scheme.static_input:
@@ -314,9 +314,16 @@ def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> Qu
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost."""
-    noise = (approximation - reference).double().square().sum()
-    return float(10 * torch.log10(reference.double().square().sum() / noise))
+    """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost.
+
+    A few rows at a time, in double where the approximation lies.
+    """
+    signal, noise = torch.zeros(2, dtype=torch.float64, device=approximation.device)
+    for r, a in zip(reference.split(_SQNR_ROWS), approximation.split(_SQNR_ROWS), strict=True):
+        r = r.to(a)
+        signal += r.double().square().sum()
+        noise += (a - r).double().square().sum()
+    return float(10 * torch.log10(signal / noise))
 
 
 def _weight(source: SourceWeights, layer: LayerPlan) -> Tensor:

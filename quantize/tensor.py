@@ -8,6 +8,7 @@ The arithmetic lives in encode.py, what a format is in recipes/formats.py; this 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from fluxq.quantize import encode
 from fluxq.recipes.formats import Format, find_format
+
+_CACHED = 1 << 17  # elements that a core rounds at a time
+_AT_ONCE = 1 << 26  # elements that a GPU does
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,59 @@ class QuantizedTensor:
         row = find_format(format) if isinstance(format, str) else format
         if w.ndim != 2 or not w.is_floating_point():
             raise ValueError(f"{name}: expected a floating-point matrix (N, K), got {w.dtype} {(*w.shape,)}")
-        if not torch.isfinite(w).all():
+        row = row.with_group_size(group_size)
+        row.check_shape(w.shape[0], w.shape[1], name)
+        amax = largest(w)
+        if not torch.isfinite(amax):
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
         if global_scale is not None:
             _check_global_scale(global_scale, row, w.shape[0], name)
-        return quantize_blocks(w, row.with_group_size(group_size), global_scale, name, four_over_six=four_over_six)
+        elif row.two_level:
+            global_scale = encode.global_scale_for(amax, row, four_over_six)
+        return quantize_blocks(w, row, global_scale, name, four_over_six=four_over_six)
+
+    @classmethod
+    def empty(
+        cls, format: Format, n: int, k: int, global_scale: Tensor | None, device: torch.device
+    ) -> QuantizedTensor:
+        """Room for a matrix (n, k), for `put` to fill."""
+        shapes = stored_shapes(format, n, k)
+        codes, scale = (
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype in (shapes["weight"], shapes["weight_scale"])
+        )
+        return cls(codes, scale, global_scale, (n, k), format)
+
+    def put(self, part: QuantizedTensor, row: int = 0, column: int = 0) -> None:
+        """Take in what `part` holds, from that row and column on; its global scale must be the same."""
+        rows, bits = slice(row, row + part.shape[0]), self.format.element.bits
+        start = column * bits // 8
+        _bytes(self.codes)[rows, start : start + part.codes.shape[1]] = _bytes(part.codes)
+        if self.scale.ndim < 2:
+            self.scale[rows if self.scale.ndim else ...] = part.scale
+        else:
+            start = column // self.format.group_size
+            _bytes(self.scale)[rows, start : start + part.scale.shape[1]] = _bytes(part.scale)
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Rows of the matrix, which share its memory."""
+        scale, global_scale = self.scale, self.global_scale
+        if scale.ndim:
+            scale = scale[start:stop]
+        if global_scale is not None and global_scale.ndim:
+            global_scale = global_scale[start:stop]
+        codes = self.codes[start:stop]
+        return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix (N, K) that the codes stand for: computed in fp32, cast once."""
         codes = encode.decode(encode.unpack(self.codes, self.format.element), self.format.element)
         multiplier = encode.decode_scale(self.scale, self.format, self.global_scale)
         if multiplier.ndim == 0:
-            return (codes * multiplier).to(dtype)
+            return codes.mul_(multiplier).to(dtype)
         groups = multiplier.reshape(self.shape[0], -1, 1)  # (N, G, 1)
         blocks = codes.reshape(self.shape[0], groups.shape[1], -1)
-        return (blocks * groups).reshape(self.shape).to(dtype)
+        return blocks.mul_(groups).reshape(self.shape).to(dtype)
 
     @property
     def bits_per_weight(self) -> float:
@@ -96,24 +138,56 @@ def quantize_blocks(
     """
     rows, k = x.shape
     format.check_shape(rows, k, name)
-    x = x.to(torch.float32, copy=True)  # divided in place below
+    if row_scale is not None and format.group_size:
+        raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
     if format.two_level and global_scale is None:
-        global_scale = encode.global_scale_for(x.abs().amax(), format, four_over_six)
-    n, group = format.block
-    blocks = x.reshape(1, 1, -1) if n == 0 else x.reshape(rows, -1, group or k)  # (rows, G, k)
+        global_scale = encode.global_scale_for(largest(x), format, four_over_six)
+    if row_scale is None and format.block[0] == 0:
+        row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
+    done = QuantizedTensor.empty(format, rows, k, global_scale, x.device)
+    wide = None
+    for start, part in _row_chunks(x.detach()):
+        wide = torch.empty(part.shape, device=x.device) if wide is None else wide[: part.shape[0]]
+        at = slice(start, start + part.shape[0])
+        own_global = global_scale if global_scale is None or global_scale.ndim == 0 else global_scale[at]
+        own_scale = row_scale if row_scale is None or row_scale.numel() == 1 else row_scale[at]
+        done.put(_quantize_rows(wide.copy_(part), format, own_global, own_scale, four_over_six), start)
+    return done
+
+
+def largest(x: Tensor) -> Tensor:
+    """max |x| () in fp32: NaN where x holds NaN, infinite where it does or fp32 overflows."""
+    return torch.stack([part.abs().amax() for _, part in _row_chunks(x)]).amax().float()
+
+
+def _quantize_rows(
+    x: Tensor, format: Format, global_scale: Tensor | None, row_scale: Tensor | None, four_over_six: bool
+) -> QuantizedTensor:
+    """`quantize_blocks` of fp32 rows that need nothing else to be known; x is used up."""
+    rows, k = x.shape
+    blocks = x.reshape(rows, -1, format.group_size or k)  # (rows, G, k)
     if row_scale is None:
         scale = encode.block_scale(blocks, format, global_scale)
-    elif group == 0:
-        scale = row_scale.reshape(blocks.shape[:2])
     else:
-        raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
+        scale = row_scale.reshape(-1, 1)  # (rows, 1), or (1, 1) for all
     if four_over_six and global_scale is not None:
         scale = encode.four_over_six(blocks, scale, format, global_scale)
     step = encode.decode_scale(scale, format, global_scale)
     codes = encode.encode(blocks.div_(step.unsqueeze(-1)), format.element).reshape(rows, k)
-    if group == 0:
-        scale = scale.reshape(()) if n == 0 else scale.reshape(rows)
+    if format.group_size == 0:
+        scale = scale.reshape(()) if format.block[0] == 0 else scale.reshape(rows)
     return QuantizedTensor(encode.pack(codes, format.element), scale, global_scale, (rows, k), format)
+
+
+def _row_chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps."""
+    each = _CACHED * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
+    rows = max(1, each // x.shape[1])
+    return ((start, x[start : start + rows]) for start in range(0, x.shape[0], rows))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _check_global_scale(global_scale: Tensor, format: Format, rows: int, name: str) -> None:

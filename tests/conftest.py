@@ -77,6 +77,12 @@ def _maker(root: Path, fitted: bool) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def tested_recipes(pytestconfig) -> list[str]:
+    """The shipped recipes whose checkpoints this run tests: a few, or all of them with --run-slow."""
+    return [name for name in shipped_recipes() if pytestconfig.getoption("--run-slow") or name in QUICK]
+
+
+@pytest.fixture(scope="session")
 def statistics_file(tmp_path_factory) -> Path:
     """What `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images at 2 steps."""
     folder = tmp_path_factory.mktemp("statistics")

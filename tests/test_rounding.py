@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fluxq.quantize import encode
-from fluxq.quantize.rounding import feedback, round_nearest, round_to, round_with_feedback, search_scales
+from fluxq.quantize.rounding import feedback, round_nearest, round_with_feedback, search_scales
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import ELEMENTS, FORMATS, find_format
 
@@ -39,7 +39,7 @@ def test_round_to_is_decode_of_encode_bit_for_bit(name):
     v = torch.cat([torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 4, ties, torch.tensor([0.0, -0.0])])
     v = torch.cat([v, v * 100])
     before = v.clone()
-    assert torch.equal(round_to(v, element), encode.decode(encode.encode(v, element), element))
+    assert torch.equal(encode.round_to(v, element), encode.decode(encode.encode(v, element), element))
     assert torch.equal(v, before)
 
 
@@ -52,7 +52,7 @@ def test_search_weighs_errors_and_never_loses_to_the_plain_scale(name):
 
     def errors(chosen):
         step = encode.decode_scale(chosen, row, scale).unsqueeze(-1)
-        return ((round_to(blocks / step, row.element) * step - blocks).square() * importance).sum(-1)
+        return ((encode.round_to(blocks / step, row.element) * step - blocks).square() * importance).sum(-1)
 
     plain = errors(encode.block_scale(blocks, row, scale))
     searched = errors(search_scales(blocks, importance, row, scale))
@@ -135,6 +135,24 @@ def test_singular_grams_are_damped(kind):
 def test_useless_grams_are_refused(gram):
     with pytest.raises(ValueError, match="zero or not finite"):
         feedback(gram, 16)
+
+
+def test_a_gram_that_is_made_anew_is_used_up_and_made_again_where_damping_was_too_small():
+    x = correlated(512, 64)
+    gram = x.T @ x
+    feed, made = feedback(gram, 16), []
+
+    def make() -> torch.Tensor:
+        made.append(gram.clone())
+        return made[-1]
+
+    same = feedback(make, 16)
+    assert torch.equal(same.lower, feed.lower) and torch.equal(same.order, feed.order)
+    assert len(made) == 1 and same.lower.data_ptr() == made[0].data_ptr()
+    gram[0, 1:] = gram[1:, 0] = gram.diagonal().max() * 0.5  # not a Gram matrix of anything
+    made.clear()
+    same, feed = feedback(make, 16), feedback(gram, 16)
+    assert len(made) > 1 and torch.equal(same.lower, feed.lower)
 
 
 def test_rounding_leaves_its_input_alone():

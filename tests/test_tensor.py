@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fluxq.quantize import encode
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.quantize import encode, tensor
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, stored_shapes
 from fluxq.recipes.formats import ELEMENTS, FORMATS, Format, find_format
 
 ALL_FORMATS = [*FORMATS.values(), find_format("int4_g128")]
@@ -324,6 +324,44 @@ def test_a_global_scale_that_cannot_be_is_refused(scale):
 def test_a_global_scale_for_a_one_level_format_is_refused():
     with pytest.raises(ValueError, match="layer: fp8 has no global scale"):
         QuantizedTensor.quantize(torch.randn(2, 64), "fp8", global_scale=torch.ones(()), name="layer")
+
+
+@EVERY_FORMAT
+def test_rows_rounded_a_few_at_a_time_are_the_same(row, monkeypatch):
+    w = torch.randn(37, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w[20, 100] = 30.0  # what rows share is not known from the first of them
+    options: list[dict] = [{}]
+    if row.two_level:
+        each = w.float().abs().amax(1, keepdim=True) / 1000
+        options += [{"global_scale": each}, {"global_scale": each.amax()}, {"four_over_six": True}]
+    elif row.group_size == 0:
+        options += [{"row_scale": torch.rand(37, 1) + 0.1 if row.block[0] else torch.tensor(0.2)}]
+
+    def rounded(values: dict) -> QuantizedTensor:
+        return quantize_blocks(w, row, **({"global_scale": None, "name": "w"} | values))
+
+    whole = [rounded(values) for values in options]
+    monkeypatch.setattr(tensor, "_CACHED", 1024)
+    monkeypatch.setattr(tensor.torch, "get_num_threads", lambda: 1)
+    for values, q in zip(options, whole, strict=True):
+        again = rounded(values)
+        for name, stored in q.tensors().items():
+            assert torch.equal(stored.view(-1).view(torch.uint8), again.tensors()[name].view(-1).view(torch.uint8))
+
+
+@EVERY_FORMAT
+def test_a_matrix_is_put_together_from_parts_and_gives_its_rows(row):
+    w = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    q = QuantizedTensor.quantize(w, row)
+    built = QuantizedTensor.empty(row, 6, 256, q.global_scale, w.device)
+    if row.group_size:
+        for columns in (slice(0, 128), slice(128, 256)):
+            built.put(QuantizedTensor.quantize(w[:2, columns], row, global_scale=q.global_scale), 0, columns.start)
+    else:
+        built.put(q.rows(0, 2))
+    built.put(q.rows(2, 6), 2)
+    assert torch.equal(built.dequantize(), q.dequantize())
+    assert torch.equal(q.rows(2, 5).dequantize(), q.dequantize()[2:5])
 
 
 def test_an_unknown_format_is_refused_with_a_suggestion():
