@@ -226,7 +226,9 @@ def _wait(process: subprocess.Popen, deadline: float) -> int:
 
 def _environment() -> dict[str, str]:
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    # Options for another pytest are none of ours: these tests run without conftest.py, which may define them.
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    return os.environ | own
 
 
 def _module(session: Session, name: str, *arguments: str) -> list[str]:
