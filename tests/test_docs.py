@@ -47,6 +47,31 @@ def test_the_generated_tables_have_a_row_for_every_recipe_and_its_rtn_profile() 
     assert f"| `{QUALITY_SCRIPT.REENCODED}` as int8 |" in table
 
 
+def test_the_table_of_drawn_layers_is_that_of_the_committed_result() -> None:
+    """Every number, as it is printed there."""
+    rows = json.loads((ROOT / "benchmarks" / "compare_synthetic.json").read_text(encoding="utf-8"))["rows"]
+    table = (ROOT / "quantize" / "README.md").read_text(encoding="utf-8").split("<!-- compare -->\n")[1]
+    printed = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+    assert len(printed) == len(rows)
+    for (formats, method, bits, adaln, ffn, attn, mean, seconds, microseconds), row in zip(printed, rows, strict=True):
+        assert (formats, method, bits) == (row["formats"], row["row"], f"{row['bits']:.2f}")
+        assert [adaln, ffn, attn] == [f"{row['db'][family]:.1f}" for family in ("adaln", "ffn", "attn")]
+        assert mean == f"{row['mean']:.2f} ± {row['error']:.2f}"
+        assert (seconds, microseconds) == (f"{row['seconds']:.1f}", f"{row['microseconds']:.0f}")
+
+
+def test_drawn_layers_reach_what_was_aimed_at() -> None:
+    """Held-out dB at the format's bits and at most .42 more."""
+    rows = json.loads((ROOT / "benchmarks" / "compare_synthetic.json").read_text(encoding="utf-8"))["rows"]
+    mean = {(row["formats"], row["row"].removesuffix(" balanced")): row["mean"] for row in rows}
+    assert mean["nvfp4-nvfp4", "nvfp4"] >= 20.6 and mean["nvfp4-nvfp4", "nvfp4-max"] >= 23.3
+    assert mean["mxfp4-mxfp4", "mxfp4"] >= 16.3 and mean["mxfp4-mxfp4", "mxfp4-max"] >= 20.8
+    assert mean["int4-int4", "int4-svd"] >= 18.8
+    assert mean["int4-16bit", "int4"] >= mean["int4-16bit", "RTN"] + 4
+    assert mean["int8-int8", "int8"] >= 36.5 and mean["int8-int8", "Hadamard + GPTQ"] >= 40
+    assert all(row["most_above"] <= 0.42 for row in rows)
+
+
 def test_a_table_of_other_results_is_noticed() -> None:
     page = ROOT / "recipes" / "README.md"
     other = QUALITY | {"recipes": [row | {"velocity_error": 0.5} for row in QUALITY["recipes"]]}
