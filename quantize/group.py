@@ -22,7 +22,7 @@ from torch import Tensor
 from fluxq.calibrate.inputs import GroupInputs
 from fluxq.quantize import encode, lowrank
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.rounding import Feedback, UselessGram, feedback, round_nearest, round_with_feedback
+from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_nearest, round_with_feedback
 from fluxq.quantize.tensor import QuantizedTensor, largest, quantize_blocks
 from fluxq.quantize.transforms import InputTransform, rotate
 from fluxq.recipes.cost import group_seconds
@@ -40,6 +40,7 @@ _ALPHAS = tuple(i / 10 for i in range(1, 11))
 _NEAR = (-0.2, -0.1, 0.0, 0.1, 0.2)  # around the exponents found without rotation
 _SMOOTHEST = 2.0**10  # largest and, inverted, smallest factor
 _FEW_TOKENS = 4  # for each channel: below, the Gram is damped more
+_DAMPING_OF_FEW = 0.05
 _JOINT_TOKENS = 16  # for each channel, that the joint descent needs
 _JOINT_K = 6144
 _JOINT_TURNS = 2
@@ -276,8 +277,8 @@ class _Fit:
         for weight in self.weights:
             for rows in _row_slices(weight):
                 w += weight[rows].float().square().sum(0) / (weight.shape[0] * len(self.weights))
-        sizes = (square.clamp(min=0).sqrt(), w.sqrt())
-        return tuple(size.clamp(min=1e-4 * size.max() + 1e-30) for size in sizes)  # type: ignore[return-value]
+        x_size, w_size = square.clamp(min=0).sqrt(), w.sqrt()
+        return x_size.clamp(min=1e-4 * x_size.max() + 1e-30), w_size.clamp(min=1e-4 * w_size.max() + 1e-30)
 
     def _smoothed(
         self,
@@ -337,7 +338,7 @@ class _Fit:
         if method.gptq and self.inputs.count < k:
             self._note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
         elif method.gptq:
-            damping = 0.01 if self.inputs.count >= _FEW_TOKENS * k else 0.05
+            damping = DAMPING if self.inputs.count >= _FEW_TOKENS * k else _DAMPING_OF_FEW
             try:
                 found = self._with_feedback(parts, self._grams(state), damping)
                 best = self._keep_better("gptq", state, best, (parts, found))
@@ -372,12 +373,12 @@ class _Fit:
     def _joint(self, state: _State, parts: list[_Part]) -> _Weights:
         """Codes and branch in turns, against the rounded input: see lowrank.py."""
         z_gram, rounded_gram, cross = self._rounded_grams(state)
-        damping = 0.01 * torch.eye(len(cross), device=cross.device)
+        damping = DAMPING * torch.eye(len(cross), device=cross.device)
         to_codes = torch.linalg.solve(rounded_gram + damping * rounded_gram.diagonal().mean(), cross).T
         to_branch = torch.linalg.solve(z_gram + damping * z_gram.diagonal().mean(), cross.T).T
         for turn in range(_JOINT_TURNS):
             targets = [part.towards(to_codes) for part in parts]
-            codes = self._with_feedback(targets, [rounded_gram.clone], 0.01)
+            codes = self._with_feedback(targets, [rounded_gram.clone], DAMPING)
             if turn + 1 < _JOINT_TURNS:
                 parts = [
                     self._refitted(state, part, q, z_gram, to_branch) for part, q in zip(parts, codes, strict=True)
@@ -395,7 +396,8 @@ class _Fit:
             for held, (left, right) in zip(sums, ((z, z), (rounded, rounded), (rounded, z)), strict=True):
                 held.addmm_(left.T, right, alpha=weight)
             total += weight * len(z)
-        return tuple(held.div_(total) for held in sums)  # type: ignore[return-value]
+        z_gram, rounded_gram, cross = (held.div_(total) for held in sums)
+        return z_gram, rounded_gram, cross
 
     def _refitted(self, state: _State, part: _Part, q: QuantizedTensor, gram: Tensor, to_branch: Tensor) -> _Part:
         """The part with another branch of the same rank: the best for what the codes leave of the weight."""
@@ -416,13 +418,13 @@ class _Fit:
         done = self._empty(parts, scales)
         for layer, part, scale, q in zip(self.layers, parts, scales, done, strict=True):
             row = layer.scheme.weights
+            two_scales = self.method.weights_46 and not self.method.search and row.two_level
             for rows, v in part.chunks():
-                if self.method.weights_46 and not self.method.search and row.two_level:
-                    rounded = quantize_blocks(v, row, scale, layer.name, four_over_six=True)
-                elif row.group_size:
-                    rounded = round_nearest(v, row, scale, importance, search=search)
+                if search and row.group_size:
+                    rounded = round_nearest(v, row, scale, importance, search=True)
                 else:
-                    rounded = quantize_blocks(v, row, None, layer.name, part.row_scale(v, row))
+                    whole = None if row.group_size else part.row_scale(v, row)
+                    rounded = quantize_blocks(v, row, scale, layer.name, whole, two_scales)
                 q.put(rounded, rows.start)
         return done
 

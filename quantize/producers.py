@@ -22,10 +22,9 @@ from torch import Tensor
 from fluxq.quantize import ops
 from fluxq.quantize.ops import no_autocast, transform
 from fluxq.quantize.tensor import stored_shapes, swizzle_scales, swizzled_size
-from fluxq.recipes.formats import FORMATS, Format
+from fluxq.recipes.formats import FORMATS, HADAMARDS, Format
 
 PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
-HADAMARDS = (0, 16, 32, 64, 128)
 ACTS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -91,8 +90,8 @@ def check_steps(name: str, k: int, format: Format, hadamard: int, four_over_six:
     """Raise ValueError for steps that the format or the row length K does not allow."""
     if format.name not in PRODUCED or FORMATS[format.name] != format:
         raise ValueError(f"{name}: activations are not quantized to {format.name}, only to {', '.join(PRODUCED)}")
-    if hadamard not in HADAMARDS:
-        raise ValueError(f"{name}: hadamard is {hadamard}, expected one of {', '.join(map(str, HADAMARDS))}")
+    if hadamard not in (0, *HADAMARDS):
+        raise ValueError(f"{name}: hadamard is {hadamard}, expected one of 0, {', '.join(map(str, HADAMARDS))}")
     if hadamard and k % hadamard:
         raise ValueError(f"{name}: K is {k}, no multiple of hadamard {hadamard}: choose a smaller one, or 0")
     if four_over_six and not format.two_level:

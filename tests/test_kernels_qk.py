@@ -49,7 +49,8 @@ def heads(shape: tuple[int, int, int, int], dtype: torch.dtype, *, whole: bool =
 
 def weights(d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     noise = torch.Generator().manual_seed(d)
-    return tuple((torch.randn(d, generator=noise) * 0.3 + 1).to(dtype) for _ in "qk")  # type: ignore[return-value]
+    q, k = ((torch.randn(d, generator=noise) * 0.3 + 1).to(dtype) for _ in "qk")
+    return q, k
 
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:
