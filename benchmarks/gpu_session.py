@@ -242,7 +242,9 @@ def _tests(session: Session, seconds: float) -> list[Sequence[str]]:
     """Every test of the kernels, launched on the device; those of a dry run on the interpreter, on copies."""
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py") if "compiled" not in path.name)
     files = files[:2] if session.dry_run else files
-    options = ["--noconftest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "fluxq.kernels.on_gpu"]
+    # pyproject.toml's options need a plug-in that runs tests side by side; here the shards do.
+    options = ["-o", "addopts=--import-mode=importlib --strict-markers"]
+    options += ["--noconftest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "fluxq.kernels.on_gpu"]
     options += ["--on-device", "cpu", "--at-most", "1"] if session.dry_run else ["--on-device", "cuda"]
     return [
         [

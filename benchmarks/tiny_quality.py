@@ -36,8 +36,9 @@ from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.provenance import commit, versions
 from fluxq.calibrate.capture import run_pipeline
-from fluxq.eval.fidelity import Interval, fidelity, paired_interval, within_item_intervals
+from fluxq.eval.fidelity import fidelity
 from fluxq.eval.generate import Generated, generate, items_for
+from fluxq.eval.statistics import Interval, paired_interval, within_item_intervals
 from fluxq.integrations.loading import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit

@@ -53,17 +53,20 @@ def run_pipeline(
     output_type: str = "latent",
     batch_size: int | None = None,
     on_step: Callable[[int], None] | None = None,
+    on_latents: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[tuple[Any, Tensor]]:
     """Generate one image per (prompt, seed); yields (pipeline output, final latents) batch by batch.
 
     output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step i; every batch
-    starts at 0 again. batch_size: by default as many as make one megapixel.
+    starts at 0 again. on_latents(i, latents) is called after it. batch_size: by default as many as make one megapixel.
     """
     for batch in batches(items, batch_size or images_per_batch(call)):
         final: dict[str, Tensor] = {}
 
         def after_step(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor], final=final) -> dict[str, Tensor]:
             final["latents"] = tensors["latents"]
+            if on_latents is not None:
+                on_latents(step, tensors["latents"])
             if on_step is not None:
                 on_step(step + 1)
             return tensors

@@ -1,9 +1,24 @@
-"""The model card of a checkpoint: what it is, what it cost, under which licence; made from fluxq_plan.json alone."""
+"""The model card of a checkpoint: what it is, what it cost, under which licence; made from fluxq_plan.json alone.
+
+An evaluation is added to it afterwards: a section for people, a `model-index` for hubs, and the `.eval_results` files
+that benchmark pages read.
+"""
 
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fluxq.eval.figures import limits, mark
+from fluxq.eval.markdown import code, escaped, facts, metric_table
+from fluxq.eval.schema import Metric, Report, Run
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+TASK = "text-to-image"
+_BEGIN, _END = "<!-- fluxq eval: begin -->", "<!-- fluxq eval: end -->"
+_NEXT_SECTION = "## How it was made"
 
 
 def model_card(record: dict[str, Any]) -> str:
@@ -52,6 +67,104 @@ def model_card(record: dict[str, Any]) -> str:
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def with_evaluation(card_text: str, report: Report) -> str:
+    """The card with what was measured; what an earlier evaluation said is replaced, everything else stays.
+
+    The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
+    arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
+    that is not a table.
+    """
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(_with_section(card_text, "\n".join(_section(report))))
+    card.data["model_name"] = report.runs[0].name
+    card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
+    return str(card)
+
+
+def eval_results(report: Report) -> dict[str, str]:
+    """File name in `.eval_results/` -> YAML, of the run that computes its layers as they are stored.
+
+    These files name a data set of the hub, so an evaluation on other prompts has none.
+    """
+    import yaml
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    dataset = report.protocol.dataset
+    run = next((run for run in report.runs if run.backend == "native" and run.cache is None), None)
+    if dataset is None or run is None:
+        return {}
+    entries = [
+        EvalResultEntry(
+            dataset_id=dataset,
+            task_id=key,
+            value=metric.value.mean,
+            date=report.created,
+            notes=f"{run.recipe}, protocol {report.protocol.name}, {_note(metric)}",
+        )
+        for key, metric in _measured(run)
+        if metric.value is not None
+    ]
+    if not entries:
+        return {}
+    text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True, width=120)
+    return {f"{dataset.split('/')[-1].lower()}.yaml": text}
+
+
+def _results(run: Run, report: Report) -> list[EvalResult]:
+    from huggingface_hub import EvalResult
+
+    protocol = report.protocol
+    return [
+        EvalResult(
+            task_type=TASK,
+            task_name="Text to image",
+            dataset_type=protocol.dataset or protocol.name,
+            dataset_name=f"{protocol.prompts}, {protocol.count} prompts × {protocol.seeds} seeds",
+            metric_type=key,
+            metric_name=metric.name,
+            metric_value=metric.value.mean,
+            metric_config=run.backend if run.cache is None else f"{run.backend}, step cache {run.cache:g}",
+            metric_args={"n": metric.value.n, "interval": limits(metric.value, metric.digits), "how": metric.how},
+        )
+        for key, metric in _measured(run)
+        if metric.value is not None
+    ]
+
+
+def _measured(run: Run) -> list[tuple[str, Metric]]:
+    return [(key, each) for key, each in run.metrics.items() if each.value is not None and each.value.mean is not None]
+
+
+def _note(metric: Metric) -> str:
+    between = f"95 % interval {limits(metric.value, metric.digits)}, " if limits(metric.value, metric.digits) else ""
+    return f"{between}{metric.value.n if metric.value else 0} images; {metric.how}"
+
+
+def _section(report: Report) -> list[str]:
+    lines = [_BEGIN, "## Evaluation", ""]
+    for run in report.runs:
+        lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
+        lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
+    lines += [*metric_table(report.runs), ""]
+    lines += [
+        f"{len(report.items)} images of each run against 16 bit, with the same prompts and noise; 95 % intervals."
+    ]
+    return [*lines, f"Made by `{code(report.command)}`; all of it is in `eval/report.html`.", _END]
+
+
+def _with_section(text: str, section: str) -> str:
+    """In the place of an earlier section, else before how the checkpoint was made, else at the end."""
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if begin and end:
+        return before + section + after
+    before, heading, after = text.partition(f"\n{_NEXT_SECTION}\n")
+    if heading:
+        return f"{before}\n{section}\n{heading}{after}"
+    return f"{text.rstrip()}\n\n{section}\n"
 
 
 def _lora(lora: dict[str, Any]) -> str:

@@ -1,47 +1,135 @@
-"""FID: how far the distribution of generated images is from that of other images, in a network's features.
+"""How far the distribution of generated images is from that of others, in a network's features.
 
-    FID = |μ₁ - μ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½)      (Heusel et al., 2017)
+    FID  = |μ₁ - μ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½)             (Heusel et al., 2017)
+    FID∞ = the FID at 1/N = 0, by a line through FIDs of subsets  (Chong & Forsyth, 2020)
+    KID  = MMD² with the kernel (x·y / D + 1)³, unbiased          (Bińkowski et al., 2018)
+    CMMD = 1000 MMD² with exp(-|x - y|² / 2·10²) on CLIP's normalized image embeddings, the biased estimator that
+           keeps each image's kernel with itself (Jayasumana et al., 2024; google-research/cmmd/distance.py)
 
-One number with many variants: network, resizing, precision and above all N, whose bias dwarfs the
-differences between recipes. So every value carries what it depends on, and `fid_difference` refuses to
-subtract unlike ones.
+A FID is one number with many variants: network, resizing, precision and above all N, whose bias dwarfs the
+differences between recipes. So every value carries what it depends on, and `fid_difference` refuses to subtract
+unlike ones. Features are taken once and shared; torchmetrics' FID and KID take images only and draw unseeded subsets,
+so the few lines of algebra are here and tests hold them against torchmetrics, torch-fidelity, pytorch-fid and scipy.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics.image.fid import FrechetInceptionDistance
 
-from fluxq.eval.fidelity import images_digest
+from fluxq.base.files import sha256_file
 
-VARIANT = "torchmetrics, uint8 input, no resize before the network, float64 statistics"
+INCEPTION_SIZE = 299
+CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
+
+_POINTS = 12  # of the line that FID∞ is read from
+_KID_SUBSETS, _KID_SUBSET = 20, 1000
+_BLOCK = 2048  # rows of a kernel matrix that exist at a time
+
+
+class Incomparable(ValueError):
+    """Two sets of features have no such distance: too few images, or made in different ways."""
+
+
+@dataclass(frozen=True)
+class FeatureNetwork:
+    """A network whose features images are compared in.
+
+    module: what `prepare` makes of uint8 images (3, H, W), stacked -> features (B, D). name: what reports call it.
+    variant: how images reach it. digest: SHA-256 of its weights file, where it has one.
+    """
+
+    module: nn.Module
+    name: str
+    variant: str = "uint8 input, no resize before the network"
+    prepare: Callable[[Tensor], Tensor] | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean (D,) and covariance (D, D) of features, float64; n is None where a statistics file does not say.
+
+    network, variant, extractor: of the `FeatureNetwork` that made them, None where a file does not say. digest:
+    SHA-256 of the images, or of the file that these were read from.
+    """
+
+    mu: Tensor
+    sigma: Tensor
+    n: int | None
+    network: str | None
+    variant: str | None
+    digest: str
+    extractor: str | None = None
+
+    @cached_property
+    def root(self) -> Tensor:
+        """The symmetric square root of `sigma`, (D, D)."""
+        values, vectors = torch.linalg.eigh(self.sigma)
+        return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a network saw of a set of images: values (N, D), in the images' order. The rest as in `Moments`."""
+
+    values: Tensor
+    network: str | None
+    variant: str | None
+    digest: str
+    extractor: str | None = None
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Mean and covariance over N - 1, in two passes, which large offsets do not cancel."""
+        values = self.values.double()
+        return Moments(
+            mu=values.mean(0),
+            sigma=torch.cov(values.T).reshape(values.shape[1], values.shape[1]),
+            n=len(values),
+            network=self.network,
+            variant=self.variant,
+            digest=self.digest,
+            extractor=self.extractor,
+        )
+
+    def subset(self, rows: Tensor) -> Features:
+        """The same of some of the images."""
+        return Features(self.values[rows], self.network, self.variant, self.digest, self.extractor)
 
 
 @dataclass(frozen=True)
 class Fid:
     """A FID and everything it depends on.
 
-    n, n_reference: images on either side. features: D, the width of the network's output. reference: what
-    the images are held against, in words, and reference_digest the SHA-256 of its pixels.
+    n, n_reference: images on either side, None if a statistics file does not say. features: D, the width of the
+    network's output. reference: what the images are held against, in words, and reference_digest the SHA-256 of its
+    pixels or of its file.
     """
 
     value: float
     n: int
-    n_reference: int
+    n_reference: int | None
     features: int
     network: str
+    variant: str
     reference: str
     reference_digest: str
-    variant: str = VARIANT
 
     @property
     def bias(self) -> str:
         """What this number of images does to the value, in words (Chong & Forsyth, 2020)."""
-        fewest = min(self.n, self.n_reference)
+        fewest = min(self.n, self.n_reference or self.n)
         if fewest > self.features:
             return f"biased upwards by a finite number of images: compare only at N = {self.n}"
         return (
@@ -50,56 +138,309 @@ class Fid:
         )
 
 
-def fid(images: Tensor, reference: Tensor, network: nn.Module, *, name: str, label: str, batch_size: int = 64) -> Fid:
-    """FID between uint8 `images` (N, 3, H, W) and `reference` (M, 3, H, W).
+@dataclass(frozen=True)
+class Extrapolated:
+    """A FID at infinitely many images. error: standard error of the line's intercept. sizes: subsets of the images.
 
-    network: uint8 (B, 3, H, W) -> features (B, D), attribute `num_features` = D; it is put in eval mode.
-    name: what to call it. label: what `reference` is, "held-out" or "16-bit images". Raises ValueError for
-    fewer than two images.
+    Subsets share images, so the true error is larger than that of the fit.
     """
-    for side, what in ((images, "generated"), (reference, label)):
-        if side.dtype != torch.uint8:
-            raise ValueError(f"FID is taken of uint8 images, got {side.dtype} for the {what} ones")
-        if len(side) < 2:
-            raise ValueError(f"FID needs at least two images a side, got {len(side)} {what}: raise the image count")
-    features = _Float64Features(network)
-    metric = FrechetInceptionDistance(feature=features)
-    for side, real in ((reference, True), (images, False)):
-        for batch in side.split(batch_size):
-            metric.update(batch, real=real)
+
+    value: float
+    error: float
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kid:
+    """A KID of all images. sd: of the KIDs of `subsets` random subsets of `subset_size` images; NaN below 4 images."""
+
+    value: float
+    sd: float
+    subsets: int
+    subset_size: int
+
+
+def extract(
+    images: Sequence[Tensor] | Tensor, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64
+) -> Features:
+    """Features of uint8 images (3, H, W), `batch_size` of them in memory at a time.
+
+    Raises ValueError for images that are not uint8, for images that the network cannot take together, and for
+    features that are not finite.
+    """
+    module = network.module.eval().to(device)
+    digest = hashlib.sha256(repr(len(images)).encode())
+    values: list[Tensor] = []
+    for start in range(0, len(images), batch_size):
+        batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
+        for image in batch:
+            if image.dtype != torch.uint8:
+                raise ValueError(f"FID and its kin are taken of uint8 images, got {image.dtype}")
+            digest.update(repr(tuple(image.shape)).encode())
+            digest.update(image.contiguous().numpy().data)
+        values.append(_forward(module, network, batch, device))
+    if not values:
+        raise ValueError("there are no images to take features of")
+    return Features(torch.cat(values), network.name, network.variant, digest.hexdigest(), network.digest)
+
+
+def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
+    """FID between generated images and a reference, called `label` in words, such as "held-out images".
+
+    Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
+    """
+    _require_alike(images, reference)
+    n_reference = len(reference.values) if isinstance(reference, Features) else reference.n
+    for n, what in ((len(images.values), "generated"), (n_reference, label)):
+        if n is not None and n < 2:
+            raise Incomparable(f"FID needs at least two images a side, got {n} {what}: raise the image count")
+    against = reference.moments if isinstance(reference, Features) else reference
     return Fid(
-        value=max(0.0, float(metric.compute())),  # rounding may leave -1e-11 where the two sides are equal
-        n=len(images),
-        n_reference=len(reference),
-        features=features.num_features,
-        network=name,
+        value=frechet_distance(images.moments, against),
+        n=len(images.values),
+        n_reference=n_reference,
+        features=images.values.shape[1],
+        network=str(images.network),
+        variant=f"{images.variant}, float64 statistics",
         reference=label,
-        reference_digest=images_digest(reference),
+        reference_digest=reference.digest,
     )
 
 
 def fid_difference(first: Fid, second: Fid) -> float:
-    """first - second; ValueError naming what differs if the two values cannot be compared."""
+    """first - second; Incomparable naming what differs if the two values cannot be compared."""
     for field in ("n", "n_reference", "network", "features", "variant", "reference", "reference_digest"):
         a, b = getattr(first, field), getattr(second, field)
         if a != b:
-            raise ValueError(f"these FIDs cannot be compared: {field} is {a!r} for one and {b!r} for the other")
+            raise Incomparable(f"these FIDs cannot be compared: {field} is {a!r} for one and {b!r} for the other")
     return first.value - second.value
 
 
-class _Float64Features(nn.Module):
-    """The network as torchmetrics wants it; float64 features keep the result from being rounded to float32."""
+def frechet_distance(first: Moments, second: Moments) -> float:
+    """Squared Fréchet distance of two Gaussians, by eigenvalues of the symmetric Σ₂^½ Σ₁ Σ₂^½, never below 0."""
+    if first.mu.shape != second.mu.shape:
+        raise Incomparable(f"features of {len(first.mu)} and {len(second.mu)} dimensions have no Fréchet distance")
+    cross = torch.linalg.eigvalsh(second.root @ first.sigma @ second.root).clamp(min=0).sqrt().sum()
+    distance = (first.mu - second.mu).square().sum() + first.sigma.trace() + second.sigma.trace() - 2 * cross
+    return max(0.0, float(distance))  # rounding may leave -1e-11 where the two are equal
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network.eval()
-        width: Any = network.num_features
-        self.num_features = int(width)
-        self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
 
-    @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.network(images.to(self.device)).double().cpu()  # (B, D)
-        if not torch.isfinite(features).all():
-            raise ValueError("the feature network answers with NaN or infinity: its weights or its input are damaged")
-        return features
+def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0) -> Extrapolated:
+    """FID at infinitely many images: the intercept of a line over 1/N through FIDs of 12 random subsets, seeded.
+
+    Subsets are a fifth of the images to all of them. A reference whose features are at hand is cut to the same
+    share, so that its own bias falls with 1/N too; that of bare statistics stays in the value.
+    Raises Incomparable unless there are more images than features: below, the bias is no line over 1/N.
+    """
+    from scipy.stats import linregress
+
+    _require_alike(images, reference)
+    total, width = images.values.shape
+    others = len(reference.values) if isinstance(reference, Features) else reference.n or math.inf
+    if min(total, others) <= width:
+        raise Incomparable(f"FID∞ in {width} features needs more than {width} images a side, got {min(total, others)}")
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.linspace(total / 5, total, _POINTS).round().long().tolist()
+    values = []
+    for size in sizes:
+        part = images.subset(torch.randperm(total, generator=generator)[:size]).moments
+        if isinstance(reference, Features):
+            many = len(reference.values)
+            rows = torch.randperm(many, generator=generator)[: round(size * many / total)]
+            values.append(frechet_distance(part, reference.subset(rows).moments))
+        else:
+            values.append(frechet_distance(part, reference))
+    line: Any = linregress([1 / size for size in sizes], values)
+    return Extrapolated(float(line.intercept), float(line.intercept_stderr), tuple(sizes))
+
+
+def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
+    """KID of all images, and its spread over seeded subsets (of 1,000, or half the images where there are fewer).
+
+    Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
+    """
+    _require_alike(images, reference)
+    x, y = images.values.double(), reference.values.double()
+    fewest = min(len(x), len(y))
+    if fewest < 2:
+        raise Incomparable(f"KID needs at least two images a side, got {fewest}: raise the image count")
+    size = min(_KID_SUBSET, fewest // 2)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: Tensor) -> Tensor:
+        return rows[torch.randperm(len(rows), generator=generator)[:size]]
+
+    drawn = [kernel_distance(draw(x), draw(y)) for _ in range(_KID_SUBSETS)] if size > 1 else []
+    sd = float(torch.tensor(drawn, dtype=torch.float64).std(unbiased=False)) if drawn else math.nan
+    return Kid(kernel_distance(x, y), sd, _KID_SUBSETS, size)
+
+
+def kernel_distance(x: Tensor, y: Tensor) -> float:
+    """Unbiased MMD² of features (N, D) and (M, D) under the cubic kernel: no image is paired with itself."""
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b.T / x.shape[1] + 1) ** 3
+
+    def within(rows: Tensor) -> float:
+        alone = ((rows.square().sum(1) / x.shape[1] + 1) ** 3).sum()
+        return (_kernel_sum(rows, rows, kernel) - float(alone)) / (len(rows) * (len(rows) - 1))
+
+    return within(x) + within(y) - 2 * _kernel_sum(x, y, kernel) / (len(x) * len(y))
+
+
+def cmmd(images: Tensor, reference: Tensor) -> float:
+    """CMMD of normalized CLIP image embeddings (N, D) and (M, D): 1000 times the biased MMD², see above."""
+    x, y = images.double(), reference.double()
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        squared = a.square().sum(1, keepdim=True) + b.square().sum(1) - 2 * a @ b.T
+        return torch.exp(-squared / (2 * CMMD_SIGMA**2))
+
+    within = _kernel_sum(x, x, kernel) / len(x) ** 2 + _kernel_sum(y, y, kernel) / len(y) ** 2
+    return CMMD_SCALE * (within - 2 * _kernel_sum(x, y, kernel) / (len(x) * len(y)))
+
+
+def read_statistics(path: Path) -> Features | Moments:
+    """Reference statistics in an npz file: `mu` and `sigma`, as pytorch-fid, clean-fid and MLPerf write them.
+
+    Optional keys say more: `n` images; `features` (N, D), without which there is no KID and FID∞ keeps the
+    reference's bias; `extractor_sha256`, SHA-256 of the network's weights file, and `resize`, a key of RESIZES, which
+    are checked against those in use. Pickled arrays are refused. Raises ValueError for a file that is not so.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path}: not an npz file of plain arrays ({error})") from None
+    resize = str(stored["resize"]) if "resize" in stored else None
+    facts: dict[str, Any] = {
+        "network": None,
+        "variant": resize and inception_variant(resize),
+        "digest": sha256_file(path),
+        "extractor": str(stored["extractor_sha256"]) if "extractor_sha256" in stored else None,
+    }
+    if "features" in stored:
+        return Features(torch.from_numpy(stored["features"]), **facts)
+    if not {"mu", "sigma"} <= stored.keys():
+        raise ValueError(f"{path}: holds {', '.join(sorted(stored)) or 'nothing'}, expected the arrays mu and sigma")
+    mu, sigma = (torch.from_numpy(stored[name]).double() for name in ("mu", "sigma"))
+    if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+        raise ValueError(f"{path}: mu is {tuple(mu.shape)} and sigma {tuple(sigma.shape)}, expected (D,) and (D, D)")
+    return Moments(mu, sigma, int(stored["n"]) if "n" in stored else None, **facts)
+
+
+def inception_variant(resize: str) -> str:
+    """How images reach Inception, in words; ValueError for an unknown resize."""
+    if resize not in RESIZES:
+        raise ValueError(f"FID resize {resize!r} is unknown; known: {', '.join(RESIZES)}")
+    return f"uint8 input, {resize} resize to {INCEPTION_SIZE} x {INCEPTION_SIZE}"
+
+
+def inception(state: Mapping[str, Tensor], resize: str, digest: str) -> FeatureNetwork:
+    """The FID Inception network up to its pooled 2048 features, after the resizing that `resize` names (RESIZES).
+
+    state: what `weights-inception-2015-12-05-6726825d.pth` holds; digest: the file's SHA-256. The architecture is
+    torch-fidelity's. Raises RuntimeError without that package, ValueError for an unknown resize or unfit weights.
+    """
+    variant = inception_variant(resize)
+    try:
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    except ImportError:
+        raise RuntimeError("FID's Inception needs torch-fidelity: pip install 'fluxq[fid]'") from None
+    # It insists on reading a file itself, and would unpickle anything: it gets the tensors, packed by ourselves.
+    packed = io.BytesIO()
+    torch.save(dict(state), packed)
+    packed.seek(0)
+    try:
+        with torch.random.fork_rng(devices=[]):  # it draws weights first, all of which are replaced
+            whole: Any = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=packed)
+    except RuntimeError as error:
+        raise ValueError(f"these are not the weights of FID's Inception: {error}") from None
+    layers = nn.Sequential(*(getattr(whole, name) for name in _INCEPTION_LAYERS), nn.Flatten())
+    return FeatureNetwork(layers, "Inception", variant, RESIZES[resize], digest)
+
+
+@torch.no_grad()
+def _forward(module: nn.Module, network: FeatureNetwork, batch: Sequence[Tensor], device: str) -> Tensor:
+    prepared = [network.prepare(image) if network.prepare else image for image in batch]
+    sizes = {tuple(image.shape) for image in prepared}
+    if len(sizes) > 1:
+        raise ValueError(f"{network.name} takes images of one size, got {' and '.join(map(str, sorted(sizes)))}")
+    features = module(torch.stack(prepared).to(device)).cpu()  # (B, D)
+    if not torch.isfinite(features).all():
+        raise ValueError("the feature network answers with NaN or infinity: its weights or its input are damaged")
+    return features
+
+
+def unlike(
+    network: str | None, variant: str | None, extractor: str | None, reference: Features | Moments
+) -> str | None:
+    """Why features made so cannot be held against a reference, or None. What a file does not say cannot be checked."""
+    made = {"network": network, "variant": variant, "extractor": extractor}
+    for field, a in made.items():
+        b = getattr(reference, field)
+        if b is not None and a != b:
+            return f"features of the two sides cannot be compared: {field} is {a!r} for one and {b!r} for the other"
+    return None
+
+
+def _require_alike(images: Features, reference: Features | Moments) -> None:
+    reason = unlike(images.network, images.variant, images.extractor, reference)
+    if reason is not None:
+        raise Incomparable(reason)
+
+
+def _kernel_sum(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """The kernel's sum over all pairs, a block of rows at a time."""
+    return math.fsum(float(kernel(rows, y).sum()) for rows in x.split(_BLOCK))
+
+
+def _tf1(image: Tensor) -> Tensor:
+    from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
+
+    size = (INCEPTION_SIZE, INCEPTION_SIZE)
+    return _centred(interpolate_bilinear_2d_like_tensorflow1x(image.float()[None], size=size, align_corners=False)[0])
+
+
+def _antialias(image: Tensor) -> Tensor:
+    return _centred(_interpolate(image.float(), antialias=True))
+
+
+def _clean(image: Tensor) -> Tensor:
+    from PIL import Image
+
+    size = (INCEPTION_SIZE, INCEPTION_SIZE)
+    channels = [Image.fromarray(channel.float().numpy()).resize(size, Image.Resampling.BICUBIC) for channel in image]
+    return _centred(torch.from_numpy(np.stack([np.asarray(channel) for channel in channels])).clamp(0, 255))
+
+
+def _pytorch_fid(image: Tensor) -> Tensor:
+    return 2 * _interpolate(image.float() / 255, antialias=False) - 1
+
+
+def _interpolate(image: Tensor, antialias: bool) -> Tensor:
+    size = (INCEPTION_SIZE, INCEPTION_SIZE)
+    resized: Any = nn.functional.interpolate(
+        image[None], size=size, mode="bilinear", align_corners=False, antialias=antialias
+    )
+    return resized[0]
+
+
+def _centred(pixels: Tensor) -> Tensor:
+    return (pixels - 128) / 128
+
+
+_INCEPTION_LAYERS = (
+    *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "MaxPool_1", "Conv2d_3b_1x1", "Conv2d_4a_3x3", "MaxPool_2"),
+    *("Mixed_5b", "Mixed_5c", "Mixed_5d", "Mixed_6a", "Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"),
+    *("Mixed_7a", "Mixed_7b", "Mixed_7c", "AvgPool"),
+)
+
+# name -> uint8 (3, H, W) to Inception's input (3, 299, 299). One image, four FIDs: the resizings alone move features of
+# a 1024 pixel image by up to a tenth.
+RESIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tf1": _tf1,  # torch-fidelity, and the TensorFlow original: bilinear without antialiasing
+    "antialias": _antialias,  # torchmetrics' default: bilinear with antialiasing
+    "clean": _clean,  # clean-fid: PIL's bicubic on floats
+    "pytorch-fid": _pytorch_fid,  # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
+}

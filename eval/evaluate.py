@@ -1,203 +1,191 @@
-"""One evaluation: two pipelines, the same prompts and noise, every metric that can be taken, one report.
-
-METRICS at the end of the file has a row per metric; the report, its table and its per-image values iterate
-it.
-"""
+"""One evaluation: the images of quantized sides beside those of the 16-bit one become the runs of a report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from fluxq.eval.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
+from fluxq.eval.networks import Networks
+from fluxq.eval.report import wall
+from fluxq.eval.schema import Drift, Estimate, Gate, Image, Item, Metric, Run, Size, Verdict, number
+from fluxq.eval.sides import Side
+from fluxq.eval.statistics import Interval
+from fluxq.eval.verdict import with_verdicts
+from fluxq.recipes.recipe import gate_holds, parse_gate
 
-from fluxq.eval.alignment import ClipScorer
-from fluxq.eval.distribution import VARIANT, Fid, fid, fid_difference
-from fluxq.eval.fidelity import Fidelity, Interval, fidelity, paired_interval
-from fluxq.eval.generate import Generated, generate
-from fluxq.eval.report import Facts, Row, make_report
+# Of the 16-bit model's error against itself, which has to be known roughly: a run's own needs more images.
+FLOOR_IMAGES = 64
+DRIFT_IMAGES = 8
+VELOCITY_ERROR = "velocity_error"  # a metric that is taken on the way, not of images
 
 
 @dataclass(frozen=True)
-class MetricNetworks:
-    """Networks and images that some metrics need; a metric whose piece is None is reported as not measured.
+class Candidate:
+    """A quantized side, and what its report says besides its images. gates: conditions such as `psnr>=30`."""
 
-    feature_network: uint8 (B, 3, H, W) -> (B, D), with `num_features`. feature_name: what reports call it.
-    clip_folder: an open_clip model for `local-dir:`. held_out_images: real images, uint8 (M, 3, H, W).
+    side: Side
+    recipe: str
+    recipe_digest: str
+    size: Size
+    gates: tuple[str, ...] = ()
+    provenance: Mapping[str, str] | None = None
+
+
+def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> dict[str, Interval]:
+    """Paired metrics between two 16-bit runs that differ in batch size and attention backend only.
+
+    again: the second run, of the first items of `reference`. A metric without values per image has no floor.
     """
-
-    feature_network: nn.Module | None = None
-    feature_name: str = ""
-    clip_folder: Path | None = None
-    held_out_images: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What metrics look at: both sides' images and the networks."""
-
-    reference: Generated
-    quantized: Generated
-    networks: MetricNetworks
-
-    @cached_property
-    def fidelity(self) -> Fidelity:
-        """Image by image comparison."""
-        return fidelity(self.reference, self.quantized)
-
-    @property
-    def broken(self) -> str | None:
-        """Why no mean over these images means anything, or None."""
-        bad = int((~self.quantized.finite).sum())
-        return f"{bad} of {len(self.quantized.items)} quantized images hold NaN or infinity" if bad else None
+    sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
+    measured = {key: _take(rows[key], sample) for key in keys}
+    return {
+        key: taken.value
+        for key, taken in measured.items()
+        if isinstance(taken, Measured) and taken.per_image is not None and taken.value and taken.baseline is None
+    }
 
 
-def evaluate(
+def measure_runs(
+    candidates: Sequence[Candidate],
     reference: Any,
-    quantized: Any,
-    items: Sequence[tuple[str, int]],
-    call: Mapping[str, Any],
+    sets: Sequence[Any],
     *,
-    metric_networks: MetricNetworks | None,
-    facts: Facts,
-    batch_size: int | None = None,
-) -> dict[str, Any]:
-    """Generate with both pipelines and return the report (see `report.make_report`), ready for `write_report`."""
-    before = generate(reference, items, call, batch_size, "Generating with the 16-bit model")
-    after = generate(quantized, items, call, batch_size, "Generating with the quantized model")
-    return measure(before, after, call, metric_networks=metric_networks, facts=facts)
+    keys: Sequence[str],
+    networks: Networks,
+    floor: Mapping[str, Interval],
+    drifts: Mapping[str, Drift],
+) -> tuple[Run, ...]:
+    """All metrics of every side, judged together.
 
-
-def measure(
-    reference: Generated,
-    quantized: Generated,
-    call: Mapping[str, Any],
-    *,
-    metric_networks: MetricNetworks | None,
-    facts: Facts,
-) -> dict[str, Any]:
-    """The report on images that are already there, for callers who hold one pipeline in memory at a time.
-
-    Raises ValueError if the two sides differ in items or size, or if the 16-bit images are not finite.
+    sets: the images of each candidate. floor: see `measure_floor`. drifts: side's name -> errors along its steps.
+    Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
+    for images in sets:
+        _require_comparable(reference, images)
+    runs = [
+        _measure(candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name))
+        for candidate, images in zip(candidates, sets, strict=True)
+    ]
+    return with_verdicts(runs, [Item(prompt=prompt, seed=seed) for prompt, seed in reference.items])
+
+
+def _measure(
+    candidate: Candidate, sample: Sample, keys: Sequence[str], floor: Mapping[str, Interval], drift: Drift | None
+) -> Run:
+    reference, quantized = sample.reference, sample.quantized
+    rows = metric_rows()
+    taken = {key: _take(rows[key], sample) for key in keys}
+    status = _status(sample, taken)
+    metrics = {key: _row(rows[key], found, floor.get(key)) for key, found in taken.items()}
+    if drift is not None:
+        metrics[VELOCITY_ERROR] = _velocity_error(drift)
+    side = candidate.side
+    return Run(
+        name=side.name,
+        recipe=candidate.recipe,
+        recipe_digest=candidate.recipe_digest,
+        backend=side.backend,
+        cache=side.cache,
+        status=status,
+        size=candidate.size,
+        verdict=Verdict(outcome="inconclusive", text="not judged yet"),
+        gates=judge_gates(candidate.gates, _means(taken, drift)),
+        metrics=metrics,
+        images=_images(quantized, taken),
+        drift=drift,
+        wall=wall(reference, quantized, _values(taken["psnr"])),
+        provenance=dict(candidate.provenance or {}),
+    )
+
+
+def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[Gate, ...]:
+    """Every gate against its metric's mean; one that was not measured does not pass."""
+    return tuple(
+        Gate(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
+        for gate in gates
+    )
+
+
+def _means(taken: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
+    found = {key: each.value for key, each in taken.items() if isinstance(each, Measured)}
+    means = {key: value.mean for key, value in found.items() if value is not None}
+    if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
+        means[VELOCITY_ERROR] = drift.velocity_error.mean
+    return means
+
+
+def _require_comparable(reference: Any, quantized: Any) -> None:
     if not reference.finite.all():
         prompt, seed = reference.items[int((~reference.finite).nonzero()[0])]
         raise ValueError(f"the 16-bit model gives NaN or infinity for {prompt!r}, seed {seed}: nothing to compare with")
-    sample = Sample(reference, quantized, metric_networks or MetricNetworks())
-    rows = {key: _take(template, metric, sample) for key, (template, metric) in METRICS.items()}
-    return make_report(reference, quantized, sample.fidelity, rows, call=call, facts=facts)
+    if tuple(reference.items) != tuple(quantized.items):
+        raise ValueError(
+            f"{len(reference.items)} 16-bit images and {len(quantized.items)} quantized ones come from different "
+            "prompts or seeds: generate both from one list"
+        )
 
 
-class Unmeasured(Exception):
-    """Raised by a metric that cannot be taken; its text goes into the report."""
-
-
-def _take(template: Row, metric: Callable[[Row, Sample], Row], sample: Sample) -> Row:
+def _take(row: MetricRow, sample: Sample) -> Measured | str:
+    """What was measured, or why nothing was."""
     try:
-        return metric(template, sample)
+        return row.measure(sample)
     except Unmeasured as reason:
-        return replace(template, missing=str(reason))
+        return str(reason)
 
 
-def _psnr(row: Row, sample: Sample) -> Row:
-    return _paired(row, sample, sample.fidelity.psnr_db)
+def _status(sample: Sample, taken: Mapping[str, Measured | str]) -> Any:
+    if not sample.quantized.finite.all():
+        return "broken"
+    return "identical" if all(math.isinf(value) for value in _values(taken["psnr"])) else "measured"
 
 
-def _latent_sqnr(row: Row, sample: Sample) -> Row:
-    return _paired(row, sample, sample.fidelity.latent_sqnr_db)
+def _values(found: Measured | str) -> tuple[float, ...]:
+    return () if isinstance(found, str) else found.per_image or ()
 
 
-def _latent_cosine(row: Row, sample: Sample) -> Row:
-    return _paired(row, sample, sample.fidelity.latent_cosine)
-
-
-def _paired(row: Row, sample: Sample, values: tuple[float, ...]) -> Row:
-    if sample.broken:
-        return replace(row, missing=sample.broken, per_image=values)  # the images that are whole keep their values
-    return replace(row, value=paired_interval(values), per_image=values)
-
-
-def _fid_to_reference(row: Row, sample: Sample) -> Row:
-    result = _fid(sample, sample.quantized.images, sample.reference.images, "16-bit images")
-    note = "both sides share prompts and noise, so far below what two independent sets would give"
-    return replace(row, value=_alone(result), how=_how(result), notes=_notes(note, result.bias))
-
-
-def _fid_to_held_out(row: Row, sample: Sample) -> Row:
-    real = sample.networks.held_out_images
-    if real is None:
-        raise Unmeasured("no held-out images were given")
-    before = _fid(sample, sample.reference.images, real, "held-out")
-    after = _fid(sample, sample.quantized.images, real, "held-out")
-    return replace(
-        row,
-        value=_alone(after),
-        baseline=_alone(before),
-        change=Interval(fid_difference(after, before), math.nan, math.nan, after.n),
-        how=f"{_how(after)}; {after.n_reference} held-out images",
-        notes=_notes(after.bias),
+def _row(row: MetricRow, found: Measured | str, floor: Interval | None) -> Metric:
+    fixed: dict[str, Any] = {"name": row.name, "unit": row.unit, "digits": row.digits, "better": row.better}
+    if isinstance(found, str):
+        return Metric(**fixed, how=row.how, missing=found)
+    return Metric(
+        **fixed,
+        how=found.how or row.how,
+        value=Estimate.of(found.value),
+        baseline=Estimate.of(found.baseline),
+        change=Estimate.of(found.change),
+        floor=Estimate.of(floor),
+        margin=row.margin,
+        notes=found.notes,
+        missing=None if found.value is not None else found.broken,
     )
 
 
-def _clip_score(row: Row, sample: Sample) -> Row:
-    if sample.broken or sample.networks.clip_folder is None:
-        raise Unmeasured(sample.broken or "no CLIP folder was given")
-    scorer = ClipScorer(sample.networks.clip_folder)
-    prompts = [prompt for prompt, _ in sample.quantized.items]
-    before, after = (scorer.score(side.images, prompts) for side in (sample.reference, sample.quantized))
-    differences = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
-    cut = f"{after.truncated} of {len(prompts)} prompts are longer than the text encoder reads: their ends do not count"
-    return replace(
-        row,
-        value=paired_interval(after.scores),
-        baseline=paired_interval(before.scores),
-        change=paired_interval(differences),
-        how=f"{row.how}, model {after.network}",
-        notes=_notes(cut if after.truncated else None),
-        per_image=after.scores,
+def _velocity_error(drift: Drift) -> Metric:
+    curve = drift.curves[VELOCITY_ERROR]
+    return Metric(
+        name=curve.name,
+        unit=curve.unit,
+        digits=curve.digits,
+        better=curve.better,
+        how=f"{curve.how}; mean over {len(drift.steps)} steps",
+        value=drift.velocity_error,
+        floor=drift.velocity_floor,
     )
 
 
-def _fid(sample: Sample, images: Tensor, reference: Tensor, label: str) -> Fid:
-    network = sample.networks.feature_network
-    if sample.broken or network is None:
-        raise Unmeasured(sample.broken or "no feature network was given")
-    if min(len(images), len(reference)) < 2:
-        raise Unmeasured("needs at least two images on either side")
-    return fid(images, reference, network, name=sample.networks.feature_name, label=label)
-
-
-def _alone(result: Fid) -> Interval:
-    """A FID is one number about all images: it has no per-image values to take an interval of."""
-    return Interval(result.value, math.nan, math.nan, result.n)
-
-
-def _how(result: Fid) -> str:
-    return f"{result.network} ({result.features} features); {result.variant}"
-
-
-def _notes(*notes: str | None) -> tuple[str, ...]:
-    return tuple(note for note in notes if note)
-
-
-METRICS: dict[str, tuple[Row, Callable[[Row, Sample], Row]]] = {
-    "psnr_db": (
-        Row("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values"),
-        _psnr,
-    ),
-    "latent_sqnr_db": (
-        Row("SQNR of the final latents", "dB", ".2f", "higher", "against the 16-bit latents, mean of per-image values"),
-        _latent_sqnr,
-    ),
-    "latent_cosine": (
-        Row("Cosine of the final latents", "", ".5f", "higher", "to the 16-bit latents, mean of per-image values"),
-        _latent_cosine,
-    ),
-    "fid_to_16bit": (Row("FID to the 16-bit images", "", ".4g", "lower", VARIANT), _fid_to_reference),
-    "fid_to_held_out": (Row("FID to held-out images", "", ".4g", "lower", VARIANT), _fid_to_held_out),
-    "clip_score": (Row("CLIP score", "", ".2f", "higher", "100 × cosine of image and prompt, open_clip"), _clip_score),
-}
+def _images(quantized: Any, taken: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+    per_image = {key: values for key, found in taken.items() if (values := _values(found))}
+    measured = {key: found for key, found in taken.items() if isinstance(found, Measured)}
+    changes = {key: found.change_per_image for key, found in measured.items() if found.change_per_image}
+    return tuple(
+        Image(
+            finite=bool(quantized.finite[index]),
+            identical=per_image["psnr"][index] == math.inf,
+            values={key: number(values[index]) for key, values in per_image.items()},
+            changes={key: number(values[index]) for key, values in changes.items()},
+        )
+        for index in range(len(quantized.items))
+    )

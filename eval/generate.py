@@ -1,10 +1,15 @@
-"""Images and final latents of a pipeline, one per (prompt, seed), as the metrics want them."""
+"""Images and final latents of a pipeline, one per (prompt, seed), as the metrics want them.
+
+A set of images, in memory (`Generated`) or on disk (`executor.ImageFolder`), has `items`, `images`, `latents` and
+`finite` in one order. Which images share a batch changes their last bits, so a batch is made in one place only.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +17,7 @@ from torch import Tensor
 
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_json
-from fluxq.calibrate.capture import run_pipeline
+from fluxq.calibrate.capture import batches, images_per_batch, run_pipeline
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,8 @@ class Generated:
 
     images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds. latents: fp32 (N, ...), as they
     leave the last denoising step. finite: bool (N,), False where the image or its latents held NaN or
-    infinity before they became bytes. seconds: wall time of the whole run, first-call warm-up included.
-    device: where it ran.
+    infinity before they became bytes. seconds: wall time of the whole run that they come from, first-call
+    warm-up included. device: where it ran.
     """
 
     items: tuple[tuple[str, int], ...]
@@ -36,6 +41,31 @@ class Generated:
     def items_digest(self) -> str:
         """SHA-256 of prompts and seeds in order."""
         return sha256_json(self.items)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the pixels, see `images_digest`."""
+        return images_digest(self.images)
+
+    def head(self, count: int) -> Generated:
+        """The first `count` images."""
+        first = slice(count)
+        return replace(
+            self,
+            items=self.items[first],
+            images=self.images[first],
+            latents=self.latents[first],
+            finite=self.finite[first],
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images that were made together: uint8 (B, 3, H, W), latents fp32 (B, ...), finite bool (B,), all on the CPU."""
+
+    images: Tensor
+    latents: Tensor
+    finite: Tensor
 
 
 def items_for(prompts: Sequence[str], count: int, seed: int) -> list[tuple[str, int]]:
@@ -52,25 +82,36 @@ def generate(
 ) -> Generated:
     """Run `pipe` on every (prompt, seed) under a progress bar that counts images.
 
-    call: pipeline arguments such as height, width and num_inference_steps. Raises ValueError without items.
+    call: pipeline arguments such as height, width and num_inference_steps. batch_size: by default as many as make
+    one megapixel. Raises ValueError without items.
     """
     if not items:
         raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-    pixels, latents, finite = [], [], []
+    images, latents, finite = [], [], []
     start = time.perf_counter()
-    run = _one_by_one(run_pipeline(pipe, items, call, output_type="pt", batch_size=batch_size))
-    for image, latent in progress(run, description, total=len(items)):
-        finite.append(bool(torch.isfinite(image).all()) and bool(torch.isfinite(latent).all()))
-        pixels.append(to_uint8(image))
-        latents.append(latent.float().cpu())
+    for image, latent, is_finite in progress(_one_by_one(pipe, items, call, batch_size), description, len(items)):
+        images.append(image)
+        latents.append(latent)
+        finite.append(is_finite)
     seconds = time.perf_counter() - start
     return Generated(
         items=tuple((prompt, seed) for prompt, seed in items),
-        images=torch.stack(pixels),
+        images=torch.stack(images),
         latents=torch.stack(latents),
-        finite=torch.tensor(finite),
+        finite=torch.stack(finite),
         seconds=seconds,
-        device=_device_name(torch.device(pipe.device)),
+        device=device_name(torch.device(pipe.device)),
+    )
+
+
+def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> Batch:
+    """Make the images of these (prompt, seed) in one call of the pipeline."""
+    ((output, latents),) = run_pipeline(pipe, batch, call, output_type="pt", batch_size=len(batch))
+    pairs = list(zip(output.images, latents, strict=True))
+    return Batch(
+        images=torch.stack([to_uint8(image) for image, _ in pairs]),
+        latents=torch.stack([latent.float().cpu() for _, latent in pairs]),
+        finite=torch.tensor([bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all()) for a, b in pairs]),
     )
 
 
@@ -79,10 +120,23 @@ def to_uint8(image: Tensor) -> Tensor:
     return image.float().mul(255).round().nan_to_num(0).clamp(0, 255).to(torch.uint8).cpu()
 
 
-def _one_by_one(run: Iterator[tuple[Any, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    for output, latents in run:
-        yield from zip(output.images, latents, strict=True)
+def images_digest(images: Sequence[Tensor] | Tensor) -> str:
+    """SHA-256 of the shape (N, 3, H, W) and bytes of N uint8 images, read one at a time."""
+    shape = (len(images), *images[0].shape) if len(images) else (0,)
+    digest = hashlib.sha256(repr(shape).encode())
+    for image in images:
+        digest.update(image.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What a GPU is called; of anything else its type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _one_by_one(
+    pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for batch in batches(items, batch_size or images_per_batch(call)):
+        made = generate_batch(pipe, batch, call)
+        yield from zip(made.images, made.latents, made.finite, strict=True)

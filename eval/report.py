@@ -1,348 +1,339 @@
-"""The report: `report.json` holds everything, `report.html` is drawn from it alone and opens offline.
+"""The report: one HTML page drawn from a `schema.Report` alone; it opens offline and is readable without JavaScript.
 
-    {schema_version, created, status, headline, model, recipe, size, time, call,
-     metrics: {key: Row}, images: [one entry per (prompt, seed)], gallery, provenance, versions}
+    report.json -> report.html (verdicts, charts, tables, pictures, provenance), report.md (without charts and pictures)
 
-Numbers that do not exist (an interval of one image, the PSNR of identical images) are null in JSON, never
-NaN.
+Several evaluations against the same 16-bit images become one report (`merge`), whose runs are compared image by image.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import itertools
 import math
-import os
-import platform
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
-from PIL import Image
-from torch import Tensor
 
-from fluxq.base.files import write_json, write_text
-from fluxq.eval.fidelity import Fidelity, Interval
-from fluxq.eval.generate import Generated
+from fluxq.base.files import write_text
+from fluxq.eval import figures
+from fluxq.eval.charts import (
+    Drawing,
+    alike,
+    cost_charts,
+    damage_charts,
+    drift_charts,
+    first_speed,
+    image_chart,
+    javascript,
+    stage_chart,
+)
+from fluxq.eval.markdown import facts, markdown
+from fluxq.eval.pictures import wall as wall
+from fluxq.eval.schema import Comparison, Estimate, Image, Item, Margin, Metric, Picture, Report, Run, Wall
+from fluxq.eval.statistics import clustered_interval, holm, p_value
+from fluxq.eval.verdict import with_verdicts
 
-SCHEMA_VERSION = 1
-JSON_FILE, HTML_FILE = "report.json", "report.html"
+COMPARED_BY = "psnr"
+_PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
+_TABLE_IMAGES = 200
 
-_PACKAGES = ("fluxq", "torch", "diffusers", "transformers", "torchmetrics", "open_clip_torch", "scipy")
-_SHOWN_PIXELS = 384  # longest side of a picture in the report; larger ones are reduced, smaller ones kept
-_PER_GROUP = 3
-_MAX_GAIN = 64
-_MAX_DOTS = 400
+
+def write_report(target: Path, report: Report) -> Path:
+    """Write `target`, an .html file, and beside it the same stem as .json and .md, each atomically; returns it."""
+    write_text(target.with_suffix(".json"), report.model_dump_json(indent=2) + "\n")
+    write_text(target.with_suffix(".md"), markdown(report))
+    write_text(target, render(report))
+    return target
+
+
+def render(report: Report) -> str:
+    """The page as one HTML text below 15 MB: scripts, charts and pictures inline, prompts escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    names = ("figure", "limits", "mark", "plain", "size", "duration", "share")
+    environment.filters.update({name: getattr(figures, name) for name in names})
+    return environment.get_template("report.html").render(page=_page(report), report=report)
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """One report of all runs, in the order given; comparisons and verdicts are made anew, over all of them.
+
+    Raises ValueError naming what differs if they were not measured on the same 16-bit images, or if two runs share a
+    name. What was measured in different ways (another FID variant) stays, but is warned of and not drawn together.
+    """
+    if not reports:
+        raise ValueError("nothing to merge: give at least one report")
+    first = reports[0]
+    for other in reports[1:]:
+        _require_same_reference(first, other)
+    runs = tuple(run for report in reports for run in report.runs)
+    twice = sorted({run.name for run in runs if [other.name for other in runs].count(run.name) > 1})
+    if twice:
+        raise ValueError(
+            f"two runs are called {twice[0]!r}: a run is named after its checkpoint's folder; rename one "
+            "of the folders and evaluate it again"
+        )
+    items = [(item.prompt, item.seed) for item in first.items]
+    warnings = dict.fromkeys(text for report in reports for text in report.warnings)
+    return first.model_copy(
+        update={
+            "created": max(report.created for report in reports),
+            "noise_floor": "; ".join(dict.fromkeys(report.noise_floor for report in reports)),
+            "runs": with_verdicts(runs, first.items),
+            "comparisons": compare_runs(runs, items),
+            "warnings": (*warnings, *_unlike(runs)),
+            "provenance": _joined(report.provenance for report in reports),
+            "versions": _joined(report.versions for report in reports),
+            "command": "\n".join(dict.fromkeys(report.command for report in reports)),
+            "time": {", ".join(run.name for run in report.runs): report.time for report in reports},
+        }
+    )
+
+
+def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple[Comparison, ...]:
+    """Every pair of runs by their images' PSNR: first minus second, paired, prompts resampled, Holm over all pairs.
+
+    Two identical images differ by 0. An image that only one run gives identically has no finite difference and is
+    counted in `difference.infinite`. Runs with broken images are left out, as are pairs without two prompts to compare.
+    """
+    prompts = [prompt for prompt, _ in items]
+    whole = [run for run in runs if run.status != "broken"]
+    found: list[tuple[Run, Run, list[float], float]] = []
+    for first, second in itertools.combinations(whole, 2):
+        differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
+        p = p_value(differences, prompts)
+        if not math.isnan(p):
+            found.append((first, second, differences, p))
+    corrected = holm([p for *_, p in found])
+    return tuple(
+        Comparison(
+            first=first.name,
+            second=second.name,
+            metric=COMPARED_BY,
+            difference=_estimate(differences, prompts),
+            p=p,
+            p_holm=p_holm,
+        )
+        for (first, second, differences, p), p_holm in zip(found, corrected, strict=True)
+    )
+
+
+def _estimate(differences: Sequence[float], prompts: Sequence[str]) -> Estimate:
+    interval = clustered_interval(differences, prompts)
+    limits = (value if math.isfinite(value) else None for value in (interval.mean, interval.low, interval.high))
+    mean, low, high = limits
+    return Estimate(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
+
+
+def _difference(first: Image, second: Image) -> float:
+    a, b = (math.inf if image.identical else image.values.get(COMPARED_BY) for image in (first, second))
+    if a is None or b is None:
+        return math.nan
+    return 0.0 if a == b else a - b
+
+
+def _require_same_reference(first: Report, other: Report) -> None:
+    names = " and ".join(", ".join(run.name for run in report.runs) for report in (first, other))
+    for label in dict.fromkeys([*first.reference, *other.reference]):
+        one, two = first.reference.get(label), other.reference.get(label)
+        if one != two:
+            raise ValueError(
+                f"{names} were not measured on the same 16-bit images: {label} is {one} and {two}; evaluate both with "
+                "the same model, prompts, seeds and call"
+            )
+    if first.items != other.items:
+        raise ValueError(f"{names} were measured on different prompts or seeds; evaluate both on the same")
+
+
+def _unlike(runs: Sequence[Run]) -> list[str]:
+    """A warning for each metric that not all runs measured alike."""
+    found = []
+    for key in dict.fromkeys(key for run in runs for key in run.metrics):
+        measured = [run.metrics[key] for run in runs if key in run.metrics and run.metrics[key].value is not None]
+        if not alike(measured):
+            hows = "; ".join(dict.fromkeys(f"{each.how}, {figures.count([each.value])} images" for each in measured))
+            found.append(f"{measured[0].name} was not measured alike in all runs and does not compare: {hows}")
+    return found
+
+
+def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Label -> text; texts that differ are all given."""
+    texts: dict[str, dict[str, None]] = {}
+    for table in tables:
+        for label, text in table.items():
+            texts.setdefault(label, {})[text] = None
+    return {label: " · ".join(each) for label, each in texts.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the template is given besides the report
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a report says about a checkpoint besides its images.
+class MetricRow:
+    """One metric over all runs; cells: in the order of the runs. baseline, floor: shared, of the first that has one."""
 
-    bytes_before, bytes_after: weights on disk of the quantized `components`. bits_per_weight: everything stored for
-    the quantized Linears (codes, scales, side branches) over the number of their weights. provenance: further
-    lines, label -> text, such as hashes, prompt source and licence.
-    """
-
-    model: str
-    recipe: str
-    bytes_before: int
-    bytes_after: int
-    bits_per_weight: float
-    provenance: Mapping[str, str] = field(default_factory=dict)
-    components: tuple[str, ...] = ("transformer",)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One metric; `digits` is a format specification, `better` is "higher" or "lower", `how` the variant.
-
-    value: of the quantized images, baseline: of the 16-bit images, change: value - baseline, paired where
-    the metric has per-image values. missing: why there is no value. per_image: in the order of the items.
-    """
-
+    key: str
     name: str
     unit: str
     digits: str
     better: str
-    how: str
-    value: Interval | None = None
-    baseline: Interval | None = None
-    change: Interval | None = None
-    notes: tuple[str, ...] = ()
-    missing: str | None = None
-    per_image: tuple[float, ...] | None = None
+    margin: Margin | None
+    how: tuple[str, ...]
+    baseline: Estimate | None
+    floor: Estimate | None
+    count: str
+    notes: tuple[str, ...]
+    missing: tuple[str, ...]
+    cells: tuple[Metric | None, ...]
 
 
-def make_report(
-    reference: Generated,
-    quantized: Generated,
-    measured: Fidelity,
-    rows: Mapping[str, Row],
-    *,
-    call: Mapping[str, Any],
-    facts: Facts,
-) -> dict[str, Any]:
-    """Everything known about one evaluation, as plain JSON values."""
-    status = _status(quantized, measured)
-    size = {
-        "components": ", ".join(facts.components),
-        "bytes_before": facts.bytes_before,
-        "bytes_after": facts.bytes_after,
-        "ratio": facts.bytes_before / facts.bytes_after,
-        "bits_per_weight": facts.bits_per_weight,
+@dataclass(frozen=True)
+class Shot:
+    """One picture of one run, with where it comes from."""
+
+    run: Run
+    wall: Wall
+    picture: Picture
+    item: Item
+    image: Image
+
+
+def _page(report: Report) -> dict[str, Any]:
+    runs = report.runs
+    kept = _pictures_kept(runs)
+    charts = {
+        "cost": cost_charts(report) if len(runs) > 1 else [],
+        "images": [chart for chart in (image_chart(report),) if chart is not None],
+        "drift": drift_charts(report),
+        "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
+        "stages": [stage_chart(i, run) for i, run in enumerate(runs)],
     }
+    drawn = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
+    drawn += [chart for chart in charts["stages"] if chart is not None]
     return {
-        "schema_version": SCHEMA_VERSION,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "status": status,
-        "headline": _headline(status, quantized, rows["psnr_db"].value, size),
-        "model": facts.model,
-        "recipe": facts.recipe,
-        "size": size,
-        "time": {
-            "images": len(quantized.items),
-            "reference_seconds": reference.seconds,
-            "quantized_seconds": quantized.seconds,
-            "reference_device": reference.device,
-            "quantized_device": quantized.device,
-            "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        },
-        "call": dict(call),
-        "metrics": {key: _row_json(row) for key, row in rows.items()},
-        "images": _images_json(quantized, measured, rows),
-        "gallery": _gallery(reference.images, quantized.images, measured.psnr_db),
-        "provenance": {
-            **facts.provenance,
-            "prompts and seeds (SHA-256)": quantized.items_digest,
-            "16-bit images (SHA-256)": measured.reference,
-        },
-        "versions": _versions(),
+        "charts": charts,
+        "specs": {chart.key: chart.spec for chart in drawn},
+        "script": javascript() if drawn else "",
+        "choices": _choices(charts["cost"]),
+        "facts": [facts(run) for run in runs],
+        "metrics": _metric_rows(runs),
+        "speed": [first_speed(run, reference=False) for run in runs],
+        "groups": _picture_groups(report, kept),
+        "pictures_kept": kept,
+        "pictures_full": max((len(group) for run in runs if run.wall for group in run.wall.groups.values()), default=0),
+        "wall": next((run.wall for run in runs if run.wall is not None), None),
+        "image_rows": _image_rows(report),
+        "image_limit": _TABLE_IMAGES,
+        "outcomes": figures.OUTCOMES,
+        "time": list(_flat(report.time)),
+        "run_provenance": _run_provenance(runs),
     }
 
 
-def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write `report.json` and `report.html` into `folder`, each atomically; returns the path of the HTML."""
-    write_json(folder / JSON_FILE, report)
-    write_text(folder / HTML_FILE, render(report))
-    return folder / HTML_FILE
+def _choices(charts: Sequence[Drawing]) -> dict[str, str]:
+    return {key: name for chart in charts for key, name in chart.choices.items()}
 
 
-def render(report: Mapping[str, Any]) -> str:
-    """The HTML of a report as read from `report.json`; ValueError if it has another schema version."""
-    if report.get("schema_version") != SCHEMA_VERSION:
-        found = report.get("schema_version")
-        raise ValueError(f"report has schema_version {found}, this fluxq draws {SCHEMA_VERSION}: evaluate again")
-    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters.update(figure=_figure, limits=_limits, size=_size)
-    return environment.get_template("report.html").render(
-        report=report, chart=_chart(report["images"], report["metrics"]["psnr_db"]["value"])
-    )
-
-
-def _status(quantized: Generated, measured: Fidelity) -> str:
-    if not quantized.finite.all():
-        return "broken"
-    return "identical" if all(math.isinf(value) for value in measured.psnr_db) else "measured"
-
-
-def _headline(status: str, quantized: Generated, psnr: Interval | None, size: Mapping[str, float]) -> str:
-    count = len(quantized.items)
-    if status == "broken" or psnr is None:
-        bad = int((~quantized.finite).sum())
-        return f"{bad} of {count} images of the quantized model hold NaN or infinity: this checkpoint is broken."
-    if status == "identical":
-        quality = f"All {count} images are identical to the 16-bit model's, byte for byte"
-    else:
-        limits = "" if math.isnan(psnr.low) else f" (95 % interval {psnr.low:.1f} to {psnr.high:.1f})"
-        same = f"; {psnr.infinite} more are identical" if psnr.infinite else ""
-        pairs = "one image" if psnr.n == 1 else f"the mean over {psnr.n} images"
-        quality = (
-            f"{psnr.mean:.1f} dB PSNR to the 16-bit model's images{limits}, {pairs} with equal prompts and noise{same}"
+def _metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.metrics):
+        cells = tuple(run.metrics.get(key) for run in runs)
+        found = [cell for cell in cells if cell is not None]
+        measured = [cell for cell in found if cell.value is not None] or found
+        rows.append(
+            MetricRow(
+                key=key,
+                name=found[0].name,
+                unit=found[0].unit,
+                digits=found[0].digits,
+                better=found[0].better,
+                margin=next((cell.margin for cell in found if cell.margin), None),
+                how=tuple(dict.fromkeys(cell.how for cell in measured)),
+                baseline=next((cell.baseline for cell in found if cell.baseline), None),
+                floor=next((cell.floor for cell in found if cell.floor), None),
+                count=figures.count([cell.value for cell in found]),
+                notes=tuple(dict.fromkeys(note for cell in found for note in cell.notes)),
+                missing=tuple(dict.fromkeys(cell.missing for cell in found if cell.missing)),
+                cells=cells,
+            )
         )
-    return f"{quality}. {_size_sentence(size)}"
+    return rows
 
 
-def _size_sentence(size: Mapping[str, Any]) -> str:
-    before, after = _size(size["bytes_before"]), _size(size["bytes_after"])
-    less = f", {size['ratio']:.2f} times less" if size["ratio"] > 1 else ""
-    takes = "together take" if "," in size["components"] else "takes"
-    return f"The {size['components']} {takes} {after} instead of {before}{less}."
+def _pictures_kept(runs: Sequence[Run]) -> int:
+    """How many pictures of each group fit on the page; 0 for so many runs that not one of each does."""
+    walls = [run.wall for run in runs if run.wall is not None]
+    groups = [group for each in walls for group in each.groups.values()]
+    for count in range(max(map(len, groups), default=0), 0, -1):
+        total = sum(_bytes(picture) for group in groups for picture in group[:count])
+        if total <= _PICTURE_BYTES:
+            return count
+    return 0
 
 
-def _row_json(row: Row) -> dict[str, Any]:
-    intervals = {name: getattr(row, name) for name in ("value", "baseline", "change")}
-    return {
-        "name": row.name,
-        "unit": row.unit,
-        "digits": row.digits,
-        "better": row.better,
-        "how": row.how,
-        **{name: None if value is None else _interval_json(value) for name, value in intervals.items()},
-        "notes": list(row.notes),
-        "missing": row.missing,
-    }
+def _bytes(picture: Picture) -> int:
+    return len(picture.reference) + len(picture.quantized) + len(picture.difference)
 
 
-def _interval_json(value: Interval) -> dict[str, float | int | None]:
-    limits = {name: _number(getattr(value, name)) for name in ("mean", "low", "high")}
-    return {**limits, "n": value.n, "infinite": value.infinite}
+def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[Shot]]]:
+    """Title and pictures of each group; the same image of several runs lies side by side."""
+    groups: dict[str, list[Shot]] = {}
+    for run, pictured in [(run, run.wall) for run in report.runs if run.wall is not None]:
+        for name, pictures in pictured.groups.items():
+            for picture in pictures[:kept]:
+                shot = Shot(run, pictured, picture, report.items[picture.index], run.images[picture.index])
+                groups.setdefault(name, []).append(shot)
+    for shots in groups.values():
+        order = list(dict.fromkeys(shot.picture.index for shot in shots))
+        shots.sort(key=lambda shot: order.index(shot.picture.index))
+    return [(PICTURE_GROUPS.get(name, name), shots) for name, shots in groups.items() if shots]
 
 
-def _images_json(quantized: Generated, measured: Fidelity, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    per_image = {key: row.per_image for key, row in rows.items() if row.per_image is not None}
-    return [
-        {
-            "prompt": prompt,
-            "seed": seed,
-            "finite": bool(quantized.finite[index]),
-            "identical": measured.psnr_db[index] == math.inf,
-            **{key: _number(values[index]) for key, values in per_image.items()},
-        }
-        for index, (prompt, seed) in enumerate(quantized.items)
-    ]
+def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
+    """Every image of every run, worst first by the first run; of very many, the worst."""
+
+    def quality(index: int) -> float:
+        image = report.runs[0].images[index]
+        value = image.values.get(COMPARED_BY)
+        return math.inf if image.identical else -math.inf if value is None else value
+
+    order = sorted(range(len(report.items)), key=quality)[:_TABLE_IMAGES] if report.runs else []
+    return [(report.items[index], [run.images[index] for run in report.runs]) for index in order]
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Label and text; what is the same in all runs is said once."""
+    rows = []
+    for label in dict.fromkeys(label for run in runs for label in run.provenance):
+        texts = {run.name: run.provenance[label] for run in runs if label in run.provenance}
+        if len(set(texts.values())) == 1 and len(texts) == len(runs):
+            rows.append((label, runs[0].provenance[label]))
+        else:
+            rows += [(f"{label}, {name}", text) for name, text in texts.items()]
+    return rows
 
 
-def _gallery(reference: Tensor, quantized: Tensor, psnr: Sequence[float]) -> dict[str, Any]:
-    """Pictures of the chosen images as base64 PNG; one gain for all |differences|, so they compare by eye."""
-    groups = choose(psnr)
-    chosen = [index for indices in groups.values() for index in indices]
-    differences = {index: (reference[index].int() - quantized[index].int()).abs() for index in chosen}
-    gain = _gain([difference.numpy() for difference in differences.values()])
-    height, width = reference.shape[-2:]
-
-    def picture(index: int) -> dict[str, Any]:
-        return {
-            "index": index,
-            "reference": _png(reference[index]),
-            "quantized": _png(quantized[index]),
-            "difference": _png((differences[index] * gain).clamp(max=255)),
-        }
-
-    return {
-        "gain": gain,
-        "height": height,
-        "width": width,
-        "shown_pixels": min(max(height, width), _SHOWN_PIXELS),
-        "groups": {name: [picture(index) for index in indices] for name, indices in groups.items()},
-    }
+def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
+    """Label and text of nested plain data."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{path}, {key}" if path else str(key))
+    else:
+        yield path.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def choose(psnr: Sequence[float], seed: int = 0) -> dict[str, list[int]]:
-    """Indices of the images to show, none twice: worst, median, best by PSNR, and some drawn by `seed`.
-
-    A broken image (NaN) is worst of all, an identical one (infinite) best. All are shown if there are few.
-    """
-    order = sorted(range(len(psnr)), key=lambda index: -math.inf if math.isnan(psnr[index]) else psnr[index])
-    if len(order) <= 4 * _PER_GROUP:
-        return {"all": order}
-    middle = (len(order) - _PER_GROUP) // 2
-    groups = {
-        "worst": order[:_PER_GROUP],
-        "median": order[middle : middle + _PER_GROUP],
-        "best": order[: -_PER_GROUP - 1 : -1],
-    }
-    rest = sorted(set(order).difference(*groups.values()))
-    return {**groups, "random": sorted(random.Random(seed).sample(rest, _PER_GROUP))}
-
-
-def _gain(differences: Sequence[np.ndarray]) -> int:
-    """The largest power of two up to 64 that keeps 99 % of the differences below full scale."""
-    high = max(1.0, float(np.percentile(np.concatenate([d.ravel() for d in differences]), 99)))
-    return max(1, min(_MAX_GAIN, 2 ** int(math.log2(255 / high))))
-
-
-def _png(image: Tensor) -> str:
-    """Integer (3, H, W) in 0..255 as base64 PNG, reduced by averaging if it is large."""
-    picture = Image.fromarray(image.permute(1, 2, 0).numpy().astype(np.uint8))
-    if max(picture.size) > _SHOWN_PIXELS:
-        picture.thumbnail((_SHOWN_PIXELS, _SHOWN_PIXELS), Image.Resampling.BOX)
-    stream = io.BytesIO()
-    picture.save(stream, "PNG", optimize=True)
-    return base64.b64encode(stream.getvalue()).decode()
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _chart(images: Sequence[Mapping[str, Any]], psnr: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Geometry of the PSNR strip in a 760 x 190 box: a dot per image from worst to best, mean and interval.
-
-    Images without a finite PSNR are not drawn; of very many, evenly spaced ranks are. None if none is left.
-    """
-    ranked = sorted((image for image in images if image["psnr_db"] is not None), key=lambda image: image["psnr_db"])
-    if not ranked:
-        return None
-    values = [image["psnr_db"] for image in ranked]
-    ticks = _ticks(values[0], values[-1])
-    left, right, top, bottom = 44, 752, 12, 164
-
-    def y(value: float) -> float:
-        return bottom - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (bottom - top)
-
-    count = min(len(ranked), _MAX_DOTS)
-    ranks = [round(i * (len(ranked) - 1) / max(count - 1, 1)) for i in range(count)]
-    dots = [
-        {"x": left + (rank + 0.5) / len(ranked) * (right - left), "y": y(values[rank]), "image": ranked[rank]}
-        for rank in ranks
-    ]
-    return {
-        "left": left,
-        "right": right,
-        "bottom": bottom,
-        "ticks": [{"value": tick, "y": y(tick)} for tick in ticks],
-        "dots": dots,
-        "radius": 3.5 if count <= 100 else 2,
-        "mean": psnr and {"value": psnr["mean"], "y": y(psnr["mean"])},
-        "band": psnr and psnr["low"] is not None and {"top": y(psnr["high"]), "bottom": y(psnr["low"])},
-        "left_out": len(images) - len(ranked),
-    }
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values around [low, high], about five of them."""
-    rough = max(high - low, 0.5) / 4
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [index * step for index in range(first, max(last, first + 1) + 1)]
-
-
-def _figure(interval: Mapping[str, Any] | None, digits: str, sign: str = "") -> str:
-    if interval is None:
-        return "–"
-    if interval["mean"] is None:
-        return "identical" if interval["infinite"] else "–"
-    return format(interval["mean"], sign + digits).replace("-", "−")
-
-
-def _limits(interval: Mapping[str, Any] | None, digits: str, sign: str = "") -> str:
-    if interval is None or interval["low"] is None:
-        return ""
-    return f"{interval['low']:{sign}{digits}} to {interval['high']:{sign}{digits}}".replace("-", "−")
-
-
-def _size(count: float) -> str:
-    power = min(int(math.log10(max(count, 1)) / 3), 4)
-    unit = ("B", "kB", "MB", "GB", "TB")[power]
-    return f"{count / 1000**power:.{2 if power else 0}f} {unit}"
+# group of a wall -> what the page calls it
+PICTURE_GROUPS = {
+    "all": "All images, worst first",
+    "worst": "Worst by PSNR",
+    "median": "Median by PSNR",
+    "random": "Drawn by seed from all",
+}

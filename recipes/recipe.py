@@ -10,10 +10,10 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -30,6 +30,7 @@ Transform = Literal["center", "smooth", "hadamard"]
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _RECIPE_VERSION = 1
+_WORD, _NUMBER = r"[a-z][a-z0-9_]*", r"-?\d+(?:\.\d+)?"
 _RANK_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "integer", "minimum": 1},
@@ -301,20 +302,49 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in _shipped_folder().glob("*.yaml"))
 
 
-def parse_gate(text: str) -> tuple[str, str, float]:
-    """`psnr>=20` as (metric, operator, bound); ValueError if it is not one."""
-    found = re.fullmatch(r"\s*([a-z_]+)\s*(>=|<=|>|<)\s*(-?\d+(?:\.\d+)?)\s*", text)
-    if not found or found[1] not in GATE_METRICS:
+class Condition(NamedTuple):
+    """A gate, read. bounds: (operator, value) that the metric has to satisfy, one or two."""
+
+    metric: str
+    bounds: tuple[tuple[str, float], ...]
+
+
+def parse_gate(text: str) -> Condition:
+    """`psnr>=20`, or a window such as `23.01<=fid<=23.95`; ValueError if it is neither, or nothing passes it."""
+    one = re.fullmatch(rf"\s*({_WORD})\s*(>=|<=|>|<)\s*({_NUMBER})\s*", text)
+    window = re.fullmatch(rf"\s*({_NUMBER})\s*(<=?)\s*({_WORD})\s*(<=?)\s*({_NUMBER})\s*", text)
+    bounds: tuple[tuple[str, float], ...]
+    if one:
+        metric, bounds = one[1], ((one[2], float(one[3])),)
+    elif window:
+        metric, low, high = window[3], float(window[1]), float(window[5])
+        if not low < high:
+            raise ValueError(f"gate {text!r} lets nothing by: a window goes from its lower to its higher number")
+        bounds = ((window[2].replace("<", ">"), low), (window[4], high))
+    else:
         raise ValueError(
-            f"gate {text!r}: write metric, comparison and number as in 'psnr>=20'; metrics: {', '.join(GATE_METRICS)}"
+            f"gate {text!r}: write metric, comparison and number as in 'psnr>=20', or a window as in "
+            f"'23.01<=fid<=23.95'; metrics: {', '.join(GATE_METRICS)}"
         )
-    return found[1], found[2], float(found[3])
+    if metric not in GATE_METRICS:
+        close = difflib.get_close_matches(metric, GATE_METRICS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"gate {text!r}: unknown metric {metric!r}{hint}; metrics: {', '.join(GATE_METRICS)}")
+    return Condition(metric, bounds)
 
 
-def gate_holds(text: str, measured: dict[str, float]) -> bool:
-    """Whether a measured value satisfies the gate; NaN never does."""
-    metric, comparison, bound = parse_gate(text)
-    return GATE_OPERATORS[comparison](measured[metric], bound)
+def gate_holds(text: str, measured: Mapping[str, float | None]) -> bool:
+    """Whether a measured value satisfies the gate; NaN, None and a metric that is not there never do."""
+    condition = parse_gate(text)
+    value = measured.get(condition.metric)
+    return value is not None and all(GATE_OPERATORS[operator](value, bound) for operator, bound in condition.bounds)
+
+
+def split_gates(gates: Iterable[str], metrics: Container[str]) -> tuple[list[str], list[str]]:
+    """Gates on `metrics`, which can be judged, and the others, which `fluxq eval` has to judge."""
+    gates = list(gates)
+    now = [gate for gate in gates if parse_gate(gate).metric in metrics]
+    return now, [gate for gate in gates if gate not in now]
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -489,7 +519,23 @@ def _shipped_folder() -> Path:
 
 PROFILES = get_args(Profile)
 TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which they are applied
-GATE_METRICS = ("psnr", "latent_sqnr")
+GATE_METRICS = (  # what an evaluation measures
+    "psnr",
+    "ssim",
+    "latent_sqnr",
+    "latent_cosine",
+    "velocity_error",
+    "feature_distance",
+    "lpips",
+    "fid",
+    "fid_to_16bit",
+    "fid_infinity",
+    "kid",
+    "cmmd",
+    "clip_score",
+    "image_reward",
+    "hpsv2",
+)
 GATE_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 # What a checkpoint may hold, so that the programs it is exported to can run it.

@@ -238,11 +238,21 @@ def pytest_runtest_makereport(item: pytest.Item):
     marker = item.get_closest_marker("feature")
     if marker and report.when == "call" and report.passed and recipe_of(item) in COLUMNS:
         word = dict(item.user_properties).get("cell", "yes")
-        _cells.setdefault((marker.args[0], recipe_of(item)), set()).add(str(word))
+        report.user_properties.append(("feature", [marker.args[0], recipe_of(item), str(word)]))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect the cells, in the process that started the others where tests run in several."""
+    for name, value in report.user_properties if report.when == "call" else ():
+        if name == "feature":
+            row, column, word = value
+            _cells.setdefault((row, column), set()).add(word)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Compare what ran with the table in the docs, or write it there."""
+    if hasattr(session.config, "workerinput"):
+        return  # the process that started this one knows all cells
     before, table, after = FEATURES.read_text(encoding="utf-8").split("<!-- features -->\n")
     head, _, *lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
     rows = {row: dict(zip(head[1:], words, strict=True)) for row, *words in lines}

@@ -246,13 +246,15 @@ def test_rtn_needs_no_data_and_its_scales_are_dynamic(fluxq, monkeypatch, tmp_pa
 
 
 def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
-    (tmp_path / "strict.yaml").write_text('extends: fp8\ngates: ["psnr<=-1"]\n')
+    (tmp_path / "strict.yaml").write_text('extends: fp8\ngates: ["psnr<=-1", "fid<=1"]\n')
     arguments = ("quantize", "--recipe", "strict.yaml", *FEW_STEPS)
     result = fluxq(*arguments)
     assert result.code == 1 and "Traceback" not in result.err
     assert "tiny-strict: gate missed: psnr<=-1 (paired PSNR" in result.err and "the checkpoint was kept" in result.err
     assert "FAILED" in (tmp_path / "tiny-strict" / "README.md").read_text()
     assert (tmp_path / "tiny-strict" / WEIGHTS).is_file()
+    check = json.loads((tmp_path / "tiny-strict" / "fluxq_plan.json").read_text())["check"]
+    assert (check["gates"], check["gates_for_eval"]) == (["psnr<=-1"], ["fid<=1"])
     again = fluxq(*arguments)
     assert again.code == 1 and "gate missed" in again.err and again.left == []
 

@@ -187,3 +187,34 @@ def test_the_cards_snippet_names_the_dtype(checkpoint) -> None:
 
     record = json.loads((checkpoint("fp8") / "fluxq_plan.json").read_text(encoding="utf-8"))
     assert "dtype=torch.bfloat16" in model_card(record)
+
+
+def rows_of(page: Path, heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading, its first two lines left out."""
+    lines = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].splitlines()
+    table = [line for line in lines[: lines.index("")] if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def test_every_metric_has_its_row_and_margin() -> None:
+    from fluxq.eval.metrics import METRICS
+
+    rows = rows_of(ROOT / "docs" / "evaluation.md", "Metrics")
+    said = {key: margin for keys, _, margin, _ in rows for key in re.findall(r"`(\w+)`", keys)}
+    assert said.keys() == METRICS.keys() | {"velocity_error"}
+    for key, row in METRICS.items():
+        if row.margin is not None:
+            assert row.margin.describe(row.unit) in said[key] or f"{row.margin.low}" in said[key], key
+        elif key != "hpsv2":
+            assert not said[key], key
+
+
+def test_every_protocol_has_its_row() -> None:
+    from fluxq.eval.protocols import PROTOCOLS
+
+    rows = rows_of(ROOT / "docs" / "evaluation.md", "Protocols")
+    assert [name.strip("`") for name, *_ in rows] == list(PROTOCOLS)
+    for (_, prompts, seeds, metrics, resize, _), row in zip(rows, PROTOCOLS.values(), strict=True):
+        assert prompts.startswith(str(row.count)) and seeds == str(row.seeds)
+        assert metrics == (", ".join(row.metrics) if row.metrics else "all that can be taken")
+        assert resize == (row.fid_resize or ("clean" if row.metrics is None else ""))

@@ -1,12 +1,15 @@
 import json
 import shutil
+import time
 
+import huggingface_hub
 import open_clip
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from fluxq import tiny
+from fluxq.base.files import sha256_file
 from fluxq.eval.alignment import ClipScorer
 
 CONFIG = {
@@ -35,7 +38,7 @@ def images():
     return torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def test_score_is_100_cos_of_the_saved_model(folder, images):  # C1, C2
+def test_C2_score_is_100_cos_of_the_saved_model(folder, images):
     torch.manual_seed(0)
     model = open_clip.CLIP(**CONFIG["model_cfg"]).eval()  # the same random weights, never saved
     mean, std = (torch.tensor(CONFIG["preprocess_cfg"][name]).view(3, 1, 1) for name in ("mean", "std"))
@@ -46,10 +49,102 @@ def test_score_is_100_cos_of_the_saved_model(folder, images):  # C1, C2
     result = ClipScorer(folder).score(images, PROMPTS, batch_size=2)
     assert result.scores == pytest.approx(expected.tolist(), abs=1e-3)
     assert min(expected).item() < 0 or max(expected) - min(expected) > 1  # the case says something
-    assert result.truncated == 0 and result.network == folder.name
+    assert result.truncated == 0 and result.network == folder.name and result.warnings == ()
 
 
-def test_long_prompts_are_counted(folder):  # C3
+def test_C2_scores_are_per_pair_and_not_clamped(folder, images):
+    scorer = ClipScorer(folder)
+    seen = scorer.embed(images[:1])
+    asked = scorer.model.encode_text(scorer.tokenizer(PROMPTS[:1]), normalize=True).detach()
+    embeddings = torch.cat([asked, -asked, seen])
+    assert scorer.align(embeddings, PROMPTS[:1] * 3).scores[:2] == pytest.approx((100, -100), abs=1e-4)
+    assert scorer.score(list(images), PROMPTS).scores == scorer.score(images, PROMPTS).scores
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """One random model as a state dict in both kinds of file and as a folder, its configuration known to open_clip."""
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "small", CONFIG["model_cfg"])
+    torch.manual_seed(1)
+    state = open_clip.CLIP(**CONFIG["model_cfg"]).state_dict()
+    save_file(state, tmp_path / "clip.safetensors")
+    torch.save(state, tmp_path / "clip.pt")
+    (tmp_path / "folder").mkdir()
+    shutil.copy(tmp_path / "clip.safetensors", tmp_path / "folder" / "open_clip_model.safetensors")
+    (tmp_path / "folder" / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIG["model_cfg"]}))
+    return tmp_path
+
+
+def test_C1_file_and_folder_give_the_same_bits(files, images):
+    digest = sha256_file(files / "clip.pt")
+    sources = (f"small={files / 'clip.safetensors'}", f"small={files / 'clip.pt'}#{digest[:12]}", files / "folder")
+    scorers = [ClipScorer(source) for source in sources]
+    found = [scorer.score(images, PROMPTS).scores for scorer in scorers]
+    assert found[0] == found[1] == found[2]
+    assert [scorer.network for scorer in scorers] == ["small, clip.safetensors", "small, clip.pt", "folder"]
+
+
+def test_a_pickle_needs_its_published_hash(files):
+    with pytest.raises(ValueError, match=r"clip\.pt: a pickled file can hold more than weights"):
+        ClipScorer(f"small={files / 'clip.pt'}")
+    with pytest.raises(ValueError, match=r"clip\.pt: its SHA-256 is .{16}…, not 0123abcd"):
+        ClipScorer(f"small={files / 'clip.pt'}#0123abcd")
+    with pytest.raises(ValueError, match="a pickled file"):
+        ClipScorer(f"small={files / 'clip.pt'}#0")
+
+
+def test_C4_openai_weights_without_quickgelu_are_warned_of(files, monkeypatch):
+    openai = files / "vit_small.openai.safetensors"
+    shutil.copy(files / "clip.safetensors", openai)
+    (doubt,) = ClipScorer(f"small={openai}").warnings
+    assert "trained with QuickGELU" in doubt and "-quickgelu configuration" in doubt
+    monkeypatch.setitem(
+        open_clip.factory._MODEL_CONFIGS, "small-quickgelu", {**CONFIG["model_cfg"], "quick_gelu": True}
+    )
+    assert ClipScorer(f"small-quickgelu={openai}").warnings == ()
+    (files / "folder").rename(files / "openai-clip")
+    assert "QuickGELU" in ClipScorer(files / "openai-clip").warnings[0]
+
+
+def test_a_repository_of_the_hub_is_read_from_its_cache(files, images, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(files / "hub"))
+    snapshot = files / "hub" / "models--someone--clip" / "snapshots" / ("0" * 40)
+    shutil.copytree(files / "folder", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    found = ClipScorer("hf-hub:someone/clip").score(images, PROMPTS)
+    assert found.scores == ClipScorer(files / "folder").score(images, PROMPTS).scores
+    assert found.network == "someone/clip"
+    (snapshot / "open_clip_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"someone/clip holds no open_clip_model\.safetensors"):
+        ClipScorer("hf-hub:someone/clip")
+
+
+@pytest.mark.parametrize("source", ["ViT-B-32-quickgelu/openai", "hf-hub:someone/nothing"])
+def test_weights_that_are_missing_offline_are_named_at_once(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    start = time.perf_counter()
+    with pytest.raises(FileNotFoundError, match=r"neither in the hub's cache nor to be had: go online, or download"):
+        ClipScorer(source)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    "source, error, message",
+    [
+        ("nowhere", FileNotFoundError, "nowhere: no such folder; give one that holds"),
+        ("/nowhere/at/all", FileNotFoundError, "no such folder"),
+        ("ViT-B-99/openai", ValueError, "no configuration 'ViT-B-99'"),
+        ("ViT-B-32/opanai", ValueError, "no weights 'opanai' of ViT-B-32; known: openai"),
+        ("ViT-B-32=nowhere.safetensors", FileNotFoundError, r"nowhere\.safetensors do not exist"),
+    ],
+)
+def test_unknown_sources_are_named(source, error, message):
+    with pytest.raises(error, match=message):
+        ClipScorer(source)
+
+
+def test_C3_long_prompts_are_counted(folder):
     scorer = ClipScorer(folder)
     fits = "word " * 75  # with start and end token exactly 77
     assert scorer.truncated(["word " * 200, "short", fits]) == 1
@@ -69,13 +164,26 @@ def test_missing_files_are_named(folder, tmp_path):
     shutil.copy(folder / "open_clip_config.json", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"open_clip_model\.safetensors is missing"):
         ClipScorer(tmp_path)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"open_clip_config\.json is missing"):
-        ClipScorer(tmp_path / "nowhere")
+        ClipScorer(tmp_path / "empty")
 
 
 def test_images_and_prompts_must_match(folder, images):
     scorer = ClipScorer(folder)
-    with pytest.raises(ValueError, match=r"3 torch\.uint8 images and 2 prompts"):
+    with pytest.raises(ValueError, match="a prompt for each image, got 3 and 2"):
         scorer.score(images, PROMPTS[:2])
     with pytest.raises(ValueError, match="uint8"):
         scorer.score(images / 255, PROMPTS)
+
+
+@pytest.mark.slow
+def test_C1_a_real_configuration_saved_and_loaded(tmp_path):
+    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model, _, preprocess = open_clip.create_model_and_transforms("ViT-B-32", pretrained=None)
+    save_file(model.state_dict(), tmp_path / "b32.safetensors")
+    scorer = ClipScorer(f"ViT-B-32={tmp_path / 'b32.safetensors'}")
+    found = scorer.score(images, PROMPTS[:2])
+    scorer.model, scorer.preprocess = model.eval(), preprocess
+    assert scorer.score(images, PROMPTS[:2]) == found

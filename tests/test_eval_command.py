@@ -1,7 +1,9 @@
-"""`fluxq eval` from the command line to the report, and how its mistakes end."""
+"""`fluxq eval`, `report`, `bench` and `debug` from the command line to what they leave, and how mistakes end."""
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,51 +12,142 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from fluxq.cli import cli
+from fluxq.eval.schema import read_report
+
+FEW = ("--count", 6, "--num-inference-steps", 2, "--metrics", "psnr,latent_sqnr", "--backends", "native")
 
 
-def run(*arguments: object):
-    return CliRunner().invoke(cli, ["eval", *map(str, arguments)])
+def fluxq(*arguments: object):
+    return CliRunner().invoke(cli, list(map(str, arguments)))
 
 
 @pytest.fixture
-def quantized(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(checkpoint("fp8"), tmp_path / "out"))
+def quantized(plain_checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain_checkpoint("nvfp4"), tmp_path / "out"))
 
 
-def test_eval_writes_report_and_page(quantized: Path) -> None:
-    done = run(quantized, "--count", 6, "--num-inference-steps", 2)
+@pytest.fixture(scope="module")
+def evaluated(plain_checkpoint: Callable[[str], Path], tmp_path_factory) -> tuple[Path, object]:
+    """A checkpoint that `fluxq eval` has judged with every metric and backend, and what the command said."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    out = Path(shutil.copytree(plain_checkpoint("nvfp4"), folder / "tiny-nvfp4"))
+    return out, fluxq("eval", out, "--protocol", "standard", "--count", 16, "--num-inference-steps", 2)
+
+
+def test_eval_judges_every_arithmetic_with_every_metric(evaluated) -> None:
+    out, done = evaluated
     assert done.exit_code == 0, done.output
-    assert "dB PSNR" in done.output and str(quantized / "eval" / "report.html") in done.output
-    report = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))
-    assert report["model"] == "tiny" and report["call"]["num_inference_steps"] == 2
-    assert [len(report["images"]), report["time"]["images"]] == [6, 6]
-    for metric in ("psnr_db", "latent_sqnr_db"):
-        value = report["metrics"][metric]["value"]
-        assert value["low"] <= value["mean"] <= value["high"] and value["n"] == 6
-    measured = {key: row["missing"] for key, row in report["metrics"].items()}
-    assert set(measured.values()) == {None}, measured
-    assert "http://" not in (quantized / "eval" / "report.html").read_text(encoding="utf-8").replace(
-        "http://www.w3.org", ""
-    )
+    report = read_report(out / "eval" / "report.json")
+    assert [run.name for run in report.runs] == ["tiny-nvfp4", "tiny-nvfp4 as int8", "tiny-nvfp4 as 8bit"]
+    assert [run.backend for run in report.runs] == ["native", "int8", "8bit"]
+    for run in report.runs:
+        missing = {key for key, metric in run.metrics.items() if metric.missing}
+        assert missing == {"lpips", "fid_infinity", "image_reward", "hpsv2"}, run.metrics
+        psnr = run.metrics["psnr"]
+        assert psnr.value.low < psnr.value.mean < psnr.value.high and psnr.value.n == 16
+        assert psnr.floor.mean > psnr.value.mean  # 16 bit differs less from itself
+        assert run.drift.curves["velocity_error"].floor is not None
+        assert run.verdict.text in done.output
+    assert str(out / "eval" / "report.html") in done.output
+    assert (out / "eval" / "report.md").is_file()
+    assert fluxq("verify", out).exit_code == 0  # its model card was extended
 
 
-def test_eval_is_the_same_again(quantized: Path) -> None:
-    reports = [json.loads(run(quantized, "--count", 2, "--num-inference-steps", 1, "--json").output) for _ in range(2)]
-    assert reports[0]["images"] == reports[1]["images"]
+def test_a_second_eval_makes_no_image_and_says_the_same(evaluated) -> None:
+    out, _ = evaluated
+    before = read_report(out / "eval" / "report.json")
+    images = sorted(path.stat().st_mtime_ns for path in (out.parent / "fluxq-images").rglob("*.png"))
+    assert images
+    done = fluxq("eval", out, "--protocol", "standard", "--count", 16, "--num-inference-steps", 2)
+    assert done.exit_code == 0, done.output
+    assert sorted(path.stat().st_mtime_ns for path in (out.parent / "fluxq-images").rglob("*.png")) == images
+    after = read_report(out / "eval" / "report.json")
+    assert after.model_copy(update={"created": before.created, "time": before.time}) == before
 
 
+def test_report_joins_two_evaluations_of_one_model(evaluated, plain_checkpoint, tmp_path: Path) -> None:
+    out, _ = evaluated
+    other = Path(shutil.copytree(plain_checkpoint("int8"), out.parent / "tiny-int8"))
+    assert fluxq("eval", other, "--protocol", "standard", "--count", 16, "--num-inference-steps", 2).exit_code == 0
+    done = fluxq("report", out, other, "-o", tmp_path / "both.html")
+    assert done.exit_code == 0, done.output
+    merged = read_report(tmp_path / "both.json")
+    assert [run.recipe for run in merged.runs] == ["nvfp4"] * 3 + ["int8"]
+    decided = {(each.first, each.second): each for each in merged.comparisons}
+    ahead = decided.get(("tiny-int8", "tiny-nvfp4")) or decided[("tiny-nvfp4", "tiny-int8")]
+    assert abs(ahead.difference.mean) > 5 and ahead.p_holm < 0.05
+    assert "http://" not in (tmp_path / "both.html").read_text(encoding="utf-8").replace("http://www.w3.org", "")
+
+
+def test_evaluations_with_other_steps_are_not_joined(evaluated, plain_checkpoint, tmp_path: Path) -> None:
+    out, _ = evaluated
+    other = Path(shutil.copytree(plain_checkpoint("int8"), tmp_path / "tiny-int8"))
+    assert fluxq("eval", other, *FEW[:2], "--num-inference-steps", 1, *FEW[4:]).exit_code == 0
+    done = fluxq("report", out, other, "-o", tmp_path / "both.html")
+    assert done.exit_code != 0 and "call" in done.output and not (tmp_path / "both.html").exists()
+
+
+def test_gates_set_the_exit_code(quantized: Path) -> None:
+    done = fluxq("eval", quantized, *FEW, "--gate", "psnr>=20", "--gate", "5<=latent_sqnr<=6")
+    assert done.exit_code == 1 and "gate missed: 5<=latent_sqnr<=6" in done.output
+    gates = {gate.gate: gate.passed for gate in read_report(quantized / "eval" / "report.json").runs[0].gates}
+    assert gates["psnr>=20"] and not gates["5<=latent_sqnr<=6"]
+    assert fluxq("eval", quantized, *FEW, "--gate", "psnr>=20", "--gate", "velocity_error<=0.5").exit_code == 0
+
+
+def test_bench_and_debug_are_joined_to_the_report(evaluated, tmp_path: Path) -> None:
+    out, _ = evaluated
+    bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1)
+    assert bench.exit_code == 0, bench.output
+    assert "CPU" in bench.output
+    debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
+    assert debug.exit_code == 0, debug.output
+    assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0
+    run = read_report(out / "eval" / "report.json").runs[0]
+    assert run.speed is not None and run.debug is not None and run.debug.patch is not None
+
+
+def test_eval_as_json_is_the_report(quantized: Path) -> None:
+    done = fluxq("eval", quantized, *FEW, "--json")
+    stored = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))
+    assert json.loads(done.output) == stored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--metrics", "psnr,lpips"), ("lpips", "alexnet-owt-7be5be79.pth", "--weights")),
+        (("--metrics", "beauty"), ("'beauty' is unknown", "psnr")),
+        (("--gate", "psnr=30"), ("psnr=30",)),
+        (("--gate", "image_reward>=1"), ("image_reward",)),
+        (("--protocol", "quick"), ("'quick'", "smoke")),
+        (("--protocol", "paper"), ("FLUX.1-dev", "--protocol standard")),
+        (("--backends", "fp4"), ("'fp4'", "native")),
+        (("--device", "cuda:7"), ("cuda:7", "--device")),
+        (("--engine", "torchrun"), ("torchrun", "--nproc-per-node")),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_any_image_is_made(quantized: Path, arguments, words) -> None:
+    done = fluxq("eval", quantized, "--count", 2, *arguments)
+    assert done.exit_code in (1, 2) and all(word in done.output for word in words), done.output
+    assert not (quantized / "eval").exists() and not list(quantized.parent.glob("fluxq-images/*/*.png"))
+
+
+@pytest.mark.parametrize("command", ["eval", "bench", "debug"])
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda folder: (folder / "fluxq_plan.json").unlink(), ("not a fluxq checkpoint", "fluxq quantize")),
         (lambda folder: shutil.rmtree(folder), ("not a fluxq checkpoint",)),
         (lambda folder: (folder / "fluxq_plan.json").write_text("{"), ("not valid JSON",)),
+        (lambda folder: (folder / "fluxq_plan.json").write_text("{}"), ("damaged",)),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(quantized: Path, damage: Callable, words: tuple[str, ...]) -> None:
+def test_what_is_no_checkpoint_is_refused(quantized: Path, command: str, damage: Callable, words) -> None:
     damage(quantized)
-    done = run(quantized)
+    done = fluxq(command, quantized)
     assert done.exit_code == 2 and all(word in done.output for word in words), done.output
+    assert "Traceback" not in done.output
 
 
 def test_another_model_is_not_compared_with(quantized: Path, tiny_folder: Path) -> None:
@@ -62,12 +155,42 @@ def test_another_model_is_not_compared_with(quantized: Path, tiny_folder: Path) 
     tensors = load_file(file)
     tensors["proj_out.bias"] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    done = run(quantized, "--model", tiny_folder)
+    done = fluxq("eval", quantized, "--model", tiny_folder)
     assert done.exit_code == 2 and "is not what" in done.output and "--model" in done.output
     assert not (quantized / "eval").exists()
 
 
-def test_a_damaged_plan_is_refused(quantized: Path) -> None:
-    (quantized / "fluxq_plan.json").write_text("{}")
-    done = run(quantized)
-    assert done.exit_code == 2 and "damaged" in done.output and "Traceback" not in done.output
+def test_a_report_of_what_was_not_evaluated_names_the_command(quantized: Path, tmp_path: Path) -> None:
+    done = fluxq("report", quantized, "-o", tmp_path / "r.html")
+    assert done.exit_code != 0 and "fluxq eval" in done.output
+
+
+def test_a_damaged_report_is_named(evaluated, tmp_path: Path) -> None:
+    out, _ = evaluated
+    value = json.loads((out / "eval" / "report.json").read_text(encoding="utf-8"))
+    for change, words in (({"schema_version": 1}, "schema_version"), ({"surprise": 1}, "surprise")):
+        (tmp_path / "report.json").write_text(json.dumps({**value, **change}), encoding="utf-8")
+        done = fluxq("report", tmp_path / "report.json", "-o", tmp_path / "r.html")
+        assert done.exit_code != 0 and words in done.output and not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.slow  # each engine starts processes of its own
+def test_the_engines_give_one_report(quantized: Path, tmp_path: Path) -> None:
+    python = [sys.executable, "-m"]
+    starts = {
+        "local": [*python, "fluxq"],
+        "torchrun": [*python, "torch.distributed.run", "--nproc-per-node", "2", "-m", "fluxq"],
+        "ray": [*python, "fluxq"],
+    }
+    reports = {}
+    for engine, start in starts.items():
+        options = ["--engine", engine, "--images", tmp_path / engine, "--batch-size", 2, *FEW]
+        options += ["--workers", 2] if engine == "ray" else []
+        command = [*start, "eval", quantized, *options]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("report:") == 1  # one process speaks
+        reports[engine] = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))
+        assert reports[engine].pop("time")["engine"] == engine
+        del reports[engine]["created"]
+    assert reports["torchrun"] == reports["local"] and reports["ray"] == reports["local"]

@@ -1,3 +1,5 @@
+"""From two sets of images to the runs of a report."""
+
 import math
 from dataclasses import replace
 
@@ -5,96 +7,127 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.eval.evaluate import METRICS, MetricNetworks, evaluate, measure
-from fluxq.eval.fidelity import paired_interval, psnr
-from fluxq.eval.generate import Generated, generate, items_for
-from fluxq.eval.report import Facts
+from fluxq.eval.evaluate import Candidate, judge_gates, measure_floor, measure_runs
+from fluxq.eval.fidelity import psnr
+from fluxq.eval.generate import generate, items_for
+from fluxq.eval.metrics import METRICS
+from fluxq.eval.networks import Networks
+from fluxq.eval.schema import Size
+from fluxq.eval.sides import Side
+from fluxq.eval.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
-FACTS = Facts(model="tiny", recipe="noise", bytes_before=4000, bytes_after=1000, bits_per_weight=4.5)
+ITEMS = items_for(tiny.PROMPTS, 5, seed=3)
+SIZE = Size(components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5)
+NEED_WEIGHTS = {"lpips", "image_reward", "hpsv2"}
 
 
 @pytest.fixture(scope="module")
-def pipes():
-    """The embedded pipeline, and a copy whose last layer is disturbed."""
+def sides():
+    """Images of the embedded pipeline, and of a copy whose last layer is disturbed."""
     before, after = tiny.load("float32"), tiny.load("float32")
     weight = after.transformer.proj_out.weight
     with torch.no_grad():
         weight += 0.2 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    return before, after
+    return tuple(generate(pipe, ITEMS, CALL) for pipe in (before, after))
 
 
 @pytest.fixture(scope="module")
 def networks():
     images, _ = tiny.held_out()
-    return MetricNetworks(tiny.feature_network(), "tiny features", tiny.clip_path(), images[:40])
-
-
-@pytest.fixture(scope="module")
-def sides(pipes):
-    items = items_for(tiny.PROMPTS, 5, seed=3)
-    return tuple(generate(pipe, items, CALL) for pipe in pipes)
-
-
-def test_every_metric_is_taken(pipes, networks, sides):
-    report = evaluate(*pipes, items_for(tiny.PROMPTS, 5, seed=3), CALL, metric_networks=networks, facts=FACTS)
-    assert list(report["metrics"]) == list(METRICS)
-    assert all(row["missing"] is None for row in report["metrics"].values())
-    expected = paired_interval(psnr(sides[0].images, sides[1].images).tolist())
-    got = report["metrics"]["psnr_db"]["value"]
-    assert (got["mean"], got["low"], got["high"], got["n"]) == pytest.approx(
-        (expected.mean, expected.low, expected.high, 5), abs=0.05
+    return Networks(
+        feature_network=tiny.feature_network(),
+        feature_name="tiny features",
+        clip=str(tiny.clip_path()),
+        reference_images=images[:40],
     )
-    held_out = report["metrics"]["fid_to_held_out"]
-    assert held_out["change"]["mean"] == pytest.approx(held_out["value"]["mean"] - held_out["baseline"]["mean"])
-    assert "40 held-out images" in held_out["how"] and "5 images cannot fill" in held_out["notes"][0]
-    clip = report["metrics"]["clip_score"]
-    assert clip["change"]["mean"] == pytest.approx(clip["value"]["mean"] - clip["baseline"]["mean"])
-    assert report["images"][2]["clip_score"] is not None
-    assert f"{expected.mean:.1f} dB PSNR" in report["headline"] and "4.00 times less" in report["headline"]
+
+
+def measure(reference, *sets, networks=None, gates=(), floor=None, keys=tuple(METRICS)):
+    candidates = [Candidate(Side(f"side {k}", "", "d"), "noise", "digest", SIZE, gates) for k in range(len(sets))]
+    return measure_runs(
+        candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {}, drifts={}
+    )
+
+
+def test_every_metric_is_a_row_with_its_interval(sides, networks):
+    (run,) = measure(*sides, networks=networks)
+    assert list(run.metrics) == list(METRICS)
+    assert {key for key, row in run.metrics.items() if row.missing} == NEED_WEIGHTS | {"fid_infinity"}
+    values = psnr(sides[0].images, sides[1].images).tolist()
+    expected = clustered_interval(values, [prompt for prompt, _ in ITEMS])
+    got = run.metrics["psnr"].value
+    assert (got.mean, got.low, got.high, got.n) == (expected.mean, expected.low, expected.high, 5)
+    assert [image.values["psnr"] for image in run.images] == values
+    for key in ("fid", "clip_score"):
+        row = run.metrics[key]
+        assert row.change.mean == pytest.approx(row.value.mean - row.baseline.mean)
+    assert run.images[2].changes["clip_score"] is not None and "psnr" not in run.images[2].changes
+    assert run.status == "measured" and run.wall.groups
+    assert run.metrics["psnr"].margin.low == 30
 
 
 def test_a_missing_network_is_said_not_replaced(sides):
-    report = measure(*sides, CALL, metric_networks=None, facts=FACTS)
-    missing = {key: row["missing"] for key, row in report["metrics"].items()}
-    assert missing == {
-        "psnr_db": None,
-        "latent_sqnr_db": None,
-        "latent_cosine": None,
-        "fid_to_16bit": "no feature network was given",
-        "fid_to_held_out": "no held-out images were given",
-        "clip_score": "no CLIP folder was given",
-    }
-    assert report["metrics"]["clip_score"]["value"] is None
+    (run,) = measure(*sides)
+    missing = {key: row.missing for key, row in run.metrics.items() if row.missing}
+    assert NEED_WEIGHTS | {"fid", "kid", "clip_score", "feature_distance"} <= missing.keys()
+    assert "alexnet-owt-7be5be79.pth" in missing["lpips"] and "--clip" in missing["clip_score"]
+    assert run.metrics["clip_score"].value is None and run.metrics["psnr"].value is not None
 
 
-def test_one_image_has_no_fid(sides, networks):
-    one = [Generated(side.items[:1], side.images[:1], side.latents[:1], side.finite[:1], 1.0, "cpu") for side in sides]
-    report = measure(*one, CALL, metric_networks=networks, facts=FACTS)
-    assert "two images" in report["metrics"]["fid_to_16bit"]["missing"]
-    assert report["metrics"]["psnr_db"]["value"]["low"] is None
-    assert "one image" in report["headline"]
-
-
-def test_broken_images_stop_every_mean(sides, networks):
+def test_broken_images_stop_every_mean_and_keep_what_is_whole(sides, networks):
     finite = torch.tensor([True, False, True, True, False])
-    report = measure(sides[0], replace(sides[1], finite=finite), CALL, metric_networks=networks, facts=FACTS)
-    assert report["status"] == "broken" and report["headline"].startswith("2 of 5 images")
-    assert all("2 of 5" in row["missing"] for row in report["metrics"].values() if row["missing"])
-    assert all(row["value"] is None and row["missing"] for row in report["metrics"].values())
-    assert [image["psnr_db"] is None for image in report["images"]] == (~finite).tolist()
+    (run,) = measure(sides[0], replace(sides[1], finite=finite), networks=networks)
+    assert run.status == "broken" and run.verdict.outcome == "broken" and run.verdict.text.startswith("2 of 5 images")
+    assert all(row.value is None and row.missing for row in run.metrics.values())
+    assert [image.values["psnr"] is None for image in run.images] == (~finite).tolist()
 
 
-def test_broken_reference_is_an_error(sides):
+def test_a_broken_reference_is_an_error_that_names_the_image(sides):
     reference = replace(sides[0], finite=torch.tensor([True, True, False, True, True]))
     with pytest.raises(ValueError, match="seed 5"):
-        measure(reference, sides[1], CALL, metric_networks=None, facts=FACTS)
+        measure(reference, sides[1])
 
 
-def test_a_model_against_itself(sides, networks):
-    report = measure(sides[0], sides[0], CALL, metric_networks=networks, facts=FACTS)
-    assert report["status"] == "identical" and "identical" in report["headline"]
-    assert report["metrics"]["psnr_db"]["value"] == {"mean": None, "low": None, "high": None, "n": 0, "infinite": 5}
-    assert report["metrics"]["fid_to_16bit"]["value"]["mean"] == pytest.approx(0, abs=1e-6)
-    assert report["metrics"]["clip_score"]["change"]["mean"] == 0
-    assert math.isclose(report["metrics"]["latent_cosine"]["value"]["mean"], 1.0)
+def test_other_prompts_are_not_compared(sides):
+    with pytest.raises(ValueError, match="5 16-bit images and 4 quantized ones come from different prompts"):
+        measure(sides[0], sides[1].head(4))
+
+
+def test_a_model_against_itself(sides, networks):  # Q1 of the conformance cases
+    (run,) = measure(sides[0], sides[0], networks=networks)
+    assert run.status == "identical" and run.verdict.outcome == "identical"
+    value = run.metrics["psnr"].value
+    assert (value.mean, value.low, value.high, value.n, value.infinite) == (None, None, None, 0, 5)
+    assert run.metrics["fid_to_16bit"].value.mean == pytest.approx(0, abs=1e-6)
+    change = run.metrics["clip_score"].change
+    assert change.mean == 0 and change.low <= 0 <= change.high
+    assert math.isclose(run.metrics["latent_cosine"].value.mean, 1.0)
+
+
+def test_the_noise_floor_has_what_is_paired_and_nothing_else(sides, networks):
+    floor = measure_floor(sides[0], sides[1].head(3), tuple(METRICS), networks)
+    assert set(floor) == {"psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance"}
+    assert floor["psnr"].n == 3
+    (run,) = measure(*sides, networks=networks, floor=floor)
+    assert run.metrics["psnr"].floor.mean == floor["psnr"].mean and run.metrics["fid"].floor is None
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "passed"),
+    [
+        ("psnr>=20", 25.0, True),
+        ("psnr>=30", 25.0, False),
+        ("24<=psnr<=26", 25.0, True),
+        ("20<=psnr<=24", 25.0, False),  # too good is a failure too
+        ("psnr>=30", math.inf, True),  # identical images
+        ("psnr>=30", math.nan, False),
+    ],
+)
+def test_gates(gate, value, passed):
+    (judged,) = judge_gates([gate], {"psnr": value})
+    assert judged.passed is passed and judged.value == (value if math.isfinite(value) else None)
+
+
+def test_a_gate_on_what_was_not_measured_does_not_pass():
+    assert [gate.passed for gate in judge_gates(["lpips<=0.5"], {})] == [False]

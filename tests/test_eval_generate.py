@@ -5,7 +5,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from fluxq import tiny
-from fluxq.eval.generate import generate, items_for, to_uint8
+from fluxq.eval.generate import generate, generate_batch, images_digest, items_for, to_uint8
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 
@@ -54,6 +54,29 @@ def test_images_are_the_pipelines_own_in_any_batch_size(pipe):
         alone = pipe([prompt], generator=torch.Generator("cpu").manual_seed(seed), output_type="pil", **CALL).images[0]
         pixels = torch.frombuffer(bytearray(alone.tobytes()), dtype=torch.uint8).view(16, 16, 3).permute(2, 0, 1)
         assert (made.images[index].int() - pixels.int()).abs().max() <= 1  # a batch rounds its sums in another order
+
+
+def test_a_batch_alone_gives_the_bytes_that_it_gives_among_others(pipe):
+    items = items_for(tiny.PROMPTS, 5, seed=5)
+    made = generate(pipe, items, CALL, batch_size=2)
+    last, middle = generate_batch(pipe, items[4:], CALL), generate_batch(pipe, items[2:4], CALL)
+    assert torch.equal(made.latents[2:], torch.cat([middle.latents, last.latents]))
+    assert torch.equal(made.images[2:], torch.cat([middle.images, last.images]))
+
+
+def test_the_first_images_are_a_set_of_their_own():
+    images, latents = torch.rand(4, 3, 8, 8), torch.randn(4, 5, 6)
+    made = generate(FakePipeline(images, latents), items_for(["x"], 4, 0), {}, batch_size=3)
+    first = made.head(2)
+    assert first.items == made.items[:2] and len(first.finite) == len(first.images) == len(first.latents) == 2
+    assert first.digest == images_digest(made.images[:2]) != made.digest
+
+
+def test_the_digest_is_of_shape_and_pixels_and_reads_one_image_at_a_time():
+    images = torch.arange(2 * 3 * 4 * 8).reshape(2, 3, 4, 8).to(torch.uint8)
+    assert images_digest(images) == images_digest(list(images))
+    assert images_digest(images) != images_digest(images.reshape(2, 3, 8, 4))
+    assert images_digest(images) != images_digest(images.flip(0))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

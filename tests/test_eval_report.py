@@ -1,22 +1,34 @@
 import base64
+import importlib.util
 import io
 import json
 import math
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from fluxq.eval.evaluate import measure
-from fluxq.eval.generate import Generated, items_for
-from fluxq.eval.report import Facts, choose, render, write_report
+from fluxq.eval import charts, report
+from fluxq.eval.pictures import choose, wall
+from fluxq.eval.report import compare_runs, merge, render, write_report
+from fluxq.eval.schema import Estimate, Margin, Verdict, read_report
 
-FACTS = Facts("a model", "a recipe", 24_000_000_000, 6_400_000_000, 4.27, {"licence": "apache-2.0"})
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "input"}
+
+
+def _beside(name):
+    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+made = _beside("example_report")
 
 
 class Page(HTMLParser):
@@ -24,9 +36,10 @@ class Page(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.open, self.tags, self.text = [], [], ""
+        self.open, self.tags, self.text, self.styles = [], [], "", ""
         self.feed(html)
         assert not self.open
+        self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -40,134 +53,336 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if not self.open or self.open[-1] != "style":
-            self.text += data
+        if self.open and self.open[-1] == "style":
+            self.styles += data
+        elif not self.open or self.open[-1] != "script":
+            self.text += f" {data}"
 
-
-def sides(count=16, size=16, noise=6, prompts=("a red one", "a blue two")):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(20, 230, (count, 3, size, size), generator=generator)
-    scale = torch.linspace(1, noise, count).view(-1, 1, 1, 1)
-    other = (images + (scale * torch.randn(images.shape, generator=generator)).round()).clamp(0, 255)
-    latents = torch.randn(count, 8, 4, generator=generator)
-    items, finite = tuple(items_for(prompts, count, 0)), torch.ones(count, dtype=torch.bool)
-    make = [(images, latents), (other, latents + 0.1 * torch.randn(latents.shape, generator=generator))]
-    return [Generated(items, pixels.to(torch.uint8), latent, finite, 2.5, "cpu") for pixels, latent in make]
-
-
-def report_of(pair, call=None):
-    return measure(*pair, call or {"height": 16, "width": 16}, metric_networks=None, facts=FACTS)
+    def named(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
 
 
 @pytest.fixture(scope="module")
-def report():
-    return report_of(sides())
+def one():
+    return made.example(1)
 
 
-def test_page_is_self_contained_and_well_formed(report, tmp_path):
-    path = write_report(tmp_path, report)
-    html = path.read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def three():
+    return made.example(3)
+
+
+@pytest.fixture(scope="module")
+def pages(one, three):
+    return {1: render(one), 3: render(three)}
+
+
+@pytest.fixture
+def without_charts(monkeypatch):
+    """For tests of text: charts take most of the time that a page takes."""
+    for name in ("cost_charts", "drift_charts", "damage_charts"):
+        monkeypatch.setattr(report, name, lambda *_: [])
+    for name in ("image_chart", "stage_chart"):
+        monkeypatch.setattr(report, name, lambda *_: None)
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_h1_page_refers_to_nothing_outside_itself(pages, runs):
+    page = Page(pages[runs])
+    names = ("src", "href", "srcset", "action", "data", "poster", "background", "xlink:href")
+    references = [value for _, attrs in page.tags for name, value in attrs.items() if name in names]
+    assert references and all(re.match(r"data:image/(png|webp);base64,|#", value) for value in references)
+    assert "url(" not in page.styles and "@import" not in page.styles
+    assert not {tag for tag, _ in page.tags} & {"link", "iframe", "object", "embed", "base", "form"}
+    assert any("default-src 'none'" in attrs.get("content", "") for attrs in page.named("meta"))
+    assert len(pages[runs]) < 15e6
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_h1_tables_charts_and_pictures_stand_in_the_html_itself(pages, runs):
+    page = Page(pages[runs])
+    drawn = [attrs for attrs in page.named("div") if "data-chart" in attrs]
+    assert len(page.named("svg")) == len(drawn) == (7 if runs == 1 else 3 + 1 + 2 + 3 * 2 + 3) - (runs == 1)
+    assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in drawn)
+    assert len(page.named("img")) == runs * 9 * 3 and all(attrs["alt"] for attrs in page.named("img"))
+    assert len(page.named("table")) >= 5
+    keys = [attrs["data-chart"] for attrs in drawn]
+    assert sorted(json.loads(_script(pages[runs], "specs"))) == sorted(keys)
+
+
+def test_page_says_what_the_report_holds(one, pages):
+    text = Page(pages[1]).text
+    psnr = one.runs[0].metrics["psnr"].value
+    assert f"{psnr.mean:.2f}" in text and f"{psnr.low:.2f} to {psnr.high:.2f}" in text
+    assert "47.10" in text and "46.00 to 48.20" in text  # the noise floor
+    assert "not measured: needs alexnet-owt-7be5be79.pth in --weights DIR" in text
+    assert "6.71 GB instead of 23.80 GB, 3.55 times less" in text and "4.50 bits per weight" in text
+    assert "2.08 (2.05 to 2.11) times as fast end to end, compiled" in text
+    assert "no speed-up is given: the spread of 16 bit is 8 % of its median, above 5 %" in text
+    assert "not measured: out of memory" in text and "✕ does not fit" in text and "✓ fits" in text
+    assert "FID_16 is biased upwards by its small N" in text and "26.8 dB measured" in text
+    assert "? Inconclusive" in text and "✓ Passed" in text and "✕ Failed" in text and "lpips<=0.1 not measured" in text
+    for expected in (one.command, one.license, one.warnings[0], one.noise_floor, "abab", "torch 2.15.0"):
+        assert expected in text
+
+
+def test_several_runs_are_told_apart_and_compared(three, pages):
+    text = Page(pages[3]).text
+    for run in three.runs:
+        assert text.count(run.name) > 5
+    assert "Runs compared image by image" in text and "corrected for all 3 comparisons" in text
+    assert "Dominated by PSNR to the 16-bit images, dB: schnell-int4-svd" in text
+
+
+def test_parts_that_were_not_measured_say_so(without_charts):
+    text = Page(render(made.example(2, speed=None, debug=None, drift=None, wall=None))).text
+    assert "schnell-nvfp4, schnell-int8: not measured: run fluxq bench OUT" in text
+    assert "schnell-nvfp4, schnell-int8: not measured: run fluxq debug OUT" in text
+    assert "No pictures were kept" in text and "Not measured: run fluxq eval OUT" in text
+
+
+def test_a_report_of_one_run_without_parts_has_a_page():
+    html = render(made.example(1, speed=None, debug=None, drift=None, wall=None))
+    assert "One run: fluxq report RUN…" in Page(html).text and Page(html).text.count("<svg") == 0
+
+
+def test_broken_and_identical_runs_have_a_page(monkeypatch):
+    monkeypatch.setattr(charts, "_svg", lambda spec: "")
+    nothing = Estimate(mean=None, n=0, infinite=16)
+    psnr = made.example(1).runs[0].metrics["psnr"].model_copy(update={"value": nothing})
+    same = made.Image(finite=True, identical=True, values={"psnr": None})
+    bad = made.Image(finite=False, identical=False, values={"psnr": None})
+    verdicts = {name: Verdict(outcome=name, text=f"it is {name}") for name in ("identical", "broken")}
+    identical = {
+        "status": "identical",
+        "verdict": verdicts["identical"],
+        "images": (same,) * 16,
+        "metrics": {"psnr": psnr},
+    }
+    broken = {
+        "status": "broken",
+        "verdict": verdicts["broken"],
+        "images": (bad,) * 16,
+        "metrics": {"psnr": psnr.model_copy(update={"value": None, "missing": "16 images hold NaN"})},
+    }
+    first, second, third = made.example(3).runs
+    runs = (first, second.model_copy(update=identical), third.model_copy(update=broken))
+    text = Page(render(made.example(3).model_copy(update={"runs": runs}))).text
+    assert "= Identical" in text and "✕ Broken" in text and "16 images hold NaN" in text and "NaN or infinity" in text
+    assert "32 identical or broken images have no finite PSNR and are not drawn" in text
+
+
+def test_no_number_is_nan(pages):
+    for html in pages.values():
+        page = Page(html)
+        assert "nan" not in re.findall(r"[a-z]+", page.text.lower())
+        values = [attrs["data-value"] for attrs in page.named("td") if attrs.get("data-value")]
+        assert values and all(math.isfinite(float(value)) for value in values)
+
+
+EVIL = '</script><script>alert(1)</script><img src="http://x.y/z" onerror=alert(1)>\'"&{{ 7 * 7 }}'
+
+
+def test_untrusted_text_stays_text():
+    of_run = {"name": EVIL, "recipe": EVIL, "verdict": Verdict(outcome="worse", text=EVIL)}
+    html = render(made.example(1, prompts=(EVIL,), model=EVIL, call={EVIL: EVIL}, warnings=(EVIL,), **of_run))
     page = Page(html)
-    assert "http" not in html and "url(" not in html and "@import" not in html
-    tags = {tag for tag, _ in page.tags}
-    assert not tags & {"script", "link", "iframe", "object"}
-    references = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "srcset")]
-    assert len(references) == 36 and all(value.startswith("data:image/png;base64,") for value in references)
+    images = page.named("img")
+    assert len(page.named("script")) == 3 and all(attrs["src"].startswith("data:image/") for attrs in images)
+    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert " ".join(EVIL.split()) in page.text and "49" not in page.text.replace(EVIL, "").split("{{")[0][-3:]
+    assert json.loads(_script(html, "specs"))["images"]["layer"]
 
 
-def test_json_alone_draws_the_page(report, tmp_path):
-    path = write_report(tmp_path, report)
-    text = (tmp_path / "report.json").read_text(encoding="utf-8")
-    stored = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert stored == report
-    assert render(stored) == path.read_text(encoding="utf-8")
+def test_h2_json_round_trips_and_alone_draws_the_page(one, pages, tmp_path):
+    path = write_report(tmp_path / "all.html", one)
+    assert path == tmp_path / "all.html" and sorted(each.name for each in tmp_path.iterdir()) == [
+        "all.html",
+        "all.json",
+        "all.md",
+    ]
+    text = (tmp_path / "all.json").read_text(encoding="utf-8")
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    stored = read_report(tmp_path / "all.json")
+    assert stored == one and path.read_text(encoding="utf-8") == pages[1]
 
 
-def test_page_says_what_the_json_holds(report):
-    text = " ".join(Page(render(report)).text.split())
-    psnr = report["metrics"]["psnr_db"]["value"]
-    assert f"{psnr['mean']:.2f}" in text and f"{psnr['low']:.2f} to {psnr['high']:.2f}" in text
-    assert "not measured: no CLIP folder was given" in text
-    assert "24.00 GB" in text and "6.40 GB" in text and "4.27 bits per weight" in text and "3.75 times less" in text
-    assert "no measure of speed" in text and "apache-2.0" in text
-    assert f"|difference| × {report['gallery']['gain']}" in text
-    for package, version in report["versions"].items():
-        assert f"{package} {version}" in text
+def test_page_stays_below_15_mb_however_many_runs(without_charts):
+    few = made.example(2, count=12, size=300)
+    picture = (
+        few.runs[0].wall.groups["worst"][0].model_copy(update={"difference": "data:image/webp;base64," + "A" * 800_000})
+    )
+    group = (picture,) * 3
+    heavy = few.runs[0].wall.model_copy(update={"groups": {"worst": group, "median": group, "random": group}})
+    for count, shown in ((1, 9), (2, 6 * 2), (6, 0)):
+        runs = tuple(few.runs[0].model_copy(update={"name": f"run {i}", "wall": heavy}) for i in range(count))
+        html = render(few.model_copy(update={"runs": runs, "comparisons": ()}))
+        assert len(html) < 15e6 and html.count('class="shot"') == shown
+        assert ("pictures of each group are shown" in Page(html).text) == (0 < shown < 9 * count)
+        assert ("leave no room for pictures" in Page(html).text) == (shown == 0)
 
 
-def test_a_dot_for_every_image_in_order_of_psnr(report):
-    dots = [attrs for tag, attrs in Page(render(report)).tags if tag == "circle"]
-    heights = [float(dot["cy"]) for dot in dots]
-    assert len(dots) == 16 and heights == sorted(heights, reverse=True)
-    assert min(heights) >= 12 and max(heights) <= 164
+def test_page_of_a_large_table_says_what_it_left_out(without_charts):
+    html = render(made.example(1, count=230))
+    assert "Every image : the 200 worst of 230" in Page(html).text.replace("image:", "image :")
+    assert html.count('<td class="prompt">') == 200
 
 
-def test_pictures_are_the_images(report):
-    before, after = sides()
-    for pictures in report["gallery"]["groups"].values():
+# merge
+
+
+def test_merge_joins_runs_and_compares_them_anew(three):
+    parts = [
+        three.model_copy(update={"runs": (run,), "comparisons": (), "command": f"fluxq eval {run.name}"})
+        for run in three.runs
+    ]
+    merged = merge(parts)
+    assert [run.name for run in merged.runs] == [run.name for run in three.runs]
+    assert merged.comparisons == three.comparisons and len(merged.comparisons) == 3
+    assert merged.command.splitlines() == [f"fluxq eval {run.name}" for run in three.runs]
+    assert list(merged.time) == [run.name for run in three.runs] and merged.warnings == three.warnings
+    assert "schnell-fp8" not in str(merged.time) and "generating seconds" in " ".join(dict(report._flat(merged.time)))
+
+
+def test_merge_judges_all_runs_together(three, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        report, "with_verdicts", lambda runs, items: seen.append((len(runs), len(items))) or tuple(runs)
+    )
+    merge([three.model_copy(update={"runs": (run,)}) for run in three.runs])
+    assert seen == [(3, 16)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"reference": {"16-bit images (SHA-256)": "00" * 32, "dtype": "bfloat16"}},
+            r"16-bit images .SHA-256. is abab.*0000",
+        ),
+        ({"reference": {"16-bit images (SHA-256)": "ab" * 32}}, r"dtype is bfloat16 and None"),
+        ({"items": ()}, "different prompts or seeds"),
+        ({}, r"two runs are called 'schnell-nvfp4'"),
+    ],
+)
+def test_merge_refuses_what_does_not_compare(one, change, words):
+    with pytest.raises(ValueError, match=words):
+        merge([one, one.model_copy(update=change)])
+
+
+def test_merge_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one report"):
+        merge([])
+
+
+@pytest.mark.parametrize("change", [{"how": "Inception v3, clean resize"}, {"value": Estimate(mean=20.0, n=15)}])
+def test_b3_fids_of_another_variant_or_n_are_not_compared(three, change, monkeypatch):
+    monkeypatch.setattr(charts, "_svg", lambda spec: "")
+    first, second, _ = three.runs
+    fid = second.metrics["fid"].model_copy(update=change)
+    other = second.model_copy(update={"metrics": {**second.metrics, "fid": fid}})
+    merged = merge([three.model_copy(update={"runs": (run,)}) for run in (first, other)])
+    assert any("FID to held-out images was not measured alike" in text for text in merged.warnings)
+    assert all("fid" not in chart.choices and "psnr" in chart.choices for chart in charts.cost_charts(merged))
+    alike = merge([three.model_copy(update={"runs": (run,)}) for run in (first, second)])
+    assert not any("alike" in text for text in alike.warnings)
+    assert all("fid" in chart.choices for chart in charts.cost_charts(alike))
+
+
+def test_comparisons_pair_images_and_are_corrected_for_their_number(three):
+    items = [(item.prompt, item.seed) for item in three.items]
+    found = compare_runs(three.runs, items)
+    assert [(each.first, each.second) for each in found] == [
+        ("schnell-nvfp4", "schnell-int8"),
+        ("schnell-nvfp4", "schnell-int4-svd"),
+        ("schnell-int8", "schnell-int4-svd"),
+    ]
+    values = [[image.values["psnr"] for image in run.images] for run in three.runs]
+    assert found[0].difference.mean == pytest.approx(np.mean(values[0]) - np.mean(values[1]))
+    assert found[0].difference.mean < 0 < found[1].difference.mean
+    assert all(each.p_holm == pytest.approx(3 * each.p) for each in found)
+
+
+def test_comparisons_of_identical_and_broken_images(three):
+    items = [(item.prompt, item.seed) for item in three.items]
+    same = made.Image(finite=True, identical=True, values={"psnr": None})
+    first, second, third = three.runs
+    images = (same, *first.images[1:])
+    also = (same, *second.images[1:])
+    both = [first.model_copy(update={"images": images}), second.model_copy(update={"images": also})]
+    difference = compare_runs(both, items)[0].difference
+    assert difference.n == 16 and difference.infinite == 0
+    difference = compare_runs([both[0], second], items)[0].difference
+    assert difference.n == 15 and difference.infinite == 1
+    assert compare_runs([first, third.model_copy(update={"status": "broken"})], items) == ()
+
+
+def test_margin_is_shown_beside_its_metric(without_charts):
+    run = made.example(1).runs[0]
+    metric = run.metrics["psnr"].model_copy(update={"margin": Margin(on="value", low=30.0)})
+    text = Page(render(made.example(1, metrics={"psnr": metric}))).text
+    assert "higher is better; asked: at least 30 dB" in text
+
+
+# pictures
+
+
+def test_pictures_are_the_images_and_their_amplified_difference():
+    before, after = made.images(0, 12, 16)
+    values = [made.psnr(a, b) for a, b in zip(before.images, after.images, strict=True)]
+    made_wall = wall(before, after, values)
+    assert made_wall.encoding == "PNG, lossless" and made_wall.shown_pixels == 16
+    for pictures in made_wall.groups.values():
         for picture in pictures:
-            seen = {
-                name: np.asarray(Image.open(io.BytesIO(base64.b64decode(picture[name]))), dtype=int)
-                for name in ("reference", "quantized", "difference")
-            }
-            index = picture["index"]
-            assert np.array_equal(seen["reference"], before.images[index].permute(1, 2, 0).numpy())
-            assert np.array_equal(seen["quantized"], after.images[index].permute(1, 2, 0).numpy())
-            amplified = abs(seen["reference"] - seen["quantized"]) * report["gallery"]["gain"]
-            assert np.array_equal(seen["difference"], amplified.clip(max=255))
+            index = picture.index
+            assert np.array_equal(_pixels(picture.reference), before.images[index].permute(1, 2, 0).numpy())
+            assert np.array_equal(_pixels(picture.quantized), after.images[index].permute(1, 2, 0).numpy())
+            difference = (before.images[index].int() - after.images[index].int()).abs().permute(1, 2, 0).numpy()
+            assert np.array_equal(_pixels(picture.difference), (difference * made_wall.gain).clip(max=255))
 
 
-def test_gain_uses_the_scale_without_clipping_most_of_it(report):
-    before, after = sides()
-    high = np.percentile((before.images.int() - after.images.int()).abs().numpy(), 99)
-    assert 64 <= high * report["gallery"]["gain"] <= 255
+def test_gain_uses_the_scale_without_clipping_most_of_it():
+    before, after = made.images(2, 9, 32)
+    made_wall = wall(before, after, [0.0] * 9)
+    errors = [(a.int() - b.int()).abs().numpy() for a, b in zip(before.images, after.images, strict=True)]
+    assert 64 <= np.percentile(np.stack(errors), 99) * made_wall.gain <= 255
 
 
-def test_choice_is_worst_median_best_and_drawn_never_twice():
+def test_large_pictures_are_reduced_and_their_difference_is_taken_before():
+    checkers = (torch.arange(600)[:, None] + torch.arange(600)[None]) % 2  # a difference that reducing would hide
+    before = SimpleNamespace(images=[torch.full((3, 600, 600), 100, dtype=torch.uint8)])
+    after = SimpleNamespace(images=[(100 + 4 * checkers.expand(3, 600, 600)).to(torch.uint8)])
+    made_wall = wall(before, after, [1.0])
+    picture = made_wall.groups["all"][0]
+    assert made_wall.shown_pixels == 512 and made_wall.encoding.startswith("WebP")
+    assert _pixels(picture.reference).shape == (512, 512, 3) and "image/webp" in picture.quantized
+    assert abs(_pixels(picture.difference).mean() - 2 * made_wall.gain) < 2
+
+
+def test_choice_is_worst_median_and_drawn_alike_for_every_run():
     values = [float(i) for i in range(50)]
     values[40], values[41] = math.nan, math.inf
     groups = choose(values)
-    assert groups["worst"] == [40, 0, 1] and groups["best"] == [41, 49, 48]
+    assert groups["worst"] == [40, 0, 1]
     assert [round(values[index]) for index in groups["median"]] == [22, 23, 24]
-    chosen = [index for indices in groups.values() for index in indices]
-    assert len(chosen) == len(set(chosen)) == 12
-    assert choose(values) == groups and choose(values, seed=1)["random"] != groups["random"]
+    assert groups["random"] == choose(values[::-1])["random"] and len(set(groups["random"])) == 3
+    assert groups["random"] != choose(values, seed=1)["random"]
+    assert choose(values, better="lower")["worst"] == [40, 41, 49]
     assert choose([3.0, 1.0, 2.0]) == {"all": [1, 2, 0]}
 
 
-def test_prompts_cannot_inject_markup():
-    evil = '<script>alert(1)</script><img src="x">&'
-    html = render(report_of(sides(3, prompts=(evil,)), call={"note": evil}))
-    page = Page(html)
-    assert "script" not in {tag for tag, _ in page.tags} and evil in page.text
+def test_a_wall_needs_pairs_of_one_size():
+    before, after = made.images(0, 4, 16)
+    with pytest.raises(ValueError, match="4 and 4 images by 3 values"):
+        wall(before, after, [1.0] * 3)
+    after.images[2] = after.images[2][:, :8]
+    with pytest.raises(ValueError, match=r"image 2: .16, 16. against .8, 16. pixels"):
+        wall(before, after, [1.0] * 4)
 
 
-def test_large_pictures_are_reduced_and_said_so():
-    made = report_of(sides(2, size=500))
-    picture = made["gallery"]["groups"]["all"][0]
-    assert Image.open(io.BytesIO(base64.b64decode(picture["reference"]))).size == (384, 384)
-    html = render(made)
-    assert "reduced here to 384" in " ".join(Page(html).text.split()) and "pixelated" not in html
-    assert "pixelated" in render(report_of(sides(2)))
+def _pixels(uri):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))), dtype=int)
 
 
-def test_broken_and_identical_images_have_a_page_too():
-    before, after = sides(4)
-    broken = report_of([before, replace(after, finite=torch.tensor([True, False, True, True]))])
-    text = Page(render(broken)).text
-    assert "this checkpoint is broken" in text and "NaN or infinity" in text
-    assert len(re.findall("<circle", render(broken))) == 3
-    same = render(report_of([before, before]))
-    assert "identical" in Page(same).text and "<circle" not in same
-
-
-def test_a_checkpoint_that_grew_is_not_called_smaller():
-    grown = measure(*sides(2), {}, metric_networks=None, facts=replace(FACTS, bytes_after=2 * FACTS.bytes_before))
-    assert "times less" not in grown["headline"] and "48.00 GB instead of 24.00 GB" in grown["headline"]
-    widths = re.findall(r"<i(?: class=\"after\")? style=\"width: ([\d.]+)%", render(grown))
-    assert [float(width) for width in widths] == [30, 60]
-
-
-def test_another_schema_is_refused(report):
-    with pytest.raises(ValueError, match="schema_version 99"):
-        render({**report, "schema_version": 99})
+def _script(html, name):
+    return re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', html, re.DOTALL).group(1)

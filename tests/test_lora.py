@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxq import jobs, tiny
+from fluxq import jobs, judge, tiny
 from fluxq.base.model import resolve_model
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
@@ -164,8 +164,9 @@ def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_
     record = jobs.quantize(jobs.prepare(options(tmp_path, lora=(f"{file}:1.5",), **fitted)))
     assert all(group["sqnr_db"] > 30 for group in record["components"][0]["groups"])
     assert record["check"]["mean_psnr_db"] > 40
-    report = jobs.evaluate_checkpoint(jobs.prepare_evaluation(tmp_path / "out", options(tmp_path), 2))
-    assert report["metrics"]["psnr_db"]["value"]["mean"] > 40
+    how = judge.Options(count=2, metrics=("psnr",), backends=("native",), call={"num_inference_steps": 2})
+    (run,) = judge.evaluate(judge.subject(tmp_path / "out", how)).runs
+    assert run.metrics["psnr"].value.mean > 40
 
 
 def test_a_checkpoint_with_another_lora_is_another_checkpoint(lora_file, tmp_path):
@@ -190,4 +191,4 @@ def test_evaluating_needs_the_lora_that_was_fused(lora_file, tmp_path):
     jobs.quantize(jobs.prepare(options(tmp_path, lora=(str(file),), check=False)))
     lora_file("l.safetensors", ("to_q",), seed=5)
     with pytest.raises(ValueError, match=r"l\.safetensors: this LoRA was fused .* put it back"):
-        jobs.prepare_evaluation(tmp_path / "out", options(tmp_path), 2)
+        judge.subject(tmp_path / "out", judge.Options())

@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 PRINTS = {
     "01_quantize_and_load": ("checkpoint: quantized", "bits per weight"),
+    "02_which_layer_hurts": ("make half of the error", "row 7, columns 48 to 63 are", "bits per weight", "measured"),
     "03_roofline": ("11.9 B parameters", "narrowest Linear", "re-encoded at load", "only attention left"),
 }
 

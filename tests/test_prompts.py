@@ -1,13 +1,15 @@
 """Prompts from every kind of file, and what is said when a file does not hold any."""
 
 import json
+import logging
+import random
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.calibrate.prompts import COLUMNS, PromptSet, load_prompts
+from fluxq.calibrate.prompts import COLUMNS, DATASETS, READERS, PromptSet, load_prompts
 
 TEXTS = ("a red three, on black", 'a "quoted" ünïcode circle', "a blue square")
 
@@ -54,7 +56,47 @@ def test_jsonl_of_objects_and_of_strings(tmp_path, model):
 @pytest.mark.parametrize("column", COLUMNS)
 def test_parquet_column(tmp_path, model, column):
     path = tmp_path / "p.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], column: [*TEXTS, None]}), path)
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], column: list(TEXTS)}), path)
+    assert read(path, model) == TEXTS
+
+
+def test_an_empty_cell_of_a_table_is_named_by_its_row(tmp_path, model):
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [*TEXTS, None]}), path)
+    with pytest.raises(ValueError, match=r"p\.parquet: row 4: the prompt is empty; fill it in, or take the row out$"):
+        load_prompts(str(path), model)
+
+
+def test_tsv_keeps_commas(tmp_path, model):
+    path = tmp_path / "p.tsv"
+    quoted = [text.replace('"', '""') for text in TEXTS]
+    write(path, "id\tcaption\tfile\n" + "".join(f'{i}\t"{text}"\tf\n' for i, text in enumerate(quoted)))
+    assert read(path, model) == TEXTS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {
+            "b": {"category": "x", "prompt": TEXTS[0]},
+            "a": {"category": "y", "prompt": TEXTS[1]},
+            "c": {"prompt": TEXTS[2]},
+        },
+        {"b": TEXTS[0], "a": TEXTS[1], "c": TEXTS[2]},
+        list(TEXTS),
+        [{"prompt": text} for text in TEXTS],
+    ],
+)
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_json_and_yaml_hold_entries_by_name_or_a_list(tmp_path, model, content, suffix):
+    path = tmp_path / f"p.{suffix}"
+    write(path, json.dumps(content, ensure_ascii=False))  # JSON is YAML
+    assert read(path, model) == TEXTS
+
+
+def test_of_several_captions_the_first_is_taken(tmp_path, model):
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"sentences": [[text, "another"] for text in TEXTS]}), path)
     assert read(path, model) == TEXTS
 
 
@@ -83,20 +125,36 @@ def test_prompt_comes_before_caption_and_text(tmp_path, model):
         (
             "p.jsonl",
             '{"prompt": "a"}\n{"promt": "b"}\n',
-            "p.jsonl:2: no column called prompt, caption, text; found: promt",
+            f"p.jsonl:2: no column called {', '.join(COLUMNS)}; found: promt",
         ),
         ("p.jsonl", '{"prompt": "a"}\n3\n', "p.jsonl:2: expected an object or a string, found int"),
         ("p.jsonl", "[1]\n", "p.jsonl:1: expected an object or a string, found list"),
         ("p.jsonl", "null\n", "p.jsonl:1: expected an object or a string, found NoneType"),
-        ("p.csv", "promt\na\n", "p.csv:1: no column called prompt, caption, text; found: promt"),
-        ("p.csv", "", "p.csv:1: no column called prompt, caption, text; found: none"),
+        ("p.csv", "promt\na\n", f"p.csv:1: no column called {', '.join(COLUMNS)}; found: promt"),
+        ("p.csv", "", f"p.csv:1: no column called {', '.join(COLUMNS)}; found: none"),
         ("p.csv", "prompt\n", "p.csv: holds no prompts"),
         ("p.txt", "\n \n", "p.txt: holds no prompts"),
         ("p.jsonl", "", "p.jsonl: holds no prompts"),
-        ("p.jsonl", '{"prompt": 3}\n', "p.jsonl: holds no prompts"),
+        ("p.jsonl", '{"prompt": 3}\n', "p.jsonl:1: expected a prompt, found int"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": ""}\n', "p.jsonl:3: the prompt is empty; fill it in"),
+        ("p.jsonl", '{"prompt": null}\n', "p.jsonl:1: the prompt is empty; fill it in"),
+        ("p.jsonl", '{"captions": []}\n', "p.jsonl:1: the prompt is empty; fill it in"),
+        ("p.jsonl", '{"captions": [3]}\n', "p.jsonl:1: expected a prompt, found int"),
+        ("p.csv", 'prompt,id\n"a\nb",1\n" ",2\n', "p.csv:4: the prompt is empty; fill it in"),
+        ("p.csv", "id,prompt\n1,a\n2\n", "p.csv:3: the prompt is empty; fill it in"),
+        ("p.tsv", "prompt,id\na,1\n", f"p.tsv:1: no column called {', '.join(COLUMNS)}; found: prompt,id"),
+        ("p.txt", "a\n\n" + "x" * 10_001, "p.txt:3: a prompt of 10001 characters"),
+        ("p.json", '{"a": {"prompt": "x"}, "b": {}}', f"p.json: entry b: no column called {', '.join(COLUMNS)}; found"),
+        ("p.json", '["a", 3]', "p.json: entry 2: expected an object or a string, found int"),
+        ("p.json", '"a"', "p.json: expected prompts by name or a list of them, found str"),
+        ("p.json", "{}", "p.json: holds no prompts"),
+        ("p.json", '{"a": "b",\n}', "p.json:2: not JSON"),
+        ("p.yaml", "a: [", "p.yaml: not YAML"),
+        ("p.yaml", "!!python/object/apply:os.getcwd []", "p.yaml: not YAML"),
+        ("p.yaml", "", "p.yaml: expected prompts by name or a list of them, found NoneType"),
         ("p.csv", "prompt\n" + "x" * 200_000 + "\n", "p.csv:2: field larger than field limit"),
         ("p.parquet", "no parquet", "p.parquet: damaged or no parquet file"),
-        ("p.doc", "a", "p.doc: prompt files end in .txt, .jsonl, .csv, .parquet, not '.doc'"),
+        ("p.doc", "a", f"p.doc: prompt files end in {', '.join(READERS)}, not '.doc'"),
     ],
 )
 def test_a_bad_file_is_named_with_line_and_cure(tmp_path, model, name, content, message):
@@ -109,7 +167,7 @@ def test_a_bad_file_is_named_with_line_and_cure(tmp_path, model, name, content, 
 def test_a_parquet_file_without_a_column_is_named(tmp_path, model):
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": [1]}), path)
-    with pytest.raises(ValueError, match=r"p\.parquet: no column called prompt, caption, text; found: id"):
+    with pytest.raises(ValueError, match=r"p\.parquet: no column called .*; found: id"):
         load_prompts(str(path), model)
 
 
@@ -132,10 +190,10 @@ def test_a_dataset_that_cannot_be_reached_is_named(model, monkeypatch):
         raise ConnectionError("Couldn't reach the Hub\nsecond line")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"prompts 'someone/prompts': neither .*: Couldn't reach the Hub$"):
+    with pytest.raises(FileNotFoundError, match=r"prompts 'someone/prompts': neither .*: Couldn't reach the Hub\. Get"):
         load_prompts("someone/prompts", model)
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionError()))
-    with pytest.raises(FileNotFoundError, match=r"prompts 'someone/prompts': neither .*: ConnectionError$"):
+    with pytest.raises(FileNotFoundError, match=r"prompts 'someone/prompts': neither .*: ConnectionError\. Get"):
         load_prompts("someone/prompts", model)
 
 
@@ -146,6 +204,104 @@ def test_a_dataset_is_read_from_its_column(model, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
     found = load_prompts("someone/prompts", model)
     assert found == PromptSet("someone/prompts", TEXTS)
+
+
+@pytest.mark.parametrize("name", ["COCO-2014", "yerevann/coco-karpathy", "coco-2014"])
+def test_a_known_dataset_is_read_from_its_split_and_column(model, monkeypatch, name):
+    import datasets
+
+    table = datasets.Dataset.from_dict({"caption": ["no"] * 3, "sentences": [[text, "no"] for text in TEXTS]})
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: asked.append((name, split)) or table)
+    assert load_prompts(name, model) == PromptSet("COCO-2014", TEXTS)
+    assert asked == [("yerevann/coco-karpathy", "test")]
+    wrong = datasets.Dataset.from_dict({"caption": list(TEXTS)})
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: wrong)
+    with pytest.raises(ValueError, match=r"yerevann/coco-karpathy: no column called sentences; found: caption"):
+        load_prompts(name, model)
+
+
+def test_of_a_known_dataset_only_the_file_with_prompts_is_fetched(model, monkeypatch, tmp_path):
+    path = tmp_path / "meta_data.json"
+    write(path, json.dumps({f"id{i}": {"category": "art", "prompt": text} for i, text in enumerate(TEXTS)}))
+    asked = []
+
+    def download(*args, **kwargs):
+        asked.append((args, kwargs))
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert load_prompts("MJHQ-30K", model) == PromptSet("MJHQ-30K", TEXTS)
+    assert asked == [(("playgroundai/MJHQ-30K", "meta_data.json"), {"repo_type": "dataset"})]
+
+
+def test_a_known_dataset_that_cannot_be_had_says_what_to_get(model, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("offline mode\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(FileNotFoundError) as caught:
+        load_prompts("MJHQ-30K", model)
+    assert str(caught.value) == (
+        "prompts 'MJHQ-30K': neither a file nor a dataset that can be reached: offline mode. Get meta_data.json of the "
+        "dataset playgroundai/MJHQ-30K where there is a network, and give it with --prompts FILE"
+    )
+    with pytest.raises(FileNotFoundError, match=r"Get the 'train' split of the dataset sayakpaul/drawbench where"):
+        load_prompts("DrawBench", model)
+    with pytest.raises(
+        FileNotFoundError, match=r"not on the hub: get captions_source\.tsv .*mlcommons/inference\) and give"
+    ):
+        load_prompts("MLPerf-COCO-2014", model)
+
+
+def test_every_known_dataset_can_be_read():
+    for row in DATASETS.values():
+        assert row.file is None or any(row.file.endswith(suffix) for suffix in READERS)
+        assert row.column.lower() in COLUMNS  # so a copy on disk is read as well
+        assert row.repo or row.file
+
+
+def test_a_folder_that_datasets_saved(tmp_path, model):
+    import datasets
+
+    table = datasets.Dataset.from_dict({"Prompts": list(TEXTS)})
+    table.save_to_disk(tmp_path / "saved")
+    assert load_prompts(str(tmp_path / "saved"), model) == PromptSet("saved", TEXTS)
+    datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "one")
+    assert load_prompts(str(tmp_path / "one"), model).prompts == TEXTS
+    datasets.DatasetDict({"test": table, "train": table}).save_to_disk(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"two: holds the splits test, train; give the folder of one of them$"):
+        load_prompts(str(tmp_path / "two"), model)
+    assert load_prompts(str(tmp_path / "two/train"), model).prompts == TEXTS
+    with pytest.raises(
+        ValueError, match=r"model: a folder that `datasets` cannot load \(.*\); give one that save_to_disk"
+    ):
+        load_prompts(str(model.path), model)
+
+
+def test_duplicates_are_counted_and_said_once(tmp_path, model, caplog):
+    path = write(tmp_path / "p.txt", "a\nb\na\n a \nc\n")
+    with caplog.at_level(logging.WARNING, "fluxq"):
+        found = load_prompts(path, model, shuffle=3)
+    assert found.duplicates == 2 and len(found.prompts) == 5
+    assert [record.getMessage() for record in caplog.records] == [f"{path}: 2 of 5 prompts occur more than once"]
+    caplog.clear()
+    load_prompts(write(tmp_path / "q.txt", "a\nb\n"), model)
+    assert not caplog.records
+
+
+def test_an_order_is_fixed_by_its_seed(tmp_path, model):
+    names = [f"p{i}" for i in range(30)]
+    path = write(tmp_path / "p.txt", "\n".join(names))
+    shuffled = load_prompts(path, model, shuffle=12345)
+    assert shuffled == load_prompts(path, model, shuffle=12345) != load_prompts(path, model, shuffle=0)
+    assert sorted(shuffled.prompts) == sorted(names) and shuffled.source == "p.txt"
+    # As a program that shuffles other things of the same number takes the same ones.
+    others = list(range(30))
+    random.Random(12345).shuffle(others)
+    assert shuffled.prompts == tuple(f"p{i}" for i in others)
+    assert shuffled.prompts[:4] == ("p1", "p14", "p12", "p16")
 
 
 def test_default_is_the_model_s_own_set_or_the_bundled_one(model):

@@ -24,6 +24,7 @@ from fluxq.recipes.recipe import (
     parse_gate,
     recipe_schema,
     shipped_recipes,
+    split_gates,
 )
 
 MINIMAL = "version: 1\ncomponents:\n  transformer:\n    weights: {format: fp8}\n"
@@ -163,7 +164,8 @@ def test_what_is_left_out_has_a_default(recipe):
         ("version: 1", "version: '1'", "version: Input should be 1, got '1'", 1),
         ("balanced", "thorough", "profile: Input should be 'rtn', 'fast', 'balanced' or 'best', got 'thorough'", 16),
         ("portable", "everything", "compat: Input should be", 17),
-        ('["psnr>=20"]', '["fid<=3"]', "gate 'fid<=3': write metric, comparison and number", 18),
+        ('["psnr>=20"]', '["fid=3"]', "gate 'fid=3': write metric, comparison and number", 18),
+        ('["psnr>=20"]', '["fit<=3"]', "gate 'fit<=3': unknown metric 'fit' (did you mean 'fid'?)", 18),
         ('["psnr>=20"]', "psnr>=20", "gates: Input should be a valid list", 18),
         ("{role: mixed_out, ", "{", "an override names either `role` or `match`", 11),
         ("{role: mixed_out, ", "{role: a, match: b, ", "an override names either `role` or `match`", 11),
@@ -443,7 +445,8 @@ def test_each_entry_needs_data_or_not(recipe):
 
 
 def test_gates():
-    assert parse_gate(" psnr >= -2.5 ") == ("psnr", ">=", -2.5)
+    assert parse_gate(" psnr >= -2.5 ") == ("psnr", ((">=", -2.5),))
+    assert parse_gate("23.01 <= fid<23.95") == ("fid", ((">=", 23.01), ("<", 23.95)))
     for gate, value, holds in [
         ("psnr>=20", 20.0, True),
         ("psnr>20", 20.0, False),
@@ -452,11 +455,44 @@ def test_gates():
         ("psnr>=20", float("inf"), True),
         ("psnr>=20", float("nan"), False),
         ("psnr<=20", float("nan"), False),
+        ("psnr<=20", None, False),
+        ("19<=psnr<=20", 18.9, False),
+        ("19<=psnr<=20", 19.0, True),
+        ("19<=psnr<=20", 20.0, True),
+        ("19<=psnr<=20", 20.1, False),
+        ("19<psnr<20", 19.0, False),
+        ("19<psnr<20", 20.0, False),
+        ("19<=psnr<=20", float("nan"), False),
     ]:
-        assert gate_holds(gate, {"psnr": value}) is holds
-    for gate in ("psnr", "psnr=20", "psnr>=", "ssim>=1", "psnr>=20dB", "PSNR>=20"):
-        with pytest.raises(ValueError, match=r"in 'psnr>=20'; metrics: psnr, latent_sqnr$"):
+        assert gate_holds(gate, {"psnr": value, "ssim": 1.0}) is holds
+    assert not gate_holds("psnr<=20", {})
+    for gate in ("psnr", "psnr=20", "psnr>=", "psnr>=20dB", "PSNR>=20", "30>=psnr>=20", "20<=psnr", "1<=psnr>=2"):
+        with pytest.raises(ValueError, match=r"in 'psnr>=20', or a window as in '23.01<=fid<=23.95'; metrics: psnr, "):
             parse_gate(gate)
+
+
+@pytest.mark.parametrize(
+    "gate, message",
+    [
+        ("psnr_db>=20", r"unknown metric 'psnr_db' \(did you mean 'psnr'\?\); metrics: psnr, ssim, "),
+        ("0<=latent_sqn<=3", r"unknown metric 'latent_sqn' \(did you mean 'latent_sqnr'\?\)"),
+        ("zzz>=20", r"unknown metric 'zzz'; metrics: psnr, "),
+        ("24<=fid<=23", r"lets nothing by: a window goes from its lower to its higher number$"),
+        ("24<fid<24", r"lets nothing by"),
+    ],
+)
+def test_gates_that_mean_nothing(gate, message):
+    with pytest.raises(ValueError, match=message):
+        parse_gate(gate)
+
+
+def test_gates_are_split_by_what_was_measured():
+    gates = ["psnr>=20", "1<=fid<=3", "latent_sqnr>=5", "lpips<0.2"]
+    assert split_gates(gates, {"psnr": 1.0, "latent_sqnr": 2.0}) == (
+        ["psnr>=20", "latent_sqnr>=5"],
+        ["1<=fid<=3", "lpips<0.2"],
+    )
+    assert split_gates([], ["psnr"]) == ([], [])
 
 
 def test_the_committed_schema_is_up_to_date():

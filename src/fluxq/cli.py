@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,6 +54,16 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     return () if value is None else names
 
 
+def _sizes(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """`512x768` as (512, 768)."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value) for value in values]
+    if None in found:
+        raise click.BadParameter("write height x width in pixels, as in 1024x768")
+    return tuple((int(size[1]), int(size[2])) for size in found if size)
+
+
+_PATH = click.Path(path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 _model = _options(
     click.argument("model", required=False),
     click.option("--revision", help="Revision of a hub model."),
@@ -82,7 +93,9 @@ _run = _options(
     click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
     click.option("--device", default="cpu", show_default=True, help="Torch device that runs the pipeline."),
     click.option("--seed", type=click.IntRange(0, _MAX_SEED), help="First seed; by default the recipe's."),
-    click.option("--prompts", help="Prompt file (.txt, .jsonl, .csv, .parquet) or datasets id."),
+    click.option(
+        "--prompts", help="A file (.txt, .jsonl, .csv, .parquet, …), MJHQ-30K and its like, or a datasets id."
+    ),
     click.option("--num-inference-steps", type=click.IntRange(min=1), help="Denoising steps of each image."),
     click.option("--guidance-scale", type=float, help="Guidance of each image."),
     _size,
@@ -94,6 +107,23 @@ _lora = click.option(
 )
 _statistics = click.option(
     "--statistics", metavar="FILE", help="Input scales cover what this file of `fluxq calibrate` saw."
+)
+_checkpoint = _options(
+    click.argument("output"),
+    click.option("--model", help="The 16-bit model; by default the one that OUTPUT was made from."),
+    click.option("--revision", help="Revision of a hub model; by default the one that was quantized."),
+    click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
+)
+_batch_size = click.option(
+    "--batch-size", type=click.IntRange(min=1), help="Images made together; by default a megapixel of them."
+)
+_protocol = _options(
+    click.option(
+        "--protocol", default="smoke", show_default=True, help="Prompts, counts and metrics that belong together."
+    ),
+    click.option("--count", type=click.IntRange(min=1), help="Prompts; by default the protocol's."),
+    click.option("--seeds", type=click.IntRange(min=1), help="Images of each prompt; by default the protocol's."),
+    _batch_size,
 )
 _common = _options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -181,25 +211,164 @@ def quantize(**arguments: Any) -> None:
 
 
 @cli.command("eval")
-@click.argument("output")
-@click.option("--model", help="The 16-bit model; by default the one that OUTPUT was made from.")
-@click.option("--revision", help="Revision of a hub model; by default the one that was quantized.")
-@click.option("--local-files-only", is_flag=True, help="Use only what is on this machine.")
-@click.option("--count", type=click.IntRange(min=2), default=64, show_default=True, help="Images to make.")
+@_checkpoint
+@_protocol
+@click.option("--metrics", callback=_names, metavar="NAME,NAME", help="Take these, and fail if one cannot be taken.")
+@click.option("--weights", metavar="DIR|hub", help="Folder with metric networks' files; hub: fetch what is missing.")
+@click.option("--clip", metavar="MODEL", help="open_clip model of the CLIP score: hub id, folder or architecture/tag.")
+@click.option("--fid-resize", metavar="NAME", help="Variant of FID: tf1, antialias, clean or pytorch-fid.")
+@click.option("--fid-reference", type=_PATH, metavar="PATH", help="Images, or .npz statistics, that FID is taken to.")
+@click.option(
+    "--backends", callback=_names, metavar="NAME,NAME", help="native, int8, 8bit; by default all that differ."
+)
+@click.option(
+    "--cache", type=click.FloatRange(min=0, min_open=True), help="Also with a first-block cache of this threshold."
+)
+@click.option(
+    "--gate", "gates", multiple=True, metavar="GATE", help="Exit code 1 unless it holds: psnr>=30 (repeatable)."
+)
+@click.option(
+    "--images", type=_FOLDER, metavar="DIR", help="Where images are kept; by default fluxq-images beside OUTPUT."
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "torchrun", "ray"]),
+    default="local",
+    show_default=True,
+    help="What runs the pipelines.",
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="With --engine ray: actors; by default one per GPU or core."
+)
+@click.option("--address", help="With --engine ray: of a running cluster; by default one is started here.")
 @_run
 @_common
-def evaluate(output: str, count: int, **arguments: Any) -> None:
-    """Compare the checkpoint OUTPUT with its 16-bit model; writes OUTPUT/eval/report.json and report.html.
+def evaluate(output: str, **arguments: Any) -> None:
+    """Compare the checkpoint OUTPUT with its 16-bit model; writes OUTPUT/eval/report.html, .json and .md.
 
     \b
     Example:
       fluxq eval tiny-nvfp4
+      fluxq eval tiny-nvfp4 --count 256 --gate 'psnr>=35'
     """
     with _session(arguments) as session:
-        prepared = session.jobs.prepare_evaluation(Path(output), session.options, count)
+        asked = session.subject(output)
         session.start_work()
-        report = session.jobs.evaluate_checkpoint(prepared)
-        session.print(report, lambda: show.evaluated(Path(output), report))
+        report = session.judge.evaluate(asked)
+        if report is None:
+            return  # another process of this run has all results
+        session.print(
+            report.model_dump(mode="json"), lambda: show.evaluated(Path(output) / "eval" / "report.html", report)
+        )
+        missed = [gate.gate for run in report.runs for gate in run.gates if not gate.passed]
+        if missed:
+            raise RuntimeError(
+                f"{output}: gate missed: {', '.join(dict.fromkeys(missed))}; the report says by how much"
+            )
+
+
+@cli.command("bench")
+@_checkpoint
+@_run
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    type=click.Choice(["eager", "compiled", "cuda graph"]),
+    help="Repeatable; by default eager.",
+)
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Images in a call (repeatable).")
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    metavar="HEIGHTxWIDTH",
+    callback=_sizes,
+    help="Repeatable; by default the pipeline's.",
+)
+@click.option("--rounds", type=click.IntRange(min=3), default=10, show_default=True, help="Times that each is run.")
+@click.option("--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before those.")
+@_common
+def bench(
+    output: str,
+    modes: tuple[str, ...],
+    batches: tuple[int, ...],
+    sizes: Any,
+    rounds: int,
+    warmup: int,
+    **arguments: Any,
+) -> None:
+    """Time the checkpoint OUTPUT beside its 16-bit model, in turn; writes OUTPUT/eval/speed.json.
+
+    \b
+    Example:
+      fluxq bench tiny-nvfp4 --batch 1 --batch 4
+    """
+    with _session(arguments) as session:
+        asked = session.subject(output)
+        session.start_work()
+        how = {
+            "modes": modes or ("eager",),
+            "batches": batches or (1,),
+            "sizes": sizes,
+            "rounds": rounds,
+            "warmup": warmup,
+        }
+        speed = session.judge.bench(asked, **how)
+        session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
+
+
+@cli.command("debug")
+@_checkpoint
+@click.option("--count", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts to run.")
+@_batch_size
+@click.option("--patch", type=_PATH, metavar="FILE", help="Write a recipe that keeps the worst layers in more bits.")
+@click.option(
+    "--growth",
+    type=click.FloatRange(0, min_open=True),
+    default=0.05,
+    show_default=True,
+    help="Bits that the patch may add, as a share of all.",
+)
+@click.option(
+    "--budget",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Runs of the prompts for the damages: blocks first, then the layers of the worst.",
+)
+@_run
+@_common
+def debug(output: str, patch: Path | None, growth: float, budget: int, **arguments: Any) -> None:
+    """Find out where the checkpoint OUTPUT loses, layer by layer; writes OUTPUT/eval/debug.json.
+
+    \b
+    Example:
+      fluxq debug tiny-nvfp4 --patch better.yaml
+    """
+    with _session(arguments) as session:
+        asked = session.subject(output)
+        session.start_work()
+        found = session.judge.debug(asked, patch, growth, budget)
+        session.print(found.model_dump(mode="json"), lambda: show.debugged(found, patch))
+        if patch is not None and found.patch is None:
+            raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
+
+
+@cli.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=_PATH)
+@click.option("--output", "-o", type=_PATH, default=Path("report.html"), show_default=True, help="The page to write.")
+@_common
+def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
+    """One page of several evaluations, each a checkpoint folder or a report.json; beside it JSON and Markdown.
+
+    \b
+    Example:
+      fluxq report tiny-nvfp4 tiny-fp8 -o report.html
+    """
+    with _session(arguments) as session:
+        merged = session.judge.report(runs, output)
+        session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
 
 @cli.command("verify")
@@ -313,11 +482,25 @@ class _Session:
         return jobs
 
     @cached_property
+    def judge(self) -> Any:
+        from fluxq import judge
+
+        return judge
+
+    @cached_property
     def options(self) -> Any:
+        return self.jobs.Options(**self._with_call())
+
+    def subject(self, output: str) -> Any:
+        """The checkpoint to judge, what it was made from and what to ask of both."""
+        return self.judge.subject(Path(output), self.judge.Options(**self._with_call()))
+
+    def _with_call(self) -> dict[str, Any]:
+        """The arguments, those of the pipeline together under `call`."""
         call_keys = ("num_inference_steps", "guidance_scale", "height", "width")
         call = {key: self.arguments.get(key) for key in call_keys}
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
-        return self.jobs.Options(call={key: value for key, value in call.items() if value is not None}, **rest)
+        return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
     def announce(self) -> None:
         """The first line: what is about to be worked on, said before anything slow happens."""

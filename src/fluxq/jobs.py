@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diffusers
 import torch
@@ -31,6 +31,7 @@ from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate, items_for
+from fluxq.eval.statistics import paired_interval
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
 from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, read_updates
@@ -41,11 +42,7 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
-from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe
-
-if TYPE_CHECKING:
-    from fluxq.eval.evaluate import MetricNetworks
-    from fluxq.eval.report import Facts
+from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe, split_gates
 
 CHECK_IMAGES = 4
 LORA_COMPONENT = "transformer"
@@ -141,7 +138,7 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
     check_weights(folder)
-    _require_device(options.device)
+    require_device(options.device)
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
@@ -153,7 +150,7 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     prepared = Prepared(
         options, folder, recipe_name, recipe, calibration, plans, prompts, statistics, output, {}, loras, updates
     )
-    _require_call(folder, prepared.call)
+    require_call(folder, prepared.call)
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
@@ -161,7 +158,7 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     if not writes:
         return prepared
     if options.check:
-        _require_images(folder, "pass --no-check")
+        require_images(folder, "pass --no-check")
     _require_folder(prepared)
     prepared = replace(prepared, identity=_identity(prepared))
     return replace(prepared, finished=_finished(prepared))
@@ -264,68 +261,6 @@ def _quantize(prepared: Prepared) -> dict[str, Any]:
     return record
 
 
-@dataclass(frozen=True)
-class PreparedEvaluation:
-    """A checkpoint, the 16-bit model it was made from and the images to make with both."""
-
-    options: Options
-    reference: ModelFolder
-    quantized: ModelFolder
-    record: dict[str, Any]
-    items: Sequence[tuple[str, int]]
-    call: dict[str, Any]
-    updates: tuple[Updates, ...]
-
-
-def prepare_evaluation(output: Path, options: Options, count: int) -> PreparedEvaluation:
-    """Find both pipelines; ValueError if the model is not the one that the checkpoint was made from."""
-    record = read_plan_file(output)
-    if record is None:
-        raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
-    if not {"model", "recipe", "prompts", "components", "identity"} <= record.keys():
-        raise ValueError(f"{output / PLAN_FILE}: damaged, it does not say how the checkpoint was made; quantize again")
-    reference = resolve_model(
-        options.model or record["model"]["source"],
-        revision=options.revision or record["model"]["revision"],
-        local_files_only=options.local_files_only,
-    )
-    for component, digest in record["model"]["digests"].items():
-        if reference.digest(component) != digest:
-            raise ValueError(f"{reference.name}: its {component} is not what {output} was made from; give --model")
-    quantized = ModelFolder(output.name, output)
-    _require_images(reference, "generate with both pipelines to judge")
-    call = {**quantized.generation_defaults, **options.call}
-    prompts = load_prompts(options.prompts or "default", quantized)
-    items = items_for(prompts.prompts, count, options.seed or 0)
-    updates = tuple(read_updates(lora, reference, LORA_COMPONENT) for lora in _recorded_loras(record))
-    return PreparedEvaluation(options, reference, quantized, record, items, call, updates)
-
-
-def evaluate_checkpoint(prepared: PreparedEvaluation) -> dict[str, Any]:
-    """Make the same images with the 16-bit and the quantized pipeline; writes OUT/eval/, returns the report.
-
-    One pipeline is in memory at a time.
-    """
-    from fluxq.eval.evaluate import measure  # brings torchmetrics and open_clip, which only this command needs
-    from fluxq.eval.report import write_report
-
-    def images(folder: ModelFolder, description: str, updates: tuple[Updates, ...] = ()) -> Generated:
-        pipe: Any = load_pipeline(folder, prepared.options.dtype, prepared.options.device)
-        if updates:
-            fuse_into(getattr(pipe, LORA_COMPONENT), updates)
-        return generate(pipe, prepared.items, prepared.call, description=description)
-
-    report = measure(
-        images(prepared.reference, "16-bit images", prepared.updates),
-        images(prepared.quantized, "Quantized images"),
-        prepared.call,
-        metric_networks=_metric_networks(prepared.reference),
-        facts=_facts(prepared.record),
-    )
-    write_report(prepared.quantized.path / "eval", report)
-    return report
-
-
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
     """Compile what the checkpoint `output` launches on a GPU; a row of kernels/warmup.py for each launch."""
     where = torch.device(device)
@@ -399,7 +334,8 @@ def _loras(
     return loras, tuple(read_updates(lora, folder, LORA_COMPONENT) for lora in loras)
 
 
-def _recorded_loras(record: dict[str, Any]) -> Iterator[LoraFile]:
+def recorded_loras(record: dict[str, Any]) -> Iterator[LoraFile]:
+    """The LoRA files that were fused into a checkpoint; ValueError for one that is gone or has changed."""
     for recorded in record.get("loras", []):
         lora = LoraFile(Path(recorded["file"]), recorded["weight"])
         if not lora.path.is_file() or lora.digest != recorded["sha256"]:
@@ -571,10 +507,11 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
     agreement = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
     measured = {
-        "psnr": fidelity.paired_interval(agreement.psnr_db).mean,
-        "latent_sqnr": fidelity.paired_interval(agreement.latent_sqnr_db).mean,
+        "psnr": paired_interval(agreement.psnr_db).mean,
+        "latent_sqnr": paired_interval(agreement.latent_sqnr_db).mean,
     }
-    missed = [gate for gate in prepared.recipe.gates if not gate_holds(gate, measured)]
+    gates, for_eval = split_gates(prepared.recipe.gates, measured)
+    missed = [gate for gate in gates if not gate_holds(gate, measured)]
     return {
         "images": len(reference.items),
         "seeds": [seed for _, seed in reference.items],
@@ -583,7 +520,8 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
         "psnr_db": [_rounded(value) for value in agreement.psnr_db],
         "mean_psnr_db": _rounded(measured["psnr"]),
         "mean_latent_sqnr_db": _rounded(measured["latent_sqnr"]),
-        "gates": prepared.recipe.gates,
+        "gates": gates,
+        "gates_for_eval": for_eval,
         "missed": missed,
         "passed": finite and not missed,
     }
@@ -655,7 +593,8 @@ def _existing_parent(output: Path) -> Path:
     return next(parent for parent in output.resolve().parents if parent.exists())
 
 
-def _require_device(device: str) -> None:
+def require_device(device: str) -> None:
+    """ValueError for a device that torch cannot use."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -664,7 +603,7 @@ def _require_device(device: str) -> None:
         ) from None
 
 
-def _require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
+def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
     """Refuse generation defaults that the pipeline does not take, before it is loaded."""
     pipeline = getattr(diffusers, folder.index["_class_name"], None)
     if pipeline is None:
@@ -677,7 +616,8 @@ def _require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
         )
 
 
-def _require_images(folder: ModelFolder, cure: str) -> None:
+def require_images(folder: ModelFolder, cure: str) -> None:
+    """ValueError for a pipeline that makes video."""
     pipeline = getattr(diffusers, folder.index["_class_name"], None)
     if pipeline is not None and "num_frames" in inspect.signature(pipeline.__call__).parameters:
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes video, and only images can be compared; {cure}")
@@ -715,46 +655,6 @@ def _require_space(prepared: Prepared) -> None:
             f"not enough space in {parent}: the checkpoint may need {needed / 1e9:.2f} GB, "
             f"{free / 1e9:.2f} GB are free; give another --output"
         )
-
-
-def _metric_networks(folder: ModelFolder) -> MetricNetworks | None:
-    """Feature and CLIP networks for a model; only the embedded one brings its own."""
-    from fluxq import tiny
-    from fluxq.eval.evaluate import MetricNetworks
-
-    if folder.path.resolve() != Path(tiny.path()).resolve():
-        return None
-    images, _captions = tiny.held_out()
-    return MetricNetworks(tiny.feature_network(), "fluxq-tiny-features", tiny.clip_path(), images)
-
-
-def _facts(record: dict[str, Any]) -> Facts:
-    """What the report says about the checkpoint besides its images."""
-    from fluxq.eval.report import Facts
-
-    parts = record["components"]
-    done = [layer for part in parts for layer in part["layers"] if layer["scheme"] != "16bit"]
-    weights = [layer["shape"][0] * layer["shape"][1] for layer in done]
-    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(done, weights, strict=True))
-    return Facts(
-        model=record["model"]["name"],
-        recipe=record["recipe"]["name"],
-        components=tuple(part["component"] for part in parts),
-        bytes_before=sum(part["bytes_before"] for part in parts),
-        bytes_after=sum(part["bytes_after"] for part in parts),
-        bits_per_weight=bits / sum(weights),
-        provenance={
-            "licence of the base model": card.license_text(record["model"]["license"]) or "not stated",
-            **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
-            "recipe (SHA-256)": record["identity"]["recipe"],
-            "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",
-            "statistics (SHA-256)": record["statistics_digest"] or _without_statistics(record),
-        },
-    )
-
-
-def _without_statistics(record: dict[str, Any]) -> str:
-    return "none: layers were fitted to captured calls" if record["trajectory"] else "none: the recipe needs no data"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from fluxq.eval.schema import Debug, Estimate, Report, Speed
     from fluxq.jobs import Prepared
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cost import Cost
@@ -92,10 +93,80 @@ def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
     return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
 
 
-def evaluated(output: Path, report: dict[str, Any]) -> None:
-    """The headline and where the report is."""
-    click.echo(report["headline"])
-    click.echo(f"report: {output / 'eval' / 'report.html'}")
+def evaluated(page: Path, report: Report) -> None:
+    """Each run's verdict and main figures, and where the report is."""
+    for run in report.runs:
+        click.echo(f"{run.name}: {run.verdict.text}")
+        for gate in run.gates:
+            value = "not measured" if gate.value is None else f"{gate.value:.4g}"
+            click.echo(f"  gate {gate.gate}: {'passed' if gate.passed else 'MISSED'} ({value})")
+    for warning in report.warnings:
+        click.echo(f"note: {warning}")
+    click.echo(f"report: {page}")
+
+
+def timed(speed: Speed) -> None:
+    """Median times of every stage, what was gained, and what was not said because it was not certain."""
+    click.echo(f"on {speed.measured_on}")
+    rows = []
+    for row in speed.rows:
+        size = f"{row.batch} x {row.height}x{row.width}"
+        if row.missing is not None:
+            rows.append((row.side, row.mode, size, f"not measured: {row.missing}", "", ""))
+        for stage, times in row.stages.items():
+            spread = times.iqr / times.p50 if times.p50 else 0.0
+            rows.append(
+                (row.side, row.mode, size, stage, f"{1e3 * times.p50:.1f} / {1e3 * times.p95:.1f}", f"{spread:.1%}")
+            )
+    _table(("side", "mode", "images", "stage", "p50 / p95, ms", "spread"), rows)
+    for gain in speed.speedups:
+        size = f"{gain.batch} x {gain.height}x{gain.width}"
+        said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
+        click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
+    for side in dict.fromkeys(card.side for card in speed.cards):
+        cards = [card for card in speed.cards if card.side == side]
+        fits = ", ".join(f"{card.gigabytes} GB {'yes' if card.fits else 'no'}" for card in cards)
+        click.echo(f"{side} takes {cards[0].needed / 1e9:.2f} GB ({cards[0].basis}); fits {fits}")
+    for warning in speed.warnings:
+        click.echo(f"note: {warning}")
+
+
+def debugged(found: Debug, patch: Path | None) -> None:
+    """What was found, the worst layers and the patch."""
+    for finding in found.findings:
+        click.echo(finding)
+    rows = [
+        (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
+        for layer in found.layers[:12]
+    ]
+    _table(("layer", "scheme", "damage alone", "gain if kept", "local SQNR, dB"), rows)
+    if found.patch is None:
+        return
+    fix = found.patch
+    click.echo(
+        f"patch: {len(fix.layers)} layers in {fix.format}, "
+        f"{fix.bits_before:.2f} -> {fix.bits_after:.2f} bits per weight; "
+        f"latents {_number(fix.before_sqnr_db)} -> {_number(fix.measured_sqnr_db)} dB, "
+        f"predicted {_number(fix.predicted_sqnr_db)}: {patch}"
+    )
+
+
+def _interval(value: Estimate) -> str:
+    limits = "" if value.low is None else f" [{value.low:.2f}, {value.high:.2f}]"
+    return f"{value.mean:.2f}{limits}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _decibels(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{min(known):.1f} to {max(known):.1f}" if known else "–"
 
 
 def verified(results: Sequence[Result]) -> None:

@@ -1,0 +1,57 @@
+"""The part of a pipeline that runs at every step: found, listened to, its prediction read and replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """What a pipeline calls at each step, by its component's name: its transformer, or two by noise level, or a UNet.
+
+    ValueError if it has none.
+    """
+    found = {
+        name: part
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer"))
+    }
+    if not found:
+        raise ValueError(f"{type(pipe).__name__} has no transformer: its components are {', '.join(pipe.components)}")
+    return found
+
+
+@contextmanager
+def hooked(
+    models: Iterable[nn.Module], *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Forward hooks, without keyword arguments, on modules for a while."""
+    handles = []
+    for model in models:
+        handles += [model.register_forward_pre_hook(before)] if before else []
+        handles += [model.register_forward_hook(after)] if after else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def prediction(output: Any, model: nn.Module) -> Tensor:
+    """What a model of diffusers predicts: the first of a tuple or `ModelOutput`. ValueError for anything else."""
+    first = output if isinstance(output, Tensor) else output[0]
+    if not isinstance(first, Tensor):
+        raise ValueError(f"{type(model).__name__} returned a {type(first).__name__}, expected a tensor")
+    return first
+
+
+def with_prediction(output: Any, tensor: Tensor) -> Any:
+    """The same output with another prediction."""
+    if isinstance(output, Tensor):
+        return tensor
+    if isinstance(output, tuple):
+        return (tensor, *output[1:])
+    return type(output)(**{**output, next(iter(output)): tensor})

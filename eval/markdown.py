@@ -1,0 +1,288 @@
+"""The report as Markdown: everything but charts and pictures, for pull requests, terminals and model cards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fluxq.eval.figures import NONE, both, count, duration, figure, mark, plain, share, size
+from fluxq.eval.schema import Debug, Metric, Report, Run, Speed
+
+_MAX_LAYERS = 10
+
+
+def markdown(report: Report) -> str:
+    """GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
+    lines = [
+        f"# {escaped(', '.join(dict.fromkeys(run.recipe for run in report.runs)))} on {escaped(report.model)}",
+        "",
+        *(line for run in report.runs for line in _verdict(run)),
+        *(f"> **Warning:** {escaped(warning)}\n" for warning in report.warnings),
+        "## Quality",
+        "",
+        *metric_table(report.runs),
+        "",
+        f"95 % BCa intervals, prompts resampled with their seeds. Noise floor: {escaped(report.noise_floor)}.",
+        "",
+        *_comparisons(report),
+        *_drift(report.runs),
+        *(line for run in report.runs if run.speed for line in _speed(run.name, run.speed)),
+        *(line for run in report.runs if run.debug for line in _debug(run.name, run.debug)),
+        *_unmeasured(report.runs),
+        "## Provenance",
+        "",
+        *_table(("", ""), [(escaped(label), f"`{code(text)}`") for label, text in _provenance(report)]),
+        "",
+        "```sh",
+        report.command.replace("```", "'''"),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def facts(run: Run) -> list[str]:
+    """What a run buys, in short sentences: size, bits, speed."""
+    before, after = run.size.bytes_before, run.size.bytes_after
+    ratio = f", {before / after:.2f} times less" if before > after else ""
+    parts = ", ".join(run.size.components)
+    found = [
+        f"{parts}: {size(after)} instead of {size(before)}{ratio}",
+        f"{run.size.bits_per_weight:.2f} bits per weight",
+    ]
+    whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
+    for each in whole[:1]:
+        if each.ratio is not None:
+            found.append(f"{both(each.ratio, '.2f')} times as fast end to end, {each.mode}")
+        else:
+            found.append(f"no speed-up is given: {each.refused}")
+    if run.cache is not None:
+        found.append(f"with a step cache, threshold {run.cache:g}")
+    return found
+
+
+def metric_table(runs: Sequence[Run]) -> list[str]:
+    """A row for each metric, a column for each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.metrics)
+    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", "images", "how it is measured")
+    return _table(head, [_metric_row([run.metrics.get(key) for run in runs]) for key in keys])
+
+
+def _metric_row(cells: Sequence[Metric | None]) -> tuple[str, ...]:
+    found = [cell for cell in cells if cell is not None]
+    first = found[0]
+    arrow = "↑" if first.better == "higher" else "↓"
+    baseline = next((cell.baseline for cell in found if cell.baseline), None)
+    floor = next((cell.floor for cell in found if cell.floor), None)
+    hows = dict.fromkeys(text for cell in found if not cell.missing for text in (cell.how, *cell.notes))
+    return (
+        f"{escaped(first.name)}{f', {first.unit}' if first.unit else ''} {arrow}",
+        both(baseline, first.digits),
+        *(_cell(cell) for cell in cells),
+        both(floor, first.digits),
+        count([cell.value for cell in found]),
+        escaped("; ".join(hows or [first.how])),
+    )
+
+
+def _cell(metric: Metric | None) -> str:
+    if metric is None:
+        return NONE
+    if metric.missing:
+        return f"not measured: {escaped(metric.missing)}"
+    value = metric.value
+    text = both(value, metric.digits)
+    if value is not None and value.infinite and value.mean is not None:
+        text += f" + {value.infinite} identical"
+    if metric.change is not None:
+        text += f"; change {both(metric.change, metric.digits, '+')}"
+    return text
+
+
+def _verdict(run: Run) -> list[str]:
+    gates = [f"- gate `{code(gate.gate)}`: {_gate(gate.value, gate.passed)}" for gate in run.gates]
+    return [
+        f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}",
+        "",
+        *(f"- {escaped(fact)}" for fact in facts(run)),
+        *gates,
+        "",
+    ]
+
+
+def _gate(value: float | None, passed: bool) -> str:
+    found = "not measured" if value is None else f"{value:.5g}"
+    return f"{'passed' if passed else '**FAILED**'} ({found})"
+
+
+def _comparisons(report: Report) -> list[str]:
+    if not report.comparisons:
+        return []
+    rows = [
+        (
+            escaped(each.first),
+            escaped(each.second),
+            both(each.difference, ".2f", "+"),
+            f"{each.p:.2g}",
+            f"{each.p_holm:.2g}",
+        )
+        for each in report.comparisons
+    ]
+    head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
+    return ["## Runs compared image by image", "", *_table(head, rows), ""]
+
+
+def _drift(runs: Sequence[Run]) -> list[str]:
+    rows = []
+    for run in runs:
+        for curve in run.drift.curves.values() if run.drift else ():
+            middle = len(curve.values) // 2
+            floor = figure(curve.floor[-1], curve.digits) if curve.floor else NONE
+            picked = [figure(curve.values[i], curve.digits) for i in (0, middle, -1)]
+            rows.append((escaped(run.name), f"{curve.name}{f', {curve.unit}' if curve.unit else ''}", *picked, floor))
+    if not rows:
+        return []
+    head = ("run", "curve", "first step", "middle", "last step", "noise floor, last")
+    return ["## Along the denoising steps", "", *_table(head, rows), ""]
+
+
+def _speed(name: str, speed: Speed) -> list[str]:
+    rows = []
+    for row in speed.rows:
+        where = (
+            "16 bit" if row.is_reference else escaped(row.side),
+            row.mode,
+            f"{row.batch} × {row.height} × {row.width}",
+        )
+        if row.missing:
+            rows.append((*where, "", f"not measured: {escaped(row.missing)}", "", ""))
+            continue
+        peak = size(row.peak_bytes)
+        rows += [
+            (*where, stage, f"{duration(t.p50)} / {duration(t.p95)}", share(t.iqr / t.p50 if t.p50 else None), peak)
+            for stage, t in row.stages.items()
+        ]
+    head = ("side", "mode", "batch × height × width", "stage", "p50 / p95", "IQR / p50", "peak memory")
+    ratios = [
+        (each.stage, each.mode, f"{each.batch} × {each.height} × {each.width}", both(each.ratio, ".3g"))
+        if each.ratio
+        else (
+            each.stage,
+            each.mode,
+            f"{each.batch} × {each.height} × {each.width}",
+            f"not given: {escaped(each.refused or '')}",
+        )
+        for each in speed.speedups
+    ]
+    cards = [
+        (escaped(card.side), f"{card.gigabytes} GB", size(card.needed), "fits" if card.fits else "does not fit")
+        for card in speed.cards
+    ]
+    return [
+        f"## Speed: {escaped(name)}",
+        "",
+        escaped(speed.measured_on),
+        "",
+        *_table(head, rows),
+        "",
+        *(
+            _table(("stage", "mode", "batch × height × width", "16-bit time / quantized time"), ratios)
+            if ratios
+            else []
+        ),
+        "",
+        *(_table(("side", "card", "needs", ""), cards) if cards else []),
+        "",
+        *(f"> **Warning:** {escaped(warning)}\n" for warning in speed.warnings),
+    ]
+
+
+def _debug(name: str, debug: Debug) -> list[str]:
+    layers = [
+        (
+            f"`{code(layer.name)}`",
+            escaped(layer.scheme),
+            share(layer.damage),
+            share(layer.gain),
+            _lowest(layer.local_sqnr_db),
+        )
+        for layer in debug.layers[:_MAX_LAYERS]
+    ]
+    head = ("layer", "stored as", "damage alone", "gone when kept in 16 bit", "lowest local SQNR, dB")
+    patch = debug.patch
+    patched = []
+    if patch is not None:
+        gain = (
+            f"predicted {plain(patch.predicted_sqnr_db, '.1f')} dB, measured {plain(patch.measured_sqnr_db, '.1f')} dB"
+        )
+        patched = [
+            f"Patch: {len(patch.layers)} layers in {escaped(patch.format)}, {patch.bits_before:.2f} to "
+            f"{patch.bits_after:.2f} bits per weight; SQNR of the final latents from "
+            f"{plain(patch.before_sqnr_db, '.1f')} dB, {gain}.",
+            "",
+            "```yaml",
+            patch.recipe.rstrip().replace("```", "'''"),
+            "```",
+            "",
+        ]
+    return [
+        f"## Layers: {escaped(name)}",
+        "",
+        *(f"- {escaped(finding)}" for finding in debug.findings),
+        "",
+        *_table(head, layers),
+        "",
+        *patched,
+    ]
+
+
+def _lowest(values: Iterable[float | None]) -> str:
+    return plain(min((value for value in values if value is not None), default=None), ".1f")
+
+
+def _unmeasured(runs: Sequence[Run]) -> list[str]:
+    parts = {"speed": "fluxq bench", "debug": "fluxq debug"}
+    missing = {part: [run.name for run in runs if getattr(run, part) is None] for part in parts}
+    lines = [
+        f"- {part} not measured for {escaped(', '.join(names))}: run `{parts[part]} OUT`"
+        for part, names in missing.items()
+        if names
+    ]
+    return ["## Not measured", "", *lines, ""] if lines else []
+
+
+def _provenance(report: Report) -> list[tuple[str, str]]:
+    shared = {
+        "made": report.created,
+        "licence of the base model": report.license,
+        **report.reference,
+        **report.provenance,
+    }
+    call = ", ".join(f"{key}={value}" for key, value in report.call.items()) or "defaults"
+    prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
+    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} images"
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    own = [(f"{run.name}: {label}", text) for run in report.runs for label, text in run.provenance.items()]
+    return [
+        *shared.items(),
+        ("pipeline call", call),
+        ("protocol", asked),
+        ("prompts", prompts),
+        *own,
+        ("versions", versions),
+    ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown text: no markup, no table cells, no line breaks of its own."""
+    for special in "\\`*_[]<>|#":
+        text = text.replace(special, f"\\{special}")
+    return " ".join(text.split())
+
+
+def code(text: str) -> str:
+    """Plain text as what may stand between backticks, in a table too."""
+    return " ".join(text.split()).replace("`", "'").replace("|", "\\|")

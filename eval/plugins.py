@@ -1,0 +1,191 @@
+"""Metrics from elsewhere: what scores an image for its prompt, in a package of its own.
+
+A distribution offers one with an entry point in the group `fluxq.metrics`, whose name is the metric's key:
+
+    [project.entry-points."fluxq.metrics"]
+    beauty = "beauty_metric:Beauty"
+
+The entry point is a class (or a function) that takes `device=` and gives a `MetricPlugin`. ImageReward and HPSv2, whose
+packages are not among fluxq's dependencies, are adapted below in the same shape.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+GROUP = "fluxq.metrics"
+
+
+class MetricPlugin(Protocol):
+    """A metric of images and their prompts; the attributes are what a report's table says about it."""
+
+    name: str
+    unit: str
+    digits: str
+    better: Literal["higher", "lower"]
+    how: str
+
+    def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Sequence[float]:
+        """A finite number for each uint8 image (3, H, W), of which there are as many as prompts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A metric that can be had. origin: whom to name if it breaks. load: its class, not yet made.
+
+    package: module and distribution that it adapts and that may be absent.
+    """
+
+    key: str
+    origin: str
+    load: Callable[[], Any]
+    package: tuple[str, str] | None = None
+
+    @property
+    def absent(self) -> str | None:
+        """Why it cannot be had, or None."""
+        if self.package is None or find_spec(self.package[0]) is not None:
+            return None
+        return f"the package {self.package[1]} is not installed: pip install {self.package[1]}"
+
+
+class PluginError(RuntimeError):
+    """A plug-in failed; the text names it and says what it said."""
+
+
+def find_offers() -> dict[str, Offer]:
+    """The adapters below and every installed entry point, by key; ValueError where two take one key."""
+    offers = dict(ADAPTERS)
+    for offer in _entry_points():
+        if offer.key in offers:
+            raise ValueError(
+                f"metric {offer.key!r} is offered by {offers[offer.key].origin} and by {offer.origin}: uninstall one"
+            )
+        offers[offer.key] = offer
+    return offers
+
+
+def load_class(offer: Offer) -> Any:
+    """The plug-in's class with the attributes of a `MetricPlugin`; PluginError if it has not."""
+    try:
+        found = offer.load()
+    except Exception as error:  # whatever a foreign package raises when it is imported
+        raise PluginError(f"{_named(offer)} cannot be imported: {_said(error)}") from error
+    absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(found, name)]
+    if absent:
+        raise PluginError(f"{_named(offer)} lacks {', '.join(absent)}: it is no metric of this fluxq")
+    if found.better not in ("higher", "lower"):
+        raise PluginError(f"{_named(offer)}: `better` is {found.better!r}, expected 'higher' or 'lower'")
+    return found
+
+
+def open_plugin(offer: Offer, device: str) -> MetricPlugin:
+    """The plug-in, its weights loaded; PluginError if it cannot be made."""
+    if offer.absent:
+        raise PluginError(offer.absent)
+    made = load_class(offer)
+    try:
+        return made(device=device)
+    except Exception as error:  # whatever a foreign package raises
+        raise PluginError(f"{_named(offer)} cannot be loaded: {_said(error)}") from error
+
+
+def scores(offer: Offer, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[float, ...]:
+    """Its score of each image; PluginError if it raises, or answers with another count, NaN or infinity."""
+    try:
+        found = tuple(float(value) for value in plugin.score(images, prompts))
+    except Exception as error:  # whatever a foreign package raises
+        raise PluginError(f"{_named(offer)} failed: {_said(error)}") from error
+    if len(found) != len(images):
+        raise PluginError(f"{_named(offer)} gave {len(found)} scores for {len(images)} images")
+    if not all(math.isfinite(value) for value in found):
+        raise PluginError(f"{_named(offer)} gave a score that is NaN or infinite")
+    return found
+
+
+class ImageReward:
+    """ImageReward 1.0 (Xu et al., 2023), package `image-reward`; it fetches its weights from THUDM/ImageReward.
+
+    The adapter was written from the package's source and has not been run against the real weights.
+    """
+
+    name, unit, digits = "ImageReward", "", ".3f"
+    better: Literal["higher", "lower"] = "higher"
+    how = "ImageReward-v1.0, image-reward's own code; it reads 35 tokens of a prompt"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.model: Any = import_module("ImageReward").load("ImageReward-v1.0", device=device)
+
+    @torch.no_grad()
+    def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
+        """Its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over what people saw."""
+        return [self.model.score(prompt, _png(image)) for image, prompt in zip(images, prompts, strict=True)]
+
+
+class HPSv2:
+    """HPSv2.1 (Wu et al., 2023), package `hpsv2`; it fetches its weights from xswu/HPSv2.
+
+    The package chooses its device itself and reads its weights again at every call, so images of one prompt go
+    together. The adapter was written from the package's source and has not been run against the real weights.
+    """
+
+    name, unit, digits = "HPSv2.1", "", ".2f"
+    better: Literal["higher", "lower"] = "higher"
+    how = "100 × HPSv2.1, hpsv2's own code"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.package: Any = import_module("hpsv2")
+
+    def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
+        """100 × its score of each uint8 image (3, H, W) for its prompt."""
+        found = [0.0] * len(prompts)
+        for prompt in dict.fromkeys(prompts):
+            places = [index for index, other in enumerate(prompts) if other == prompt]
+            pictures = [_pil(images[index]) for index in places]
+            for index, value in zip(places, self.package.score(pictures, prompt, hps_version="v2.1"), strict=True):
+                found[index] = 100 * float(value)
+        return found
+
+
+def _entry_points() -> Iterator[Offer]:
+    for point in metadata.entry_points(group=GROUP):
+        distribution = point.dist
+        origin = f"{distribution.name} {distribution.version}" if distribution else point.value
+        yield Offer(point.name, origin, point.load)
+
+
+def _named(offer: Offer) -> str:
+    return f"the metric plug-in {offer.key!r} of {offer.origin}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _png(image: Tensor) -> io.BytesIO:
+    stream = io.BytesIO()
+    _pil(image).save(stream, "PNG")
+    stream.seek(0)
+    return stream
+
+
+def _pil(image: Tensor) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(image.permute(1, 2, 0).numpy())
+
+
+ADAPTERS: dict[str, Offer] = {
+    "image_reward": Offer("image_reward", "fluxq", lambda: ImageReward, ("ImageReward", "image-reward")),
+    "hpsv2": Offer("hpsv2", "fluxq", lambda: HPSv2, ("hpsv2", "hpsv2")),
+}

@@ -1,0 +1,408 @@
+"""`report.json`: what an evaluation found, as plain data that every picture and page of a report is made from.
+
+A number that does not exist (an interval of one image, the PSNR of identical images) is null, never NaN. Files of
+another schema version, with unknown keys or without one that belongs there are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fluxq.base.files import read_json
+from fluxq.eval.statistics import Interval
+
+SCHEMA_VERSION = 2
+JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
+
+
+class Strict(BaseModel):
+    """Unknown keys, NaN and infinity are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Estimate(Strict):
+    """An `Interval` in JSON. mean: null if there is none, or if all values are infinite, which `infinite` counts."""
+
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int
+    infinite: int = 0
+
+    @classmethod
+    def of(cls, interval: Interval | None) -> Self | None:
+        """None stays None."""
+        if interval is None:
+            return None
+        mean, low, high = (number(value) for value in (interval.mean, interval.low, interval.high))
+        return cls(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
+
+
+def number(value: float | None) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Margin(Strict):
+    """Where a metric has to lie for a run to count as good as 16 bit: its value, or its change against 16 bit.
+
+    None: no limit on that side.
+    """
+
+    on: Literal["value", "change"]
+    low: float | None = None
+    high: float | None = None
+
+    def describe(self, unit: str) -> str:
+        """For people: `at least 30 dB`, `within ±0.3`."""
+        unit = f" {unit}" if unit else ""
+        if self.high is None:
+            return f"at least {self.low:g}{unit}"
+        if self.low is None:
+            return f"at most {self.high:g}{unit}"
+        if self.low == -self.high:
+            return f"within ±{self.high:g}{unit}"
+        return f"{self.low:g} to {self.high:g}{unit}"
+
+
+class Metric(Strict):
+    """One row of a run's table.
+
+    digits: a format specification. better: which way is good. how: variant and implementation. value: of the
+    quantized images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per image.
+    floor: the same metric between two 16-bit runs. margin: what the verdict holds it against; None: nothing. missing:
+    why there is no value.
+    """
+
+    name: str
+    unit: str
+    digits: str
+    better: Literal["higher", "lower"]
+    how: str
+    value: Estimate | None = None
+    baseline: Estimate | None = None
+    change: Estimate | None = None
+    floor: Estimate | None = None
+    margin: Margin | None = None
+    notes: tuple[str, ...] = ()
+    missing: str | None = None
+
+
+class Image(Strict):
+    """One image of a run, in the order of the report's items.
+
+    values: metric -> its value for this image; changes: of those that 16-bit images have too, value minus theirs.
+    """
+
+    finite: bool
+    identical: bool
+    values: dict[str, float | None]
+    changes: dict[str, float | None] = {}
+
+
+class Verdict(Strict):
+    """Whether a run is good enough, by equivalence. text: one sentence. more_images: about how many would decide."""
+
+    outcome: Literal["identical", "equivalent", "worse", "inconclusive", "broken"]
+    text: str
+    more_images: int | None = None
+
+
+class Gate(Strict):
+    """A condition that was asked for. value: null where the metric was not measured, which does not pass."""
+
+    gate: str
+    value: float | None
+    passed: bool
+
+
+class Curve(Strict):
+    """A paired figure at each denoising step. floor: between two 16-bit runs, where it was measured."""
+
+    name: str
+    unit: str
+    digits: str
+    better: Literal["higher", "lower"]
+    how: str
+    values: tuple[Estimate, ...]
+    floor: tuple[Estimate, ...] | None = None
+
+
+class Drift(Strict):
+    """Errors along the denoising steps. sigmas: noise level of each step. images: how many were followed.
+
+    velocity_error: over all steps, from each image's mean of the curve of that name. velocity_floor: between two
+    16-bit runs, where it was measured.
+    """
+
+    steps: tuple[int, ...]
+    sigmas: tuple[float, ...]
+    images: int
+    curves: dict[str, Curve]
+    velocity_error: Estimate | None = None
+    velocity_floor: Estimate | None = None
+
+
+class Picture(Strict):
+    """One shown image. index: among the report's items. The rest are data URIs."""
+
+    index: int
+    reference: str
+    quantized: str
+    difference: str
+
+
+class Wall(Strict):
+    """Pictures by why they were chosen. gain: of |difference|. encoding: how shown pictures are stored."""
+
+    gain: int
+    height: int
+    width: int
+    shown_pixels: int
+    encoding: str
+    groups: dict[str, tuple[Picture, ...]]
+
+
+class Size(Strict):
+    """Weights on disk of the quantized components. bits_per_weight: of the quantized Linears, all that is stored."""
+
+    components: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+
+
+class Times(Strict):
+    """Seconds of one stage. values: every round, in the order in which they ran."""
+
+    n: int
+    p50: float
+    p95: float
+    iqr: float
+    values: tuple[float, ...]
+
+
+class SpeedRow(Strict):
+    """One pipeline in one mode at one size.
+
+    stages: "text encoders", "denoiser step" (mean over an image's steps), "VAE", "end to end". missing: why there are
+    no times, for example what compiling said. resident_bytes: parameters and buffers. peak_bytes: those and all that
+    else was allocated, of a GPU. compile_seconds: what the first run took longer than the median; little where an equal
+    graph had been compiled. energy_joules: of one image. flops: of one denoiser step, modelled. roofline_share: time
+    that the data sheet's peaks allow for a step over the time it took, where the device has a row. slowed_by: why the
+    device lowered its clocks meanwhile.
+    """
+
+    side: str
+    is_reference: bool
+    mode: Literal["eager", "compiled", "cuda graph"]
+    batch: int
+    height: int
+    width: int
+    stages: dict[str, Times] = {}
+    peak_bytes: int | None = None
+    resident_bytes: int | None = None
+    compile_seconds: float | None = None
+    energy_joules: float | None = None
+    flops: float | None = None
+    roofline_share: float | None = None
+    slowed_by: tuple[str, ...] = ()
+    missing: str | None = None
+
+
+class Speedup(Strict):
+    """16-bit time over quantized time of rounds that ran in turn, or why none is given.
+
+    mode: of the quantized side. against: of the 16-bit side, the fastest that was measured.
+    """
+
+    side: str
+    stage: str
+    mode: str
+    batch: int
+    height: int
+    width: int
+    against: str | None = None
+    ratio: Estimate | None = None
+    refused: str | None = None
+
+
+class Card(Strict):
+    """Whether a side runs on a card of so many gigabytes, one of which is left to driver and allocator.
+
+    needed: bytes. basis: of what; the weights alone where no GPU has shown the peak.
+    """
+
+    side: str
+    gigabytes: int
+    needed: int
+    fits: bool
+    basis: str = "peak"
+
+
+class Speed(Strict):
+    """What `fluxq bench` measured. measured_on says in words on what, and that a CPU is no GPU where it is none.
+
+    first_image_seconds: from the start of loading to the first image.
+    """
+
+    device: str
+    measured_on: str
+    load_seconds: dict[str, float]
+    first_image_seconds: dict[str, float]
+    rows: tuple[SpeedRow, ...]
+    speedups: tuple[Speedup, ...]
+    cards: tuple[Card, ...]
+    conditions: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+class LayerDamage(Strict):
+    """One quantized layer, or one block of them.
+
+    local_sqnr_db: output, fed with the 16-bit model's input; at each step that was looked at. free_sqnr_db: in the
+    running quantized model. damage: share of the whole latents' error when only this is quantized. gain: share that
+    goes when only this is kept in 16 bit. kernel_error: relative, of the kernel's output to the torch reference's on
+    the same input. health: what `trace.health` counts, at each step. fault: what is wrong with it beyond rounding, ""
+    if nothing. None: not measured, not finite, or in dB no error at all.
+    """
+
+    name: str
+    role: str
+    scheme: str
+    weights: int
+    local_sqnr_db: tuple[float | None, ...] = ()
+    free_sqnr_db: tuple[float | None, ...] = ()
+    damage: float | None = None
+    gain: float | None = None
+    kernel_error: float | None = None
+    health: dict[str, tuple[float, ...]] = {}
+    fault: str = ""
+
+
+class Patch(Strict):
+    """A recipe that keeps the worst layers in a better format. SQNR is of the final latents, in dB.
+
+    format: what the layers are in then. bits: stored per weight, over all quantized layers. recipe: YAML.
+    """
+
+    layers: tuple[str, ...]
+    format: str
+    bits_before: float
+    bits_after: float
+    predicted_sqnr_db: float | None
+    measured_sqnr_db: float | None
+    before_sqnr_db: float | None
+    recipe: str
+
+
+class Debug(Strict):
+    """What `fluxq debug` found. blocks: in the order in which they run. layers, findings: the worst first.
+
+    sqnr_db: of the final latents; floor_sqnr_db: of those of a second 16-bit run. additivity: sum of the layers' own
+    damages, of a block's where its layers were not measured, over the damage of all together.
+    """
+
+    prompts: int
+    steps: tuple[int, ...]
+    sigmas: tuple[float, ...]
+    blocks: tuple[LayerDamage, ...]
+    layers: tuple[LayerDamage, ...]
+    first_divergence: str | None
+    additivity: float | None
+    findings: tuple[str, ...]
+    sqnr_db: float | None = None
+    floor_sqnr_db: float | None = None
+    patch: Patch | None = None
+
+
+class Run(Strict):
+    """One quantized side. recipe_digest: SHA-256 of the recipe. backend: which arithmetic computed its layers."""
+
+    name: str
+    recipe: str
+    recipe_digest: str
+    backend: str
+    cache: float | None
+    status: Literal["broken", "identical", "measured"]
+    size: Size
+    verdict: Verdict
+    gates: tuple[Gate, ...]
+    metrics: dict[str, Metric]
+    images: tuple[Image, ...]
+    drift: Drift | None
+    wall: Wall | None
+    speed: Speed | None = None
+    debug: Debug | None = None
+    provenance: dict[str, str] = {}
+
+
+class Comparison(Strict):
+    """Two runs on the same images. p: two-sided, of the paired bootstrap; p_holm: corrected for all comparisons."""
+
+    first: str
+    second: str
+    metric: str
+    difference: Estimate
+    p: float
+    p_holm: float
+
+
+class Protocol(Strict):
+    """What was asked for. seeds: noise per prompt. dataset: hub id of the set that the prompts are of, if of one."""
+
+    name: str
+    prompts: str
+    prompts_digest: str
+    count: int
+    seeds: int
+    dataset: str | None = None
+
+
+class Item(Strict):
+    """One image to make."""
+
+    prompt: str
+    seed: int
+
+
+class Report(Strict):
+    """All of it. reference: what decides the 16-bit images' bits, and their digest, label -> text; runs compare only
+    within one. time: seconds by what they were spent on; `created` and `time` are all that two equal runs differ in.
+    """
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    created: str
+    model: str
+    license: str
+    call: dict[str, Any]
+    reference: dict[str, str]
+    noise_floor: str
+    protocol: Protocol
+    items: tuple[Item, ...]
+    runs: tuple[Run, ...]
+    comparisons: tuple[Comparison, ...]
+    warnings: tuple[str, ...]
+    provenance: dict[str, str]
+    versions: dict[str, str]
+    command: str
+    time: dict[str, Any]
+
+
+def read_report(path: Path) -> Report:
+    """The report in a file; ValueError naming what is wrong with it."""
+    value = read_json(path)
+    found = value.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise ValueError(f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: evaluate again")
+    try:
+        return Report.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {where}: {first['msg']}; the file is damaged, evaluate again") from None

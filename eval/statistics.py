@@ -1,0 +1,245 @@
+"""Intervals and decisions: what a handful of images can say about all of them.
+
+Images of one prompt are alike, so what is resampled is prompts, and the images of a prompt, which differ in their
+seeds, go with it (the cluster bootstrap). The mean is over images: with prompts j, sums S_j and counts n_j it is
+sum S_j / sum n_j. Whether a recipe is good enough is asked as equivalence: its interval has to lie within a margin.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+import torch
+
+Outcome = Literal["equivalent", "worse", "inconclusive"]
+
+_LEVEL = 0.95
+_RESAMPLES = 9999
+_BATCH_VALUES = 1 << 18  # what stays in cache
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `n` values and its confidence limits, of 95 % where nothing else is said.
+
+    infinite: how many more values were infinite (identical images) and are left out of the mean. The mean
+    is infinite if all were, and NaN if there were none or if any was NaN, so that a comparison `mean >=
+    gate` fails for broken images. low and high are NaN where the values say nothing about them (fewer than
+    two prompts).
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    infinite: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether one recipe's mean lies within the margin. interval: the one it was decided by, of confidence `level`.
+
+    more_images: about how many would decide; None where it is decided, or where no number can be given.
+    """
+
+    outcome: Outcome
+    interval: Interval
+    level: float
+    more_images: int | None = None
+
+
+def clustered_interval(
+    values: Sequence[float],
+    prompts: Sequence[Hashable],
+    resamples: int = _RESAMPLES,
+    seed: int = 0,
+    level: float = _LEVEL,
+) -> Interval:
+    """Mean of per-image values and its BCa bootstrap interval (Efron 1987), prompts resampled with their images.
+
+    prompts: the prompt of each value, in any order and with any number of images each. For a comparison pass
+    per-image differences: pairing is what makes the interval narrow. Raises ValueError if the two differ in length.
+    """
+    _check_lengths(values, prompts)
+    if not values or any(math.isnan(value) for value in values):
+        return Interval(math.nan, math.nan, math.nan, n=0)
+    sums, counts = _by_prompt(values, prompts)
+    n = int(sum(counts))
+    infinite = len(values) - n
+    if not n:
+        return Interval(values[0], math.nan, math.nan, n=0, infinite=infinite)
+    kept = [value for value in values if math.isfinite(value)]
+    mean = math.fsum(kept) / n
+    if len(sums) == 1:
+        return Interval(mean, math.nan, math.nan, n, infinite)
+    if min(kept) == max(kept):
+        return Interval(mean, mean, mean, n, infinite)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # BCa warns where its correction is undefined; the percentile one then serves
+        result = _bootstrap(sums, counts, resamples, seed, method="BCa", confidence_level=level)
+        if math.isnan(result.confidence_interval.low) or math.isnan(result.confidence_interval.high):
+            result = _bootstrap(sums, counts, resamples, seed, method="percentile", confidence_level=level)
+    low, high = result.confidence_interval
+    return Interval(mean, float(low), float(high), n, infinite)
+
+
+def paired_interval(values: Sequence[float], resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
+    """As `clustered_interval`, for one image of each prompt."""
+    return clustered_interval(values, range(len(values)), resamples, seed)
+
+
+def within_item_intervals(conditions: Sequence[Sequence[float]]) -> list[Interval]:
+    """Means of several recipes on the same items, with intervals that leave out how items differ in general.
+
+    Some prompts are fragile under every recipe; that spread widens each recipe's own interval and says nothing
+    about their order. Each item's mean over the recipes is replaced by the grand mean and what remains widened
+    by sqrt(C / (C - 1)) (Cousineau 2005, corrected by Morey 2008). conditions: C lists of equal length, finite.
+    """
+    table = torch.tensor(conditions, dtype=torch.float64)  # (C, items)
+    if len(table) < 2 or not torch.isfinite(table).all():
+        raise ValueError("within-item intervals compare at least two recipes whose values are all finite")
+    means = table.mean(1, keepdim=True)
+    centred = table - table.mean(0) + table.mean() - means  # deviations from each recipe's mean, items alike
+    corrected = means + centred * math.sqrt(len(table) / (len(table) - 1))
+    return [paired_interval(row) for row in corrected.tolist()]
+
+
+def p_value(
+    differences: Sequence[float], prompts: Sequence[Hashable], resamples: int = _RESAMPLES, seed: int = 0
+) -> float:
+    """Two-sided p of the hypothesis that paired per-image differences have mean 0.
+
+    The bootstrap distribution of the mean, prompts resampled with their images, is shifted to 0; p is the share of it
+    that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / (resamples + 1).
+    Infinite differences are left out. NaN if any is NaN or fewer than two prompts remain.
+    """
+    _check_lengths(differences, prompts)
+    sums, counts = _by_prompt(differences, prompts)
+    if any(math.isnan(value) for value in differences) or len(sums) < 2:
+        return math.nan
+    mean = sum(sums) / sum(counts)
+    means = _bootstrap(sums, counts, resamples, seed, method="percentile").bootstrap_distribution
+    as_far = int((abs(means - mean) >= abs(mean)).sum())
+    return (1 + as_far) / (1 + resamples)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number, in the order given (Holm 1979): below alpha is significant at alpha.
+
+    Holds for tests that depend on each other, as those of recipes on the same images do. ValueError for NaN.
+    """
+    if any(math.isnan(p) for p in p_values):
+        raise ValueError("Holm's correction needs every p-value; NaN is none: leave that comparison out")
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    for done, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - done) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def decide(
+    recipes: Sequence[Sequence[float]],
+    prompts: Sequence[Hashable],
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    alpha: float = 0.05,
+    resamples: int = _RESAMPLES,
+    seed: int = 0,
+) -> list[Decision]:
+    """Which recipes' means lie within [low, high], with at most `alpha` of a wrong decision anywhere among them.
+
+    recipes: per-image values of each, on the same prompts. Each of the k recipes has two hypotheses that can be
+    rejected, that it is outside and that it is within, and a one-sided test of half the interval's error does it.
+    Holm's procedure over these 2k: intervals of level 1 - 2 alpha / 2k first; once r recipes are decided, the rest is
+    looked at again with 1 - 2 alpha / (2k - r), until no further one is. A single recipe gets its 95 % interval.
+    """
+    decisions: dict[int, Decision] = {}
+    while True:
+        decided = sum(decision.outcome != "inconclusive" for decision in decisions.values())
+        level = 1 - 2 * alpha / (2 * len(recipes) - decided) if recipes else 1 - alpha
+        before = decided
+        for index, values in enumerate(recipes):
+            if index not in decisions or decisions[index].outcome == "inconclusive":
+                interval = clustered_interval(values, prompts, resamples, seed, level)
+                outcome = equivalence(interval, low, high)
+                more = more_images(values, prompts, low, high, level) if outcome == "inconclusive" else None
+                decisions[index] = Decision(outcome, interval, level, more)
+                decided += outcome != "inconclusive"
+        if decided in (before, len(recipes)):
+            return [decisions[index] for index in range(len(recipes))]
+
+
+def equivalence(interval: Interval, low: float = -math.inf, high: float = math.inf) -> Outcome:
+    """ "equivalent" where the interval lies within the margin [low, high], "worse" where it lies wholly outside.
+
+    A 95 % interval within the margin is two one-sided tests (TOST, Schuirmann 1987) at 2.5 % each. That is stricter
+    than the usual 5 %, which a 90 % interval would be; in return the one interval that is shown decides both ways.
+    "inconclusive" otherwise, and where there are no limits. ValueError for a margin without room.
+    """
+    if not low < high:
+        raise ValueError(f"a margin goes from a lower to a higher value, got [{low}, {high}]")
+    if low <= interval.low and interval.high <= high:
+        return "equivalent"
+    if interval.high < low or interval.low > high:
+        return "worse"
+    return "inconclusive"
+
+
+def more_images(
+    values: Sequence[float],
+    prompts: Sequence[Hashable],
+    low: float = -math.inf,
+    high: float = math.inf,
+    level: float = _LEVEL,
+) -> int | None:
+    """About how many more images, of new prompts with as many seeds each, would let `equivalence` decide.
+
+    If mean and spread of the prompts stay as they are, N images give a half width that falls with 1 / sqrt(N); asked
+    for is the N at which it equals the distance from the mean to the nearest end of the margin. None where the mean
+    lies on that end, or where fewer than two prompts tell a spread.
+    """
+    _check_lengths(values, prompts)
+    sums, counts = _by_prompt(values, prompts)
+    if any(math.isnan(value) for value in values) or len(sums) < 2:
+        return None
+    n = sum(counts)
+    mean = sum(sums) / n
+    distance = min(abs(mean - low), abs(mean - high))
+    if distance == 0:
+        return None
+    residuals = [total - mean * count for total, count in zip(sums, counts, strict=True)]
+    variance = len(sums) / (len(sums) - 1) * math.fsum(value**2 for value in residuals) / n**2
+    half_width = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance)
+    return max(1, math.ceil(n * ((half_width / distance) ** 2 - 1)))
+
+
+def _check_lengths(values: Sequence[float], prompts: Sequence[Hashable]) -> None:
+    if len(values) != len(prompts):
+        raise ValueError(f"{len(values)} values and {len(prompts)} prompts: every value needs the prompt of its image")
+
+
+def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[list[float], list[float]]:
+    """Sum and number of the finite values of each prompt that has any, in order of first appearance."""
+    groups: dict[Hashable, list[float]] = {}
+    for value, prompt in zip(values, prompts, strict=True):
+        if math.isfinite(value):
+            groups.setdefault(prompt, []).append(value)
+    return [math.fsum(group) for group in groups.values()], [float(len(group)) for group in groups.values()]
+
+
+def _bootstrap(sums: list[float], counts: list[float], resamples: int, seed: int, **how: Any) -> Any:
+    from scipy.stats import bootstrap
+
+    batch = max(1, _BATCH_VALUES // len(sums))
+    return bootstrap((sums, counts), _ratio, paired=True, n_resamples=resamples, batch=batch, rng=seed, **how)
+
+
+def _ratio(sums, counts, axis: int):
+    return sums.sum(axis=axis) / counts.sum(axis=axis)

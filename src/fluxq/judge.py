@@ -1,0 +1,472 @@
+"""One function per command that judges a finished checkpoint: eval, bench, debug, report.
+
+What each of them found is kept beside the checkpoint in OUT/eval, one JSON file per command; the report is drawn from
+all that is there and was measured on these weights.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel
+
+from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.provenance import versions
+from fluxq.calibrate.capture import images_per_batch
+from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
+from fluxq.eval import card
+from fluxq.eval.protocols import PROTOCOLS, items_of
+from fluxq.eval.schema import JSON_FILE, Debug, Item, Protocol, Report, Run, Size, Speed, read_report
+from fluxq.eval.sides import BACKENDS, Side, variants
+from fluxq.integrations.prepare import prepare
+from fluxq.jobs import recorded_loras, require_call, require_device, require_images
+from fluxq.quantize.checkpoint import PLAN_FILE, read_plan_file
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.recipe import parse_gate
+
+if TYPE_CHECKING:
+    from fluxq.eval.evaluate import Candidate
+    from fluxq.eval.networks import Networks
+
+EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
+IMAGES_FOLDER = "fluxq-images"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What eval, bench and debug take; None leaves the protocol's, the folder's or the pipeline's own value."""
+
+    model: str | None = None
+    revision: str | None = None
+    local_files_only: bool = False
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    protocol: str = "smoke"
+    prompts: str | None = None
+    count: int | None = None
+    seeds: int | None = None
+    seed: int | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    metrics: tuple[str, ...] = ()
+    weights: str | None = None
+    fid_resize: str | None = None
+    fid_reference: Path | None = None
+    clip: str | None = None
+    backends: tuple[str, ...] = ()
+    cache: float | None = None
+    gates: tuple[str, ...] = ()
+    images: Path | None = None
+    engine: str = "local"
+    workers: int | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, and the 16-bit model it was made from, both found, read and checked."""
+
+    options: Options
+    output: Path
+    record: dict[str, Any]
+    folder: ModelFolder
+    reference: Side
+    quantized: Side
+    prompts: PromptSet
+    protocol: Protocol
+    items: tuple[tuple[str, int], ...]
+    call: dict[str, Any]
+
+
+def subject(output: Path, options: Options) -> Subject:
+    """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from."""
+    record = read_plan_file(output)
+    if record is None:
+        raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
+    if not {"model", "recipe", "prompts", "components", "identity"} <= record.keys():
+        raise ValueError(f"{output / PLAN_FILE}: damaged, it does not say how the checkpoint was made; quantize again")
+    require_device(options.device)
+    _require_known("protocol", [options.protocol], PROTOCOLS)
+    _require_known("backend", options.backends, BACKENDS)
+    folder = resolve_model(
+        options.model or record["model"]["source"],
+        revision=options.revision or record["model"]["revision"],
+        local_files_only=options.local_files_only,
+    )
+    for component, digest in record["model"]["digests"].items():
+        if folder.digest(component) != digest:
+            raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
+    require_images(folder, "generate with both pipelines to judge")
+    quantized = ModelFolder(output.name, output)
+    protocol = PROTOCOLS[options.protocol]
+    call = {**quantized.generation_defaults, **protocol.call(folder), **options.call}
+    require_call(quantized, call)
+    prompts = load_prompts(options.prompts or protocol.source(quantized), quantized, shuffle=protocol.shuffle)
+    count, seeds = options.count or protocol.count, options.seeds or protocol.seeds
+    first = protocol.first_seed if options.seed is None else options.seed
+    loras = tuple((str(lora.path), lora.weight) for lora in recorded_loras(record))
+    reference_digest = sha256_json([_digest(folder), record.get("loras", [])]) if loras else _digest(folder)
+    return Subject(
+        options=options,
+        output=output,
+        record=record,
+        folder=folder,
+        reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras),
+        quantized=Side(output.resolve().name, str(output.resolve()), _digest(quantized), options.dtype),
+        prompts=prompts,
+        protocol=Protocol(
+            name=options.protocol,
+            prompts=prompts.source,
+            prompts_digest=prompts.digest,
+            count=count,
+            seeds=seeds,
+            dataset=next((row.repo for name, row in DATASETS.items() if prompts.source in (name, row.file)), None),
+        ),
+        items=tuple(items_of(prompts.prompts, count, seeds, first)),
+        call=call,
+    )
+
+
+def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in table:
+            raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(table)}")
+
+
+def _digest(folder: ModelFolder) -> str:
+    """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+    with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
+    others = sorted(
+        path
+        for name in folder.components
+        if name not in with_weights
+        for path in (folder.path / name).glob("*")
+        if path.is_file()
+    )
+    return sha256_json(
+        [
+            sha256_file(folder.path / "model_index.json"),
+            *([name, folder.digest(name)] for name in with_weights),
+            *([path.name, sha256_file(path)] for path in others),
+        ]
+    )
+
+
+def evaluate(asked: Subject) -> Report | None:
+    """Make every side's images, measure them and write OUT/eval/report.*; None in processes that only helped.
+
+    Raises ValueError before any image is made for a metric, backend or gate that cannot be had.
+    """
+    from fluxq.eval.drift import floor_attention
+    from fluxq.eval.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
+    from fluxq.eval.executor import Work, cpu_threads, ensure_images, open_engine
+    from fluxq.eval.report import compare_runs
+
+    options, started = asked.options, time.perf_counter()
+    networks = find_networks(asked)
+    keys = _metric_keys(asked, networks)
+    sides = variants(asked.quantized, options.backends or _backends(asked.record), options.cache)
+    batch = options.batch_size or images_per_batch(asked.call)
+    floor_side = replace(asked.reference, name="16-bit again", attention=floor_attention(options.device))
+    floor_batch = max(1, batch // 2) if batch > 1 else 2
+    root = options.images or asked.output.resolve().parent / IMAGES_FOLDER
+    asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
+    asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
+    with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
+        made = [
+            ensure_images(Work(side, items, asked.call, size, root, options.device), engine)
+            for side, items, size in asks
+        ]
+    found = [images for images in made if images is not None]
+    if len(found) < len(made):
+        return None  # the process that leads the others has all of them
+    reference, *sets, again = found
+    generated = time.perf_counter()
+    with cpu_threads(torch.device(options.device).type, 1):  # as the images were made: equal bits from every engine
+        floor = measure_floor(reference, again, keys, networks)
+        drifts = _drifts(asked, sides, floor_side, batch, floor_batch)
+        runs = measure_runs(
+            _candidates(asked, sides), reference, sets, keys=keys, networks=networks, floor=floor, drifts=drifts
+        )
+    report = Report(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=asked.folder.name,
+        license=card.license_text(asked.folder.license) or "not stated",
+        call=asked.call,
+        reference={
+            "16-bit weights (SHA-256)": asked.reference.digest,
+            "dtype": asked.reference.dtype,
+            "pipeline call (SHA-256)": sha256_json(asked.call),
+            "images in a batch": str(batch),
+            "prompts and seeds (SHA-256)": reference.items_digest,
+            "16-bit images (SHA-256)": reference.digest,
+        },
+        noise_floor=(
+            f"two runs of the 16-bit model on the same {len(again.items)} prompts and noise, one with "
+            f"{floor_batch} images in a batch and attention computed by {floor_side.attention}"
+        ),
+        protocol=asked.protocol,
+        items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
+        runs=tuple(_with_records(run, asked) for run in runs),
+        comparisons=compare_runs(runs, asked.items),
+        warnings=_warnings(asked),
+        provenance={"16-bit model": asked.reference.folder if options.model else asked.record["model"]["source"]},
+        versions=versions("torchmetrics", "open_clip_torch", "scipy", "fluxq"),
+        command=_command(asked),
+        time={
+            "engine": options.engine,
+            "devices": sorted({each.device for each in (reference, *sets)}),
+            "generating_seconds": round(generated - started, 1),
+            "measuring_seconds": round(time.perf_counter() - generated, 1),
+        },
+    )
+    _write(asked.output, report)
+    return report
+
+
+def bench(asked: Subject, **how: Any) -> Speed:
+    """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one."""
+    from fluxq.eval.speed import measure_speed
+
+    sides = (asked.reference, _Served(asked.quantized))
+    prompts = [prompt for prompt, _ in asked.items]
+    speed = measure_speed(sides, prompts, asked.call, device=asked.options.device, **how)
+    layout = {"quantized layers": f"laid out for {asked.options.device} by fluxq.prepare"}
+    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
+    _keep(asked, SPEED_FILE, speed)
+    return speed
+
+
+@dataclass(frozen=True)
+class _Served:
+    """A quantized side as one would serve it."""
+
+    side: Side
+
+    @property
+    def name(self) -> str:
+        return self.side.name
+
+    def open(self, device: str) -> Any:
+        pipe = self.side.open()
+        prepare(pipe, device=device)
+        return pipe.to(device)
+
+
+def debug(asked: Subject, patch: Path | None, growth: float, budget: int) -> Debug:
+    """Find out where the checkpoint loses; writes OUT/eval/debug.json and draws the report again where there is one.
+
+    patch: file for a recipe that keeps the worst layers in more bits, at most a share `growth` more than now; it is not
+    written where no layer is worth them. budget: runs of the prompts that the damages may take.
+    """
+    from fluxq.eval.debug import debug as find_faults
+
+    options = asked.options
+    if patch is not None and (patch.exists() or patch.suffix != ".yaml"):
+        raise ValueError(f"--patch {patch}: name a new .yaml file")
+    found = find_faults(
+        asked.reference,
+        asked.quantized,
+        asked.items,
+        asked.call,
+        device=options.device,
+        batch_size=options.batch_size,
+        growth=growth,
+        budget=budget,
+    )
+    _keep(asked, DEBUG_FILE, found)
+    if patch is not None and found.patch is not None:
+        write_text(patch, found.patch.recipe)
+    return found
+
+
+def report(outputs: Sequence[Path], target: Path) -> Report:
+    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
+    from fluxq.eval.report import merge, write_report
+
+    if target.suffix != ".html":
+        raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
+    found = [_read(output) for output in outputs]
+    merged = merge(found) if len(found) > 1 else found[0]
+    write_report(target, merged)
+    return merged
+
+
+def _read(output: Path) -> Report:
+    """The report of a checkpoint folder, with what bench and debug have found since."""
+    path = output / EVAL_FOLDER / JSON_FILE if output.is_dir() else output
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
+    return read_report(path)
+
+
+def find_networks(asked: Subject) -> Networks:
+    """What the metrics may use: the embedded model's own networks, and what --weights and its fellows name."""
+    from fluxq import tiny
+    from fluxq.eval.networks import Networks, find_networks
+
+    options = asked.options
+    from_hub = options.weights == "hub"
+    if asked.folder.path.resolve() == Path(tiny.path()).resolve():
+        images, _captions = tiny.held_out()
+        own = Networks(
+            feature_network=tiny.feature_network(),
+            feature_name="fluxq-tiny-features",
+            clip=str(tiny.clip_path()),
+            reference_images=images,
+            reference_name="held-out images",
+        )
+    else:
+        own = Networks()
+    return find_networks(
+        own,
+        weights=Path(options.weights) if options.weights and not from_hub else None,
+        clip=options.clip,
+        fid_resize=options.fid_resize or PROTOCOLS[options.protocol].fid_resize,
+        fid_reference=options.fid_reference,
+        device=options.device,
+        download=from_hub,
+    )
+
+
+def _metric_keys(asked: Subject, networks: Networks) -> list[str]:
+    """The metrics to take; ValueError for one that was asked for, by name or by a published protocol, and cannot be."""
+    from fluxq.eval.evaluate import VELOCITY_ERROR
+    from fluxq.eval.metrics import metric_rows, missing
+
+    row, options = PROTOCOLS[asked.options.protocol], asked.options
+    known = metric_rows()
+    keys = list(options.metrics or row.metrics or known)
+    _require_known("metric", keys, known)
+    gated = [metric for gate in _gates(asked) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
+    for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
+        why = missing(key, networks)
+        if why is not None:
+            raise ValueError(f"{key} cannot be measured: {why}")
+    needed = ["psnr"]  # orders pictures and runs
+    return list(dict.fromkeys([*needed, *keys, *gated]))
+
+
+def _gates(asked: Subject) -> tuple[str, ...]:
+    """The recipe's, the protocol's and those of the command line."""
+    recipe = asked.record["recipe"].get("gates", [])
+    return tuple(dict.fromkeys([*recipe, *PROTOCOLS[asked.options.protocol].gates, *asked.options.gates]))
+
+
+def _backends(record: dict[str, Any]) -> tuple[str, ...]:
+    """As stored, and every re-encoding that changes a layer of this checkpoint."""
+    schemes = {layer["scheme"] for part in record["components"] for layer in part["layers"]} - {"16bit"}
+    activations = {Scheme.parse(scheme).activations for scheme in schemes}
+    formats = {each.name for each in activations if each is not None}
+    return tuple(name for name, targets in BACKENDS.items() if not targets or formats - {*targets})
+
+
+def _drifts(asked: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int) -> dict[str, Any]:
+    """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts."""
+    from fluxq.eval.drift import drift, follow, with_floor
+    from fluxq.eval.evaluate import DRIFT_IMAGES
+
+    items, device = asked.items[:DRIFT_IMAGES], asked.options.device
+    followed = follow(asked.reference.open(device), items, asked.call, min(batch, len(items)))
+    floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
+    return {side.name: with_floor(drift(followed, side.open(device)), floor) for side in sides}
+
+
+def _candidates(asked: Subject, sides: Sequence[Side]) -> list[Candidate]:
+    from fluxq.eval.evaluate import Candidate
+
+    record = asked.record
+    parts = record["components"]
+    done = [layer for part in parts for layer in part["layers"] if layer["scheme"] != "16bit"]
+    weights = [layer["shape"][0] * layer["shape"][1] for layer in done]
+    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(done, weights, strict=True))
+    size = Size(
+        components=tuple(part["component"] for part in parts),
+        bytes_before=sum(part["bytes_before"] for part in parts),
+        bytes_after=sum(part["bytes_after"] for part in parts),
+        bits_per_weight=bits / sum(weights),
+    )
+    provenance = {
+        **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
+        "checkpoint (SHA-256)": asked.quantized.digest,
+        "recipe (SHA-256)": record["identity"]["recipe"],
+        "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",
+        "statistics (SHA-256)": record["statistics_digest"] or _without_statistics(record),
+    }
+    recipe = record["recipe"]["name"], record["identity"]["recipe"]
+    return [Candidate(side, *recipe, size, _gates(asked), provenance) for side in sides]
+
+
+def _without_statistics(record: dict[str, Any]) -> str:
+    return "none: layers were fitted to captured calls" if record["trajectory"] else "none: the recipe needs no data"
+
+
+def _warnings(asked: Subject) -> tuple[str, ...]:
+    protocol, prompts = asked.protocol, asked.prompts
+    found = PROTOCOLS[protocol.name].departures(asked.folder, prompts, protocol.count, protocol.seeds, asked.call)
+    if prompts.duplicates:
+        found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
+    few = len({prompt for prompt, _ in asked.items})
+    if few < 30:
+        found.append(
+            f"{few} prompts are a quick look: their intervals are wide, and still narrower than they should be"
+        )
+    return tuple(found)
+
+
+def _command(asked: Subject) -> str:
+    """What makes this report again; where images are made and kept changes nothing in it."""
+    options, default = asked.options, Options()
+    words = ["fluxq", "eval", asked.output.name]
+    for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for gate in options.gates for word in ("--gate", gate)]
+    words += ["--backends", ",".join(options.backends)] if options.backends else []
+    words += ["--metrics", ",".join(options.metrics)] if options.metrics else []
+    words += [word for key, value in options.call.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return shlex.join(words)
+
+
+def _keep(asked: Subject, name: str, value: BaseModel) -> None:
+    folder = asked.output / EVAL_FOLDER
+    write_json(folder / name, {"checkpoint": asked.quantized.digest, "found": value.model_dump(mode="json")})
+    path = folder / JSON_FILE
+    if path.is_file():
+        before = read_report(path)
+        runs = tuple(_with_records(run, asked) for run in before.runs)
+        _write(asked.output, before.model_copy(update={"runs": runs}))
+
+
+def _with_records(run: Run, asked: Subject) -> Run:
+    """The run as stored weights compute it, with what bench and debug found on the same checkpoint."""
+    if run.name != asked.quantized.name or run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest:
+        return run
+    kept: dict[str, Any] = {}
+    for key, name, kind in (("speed", SPEED_FILE, Speed), ("debug", DEBUG_FILE, Debug)):
+        path = asked.output / EVAL_FOLDER / name
+        record = read_json(path) if path.is_file() else {}
+        if record.get("checkpoint") == asked.quantized.digest:
+            kept[key] = kind.model_validate(record["found"])
+    return run.model_copy(update=kept)
+
+
+def _write(output: Path, report: Report) -> None:
+    """The report, and what hubs read of it: the model card's table and `.eval_results`."""
+    from fluxq.eval.report import write_report
+
+    write_report(output / EVAL_FOLDER / "report.html", report)
+    readme = output / "README.md"
+    if readme.is_file():
+        write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
+    for name, text in card.eval_results(report).items():
+        write_text(output / ".eval_results" / name, text)

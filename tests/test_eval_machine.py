@@ -1,0 +1,106 @@
+"""Clocks and sensors: on this CPU, and on an NVML that the test makes up."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fluxq.eval.machine import HARDWARE, POWER_LIMIT, REASONS, THERMAL, Cpu, Gpu, Sensors, machine_of
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvml(bits=0, millijoules=None):
+    """A module with NVML's own constants."""
+    real = pytest.importorskip("pynvml")
+
+    def energy(handle):
+        assert handle == "GPU-1234"
+        if millijoules is None:
+            raise NVMLError("Not Supported")
+        return millijoules
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda handle: bits,
+        **{name: getattr(real, name) for name in REASONS},
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "reasons"),
+    [
+        (0x0, set()),
+        (0x1, set()),  # idle
+        (0x4, {POWER_LIMIT}),
+        (0x20, {THERMAL}),
+        (0x40, {THERMAL}),
+        (0x8, {HARDWARE}),
+        (0x80, {HARDWARE}),
+        (0x24, {POWER_LIMIT, THERMAL}),
+    ],
+)
+def test_nvmls_bits_in_words(bits, reasons):
+    assert Sensors("1234", nvml(bits)).slowdowns() == reasons
+
+
+def test_energy_comes_in_millijoules():
+    assert Sensors("1234", nvml(millijoules=2500)).joules() == 2.5
+
+
+def test_a_gpu_without_an_energy_counter():
+    sensors = Sensors("1234", nvml(0x20))
+    assert sensors.joules() is None and sensors.missing == "" and sensors.slowdowns() == {THERMAL}
+
+
+def test_a_library_that_does_not_answer_says_why():
+    def fails():
+        raise NVMLError("Driver Not Loaded")
+
+    sensors = Sensors("1234", SimpleNamespace(NVMLError=NVMLError, nvmlInit=fails))
+    assert sensors.missing == "does not answer (Driver Not Loaded): energy and throttling are unknown"
+    assert sensors.joules() is None and sensors.slowdowns() == frozenset()
+
+
+def test_the_clock_on_the_wall():
+    machine = machine_of("cpu")
+    start = machine.mark()
+    time.sleep(0.02)
+    assert 0.02 <= machine.seconds(start, machine.mark()) < 1
+
+
+def test_a_cpu_says_what_it_is_and_what_it_does_not_know():
+    machine = Cpu()
+    assert machine.about.startswith("a CPU (") and "GPU" in machine.about
+    assert (machine.joules(), machine.allocated(), machine.peak(), machine.slowdowns()) == (None, None, None, set())
+    found = machine.conditions()
+    assert found["threads"] == str(torch.get_num_threads()) and found["torch"] == torch.__version__
+    assert float(found["peak of the whole process"].removesuffix(" GB")) > 0.1
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="device 'mps': times are taken on cuda and on cpu"):
+        machine_of("mps")
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_and_counts():
+    machine = machine_of("cuda")
+    assert isinstance(machine, Gpu)
+    a = torch.randn(4096, 4096, device="cuda")
+    machine.wait()
+    machine.reset_peak()
+    before, start = machine.allocated(), machine.mark()
+    for _ in range(20):
+        b = a @ a
+    end = machine.mark()
+    machine.wait()
+    assert 0 < machine.seconds(start, end) < 5
+    assert machine.peak() - before >= b.nbytes
+    assert machine.slowdowns() <= {POWER_LIMIT, THERMAL, HARDWARE} and machine.conditions()["gpu"] == machine.about

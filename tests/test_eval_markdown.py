@@ -1,0 +1,105 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from fluxq.eval.figures import both, count, duration, figure, limits, mark, share, size
+from fluxq.eval.markdown import escaped, markdown
+from fluxq.eval.schema import Estimate, Verdict
+
+
+def _beside(name):
+    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+made = _beside("example_report")
+
+
+@pytest.fixture(scope="module")
+def three():
+    return made.example(3)
+
+
+def test_markdown_says_what_the_report_holds(three):
+    text = markdown(three)
+    psnr = three.runs[0].metrics["psnr"].value
+    assert f"{psnr.mean:.2f} ({psnr.low:.2f} to {psnr.high:.2f})" in text
+    assert "**schnell-nvfp4:** ? Inconclusive: PSNR" in text and "**schnell-int8:** ✓ Equivalent to" in text
+    assert "47.10 (46.00 to 48.20)" in text and "not measured: needs alexnet-owt-7be5be79.pth" in text
+    assert "gate `psnr>=20`: passed" in text and "gate `lpips<=0.1`: **FAILED** (not measured)" in text
+    assert "| 16 bit | compiled | 1 × 1024 × 1024 | denoiser step | 170 ms / 180 ms | 2 % | 33.70 GB |" in text
+    assert "not given: the spread of 16 bit is 8 % of its median, above 5 %" in text
+    assert "fluxq eval schnell-nvfp4 --protocol smoke" in text and "extends: nvfp4" in text and "abab" in text
+    assert "> **Warning:** 16 prompts are a quick look" in text and "data:image" not in text
+
+
+def test_every_row_of_a_table_has_the_cells_of_its_head(three):
+    name, width = "a|b", 0
+    runs = tuple(run.model_copy(update={"name": f"{name} {i}"}) for i, run in enumerate(three.runs))
+    for line in markdown(three.model_copy(update={"runs": runs})).splitlines():
+        if not line.startswith("|"):
+            width = 0
+            continue
+        cells = line.replace("\\|", "").count("|")
+        assert width in (0, cells), line
+        width = cells
+
+
+def test_parts_that_were_not_measured_say_so():
+    text = markdown(made.example(1, speed=None, debug=None, drift=None, wall=None))
+    assert "speed not measured for schnell-nvfp4: run `fluxq bench OUT`" in text
+    assert "debug not measured for schnell-nvfp4: run `fluxq debug OUT`" in text
+    assert "Not measured" not in markdown(made.example(1))
+
+
+def test_names_and_verdicts_cannot_inject_markup():
+    evil = "<script>|`x`[a](http://b.c)\n# head"
+    verdict = Verdict(outcome="worse", text=evil)
+    text = markdown(made.example(1, name=evil, recipe=evil, verdict=verdict, model=evil, command="```\n# head"))
+    assert "<script>" not in text.replace("\\<script\\>", "") and "\n# head" not in text.replace("'''\n# head", "")
+    assert escaped("a_b*c") == r"a\_b\*c"
+
+
+def test_mark_says_the_word_once():
+    assert mark(Verdict(outcome="worse", text="Worse than 16 bit: PSNR")) == "▼"
+    assert mark(Verdict(outcome="identical", text="All 8 images are the same.")) == "= Identical."
+
+
+def test_figures():
+    estimate = Estimate(mean=-0.123, low=-0.2, high=0.01, n=8)
+    assert figure(estimate, ".2f", "+") == "−0.12" and limits(estimate, ".2f", "+") == "−0.20 to +0.01"
+    assert both(estimate, ".2f") == "−0.12 (−0.20 to 0.01)"
+    assert figure(None, ".2f") == "–" and limits(None, ".2f") == ""
+    assert figure(Estimate(mean=None, n=0, infinite=4), ".2f") == "identical"
+    assert figure(Estimate(mean=None, n=0), ".2f") == "–"
+    assert count([estimate, None, Estimate(mean=1.0, n=5, infinite=1)]) == "6 to 8" and count([None]) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0000012, "1.2 µs"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1000 ms"),
+        (1.5, "1.5 s"),
+        (119.0, "119 s"),
+        (200.4, "3 min 20 s"),
+        (None, "–"),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_sizes_and_shares():
+    assert [size(value) for value in (0, 999, 12_000, 6_400_000_000, None)] == [
+        "0 B",
+        "999 B",
+        "12.00 kB",
+        "6.40 GB",
+        "–",
+    ]
+    assert [share(value) for value in (0.123, -0.05, 19.704, None)] == ["12.3 %", "−5 %", "1970 %", "–"]

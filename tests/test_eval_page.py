@@ -1,0 +1,138 @@
+"""The page in a browser: what a reader does with it, with the network off."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fluxq.eval.report import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra `test`")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium of the distribution's packages")
+
+
+def _beside(name):
+    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    made = _beside("example_report").example(2, count=12)
+    return write_report(tmp_path_factory.mktemp("page") / "report.html", made).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser, address):
+    """open_page(**context) is the page, once its charts are live; anything it says or asks for fails the test."""
+    said, asked, contexts = [], [], []
+
+    def open_with(width=1280, charts=True, **context):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, offline=True, **context))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(address)
+        if charts:
+            page.wait_for_selector("html[data-charts=ready]", state="attached")
+        return page
+
+    yield open_with
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert all(url == address or url.startswith("data:image/") for url in asked)
+
+
+def test_slider_moves_the_cut(open_page):
+    page = open_page()
+    slider, picture = page.locator(".three input").first, page.locator(".three .after img").first
+    assert "50%" in picture.evaluate("node => getComputedStyle(node).clipPath")
+    slider.fill("20")
+    assert "20%" in picture.evaluate("node => getComputedStyle(node).clipPath")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    assert "21%" in picture.evaluate("node => getComputedStyle(node).clipPath")
+    place = slider.bounding_box()
+    slider.click(position={"x": 0.75 * place["width"], "y": place["height"] / 2})
+    assert 70 < float(slider.input_value()) < 80
+
+
+def test_tables_sort_both_ways_and_leave_what_is_missing_last(open_page):
+    page = open_page()
+    runs = page.locator("table.sortable").first
+
+    def column(index):
+        return runs.locator(f"tbody tr > :nth-child({index})").all_inner_texts()
+
+    bits = runs.get_by_role("button", name="Bits per weight")
+    bits.click()
+    assert [text.split()[0] for text in column(4)] == ["4.50", "8.02"]
+    bits.focus()
+    page.keyboard.press("Enter")
+    assert [text.split()[0] for text in column(4)] == ["8.02", "4.50"]
+    assert runs.locator("th[aria-sort=descending]").count() == 1
+    runs.get_by_role("button", name="Run", exact=False).first.click()
+    assert [text.split()[0] for text in column(1)] == ["schnell-int8", "schnell-nvfp4"]
+
+    metrics = page.locator("#metrics")
+    metrics.get_by_role("button", name="schnell-int8").click()
+    names = metrics.locator("tbody th").all_inner_texts()
+    assert names[0].startswith("SSIM") and names[-1].startswith("LPIPS")  # .95 first, not measured last
+
+
+def test_charts_are_live_fit_and_follow_the_chosen_metric(open_page):
+    page = open_page()
+    live = page.locator("[data-chart] svg.marks")
+    assert live.count() == page.locator("[data-chart]").count() > 8
+    heading = page.locator("[data-chart=cost-bits] text", has_text="better")
+    assert "PSNR" in heading.text_content()
+    page.select_option("#metric", "fid")
+    heading.filter(has_text="FID to held-out images, lower is better").wait_for(state="attached")
+    assert page.locator("[data-chart=cost-latency] text", has_text="lower is better").count() == 1
+    page.locator("[data-chart=cost-bits] .mark-symbol path").first.hover()
+    page.locator(".vg-tooltip.visible", has_text="schnell-").wait_for()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
+def test_dark_and_narrow(open_page, width, scheme):
+    page = open_page(width, color_scheme=scheme)
+    ink, paper = page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    light = sum(map(int, paper.strip("rgb()").split(",")[:3])) > sum(map(int, ink.strip("rgb()").split(",")[:3]))
+    assert light == (scheme == "light")
+    label = page.locator("[data-chart=images] .mark-text text").first.evaluate("node => getComputedStyle(node).fill")
+    assert label != "rgb(0, 0, 0)"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_page_without_javascript_shows_tables_charts_and_pictures(open_page):
+    page = open_page(charts=False, java_script_enabled=False)
+    for selector in ("#metrics", "[data-chart=cost-bits] svg", "[data-chart=drift-velocity_error] svg"):
+        assert page.locator(selector).bounding_box()["height"] > 100
+    boxes = [page.locator(".shot img").nth(index).bounding_box() for index in range(3)]
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] < boxes[2]["x"] and boxes[0]["y"] == boxes[1]["y"]
+    assert page.locator("#metric").bounding_box() is None  # what only a script makes work is not there
+
+
+def test_print_shows_whole_pictures_side_by_side(open_page):
+    page = open_page()
+    page.emulate_media(media="print")
+    first, second = (page.locator(".shot img").nth(index) for index in (0, 1))
+    assert first.bounding_box()["x"] + first.bounding_box()["width"] <= second.bounding_box()["x"]
+    assert second.evaluate("node => getComputedStyle(node).clipPath") == "none"
+    assert page.locator(".three input").first.bounding_box() is None and page.locator("nav").bounding_box() is None

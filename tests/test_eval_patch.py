@@ -1,0 +1,141 @@
+"""Which layers a patch takes, and the recipe that it writes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fluxq import tiny
+from fluxq.eval.damage import Damages
+from fluxq.eval.patch import Candidate, better_scheme, candidates, choose, improved, make_patch, patched_recipe
+from fluxq.eval.sides import Side, quantized_layers
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import FORMATS, Scheme
+from fluxq.recipes.recipe import load_recipe
+
+FP8 = Scheme(FORMATS["fp8"], FORMATS["fp8"])
+QKV = tuple(
+    f"transformer.single_transformer_blocks.0.{name}" for name in ("proj_mlp", "attn.to_q", "attn.to_k", "attn.to_v")
+)
+
+
+def layer_of(weights: str, activations: str | None, k: int = 128) -> QuantLinear:
+    scheme = Scheme(FORMATS[weights], FORMATS[activations] if activations else None)
+    return QuantLinear.from_quantized(QuantizedTensor.quantize(torch.randn(64, k), scheme.weights), None, scheme)
+
+
+def test_most_damage_for_a_bit_comes_first():
+    groups = [Candidate({name: FP8}, damage, bits) for name, damage, bits in (("a", 4, 8), ("b", 3, 2), ("c", 1, 1))]
+
+    def names(bits: float) -> list[str]:
+        return [name for group in choose(groups, bits) for name in group.schemes]
+
+    assert names(11) == ["b", "c", "a"]
+    assert names(9) == ["b", "c"]
+    assert names(1) == ["c"]
+    assert names(0.5) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "better", "expected"),
+    [
+        (("nvfp4", "nvfp4"), "fp8", "fp8-fp8"),
+        (("int4", None), "int8", "int8-16bit"),
+        (("mxfp4", "mxfp4"), "mxfp8", "mxfp8-mxfp8"),
+        (("fp8", "fp8"), "fp8", None),
+        (("fp8", None), "int8", None),
+        (("nvfp4", "nvfp4", 48), "mxfp8", None),  # 48 columns are no multiple of 32
+    ],
+)
+def test_better_format(layer, better, expected):
+    found = better_scheme(layer_of(*layer), better)
+    assert (str(found) if found else None) == expected
+
+
+def test_improved_layer_is_the_source_rounded():
+    linear = nn.Linear(128, 64, dtype=torch.bfloat16)
+    assert improved(linear, None) is linear
+    layer = improved(linear, FP8)
+    expected = QuantizedTensor.quantize(linear.weight.detach(), "fp8").dequantize()
+    assert torch.equal(layer.quantized_weight.dequantize(), expected)
+    assert torch.equal(layer.bias, linear.bias) and layer.compute_dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def quantized(plain_checkpoint):
+    return Side("nvfp4", str(plain_checkpoint("nvfp4")), "").open()
+
+
+def test_layers_that_share_an_input_change_together(quantized):
+    layers = quantized_layers(quantized)
+    found = Damages(1.0, 0.0, 0.01, only={(name,): 0.001 for name in layers})
+    groups = {frozenset(group.schemes): group for group in candidates(quantized, layers, found, "fp8")}
+    group = groups[frozenset(QKV)]
+    assert group.damage == pytest.approx(0.4)
+    fp8, nvfp4 = (
+        sum(s.stored_bits(layers[n].out_features, layers[n].in_features) for n in QKV)
+        for s in (FP8, layers[QKV[0]].scheme)
+    )
+    assert group.extra_bits == fp8 - nvfp4
+    assert set().union(*groups) == set(layers)
+    del found.only[(QKV[1],)]  # not measured: nothing is known of the group
+    assert len(candidates(quantized, layers, found, "fp8")) == len(groups) - 1
+
+
+def test_nothing_fits_into_no_growth(quantized):
+    layers = quantized_layers(quantized)
+    found = Damages(1.0, 0.0, 0.01, only={(name,): 0.001 for name in layers})
+    with pytest.raises(
+        ValueError, match=r"no layers that do damage can be kept in a better format for 0\.1% more bits"
+    ):
+        make_patch(None, quantized, layers, found, ("nvfp4", load_recipe("nvfp4")[1]), None, None, growth=0.001)
+
+
+def test_recipe_keeps_its_own_overrides(quantized, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "extends: nvfp4\n"
+        "components: {transformer: {overrides: [{role: mixed_out, weights: {format: fp8}, reason: mine}]}}\n"
+    )
+    schemes = {QKV[1]: FP8, QKV[2]: None}
+    text = patched_recipe("mine", load_recipe(str(file))[1], quantized, schemes, {QKV[1]: 0.25, QKV[2]: 0.5})
+    assert text.startswith("# mine, with the layers that did most damage in a better format.\nversion: 1\n")
+    overrides = _read(text, tmp_path).components["transformer"].overrides
+    assert [override.role or override.match for override in overrides] == [
+        "mixed_out",
+        "single_transformer_blocks.0.attn.to_q",
+        "single_transformer_blocks.0.attn.to_k",
+    ]
+    assert overrides[1].activations.format == "fp8" and overrides[2].weights is None
+    assert overrides[1].reason == "quantized alone it made 25.0% of the error"
+
+
+def test_a_shipped_recipe_is_extended(quantized, tmp_path):
+    recipe = load_recipe("nvfp4")[1]
+    text = patched_recipe("nvfp4", recipe, quantized, {QKV[1]: FP8}, {QKV[1]: 0.25})
+    assert "extends: nvfp4" in text and "calibration" not in text
+    read = _read(text, tmp_path)
+    assert read.components["transformer"].transforms == recipe.components["transformer"].transforms
+    assert len(read.components["transformer"].overrides) == 1
+
+
+def test_a_component_without_an_entry_gets_its_own(tmp_path):
+    """A second transformer is quantized as the first; a patch of it leaves the first alone."""
+    pipe = tiny.load()
+    two = SimpleNamespace(transformer=pipe.transformer, transformer_2=pipe.transformer)
+    recipe = load_recipe("nvfp4")[1]
+    layer = QKV[1].replace("transformer", "transformer_2", 1)
+    read = _read(patched_recipe("nvfp4", recipe, two, {layer: FP8}, {layer: 0.25}), tmp_path)
+    assert not read.components["transformer"].overrides
+    assert read.components["transformer_2"].weights == recipe.components["transformer"].weights
+    assert len(read.components["transformer_2"].overrides) == 1
+
+
+def _read(text: str, folder):
+    file = folder / "better.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_recipe(str(file))[1]
