@@ -65,7 +65,8 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
 def test_help_is_instant_and_names_the_commands(fluxq):
     result = fluxq("--help")
     assert result.code == 0 and "Example:" in result.out
-    assert set(cli.commands) == {"plan", "calibrate", "quantize", "eval", "verify", "warmup", "env"}
+    judging = {"eval", "bench", "debug", "report"}
+    assert set(cli.commands) == {"plan", "calibrate", "quantize", "verify", "warmup", "env"} | judging
     assert all(f"  {name} " in result.out for name in cli.commands)
 
 

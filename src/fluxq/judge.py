@@ -34,6 +34,7 @@ from fluxq.recipes.recipe import parse_gate
 
 if TYPE_CHECKING:
     from fluxq.eval.evaluate import Candidate
+    from fluxq.eval.executor import ImageFolder
     from fluxq.eval.networks import Networks
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
@@ -109,7 +110,7 @@ def subject(output: Path, options: Options) -> Subject:
     protocol = PROTOCOLS[options.protocol]
     call = {**quantized.generation_defaults, **protocol.call(folder), **options.call}
     require_call(quantized, call)
-    prompts = load_prompts(options.prompts or protocol.source(quantized), quantized, shuffle=protocol.shuffle)
+    prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
     count, seeds = options.count or protocol.count, options.seeds or protocol.seeds
     first = protocol.first_seed if options.seed is None else options.seed
     loras = tuple((str(lora.path), lora.weight) for lora in recorded_loras(record))
@@ -189,12 +190,20 @@ def evaluate(asked: Subject) -> Report | None:
     if len(found) < len(made):
         return None  # the process that leads the others has all of them
     reference, *sets, again = found
+    same = _same_images(sides, sets)
+    shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
     with cpu_threads(torch.device(options.device).type, 1):  # as the images were made: equal bits from every engine
         floor = measure_floor(reference, again, keys, networks)
-        drifts = _drifts(asked, sides, floor_side, batch, floor_batch)
+        drifts = _drifts(asked, list(shown), floor_side, batch, floor_batch)
         runs = measure_runs(
-            _candidates(asked, sides), reference, sets, keys=keys, networks=networks, floor=floor, drifts=drifts
+            _candidates(asked, list(shown)),
+            reference,
+            list(shown.values()),
+            keys=keys,
+            networks=networks,
+            floor=floor,
+            drifts=drifts,
         )
     report = Report(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -217,7 +226,10 @@ def evaluate(asked: Subject) -> Report | None:
         items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
         runs=tuple(_with_records(run, asked) for run in runs),
         comparisons=compare_runs(runs, asked.items),
-        warnings=_warnings(asked),
+        warnings=(
+            *_warnings(asked),
+            *(f"{one} makes the same images as {other} and is left out" for one, other in same.items()),
+        ),
         provenance={"16-bit model": asked.reference.folder if options.model else asked.record["model"]["source"]},
         versions=versions("torchmetrics", "open_clip_torch", "scipy", "fluxq"),
         command=_command(asked),
@@ -369,6 +381,14 @@ def _backends(record: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, targets in BACKENDS.items() if not targets or formats - {*targets})
 
 
+def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str, str]:
+    """Name of a side -> name of the first that makes the same bits, as where 8bit chooses int8 for every layer."""
+    first: dict[tuple[str, ...], str] = {}
+    hashes = [tuple(part for row in images.rows for part in (row.image, row.latents)) for images in sets]
+    made = {side.name: first.setdefault(each, side.name) for side, each in zip(sides, hashes, strict=True)}
+    return {name: other for name, other in made.items() if name != other}
+
+
 def _drifts(asked: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int) -> dict[str, Any]:
     """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts."""
     from fluxq.eval.drift import drift, follow, with_floor
@@ -416,9 +436,7 @@ def _warnings(asked: Subject) -> tuple[str, ...]:
         found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
     few = len({prompt for prompt, _ in asked.items})
     if few < 30:
-        found.append(
-            f"{few} prompts are a quick look: their intervals are wide, and still narrower than they should be"
-        )
+        found.append(f"{few} prompts are a quick look: intervals over so few are narrower than they should be")
     return tuple(found)
 
 

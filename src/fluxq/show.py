@@ -94,9 +94,12 @@ def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
 
 
 def evaluated(page: Path, report: Report) -> None:
-    """Each run's verdict and main figures, and where the report is."""
+    """Each run's verdict and what it buys, and where the report is."""
+    from fluxq.eval.markdown import facts
+
     for run in report.runs:
         click.echo(f"{run.name}: {run.verdict.text}")
+        click.echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
             value = "not measured" if gate.value is None else f"{gate.value:.4g}"
             click.echo(f"  gate {gate.gate}: {'passed' if gate.passed else 'MISSED'} ({value})")
