@@ -218,3 +218,12 @@ def test_every_protocol_has_its_row() -> None:
         assert prompts.startswith(str(row.count)) and seeds == str(row.seeds)
         assert metrics == (", ".join(row.metrics) if row.metrics else "all that can be taken")
         assert resize == (row.fid_resize or ("clean" if row.metrics is None else ""))
+
+
+def test_the_report_that_is_shown_can_be_drawn_again() -> None:
+    from fluxq.eval.report import render
+    from fluxq.eval.schema import read_report
+
+    report = read_report(ROOT / "docs" / "report.json")
+    assert report.protocol.count == 256 and {run.recipe for run in report.runs} == {"nvfp4", "fp8"}
+    assert all(run.verdict.text.split(":")[0] in render(report) for run in report.runs)
