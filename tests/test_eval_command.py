@@ -109,10 +109,13 @@ def test_bench_and_debug_are_joined_to_the_report(evaluated, tmp_path: Path) -> 
     assert run.speed is not None and run.debug is not None and run.debug.patch is not None
 
 
-def test_eval_as_json_is_the_report(quantized: Path) -> None:
-    done = fluxq("eval", quantized, *FEW, "--json")
+def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantized: Path) -> None:
+    done = fluxq("eval", quantized, *FEW, "--cache", 1000, "--json")
     stored = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))
     assert json.loads(done.output) == stored
+    assert [(run["name"], run["cache"]) for run in stored["runs"]] == [("out", None), ("out, cached", 1000)]
+    psnr = [run["metrics"]["psnr"]["value"]["mean"] for run in stored["runs"]]
+    assert psnr[0] != psnr[1]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ _size = _options(
 _run = _options(
     click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
     click.option("--device", default="cpu", show_default=True, help="Torch device that runs the pipeline."),
-    click.option("--seed", type=click.IntRange(0, _MAX_SEED), help="First seed; by default the recipe's."),
+    click.option("--seed", type=click.IntRange(0, _MAX_SEED), help="First seed; by default recipe's or protocol's."),
     click.option(
         "--prompts", help="A file (.txt, .jsonl, .csv, .parquet, …), MJHQ-30K and its like, or a datasets id."
     ),
