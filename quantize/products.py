@@ -11,8 +11,9 @@ All of them are x (M, K) times w (N, K) and then, in fp32, rounded once to `dtyp
     y = residual + gate · gelu(v)
 
 bias (N,). h (M, R), up (N, R): the low-rank branch, h = x · down^T. gelu: tanh form. gate (B, N): a row for each of B
-images whose M / B tokens follow one another. residual (M, N). The product is F.linear of the decoded matrices in fp32;
-of int8 codes it is exact, and the scales multiply it afterwards as in ops.py.
+images whose M / B tokens follow one another. residual (M, N). The product is F.linear of the decoded matrices in fp32,
+which sums from the bias on; of int8 codes it is exact, and scales and bias come afterwards: both as in ops.py, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def scaled_matmul(
     row = _format("scaled_matmul", format, ("int8", "fp8", "fp8_tensor"))
     left, right = _matrix(x, x_scale, None, row), _matrix(w, w_scale, None, row)
     with no_autocast(x):
-        return _finish(_product(left, right), bias, h, up, gate, residual, gelu, dtype)
+        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
 
 
 @torch.library.custom_op("fluxq::block_scaled_matmul", mutates_args=())
@@ -74,7 +75,7 @@ def block_scaled_matmul(
     left = _matrix(x, _plain(x_scale, x, row), x_scale_2, row)
     right = _matrix(w, _plain(w_scale, w, row), w_scale_2, row)
     with no_autocast(x):
-        return _finish(_product(left, right), bias, h, up, gate, residual, gelu, dtype)
+        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
 
 
 @torch.library.custom_op("fluxq::w4a8_matmul", mutates_args=())
@@ -104,7 +105,7 @@ def w4a8_matmul(
     with no_autocast(x):
         left = _matrix(x, x_scale, None, row)
         right = reencode(_matrix(w, w_scale, w_scale_2, stored), row.name, row_scale)
-        return _finish(_product(left, right), bias, h, up, gate, residual, gelu, dtype)
+        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
 
 
 @torch.library.custom_op("fluxq::weight_only_matmul", mutates_args=())
@@ -124,8 +125,8 @@ def weight_only_matmul(
     """x in bfloat16, float16 or float32, and y in x's dtype; w in any format, int4_g128 too."""
     row = _format("weight_only_matmul", weights, (*FORMATS, "int4_g128"))
     with no_autocast(x):
-        product = F.linear(x.float(), _matrix(w, w_scale, w_scale_2, row).dequantize())
-        return _finish(product, bias, h, up, gate, residual, gelu, x.dtype)
+        product = F.linear(x.float(), _matrix(w, w_scale, w_scale_2, row).dequantize(), _fp32(bias))
+        return _finish(product, h, up, gate, residual, gelu, x.dtype)
 
 
 @scaled_matmul.register_fake
@@ -167,20 +168,24 @@ def _plain(scale: Tensor, codes: Tensor, format: Format) -> Tensor:
     return scale if scale.ndim == 2 else unswizzle_scales(scale, rows, groups)
 
 
-def _product(x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
-    """x · w^T (M, N) in fp32."""
+def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """x · w^T + bias (M, N) in fp32."""
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
     if x.shape[0] == 0:
         return x.codes.new_zeros(0, w.shape[0], dtype=torch.float32)
     if x.format.name == "int8":
-        return int8_product(x.codes, w.codes).float().mul_(x.scale[:, None]).mul_(w.scale)
-    return F.linear(x.dequantize(), w.dequantize())
+        y = int8_product(x.codes, w.codes).float().mul_(x.scale[:, None]).mul_(w.scale)
+        return y if bias is None else y.add_(bias.float())
+    return F.linear(x.dequantize(), w.dequantize(), _fp32(bias))
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
 
 
 def _finish(
     value: Tensor,
-    bias: Tensor | None,
     h: Tensor | None,
     up: Tensor | None,
     gate: Tensor | None,
@@ -188,9 +193,7 @@ def _finish(
     gelu: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What follows a product (M, N) in fp32, as the top of this file says."""
-    if bias is not None:
-        value = value + bias.float()
+    """What follows product and bias (M, N) in fp32, as the top of this file says."""
     if h is not None and up is not None:
         value = value + F.linear(h.float(), up.float())
     if gelu:

@@ -69,13 +69,51 @@ class InputGroup:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """One stream of tokens through a block that `fluxq.optimize` fuses.
+
+    adaln: the module before the attention, with `silu`, `linear` and `norm` in it; it makes shift, scale and gate of
+    the attention, then of the feed-forward. qkv, up, down: roles of input groups, of which the members of qkv begin
+    with q, k and v. q_norm, k_norm: RMSNorm of each head. out: the Linear after the attention, and second_norm: the
+    LayerNorm before the feed-forward. Where both are empty, `up` is the last member of qkv and `down` reads attention
+    and feed-forward side by side.
+    """
+
+    adaln: str
+    qkv: str
+    q_norm: str
+    k_norm: str
+    down: str
+    out: str = ""
+    second_norm: str = ""
+    up: str = ""
+
+
+@dataclass(frozen=True)
+class FusableBlock:
+    """A block whose forward `fluxq.optimize` replaces, and which modules in it play which role.
+
+    block: pattern of its path. model: its class. attention, processor: the module with the attention, and the class of
+    the processor that the fused form knows. streams: in the order of their tokens in the attention. passed_over: path
+    below the block -> class, modules that the fused form computes itself instead of calling them.
+    """
+
+    block: str
+    model: str
+    attention: str
+    processor: str
+    streams: tuple[Stream, ...]
+    passed_over: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Family:
     """One row of FAMILIES.
 
     model: class name, of `library`. kind: what the model does in a pipeline; only a transformer runs at every
     denoising step, so only its activations are worth quantizing. keep: pattern -> reason, Linears that stay in
     16 bit whatever a recipe says about roles. tiny_config: a configuration small enough for tests, every K a
-    multiple of 128.
+    multiple of 128. fusable: blocks that have a fused form.
     """
 
     name: str
@@ -85,6 +123,7 @@ class Family:
     tiny_config: Mapping[str, object] = field(default_factory=dict)
     library: Literal["diffusers", "transformers"] = "diffusers"
     kind: Literal["transformer", "text_encoder", "vae"] = "transformer"
+    fusable: tuple[FusableBlock, ...] = ()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -226,6 +265,72 @@ _VISION_TINY = {
     "patch_size": 14,
 }
 
+_FLUX_BLOCKS = (
+    FusableBlock(
+        block="transformer_blocks.*",
+        model="FluxTransformerBlock",
+        attention="attn",
+        processor="FluxAttnProcessor",
+        streams=(
+            Stream(
+                adaln="norm1_context",
+                qkv="text_qkv",
+                q_norm="attn.norm_added_q",
+                k_norm="attn.norm_added_k",
+                out="attn.to_add_out",
+                second_norm="norm2_context",
+                up="text_ff_up",
+                down="text_ff_down",
+            ),
+            Stream(
+                adaln="norm1",
+                qkv="qkv",
+                q_norm="attn.norm_q",
+                k_norm="attn.norm_k",
+                out="attn.to_out.0",
+                second_norm="norm2",
+                up="ff_up",
+                down="ff_down",
+            ),
+        ),
+        passed_over={
+            "norm1": "AdaLayerNormZero",
+            "norm1.norm": "LayerNorm",
+            "norm1_context": "AdaLayerNormZero",
+            "norm1_context.norm": "LayerNorm",
+            "attn": "FluxAttention",
+            "attn.norm_q": "RMSNorm",
+            "attn.norm_k": "RMSNorm",
+            "attn.norm_added_q": "RMSNorm",
+            "attn.norm_added_k": "RMSNorm",
+            "attn.to_out.1": "Dropout",
+            "norm2": "LayerNorm",
+            "norm2_context": "LayerNorm",
+            "ff": "FeedForward",
+            "ff.net.0": "GELU",
+            "ff.net.1": "Dropout",
+            "ff_context": "FeedForward",
+            "ff_context.net.0": "GELU",
+            "ff_context.net.1": "Dropout",
+        },
+    ),
+    FusableBlock(
+        block="single_transformer_blocks.*",
+        model="FluxSingleTransformerBlock",
+        attention="attn",
+        processor="FluxAttnProcessor",
+        streams=(Stream(adaln="norm", qkv="single_in", q_norm="attn.norm_q", k_norm="attn.norm_k", down="mixed_out"),),
+        passed_over={
+            "norm": "AdaLayerNormZeroSingle",
+            "norm.norm": "LayerNorm",
+            "attn": "FluxAttention",
+            "attn.norm_q": "RMSNorm",
+            "attn.norm_k": "RMSNorm",
+            "act_mlp": "GELU",
+        },
+    ),
+)
+
 FAMILIES = {
     row.name: row
     for row in (
@@ -263,6 +368,7 @@ FAMILIES = {
                 "pooled_projection_dim": 64,
                 "axes_dims_rope": [16, 24, 24],
             },
+            fusable=_FLUX_BLOCKS,
         ),
         Family(
             name="sd3",

@@ -99,9 +99,9 @@ def test_gates_set_the_exit_code(quantized: Path) -> None:
 
 def test_bench_and_debug_are_joined_to_the_report(evaluated, tmp_path: Path) -> None:
     out, _ = evaluated
-    bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1)
+    bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1, "--optimize")
     assert bench.exit_code == 0, bench.output
-    assert "CPU" in bench.output
+    assert "CPU" in bench.output and "tiny-nvfp4, optimized" in bench.output
     debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
     assert debug.exit_code == 0, debug.output
     assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0

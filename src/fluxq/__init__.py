@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fluxq import tiny
     from fluxq.base.settings import configure
     from fluxq.integrations.config import FluxqConfig
+    from fluxq.integrations.optimize import optimize, restore
     from fluxq.integrations.prepare import prepare
     from fluxq.quantize.linear import QuantLinear
     from fluxq.quantize.run import quantize_linear
@@ -35,8 +36,10 @@ __all__ = [
     "QuantizedTensor",
     "__version__",
     "configure",
+    "optimize",
     "prepare",
     "quantize_linear",
+    "restore",
     "tiny",
 ]
 
@@ -47,8 +50,10 @@ _HOMES = {
     "QuantLinear": "fluxq.quantize.linear",
     "QuantizedTensor": "fluxq.quantize.tensor",
     "configure": "fluxq.base.settings",
+    "optimize": "fluxq.integrations.optimize",
     "prepare": "fluxq.integrations.prepare",
     "quantize_linear": "fluxq.quantize.run",
+    "restore": "fluxq.integrations.optimize",
 }
 
 

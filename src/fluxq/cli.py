@@ -286,6 +286,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     callback=_sizes,
     help="Repeatable; by default the pipeline's.",
 )
+@click.option("--optimize", "optimized", is_flag=True, help="Also with fused blocks (`fluxq.optimize`).")
 @click.option("--rounds", type=click.IntRange(min=3), default=10, show_default=True, help="Times that each is run.")
 @click.option("--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before those.")
 @_common
@@ -294,6 +295,7 @@ def bench(
     modes: tuple[str, ...],
     batches: tuple[int, ...],
     sizes: Any,
+    optimized: bool,
     rounds: int,
     warmup: int,
     **arguments: Any,
@@ -311,6 +313,7 @@ def bench(
             "modes": modes or ("eager",),
             "batches": batches or (1,),
             "sizes": sizes,
+            "optimized": optimized,
             "rounds": rounds,
             "warmup": warmup,
         }

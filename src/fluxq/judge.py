@@ -26,6 +26,7 @@ from fluxq.eval import card
 from fluxq.eval.protocols import PROTOCOLS, items_of
 from fluxq.eval.schema import JSON_FILE, Debug, Item, Protocol, Report, Run, Size, Speed, read_report
 from fluxq.eval.sides import BACKENDS, Side, variants
+from fluxq.integrations.optimize import optimize
 from fluxq.integrations.prepare import prepare
 from fluxq.jobs import recorded_loras, require_call, require_device, require_images
 from fluxq.quantize.checkpoint import PLAN_FILE, read_plan_file
@@ -244,11 +245,15 @@ def evaluate(asked: Subject) -> Report | None:
     return report
 
 
-def bench(asked: Subject, **how: Any) -> Speed:
-    """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one."""
+def bench(asked: Subject, *, optimized: bool = False, **how: Any) -> Speed:
+    """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
+
+    optimized: also with the blocks that `fluxq.optimize` fuses.
+    """
     from fluxq.eval.speed import measure_speed
 
-    sides = (asked.reference, _Served(asked.quantized))
+    served = [_Served(asked.quantized, is_optimized) for is_optimized in (False, True)[: 1 + optimized]]
+    sides = (asked.reference, *served)
     prompts = [prompt for prompt, _ in asked.items]
     speed = measure_speed(sides, prompts, asked.call, device=asked.options.device, **how)
     layout = {"quantized layers": f"laid out for {asked.options.device} by fluxq.prepare"}
@@ -262,15 +267,19 @@ class _Served:
     """A quantized side as one would serve it."""
 
     side: Side
+    is_optimized: bool
 
     @property
     def name(self) -> str:
-        return self.side.name
+        return f"{self.side.name}, optimized" if self.is_optimized else self.side.name
 
     def open(self, device: str) -> Any:
         pipe = self.side.open()
         prepare(pipe, device=device)
-        return pipe.to(device)
+        pipe = pipe.to(device)
+        if self.is_optimized:
+            optimize(pipe, device=device)
+        return pipe
 
 
 def debug(asked: Subject, patch: Path | None, growth: float, budget: int) -> Debug:

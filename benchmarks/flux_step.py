@@ -1,0 +1,434 @@
+"""What one denoising step of a FLUX.1-dev-shaped transformer costs on this device, in 16 bit and quantized.
+
+    python benchmarks/flux_step.py --out flux_step.json                        19+38 blocks on a GPU, random weights
+    python benchmarks/flux_step.py --device cpu --hidden 256 --blocks 1+1 --pixels 128 --text 32       that it runs
+    python benchmarks/flux_step.py --modelled                flux_step_modelled.json and the tables of docs/speed.md
+
+Every row of ROWS is timed in turn with compiled 16 bit, so that clocks and neighbours are the same for both; a speed-up
+is the ratio of such rounds, with their quartiles. On a GPU a step is also taken apart: device time of products,
+attention and everything else by the names of the kernels that ran, and what is left of the step is launch gaps. Weights
+are what the class starts with, rounded to nearest; input scales come from one pass in 16 bit. The result file is
+written again after each row, and a row that cannot be measured says why.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]  # fluxq need not be installed
+
+import click  # noqa: E402
+import torch  # noqa: E402
+from full_size import random_model  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import fluxq  # noqa: E402
+from fluxq.base.files import write_json, write_text  # noqa: E402
+from fluxq.base.provenance import commit, cpu_name  # noqa: E402
+from fluxq.eval.speed import device_row  # noqa: E402
+from fluxq.kernels.timing import describe  # noqa: E402
+from fluxq.quantize.encode import global_scale_for  # noqa: E402
+from fluxq.quantize.linear import QuantLinear  # noqa: E402
+from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
+from fluxq.recipes.cost import cost, forward_pass, steps  # noqa: E402
+from fluxq.recipes.devices import find_device  # noqa: E402
+from fluxq.recipes.families import FAMILIES  # noqa: E402
+from fluxq.recipes.plan import LinearShape, Plan, make_plan  # noqa: E402
+from fluxq.recipes.recipe import load_recipe  # noqa: E402
+
+FAMILY = FAMILIES["flux"]
+Mode = Literal["eager", "compiled"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to compute a step. recipe: None is 16 bit. prefer: as `fluxq.prepare` takes it. peer: of PEERS."""
+
+    name: str
+    mode: Mode
+    recipe: str | None = None
+    prefer: Literal["speed", "memory"] = "speed"
+    optimized: bool = False
+    peer: str | None = None
+
+
+@click.command()
+@click.option("--device", default="cuda", show_default=True, help="Torch device that computes.")
+@click.option("--hidden", default=3072, show_default=True, help="Channels; a multiple of 128.")
+@click.option("--blocks", default="19+38", show_default=True, help="Double and single blocks.")
+@click.option("--pixels", "sizes", multiple=True, type=int, default=(512, 1024, 2048), show_default=True)
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 4), show_default=True)
+@click.option("--text", default=512, show_default=True, help="Tokens of a prompt.")
+@click.option("--rounds", default=20, show_default=True, help="Times that each is run.")
+@click.option("--modelled", is_flag=True, help="Run nothing: what a step should take on MODELLED.")
+@click.option("--row", "only", multiple=True, help="Only these rows (repeatable).")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("flux_step.json"))
+def main(
+    device: str,
+    hidden: int,
+    blocks: str,
+    sizes: tuple[int, ...],
+    batches: tuple[int, ...],
+    text: int,
+    rounds: int,
+    modelled: bool,
+    only: tuple[str, ...],
+    out: Path,
+) -> None:
+    """Time one denoising step in 16 bit and quantized, and say where its time goes."""
+    if modelled:
+        found = modelled_steps()
+        write_json(MODELLED_FILE, found)
+        write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), found))
+        click.echo(f"results in {MODELLED_FILE} and {PAGE}")
+        return
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("there is no CUDA device; --device cpu with a small --hidden needs none")
+    unknown = set(only) - {row.name for row in ROWS}
+    if unknown:
+        raise click.UsageError(f"no row is called {unknown.pop()!r}; there are: {', '.join(row.name for row in ROWS)}")
+    double, _, single = blocks.partition("+")
+    shape = {"hidden": hidden, "blocks": [int(double), int(single)], "text": text}
+    about = {"commit": commit(), "machine": cpu_name(), **describe(where), **shape}
+    bench = Bench(where, shape, [(pixels, batch) for pixels in sizes for batch in batches], rounds, out, about)
+    for row in ROWS:
+        if row.name != BASELINE and (not only or row.name in only):
+            bench.measure(row)
+    click.echo(f"results in {out}")
+
+
+class Bench:
+    """The 16-bit baseline, which stays, and one other row at a time."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shape: dict[str, Any],
+        settings: list[tuple[int, int]],
+        rounds: int,
+        out: Path,
+        about: dict[str, Any],
+    ) -> None:
+        self.device, self.shape, self.settings, self.rounds, self.out = device, shape, settings, rounds, out
+        self.found: dict[str, Any] = {**about, "rows": []}
+        self.plain = random_model(shape, device)
+        self.baseline = as_mode(self.plain, "compiled")
+
+    @torch.inference_mode()
+    def measure(self, row: Row) -> None:
+        """Time a row at every size, in turn with the baseline; what cannot be made or run is said."""
+        try:
+            model = self._model(row)
+        except (RuntimeError, ValueError) as error:
+            self._keep(row, missing=_first_line(error))
+            return
+        for pixels, batch in self.settings:
+            inputs = step_inputs(self.plain, pixels, batch, self.shape["text"], self.device)
+            try:
+                self._keep(row, pixels=pixels, batch=batch, **self._time(row, model, inputs, pixels, batch))
+            except RuntimeError as error:  # out of memory is one; the next size is tried all the same
+                self._keep(row, pixels=pixels, batch=batch, missing=_first_line(error))
+        del model
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _model(self, row: Row) -> Callable[..., Any]:
+        if row.peer is not None:
+            return as_mode(PEERS[row.peer](random_model(self.shape, self.device)), row.mode)
+        if row.recipe is None:
+            model = random_model(self.shape, self.device)
+        else:
+            model = quantized(self.shape, row.recipe, self.device)
+            fluxq.prepare(model, prefer=row.prefer, device=self.device)
+        if row.optimized:
+            fluxq.optimize(model, device=self.device)
+        return as_mode(model, row.mode)
+
+    def _time(self, row: Row, model: Callable[..., Any], inputs: dict[str, Any], pixels: int, batch: int) -> dict:
+        calls = {"row": lambda: model(**inputs), "baseline": lambda: self.baseline(**inputs)}
+        seconds = in_turn(calls, self.rounds, self.device)
+        ratios = [b / a for a, b in zip(seconds["row"], seconds["baseline"], strict=True)]
+        found: dict[str, Any] = {
+            "seconds": quartiles(seconds["row"]),
+            "baseline_seconds": quartiles(seconds["baseline"]),
+            "over_compiled_16bit": quartiles(ratios),
+        }
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            calls["row"]()
+            found["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            found["parts"] = taken_apart(calls["row"], statistics.median(seconds["row"]))
+            found["modelled"] = self._modelled(row, pixels, batch)
+        return found
+
+    def _modelled(self, row: Row, pixels: int, batch: int) -> dict[str, float] | None:
+        """Seconds by the model of recipes/cost.py, and the share of them that the step took; None without a row."""
+        device = device_row(torch.cuda.get_device_name(self.device))
+        if device is None or row.peer is not None:
+            return None
+        plan = plan_of(self.plain, row.recipe)
+        forward = forward_pass(
+            FAMILY.name, dict(self.plain.config), height=pixels, width=pixels, text=self.shape["text"], batch=batch
+        )
+        total = cost(plan, forward, device, row.prefer).total
+        return {"fused": total.seconds["fused"], "unfused": total.seconds["unfused"]}
+
+    def _keep(self, row: Row, **facts: Any) -> None:
+        self.found["rows"].append({"row": row.name, "mode": row.mode, "optimized": row.optimized, **facts})
+        write_json(self.out, self.found)
+        said = facts.get("missing") or f"{1e3 * facts['seconds'][1]:9.2f} ms, {facts['over_compiled_16bit'][1]:.2f} x"
+        size = f"{facts['pixels']} x {facts['batch']}" if "pixels" in facts else ""
+        click.echo(f"{row.name:40} {size:9} {said}")
+
+
+def as_mode(model: nn.Module, mode: Mode) -> Callable[..., Any]:
+    """The model as it is, or its repeated blocks compiled, which takes minutes less than all of it."""
+    if mode == "compiled":
+        model.compile_repeated_blocks(fullgraph=True)
+    return model
+
+
+def step_inputs(model: Any, pixels: int, batch: int, text: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of one forward pass at an image size: 16 x 16 pixels are a token."""
+    noise = torch.Generator(device).manual_seed(0)
+    side, config = pixels // 16, model.config
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=noise, device=device, dtype=torch.bfloat16)
+
+    rows = torch.arange(side, device=device, dtype=torch.bfloat16)
+    places = torch.stack([torch.zeros(side, side, device=device), *torch.meshgrid(rows, rows, indexing="ij")], -1)
+    return {
+        "hidden_states": draw(batch, side * side, config.in_channels),
+        "encoder_hidden_states": draw(batch, text, config.joint_attention_dim),
+        "pooled_projections": draw(batch, config.pooled_projection_dim),
+        "timestep": torch.full((batch,), 0.5, device=device, dtype=torch.bfloat16),
+        "guidance": torch.full((batch,), 3.5, device=device, dtype=torch.float32),
+        "img_ids": places.reshape(-1, 3).bfloat16(),
+        "txt_ids": torch.zeros(text, 3, device=device, dtype=torch.bfloat16),
+        "return_dict": False,
+    }
+
+
+def plan_of(model: nn.Module, recipe: str | None) -> Plan:
+    """What a recipe makes of the model's Linears when it rounds to nearest; without one they stay."""
+    linears = [
+        LinearShape(name, part.out_features, part.in_features)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+    ]
+    loaded = load_recipe(recipe or "nvfp4", profile="rtn")[1]
+    exclude = [] if recipe else ["**"]
+    entry = loaded.components["transformer"]
+    return make_plan(
+        FAMILY, "transformer", entry, linears, static_inputs=True, profile="rtn", compat=loaded.compat, exclude=exclude
+    )
+
+
+@torch.inference_mode()
+def quantized(shape: dict[str, Any], recipe: str, device: torch.device) -> nn.Module:
+    """The model with its weights rounded to nearest; calibrated input scales come from one pass in 16 bit."""
+    model = random_model(shape, device)
+    plan = plan_of(model, recipe)
+    static = [layer.name for layer in plan.quantized if layer.scheme and layer.scheme.static_input]
+    largest = input_amax(model, static, step_inputs(model, 256, 1, shape["text"], device))
+    for layer in plan.quantized:
+        linear, scheme = model.get_submodule(layer.name), layer.scheme
+        if scheme is None or not isinstance(linear, nn.Linear):
+            continue
+        weight = QuantizedTensor.quantize(linear.weight.detach(), scheme.weights)
+        scale = None
+        if scheme.static_input and scheme.activations is not None:
+            scale = global_scale_for(largest[layer.name], scheme.activations, scheme.four_over_six)
+        model.set_submodule(layer.name, QuantLinear.from_quantized(weight, linear.bias, scheme, scale))
+    return model
+
+
+def input_amax(model: nn.Module, names: list[str], inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Largest |input| of each layer in one pass."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found[name] = args[0].abs().amax().float()
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
+    try:
+        model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each call, one after the other and every round begun by another one; two rounds are not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(rounds + 2):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            spent = seconds_of(calls[name], device)
+            if turn >= 2:
+                seconds[name].append(spent)
+    return seconds
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """By events on a GPU, by the clock elsewhere."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def taken_apart(call: Callable[[], Any], step: float) -> dict[str, float]:
+    """Share of a step in products, in attention, in all other kernels, and in none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    spent = dict.fromkeys((*PARTS, "elementwise"), 0.0)
+    for event in seen.key_averages():
+        spent[part_of(event.key)] += event.self_device_time_total / 1e6
+    shares = {part: seconds / step for part, seconds in spent.items()}
+    return shares | {"gaps": max(0.0, 1.0 - sum(shares.values()))}
+
+
+def part_of(kernel: str) -> str:
+    """Which part of a step a kernel belongs to, by its name."""
+    name = kernel.lower()
+    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "elementwise")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def modelled_steps() -> dict[str, Any]:
+    """What one step of FLUX.1-dev should take by recipes/cost.py: ms by GPU and recipe, and by what it is for."""
+    with torch.device("meta"):
+        model = random_model({"hidden": 3072, "blocks": [19, 38]}, torch.device("meta"))
+    plans = {recipe: plan_of(model, recipe) for recipe in MODELLED_RECIPES}
+    found: dict[str, Any] = {"commit": commit(), "modelled": True, "text": 512, "batch": 1, "steps": [], "passes": []}
+    for gpu in MODELLED:
+        device = find_device(gpu)
+        for pixels in (512, 1024, 2048):
+            forward = forward_pass(FAMILY.name, dict(model.config), height=pixels, width=pixels, text=512, batch=1)
+            for recipe, plan in plans.items():
+                total = cost(plan, forward, device).total
+                spent = {level: round(1e3 * seconds, 2) for level, seconds in total.seconds.items()}
+                plain = round(1e3 * total.seconds_16bit, 2)
+                found["steps"].append({"gpu": gpu, "pixels": pixels, "recipe": recipe, "16bit": plain, **spent})
+        forward = forward_pass(FAMILY.name, dict(model.config), height=1024, width=1024, text=512, batch=1)
+        kinds: dict[str, dict[str, float]] = {}
+        for step in steps(plans["nvfp4"], forward, device.chip):
+            spent = kinds.setdefault(step.kind, {"unfused": 0.0, "fused": 0.0})
+            for level in spent:
+                spent[level] += 1e3 * step.seconds(device, level)  # pyright: ignore[reportArgumentType]
+        found["passes"] += [{"gpu": gpu, "kind": kind, **spent} for kind, spent in kinds.items()]
+    return found
+
+
+def with_tables(page: str, found: Mapping[str, Any]) -> str:
+    """A page with the tables of `modelled_steps` between their marks."""
+    for mark, lines in (("steps", _steps_table(found)), ("passes", _passes_table(found))):
+        before, _, rest = page.partition(f"<!-- {mark}: begin -->\n")
+        _, _, after = rest.partition(f"<!-- {mark}: end -->")
+        page = "\n".join([f"{before}<!-- {mark}: begin -->", *lines, f"<!-- {mark}: end -->{after}"])
+    return page
+
+
+def _steps_table(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"| | {' | '.join(f'{gpu}, {pixels}²' for gpu in MODELLED for pixels in (512, 1024, 2048))} |"
+    yield "|---" * (1 + 3 * len(MODELLED)) + "|"
+    rows = {(row["recipe"], row["gpu"], row["pixels"]): row for row in found["steps"]}
+    places = [(gpu, pixels) for gpu in MODELLED for pixels in (512, 1024, 2048)]
+    plain = [rows[MODELLED_RECIPES[0], gpu, pixels]["16bit"] for gpu, pixels in places]
+    yield f"| 16 bit, unfused | {' | '.join(f'{each:.1f}' for each in plain)} |"
+    for recipe in MODELLED_RECIPES:
+        cells = [rows[recipe, gpu, pixels] for gpu, pixels in places]
+        said = [f"{row['unfused']:.1f} → {row['fused']:.1f} ({row['16bit'] / row['fused']:.2f}x)" for row in cells]
+        yield f"| `{recipe}` | {' | '.join(said)} |"
+
+
+def _passes_table(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"| | {' | '.join(MODELLED)} |"
+    yield "|---" * (1 + len(MODELLED)) + "|"
+    rows = {(row["kind"], row["gpu"]): row for row in found["passes"]}
+    for kind in dict.fromkeys(row["kind"] for row in found["passes"]):
+        cells = [rows.get((kind, gpu)) for gpu in MODELLED]
+        said = ["" if row is None else f"{row['unfused']:.2f} → {row['fused']:.2f}" for row in cells]
+        yield f"| {kind} | {' | '.join(said)} |"
+
+
+def torchao_fp8(model: nn.Module) -> nn.Module:
+    """torchao's dynamic fp8, a scale per row, in every block."""
+    if find_spec("torchao") is None:
+        raise ValueError("torchao is not installed")
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    quantize_(
+        model,
+        Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+        filter_fn=lambda part, name: isinstance(part, nn.Linear) and "transformer_blocks" in name,
+    )
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+PARTS = {  # words in a kernel's name; attention first, since its kernels are products too
+    "attention": ("flash", "attention", "fmha", "sdpa", "cudnn_generated_fort_native_sdpa"),
+    "products": ("gemm", "gemv", "matmul", "cutlass", "nvjet", "cublas", "wgmma"),
+}
+PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torchao fp8": torchao_fp8}
+BASELINE = "16 bit, compiled"
+MODELLED, MODELLED_RECIPES = ("h200", "b200", "rtx5090"), ("fp8", "int8", "nvfp4")
+MODELLED_FILE, PAGE = ROOT / "benchmarks" / "flux_step_modelled.json", ROOT / "docs" / "speed.md"
+
+
+def _rows() -> Iterator[Row]:
+    yield Row(BASELINE, "compiled")
+    yield Row("16 bit", "eager")
+    yield Row("16 bit, optimized", "eager", optimized=True)
+    yield Row("16 bit, optimized, compiled", "compiled", optimized=True)
+    yield Row("torchao fp8, compiled", "compiled", peer="torchao fp8")
+    for recipe in ("fp8", "int8", "nvfp4"):
+        plain = Row(recipe, "eager", recipe)
+        yield plain
+        yield replace(plain, name=f"{recipe}, optimized", optimized=True)
+        yield replace(plain, name=f"{recipe}, optimized, compiled", optimized=True, mode="compiled")
+    memory = Row("nvfp4 in 4 bits", "eager", "nvfp4", prefer="memory")
+    yield memory
+    yield replace(memory, name="nvfp4 in 4 bits, optimized", optimized=True)
+
+
+ROWS = tuple(_rows())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,675 @@
+"""Fused blocks of Flux: the same bits as the blocks' own forward, whatever is loaded, hooked or quantized.
+
+Every comparison is byte for byte. `fused_calls` says how many blocks of a call were fused, so that an equality that
+comes from falling back does not count.
+"""
+
+import copy
+import pickle
+import zlib
+from collections import Counter
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
+from diffusers.models.transformers import transformer_flux as stock
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fluxq
+from fluxq import tiny
+from fluxq.quantize import fused, norms, prepare
+from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.quantize.linear import QuantLinear, branch_shapes
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.formats import Scheme
+
+FLUX = FAMILIES["flux"]
+TEXT_TOKENS = 5
+BLOCKS = 3
+FULL = "nvfp4-nvfp4-static-center-smooth-h16-46-r4"
+SCHEMES = (
+    "16 bit",
+    "int8-int8",
+    "fp8-fp8",
+    "fp8_tensor-fp8_tensor",
+    "mxfp8-mxfp8",
+    "mxfp4-mxfp4",
+    "nvfp4-nvfp4",
+    "nvfp4-nvfp4-static",
+    "nvfp4-nvfp4-static-smooth-h64",
+    FULL,
+    "nvfp4-nvfp4-static-smooth-d4-r4",
+    "int8-int8-center-smooth-h64-r4",
+    "mxfp8-mxfp8-smooth-h128",
+    "int4-int4-smooth-r4",
+    "int4-16bit",
+)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fused_is_unfused_byte_for_byte(scheme: str) -> None:
+    model = quantized(scheme)
+    want = output(model)
+    fluxq.optimize(model)
+    assert fused_calls(model) == BLOCKS
+    assert torch.equal(output(model), want)
+
+
+@pytest.mark.parametrize("scheme", ["16 bit", "int8-int8", "nvfp4-nvfp4-static", FULL])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_in_every_dtype_batch_and_size(scheme: str, dtype: torch.dtype) -> None:
+    model = quantized(scheme, dtype)
+    calls = [{"images": images, "tokens": tokens} for images in (1, 3) for tokens in (1, 33)]
+    want = [output(model, **call) for call in calls]
+    fluxq.optimize(model)
+    for call, before in zip(calls, want, strict=True):
+        assert fused_calls(model, **call) == BLOCKS
+        assert torch.equal(output(model, **call), before), call
+
+
+@pytest.mark.parametrize("recipe", ["16 bit", "int8", "fp8", "nvfp4"])
+def test_the_embedded_pipeline_draws_the_same_images(recipe: str, plain_checkpoint) -> None:
+    assert_same_images(tiny.load(folder=plain_checkpoint(recipe)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4-max", "int4-svd"])
+def test_so_does_one_that_was_fitted(recipe: str, checkpoint) -> None:
+    assert_same_images(tiny.load(folder=checkpoint(recipe)))
+
+
+def assert_same_images(pipe: diffusers.FluxPipeline) -> None:
+    for prompts, size in ((1, 16), (3, 16), (1, 32)):
+        call = {"prompt": list(tiny.PROMPTS[:prompts]), "height": size, "width": size, "output_type": "latent"}
+        call = tiny.CALL_KWARGS | call | {"num_inference_steps": 2}
+        fluxq.restore(pipe)
+        want = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+        fluxq.optimize(pipe)
+        with Calls() as calls:
+            got = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+        assert calls.fused == 2 * 5
+        assert torch.equal(got, want)
+
+
+# --- what is shared
+
+
+def test_every_input_is_quantized_once() -> None:
+    model = quantized("int8-int8")
+    before = ops(model)
+    fluxq.optimize(model)
+    after = ops(model)
+    own = 2 + 2  # a double block's attention outputs, and each single block's concatenation: nothing to share
+    modulations = 2 + 2  # the adaLN Linears
+    assert before["quantized_linear"] == 12 + 2 * 5 + modulations
+    assert after["quantized_linear"] == own + modulations
+    assert after["adaln_quantize"] == 2 + 2 + 2  # before attention and feed-forward of both streams; single blocks
+    assert after["act_quantize"] == 2
+    assert after["scaled_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert after["qk_norm_rope"] == 2 + 2
+    assert after["quantize_activation"] == 0
+
+
+def test_attention_and_feed_forward_are_quantized_side_by_side_where_blocks_have_scales() -> None:
+    model = quantized("mxfp8-mxfp8")
+    fluxq.optimize(model)
+    after = ops(model)
+    assert after["quantize_activation"] == 2 and after["act_quantize"] == 2 + 2
+    assert after["block_scaled_matmul"] == 6 + 2 + 2 + 2 * 5
+
+
+def test_with_a_low_rank_branch_the_codes_are_still_shared() -> None:
+    model = quantized("nvfp4-nvfp4-static-smooth-r4")
+    fluxq.optimize(model)
+    after = ops(model)
+    assert after["quantize_activation"] == after["adaln_quantize"] == 6
+    assert after["block_scaled_matmul"] == 6 + 2 + 2 + 2 * 4
+
+
+def test_the_rows_say_what_was_done() -> None:
+    model = quantized("int8-int8")
+    put(model, "transformer_blocks.0.attn.to_k", "fp8-fp8")
+    put(model, "single_transformer_blocks.0.proj_mlp", "16 bit")
+    want = output(model)
+    rows = {(row.block, row.part): row for row in fluxq.optimize(model)}
+    assert torch.equal(output(model), want)
+    qkv = rows["transformer_blocks.0", "qkv"]
+    assert qkv.layers == ("attn.to_q", "attn.to_v")
+    assert qkv.why_not == "attn.to_k: its input is rounded in another way"
+    assert rows["transformer_blocks.0", "text_qkv"].fused == "norm + modulation + int8 codes"
+    assert rows["transformer_blocks.0", "ff_down"].layers == ("ff.net.2",)
+    single = rows["single_transformer_blocks.0", "single_in"]
+    assert single.layers == ("attn.to_q", "attn.to_k", "attn.to_v") and single.why_not == "proj_mlp: 16 bit"
+    assert "depends on both of its parts" in rows["single_transformer_blocks.1", "mixed_out"].why_not
+
+
+def test_other_vectors_or_scales_are_not_shared() -> None:
+    for name in ("input_scale", "pre_quant_scale"):
+        model = quantized("nvfp4-nvfp4-static-smooth")
+        layer = model.get_submodule("transformer_blocks.0.attn.to_v")
+        layer.get_parameter(name).data *= 2
+        want = output(model)
+        rows = fluxq.optimize(model)
+        assert next(row for row in rows if row.part == "qkv").layers == ("attn.to_q", "attn.to_k")
+        assert torch.equal(output(model), want)
+
+
+@pytest.mark.parametrize("activations", ["int8", "fp8"])
+def test_weights_of_four_bits_under_codes_of_eight(activations: str) -> None:
+    model = quantized("nvfp4-nvfp4-static-smooth")
+    for layer in layers(model):
+        prepare.add_row_scale(layer, (activations,))
+    want = output(model)
+    fluxq.optimize(model)
+    assert ops(model)["w4a8_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert torch.equal(output(model), want)
+
+
+def test_a_model_prepared_for_the_cpu() -> None:
+    model = quantized("nvfp4-nvfp4-static-smooth-h16")
+    fluxq.prepare(model, device="cpu")
+    want = output(model)
+    fluxq.optimize(model)
+    assert ops(model)["scaled_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert torch.equal(output(model), want)
+
+
+def test_preparing_after_optimizing_keeps_the_bits() -> None:
+    model = quantized("nvfp4-nvfp4-static-smooth-h16")
+    fluxq.optimize(model)
+    fluxq.prepare(model, device="cpu")
+    got = output(model)
+    fluxq.restore(model)
+    assert torch.equal(got, output(model))
+
+
+# --- planted faults: the comparison above sees them
+
+
+def wrong_gate(block, row, temb, count):
+    chunks = list(MODULATION(block, row, temb, count))
+    chunks[2] = chunks[0]
+    return tuple(chunks)
+
+
+def no_shift(block, row, temb, count):
+    shift, *rest = MODULATION(block, row, temb, count)
+    return (torch.zeros_like(shift), *rest)
+
+
+def swapped_k_and_v(block, fusion, qkv, images):
+    q, k, v = HEADS(block, fusion, qkv, images)
+    return q, v, k
+
+
+def no_rope(q, k, q_weight, k_weight, cos, sin, *rest):
+    return ROPE(q, k, q_weight, k_weight, torch.ones_like(cos), torch.zeros_like(sin), *rest)
+
+
+MODULATION, HEADS, ROPE = fused._modulation, fused._heads, norms.qk_norm_rope
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        (fused, "_modulation", wrong_gate),
+        (fused, "_modulation", no_shift),
+        (fused, "_heads", swapped_k_and_v),
+        (norms, "qk_norm_rope", no_rope),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["16 bit", "int8-int8"])
+def test_a_fault_is_seen(scheme: str, place, name: str, fault, monkeypatch) -> None:
+    model = quantized(scheme)
+    want = output(model)
+    fluxq.optimize(model)
+    monkeypatch.setattr(place, name, fault)
+    assert not torch.equal(output(model), want)
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize("scheme", ["16 bit", "int8-int8", FULL])
+def test_adapters_come_and_go(scheme: str) -> None:
+    """Loaded before or after, scaled, fused, unfused, deleted: always what the block's own forward computes."""
+    model = quantized(scheme)
+    fluxq.optimize(model)
+    adapt(model, ["attn.to_q", "proj_mlp", "ff.net.2", "norm1.linear"])
+    assert fused_calls(model) == BLOCKS
+    states = [lambda: None, lambda: model.set_adapters("a", 0.5), model.fuse_lora, model.unfuse_lora]
+    for change in (*states, lambda: fluxq.optimize(model), lambda: model.delete_adapters("a")):
+        change()
+        got = output(model)
+        fluxq.restore(model)
+        assert torch.equal(got, output(model))
+        fluxq.optimize(model)
+    assert fused_calls(model) == BLOCKS
+
+
+def test_layers_without_an_adapter_still_share_codes() -> None:
+    model = quantized("int8-int8")
+    adapt(model, ["attn.to_q"])
+    rows = {(row.block, row.part): row for row in fluxq.optimize(model)}
+    qkv = rows["transformer_blocks.0", "qkv"]
+    assert qkv.layers == ("attn.to_k", "attn.to_v") and "computes with the input itself" in qkv.why_not
+    assert fluxq.restore(model) == BLOCKS
+    want = output(model)
+    fluxq.optimize(model)
+    assert torch.equal(output(model), want)
+
+
+# --- restoring, copying, saving, compiling
+
+
+def test_restore_brings_classes_and_attributes_back() -> None:
+    model = quantized("int8-int8")
+    before = {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()}
+    fluxq.optimize(model)
+    assert type(model.transformer_blocks[0]) is not stock.FluxTransformerBlock
+    assert isinstance(model.transformer_blocks[0], stock.FluxTransformerBlock)
+    fluxq.optimize(model)
+    assert fluxq.restore(model) == BLOCKS and fluxq.restore(model) == 0
+    assert {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()} == before
+
+
+def test_a_copy_is_fused_by_itself() -> None:
+    model = quantized("nvfp4-nvfp4-static")
+    want = output(model)
+    fluxq.optimize(model)
+    other = copy.deepcopy(model)
+    fluxq.restore(model)
+    assert fused_calls(model) == 0 and fused_calls(other) == BLOCKS
+    nn.init.zeros_(model.transformer_blocks[0].attn.to_out[0].bias)
+    assert torch.equal(output(other), want)
+
+
+def test_pickle_keeps_the_forms() -> None:
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    other = pickle.loads(pickle.dumps(model))
+    assert fused_calls(other) == BLOCKS and torch.equal(output(other), output(model))
+    assert fluxq.restore(other) == BLOCKS and torch.equal(output(other), output(model))
+
+
+def test_a_pipeline_saves_and_moves_as_before(plain_checkpoint, tmp_path) -> None:
+    pipe = tiny.load(folder=plain_checkpoint("nvfp4"))
+    pipe.transformer.save_pretrained(tmp_path / "before")
+    fluxq.optimize(pipe)
+    pipe.to("cpu").transformer.save_pretrained(tmp_path / "after")
+    for file in (tmp_path / "before").iterdir():
+        assert file.read_bytes() == (tmp_path / "after" / file.name).read_bytes()
+
+
+def test_a_16_bit_model_may_be_cast_afterwards() -> None:
+    model = quantized("16 bit")
+    fluxq.optimize(model)
+    model.to(torch.float32)
+    got = output(model)
+    assert fused_calls(model) == BLOCKS
+    fluxq.restore(model)
+    assert torch.equal(got, output(model))
+
+
+@pytest.mark.parametrize("scheme", ["int8-int8", *(pytest.param(s, marks=pytest.mark.slow) for s in ("16 bit", FULL))])
+def test_it_compiles_without_a_graph_break(scheme: str) -> None:
+    model = quantized(scheme)
+    fluxq.optimize(model)
+    want, eager = output(model), ops(model)
+    traced: Counter = Counter()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        traced.update(str(node.target).split(".")[1] for node in graph.graph.nodes if "fluxq" in str(node.target))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert torch.equal(output(compiled), want)
+    assert traced == eager
+    assert fluxq.restore(compiled) == BLOCKS
+
+
+def test_a_step_cache_knows_the_blocks() -> None:
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with model.cache_context("a"), Calls() as calls:
+        first = output(model)
+    assert calls.fused == BLOCKS
+    model.disable_cache()
+    assert torch.equal(first, output(model))
+
+
+# --- offloading
+
+
+def sequential(model: nn.Module) -> None:
+    accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def as_a_whole(model: nn.Module) -> None:
+    accelerate.cpu_offload_with_hook(model, torch.device("cpu"))
+
+
+def by_block(model: nn.Module) -> None:
+    how = {"offload_type": "block_level", "num_blocks_per_group": 1}
+    apply_group_offloading(model, torch.device("cpu"), **how)
+
+
+def by_leaf(model: nn.Module) -> None:
+    apply_group_offloading(model, torch.device("cpu"), offload_type="leaf_level")
+
+
+@pytest.mark.parametrize("scheme", ["16 bit", "int8-int8"])
+@pytest.mark.parametrize("offload", [sequential, as_a_whole, by_block, by_leaf])
+def test_offloading_after_optimizing_works_and_before_is_refused_by_name(scheme: str, offload) -> None:
+    model = quantized(scheme)
+    want = output(model)
+    other = copy.deepcopy(model)
+    fluxq.optimize(model)
+    offload(model)
+    assert torch.equal(output(model), want)
+    assert fluxq.restore(model) == BLOCKS
+    assert torch.equal(output(model), want)
+    offload(other)
+    if offload is as_a_whole:
+        fluxq.optimize(other)
+    else:
+        with pytest.raises(ValueError, match="optimize before"):
+            fluxq.optimize(other)
+    assert torch.equal(output(other), want)
+
+
+# --- what the fused form does not know
+
+
+def test_where_it_falls_back_the_result_is_the_blocks_own() -> None:
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+
+    def falls_back(**call) -> str:
+        with Calls() as calls:
+            got = output(model, **call)
+        assert calls.fused == 0
+        fluxq.restore(model)
+        assert torch.equal(got, output(model, **call))
+        fluxq.optimize(model)
+        return calls.reasons.pop()
+
+    assert "gradients" in falls_back(grad=True)
+    mask = torch.ones(1, 1, 1, TEXT_TOKENS + 7, dtype=torch.bool)
+    mask[..., 0] = False
+    assert "attention_mask" in falls_back(joint_attention_kwargs={"attention_mask": mask})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "autocast" in falls_back()
+    with_scale = {"joint_attention_kwargs": {"scale": 0.5}}
+    assert fused_calls(model, **with_scale) == BLOCKS
+
+
+def test_gradients_reach_an_adapter_through_an_optimized_model() -> None:
+    model = quantized("int8-int8")
+    adapt(model, ["attn.to_q"])
+    fluxq.optimize(model)
+    output(model, grad=True).float().square().sum().backward()
+    grads = [parameter.grad for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert grads and all(grad is not None for grad in grads)
+
+
+def test_a_processor_of_another_kind_keeps_the_blocks_own_forward() -> None:
+    class Custom(stock.FluxAttnProcessor):
+        pass
+
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    model.single_transformer_blocks[0].attn.set_processor(Custom())
+    with Calls() as calls:
+        output(model)
+    assert calls.fused == BLOCKS - 1 and "a Custom" in calls.reasons.pop()
+    rows = fluxq.optimize(model)
+    kept = [row for row in rows if row.part == "block"]
+    assert [row.block for row in kept] == ["single_transformer_blocks.0"] and "Custom" in kept[0].why_not
+    assert type(model.single_transformer_blocks[0]) is stock.FluxSingleTransformerBlock
+
+
+def test_an_ip_adapter_keeps_the_blocks_own_forward() -> None:
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    without = output(model)
+    attention = model.transformer_blocks[0].attn
+    adapter = stock.FluxIPAdapterAttnProcessor(128, 32, num_tokens=(4,), dtype=torch.bfloat16)
+    attention.set_processor(adapter.requires_grad_(False))
+    call = {"joint_attention_kwargs": {"ip_hidden_states": [torch.ones(1, 4, 32).bfloat16()]}}
+    with Calls() as calls:
+        got = output(model, **call)
+    assert calls.fused == 0 and not torch.equal(got, without)
+    fluxq.restore(model)
+    assert torch.equal(got, output(model, **call))
+
+
+def test_the_backend_of_the_processor_is_taken() -> None:
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    model.set_attention_backend("_native_math")
+    got = output(model)
+    assert fused_calls(model) == BLOCKS
+    fluxq.restore(model)
+    assert torch.equal(got, output(model))
+
+
+def test_fused_projections_keep_the_blocks_own_forward() -> None:
+    model = quantized("16 bit")
+    fluxq.optimize(model)
+    model.fuse_qkv_projections()
+    got = output(model)
+    assert fused_calls(model) == 0
+    fluxq.restore(model)
+    assert torch.equal(got, output(model))
+    with pytest.raises(ValueError, match="fuse_qkv_projections"):
+        fluxq.optimize(model)
+
+
+def test_hooks_are_heard() -> None:
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    block, seen = model.transformer_blocks[0], []
+    paths = ("attn", "norm1", "attn.to_q", "ff.net.2", "attn.to_out.0", "norm1.linear")
+    want = output(model)
+    for path in paths:
+        handle = block.get_submodule(path).register_forward_hook(lambda *_: seen.append(1))
+        assert torch.equal(output(model), want)
+        handle.remove()
+    assert len(seen) == len(paths)
+
+
+def test_residuals_of_a_controlnet_are_added_between_blocks() -> None:
+    model = quantized("int8-int8")
+    residuals = {
+        "controlnet_block_samples": [torch.ones(1, 7, 128).bfloat16()],
+        "controlnet_single_block_samples": [torch.ones(1, 7, 128).bfloat16()] * 2,
+    }
+    want = output(model, **residuals)
+    assert not torch.equal(want, output(model))
+    fluxq.optimize(model)
+    assert fused_calls(model, **residuals) == BLOCKS
+    assert torch.equal(output(model, **residuals), want)
+
+
+@pytest.mark.parametrize(("scheme", "chip", "shares"), [("int8-int8", "sm_90", 4), ("nvfp4-nvfp4", "sm_90", 0)])
+def test_on_a_gpu_only_what_it_multiplies_is_shared(scheme: str, chip: str, shares: int, monkeypatch) -> None:
+    """Nothing runs there: only the decision is looked at, and that a call elsewhere is the blocks' own."""
+    pytest.importorskip("triton", reason="what a chip offers is in the tables of the Triton kernels")
+    monkeypatch.setattr("fluxq.kernels.chips.chip_of", lambda device: chip)
+    model = quantized(scheme)
+    want = output(model)
+    rows = {(row.block, row.part): row for row in fluxq.optimize(model, device="cuda")}
+    single = rows["single_transformer_blocks.0", "single_in"]
+    assert len(single.layers) == shares and (f"on {chip}" in single.why_not) == (shares == 0)
+    with Calls() as calls:
+        assert torch.equal(output(model), want)
+    assert calls.fused == 0 and calls.reasons == {"optimized for cuda"}
+
+
+def test_what_cannot_be_fused_is_refused_by_name(pipe) -> None:
+    with pytest.raises(ValueError, match="Linear: no fused form is known, only of FluxTransformer2DModel"):
+        fluxq.optimize(nn.Linear(2, 2))
+
+    class Mine(stock.FluxTransformerBlock):
+        pass
+
+    model = quantized("16 bit")
+    model.transformer_blocks[0].__class__ = Mine
+    row = next(row for row in fluxq.optimize(model) if row.part == "block")
+    assert "Mine, expected diffusers' FluxTransformerBlock" in row.why_not
+    for block in model.single_transformer_blocks:
+        block.forward = block.forward
+    fluxq.restore(model)
+    with pytest.raises(ValueError, match=r"no block of this FluxTransformer2DModel can be fused: transformer_blocks.0"):
+        fluxq.optimize(model)
+    assert fluxq.restore(pipe) == 0
+
+
+@pytest.mark.parametrize("family", [row for row in FAMILIES.values() if row.fusable], ids=lambda row: row.name)
+def test_a_row_names_what_the_class_has(family) -> None:
+    """Every module that is passed over, every role and every path, against the class of diffusers."""
+    model = build_on_meta(family.library, family.model, dict(family.tiny_config))
+    for row in family.fusable:
+        block = model.get_submodule(row.block.replace("*", "0"))
+        assert type(block).__name__ == row.model
+        assert {path: type(block.get_submodule(path)).__name__ for path in row.passed_over} == row.passed_over
+        roles = {group.role: group for group in family.groups if group.block == row.block}
+        for stream in row.streams:
+            assert roles[stream.qkv].modulation.linear == f"{stream.adaln}.linear"
+            for path in (stream.q_norm, stream.k_norm, *filter(None, (stream.out, stream.second_norm))):
+                block.get_submodule(path)
+            assert len(roles[stream.qkv].members) == (3 if stream.up else 4)
+            assert len(roles[stream.down].members) == 1
+
+
+# --- models and calls
+
+
+def quantized(scheme: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Flux's tiny configuration under a scheme; what a group's layers do to their input is the same."""
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel.from_config(FLUX.tiny_config).to(dtype).eval().requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if "norm_" in name and isinstance(module, nn.RMSNorm):
+            module.weight.data = (1 + 0.2 * torch.randn(module.weight.shape)).to(dtype)
+        if isinstance(module, nn.Linear) and not FLUX.kept(name):
+            put(model, name, scheme)
+    return model
+
+
+def put(model: nn.Module, path: str, scheme: str) -> None:
+    """Hold the Linear at `path` under a scheme, its vectors drawn for its input group."""
+    parent, _, name = path.rpartition(".")
+    linear = model.get_submodule(path)
+    weight, bias, dtype = plain(linear)
+    if scheme == "16 bit":
+        layer = nn.Linear(linear.in_features, linear.out_features, dtype=dtype).requires_grad_(False)
+        layer.weight.data, layer.bias.data = weight.to(dtype), bias
+    else:
+        group, block = FLUX.locate(path)
+        layer = _layer(weight, bias, Scheme.parse(scheme), seed=zlib.crc32(f"{block} {group.role}".encode()))
+    model.get_submodule(parent).register_module(name, layer)
+
+
+def plain(linear: nn.Linear) -> tuple[Tensor, Tensor, torch.dtype]:
+    if isinstance(linear, QuantLinear):
+        return linear.collapsed()[0], linear.bias.data, linear.compute_dtype
+    return linear.weight.data, linear.bias.data, linear.weight.dtype
+
+
+def _layer(weight: Tensor, bias: Tensor, scheme: Scheme, seed: int) -> QuantLinear:
+    n, k = weight.shape
+    noise = torch.Generator().manual_seed(seed)
+    branches = {}
+    for name, shape in branch_shapes(scheme, n, k).items():
+        drawn = torch.randn(shape, generator=noise)
+        branches[name] = (drawn.abs() + 0.5 if name == "pre_quant_scale" else 0.1 * drawn).to(bias.dtype)
+    scale = torch.tensor(0.002) if scheme.static_input else None
+    return QuantLinear.from_quantized(QuantizedTensor.quantize(weight, scheme.weights), bias, scheme, scale, branches)
+
+
+def layers(model: nn.Module) -> list[QuantLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantLinear)]
+
+
+def adapt(model: nn.Module, ends: list[str]) -> None:
+    """Put an adapter "a" around Linears, with an up-projection that is not 0."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    targets = [name for name in names if any(name.endswith(f".{end}") for end in ends)]
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False), "a")
+
+
+def output(model: nn.Module, images: int = 1, tokens: int = 7, grad: bool = False, **arguments) -> Tensor:
+    """What a transformer makes of drawn inputs, one seed for all."""
+    noise = torch.Generator().manual_seed(1)
+    dtype = model.x_embedder.weight.dtype
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=noise).to(dtype)
+
+    with torch.set_grad_enabled(grad):
+        return model(
+            hidden_states=draw(images, tokens, 16),
+            encoder_hidden_states=draw(images, TEXT_TOKENS, 64),
+            pooled_projections=draw(images, 64),
+            timestep=torch.linspace(0.2, 0.9, images).to(dtype),
+            img_ids=torch.arange(3 * tokens).view(tokens, 3).float(),
+            txt_ids=torch.zeros(TEXT_TOKENS, 3),
+            return_dict=False,
+            **arguments,
+        )[0]
+
+
+class Calls:
+    """Counts the blocks of a call that were fused, and keeps the reasons of the others."""
+
+    def __init__(self) -> None:
+        self.fused, self.reasons = 0, set()
+
+    def __enter__(self) -> "Calls":
+        self.own = fused._why_plain
+
+        def why_plain(*arguments) -> str:
+            why = self.own(*arguments)
+            self.fused += not why
+            self.reasons |= {why} - {""}
+            return why
+
+        fused._why_plain = why_plain
+        return self
+
+    def __exit__(self, *_) -> None:
+        fused._why_plain = self.own
+
+
+def fused_calls(model: nn.Module, **call) -> int:
+    with Calls() as calls:
+        output(model, **call)
+    return calls.fused
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of fluxq's ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fluxq":
+            self.found[func._schema.name.removeprefix("fluxq::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops(model: nn.Module) -> Counter:
+    with Count() as count:
+        output(model)
+    return count.found
