@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fluxq.integrations.optimize import optimize, restore
     from fluxq.integrations.prepare import prepare
     from fluxq.quantize.linear import QuantLinear
+    from fluxq.quantize.modulation import hoist_modulation
     from fluxq.quantize.run import quantize_linear
     from fluxq.quantize.tensor import QuantizedTensor
     from fluxq.recipes.families import FAMILIES
@@ -36,6 +37,7 @@ __all__ = [
     "QuantizedTensor",
     "__version__",
     "configure",
+    "hoist_modulation",
     "optimize",
     "prepare",
     "quantize_linear",
@@ -50,6 +52,7 @@ _HOMES = {
     "QuantLinear": "fluxq.quantize.linear",
     "QuantizedTensor": "fluxq.quantize.tensor",
     "configure": "fluxq.base.settings",
+    "hoist_modulation": "fluxq.quantize.modulation",
     "optimize": "fluxq.integrations.optimize",
     "prepare": "fluxq.integrations.prepare",
     "quantize_linear": "fluxq.quantize.run",
