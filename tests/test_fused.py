@@ -451,7 +451,10 @@ def test_an_ip_adapter_keeps_the_blocks_own_forward() -> None:
     assert torch.equal(got, output(model, **call))
 
 
-def test_the_backend_of_the_processor_is_taken() -> None:
+def test_the_backend_of_the_processor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # of all models: set back afterwards
     model = quantized("int8-int8")
     fluxq.optimize(model)
     model.set_attention_backend("_native_math")
