@@ -13,10 +13,8 @@ written again after each row, and a row that cannot be measured says why.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -32,8 +30,10 @@ from full_size import random_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import fluxq  # noqa: E402
+from fluxq.base.console import first_line  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.base.provenance import commit, cpu_name  # noqa: E402
+from fluxq.eval.machine import Machine, machine_of  # noqa: E402
 from fluxq.eval.speed import device_row  # noqa: E402
 from fluxq.kernels.timing import describe  # noqa: E402
 from fluxq.quantize.encode import global_scale_for  # noqa: E402
@@ -120,6 +120,7 @@ class Bench:
         about: dict[str, Any],
     ) -> None:
         self.device, self.shape, self.settings, self.rounds, self.out = device, shape, settings, rounds, out
+        self.machine = machine_of(str(device))
         self.found: dict[str, Any] = {**about, "rows": []}
         self.plain = random_model(shape, device)
         self.baseline = as_mode(self.plain, "compiled")
@@ -130,18 +131,16 @@ class Bench:
         try:
             model = self._model(row)
         except (RuntimeError, ValueError) as error:
-            self._keep(row, missing=_first_line(error))
+            self._keep(row, missing=first_line(error))
             return
         for pixels, batch in self.settings:
             inputs = step_inputs(self.plain, pixels, batch, self.shape["text"], self.device)
             try:
                 self._keep(row, pixels=pixels, batch=batch, **self._time(row, model, inputs, pixels, batch))
             except RuntimeError as error:  # out of memory is one; the next size is tried all the same
-                self._keep(row, pixels=pixels, batch=batch, missing=_first_line(error))
+                self._keep(row, pixels=pixels, batch=batch, missing=first_line(error))
         del model
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.machine.release()
 
     def _model(self, row: Row) -> Callable[..., Any]:
         if row.peer is not None:
@@ -157,7 +156,7 @@ class Bench:
 
     def _time(self, row: Row, model: Callable[..., Any], inputs: dict[str, Any], pixels: int, batch: int) -> dict:
         calls = {"row": lambda: model(**inputs), "baseline": lambda: self.baseline(**inputs)}
-        seconds = in_turn(calls, self.rounds, self.device)
+        seconds = in_turn(calls, self.rounds, self.machine)
         ratios = [b / a for a, b in zip(seconds["row"], seconds["baseline"], strict=True)]
         found: dict[str, Any] = {
             "seconds": quartiles(seconds["row"]),
@@ -165,9 +164,9 @@ class Bench:
             "over_compiled_16bit": quartiles(ratios),
         }
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self.machine.reset_peak()
             calls["row"]()
-            found["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            found["peak_bytes"] = self.machine.peak()
             found["parts"] = taken_apart(calls["row"], statistics.median(seconds["row"]))
             found["modelled"] = self._modelled(row, pixels, batch)
         return found
@@ -274,31 +273,26 @@ def input_amax(model: nn.Module, names: list[str], inputs: dict[str, Any]) -> di
     return found
 
 
-def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int, machine: Machine) -> dict[str, list[float]]:
     """Seconds of each call, one after the other and every round begun by another one; two rounds are not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds + 2):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            spent = seconds_of(calls[name], device)
+            spent = seconds_of(calls[name], machine)
             if turn >= 2:
                 seconds[name].append(spent)
     return seconds
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """By events on a GPU, by the clock elsewhere."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
+def seconds_of(call: Callable[[], Any], machine: Machine) -> float:
+    """Of one call that begins when the device has nothing else to do."""
+    machine.wait()
+    start = machine.mark()
     call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    end = machine.mark()
+    machine.wait()
+    return machine.seconds(start, end)
 
 
 def taken_apart(call: Callable[[], Any], step: float) -> dict[str, float]:
@@ -395,10 +389,6 @@ def torchao_fp8(model: nn.Module) -> nn.Module:
         filter_fn=lambda part, name: isinstance(part, nn.Linear) and "transformer_blocks" in name,
     )
     return model
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 PARTS = {  # words in a kernel's name; attention first, since its kernels are products too

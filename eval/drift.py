@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fluxq.base.console import progress
 from fluxq.calibrate.capture import images_per_batch, noise_levels, run_pipeline
 from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
+from fluxq.eval.fidelity import cosine, sqnr
 from fluxq.eval.schema import Curve, Drift, Estimate
 from fluxq.eval.statistics import clustered_interval
 
@@ -88,17 +89,14 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
     """
     size = batch_size or followed.batch_size
     velocity = _velocity_errors(followed, pipe, size)
-    sqnr, cosine = _latent_errors(followed, pipe, size)
+    decibels, cosines = _latent_errors(followed, pipe, size)
     prompts = [prompt for prompt, _ in followed.items]
 
     def interval(values: Sequence[float]) -> Estimate:
-        found = Estimate.of(clustered_interval(values, prompts))
-        if found is None:
-            raise ValueError("no interval of no values")
-        return found
+        return Estimate.of(clustered_interval(values, prompts))
 
     steps = range(len(followed.sigmas))
-    found = {"velocity_error": velocity, "latent_sqnr": sqnr, "latent_cosine": cosine}
+    found = {"velocity_error": velocity, "latent_sqnr": decibels, "latent_cosine": cosines}
     curves = {
         key: curve.model_copy(update={"values": tuple(interval([row[step] for row in found[key]]) for step in steps)})
         for key, curve in CURVES.items()
@@ -159,19 +157,19 @@ def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[floa
 
 def _latent_errors(followed: Followed, pipe: Any, size: int) -> tuple[list[list[float]], list[list[float]]]:
     """Image, step -> SQNR in dB, and cosine."""
-    sqnr: list[list[float]] = [[] for _ in followed.items]
-    cosine: list[list[float]] = [[] for _ in followed.items]
+    decibels: list[list[float]] = [[] for _ in followed.items]
+    cosines: list[list[float]] = [[] for _ in followed.items]
 
     def see(image: int, step: int, found: Tensor) -> None:
-        x, y = _recorded_latents(followed, image, step, found).double(), found.cpu().double()
-        sqnr[image].append(float(10 * torch.log10(x.square().sum() / (x - y).square().sum())))
-        cosine[image].append(float((x * y).sum() / (x.norm() * y.norm())))
+        pair = [_recorded_latents(followed, image, step, found)], [found.cpu()]
+        decibels[image] += sqnr(*pair).tolist()
+        cosines[image] += cosine(*pair).tolist()
 
     _walk(pipe, followed.items, followed.call, size, see, description="Running free")
-    short = [len(row) for row in sqnr if len(row) != len(followed.sigmas)]
+    short = [len(row) for row in decibels if len(row) != len(followed.sigmas)]
     if short:
         raise ValueError(f"the pipeline takes {short[0]} steps, the 16-bit one {len(followed.sigmas)}: give both one")
-    return sqnr, cosine
+    return decibels, cosines
 
 
 def _recorded(followed: Followed, image: int, step: int, at: int) -> Tensor:

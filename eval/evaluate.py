@@ -9,7 +9,7 @@ from typing import Any
 
 from fluxq.eval.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
 from fluxq.eval.networks import Networks
-from fluxq.eval.report import wall
+from fluxq.eval.pictures import wall
 from fluxq.eval.schema import Drift, Estimate, Gate, Image, Item, Metric, Run, Size, Verdict, number
 from fluxq.eval.sides import Side
 from fluxq.eval.statistics import Interval
@@ -153,14 +153,18 @@ def _row(row: MetricRow, found: Measured | str, floor: Interval | None) -> Metri
     return Metric(
         **fixed,
         how=found.how or row.how,
-        value=Estimate.of(found.value),
-        baseline=Estimate.of(found.baseline),
-        change=Estimate.of(found.change),
-        floor=Estimate.of(floor),
+        value=_estimate(found.value),
+        baseline=_estimate(found.baseline),
+        change=_estimate(found.change),
+        floor=_estimate(floor),
         margin=row.margin,
         notes=found.notes,
         missing=None if found.value is not None else found.broken,
     )
+
+
+def _estimate(interval: Interval | None) -> Estimate | None:
+    return None if interval is None else Estimate.of(interval)
 
 
 def _velocity_error(drift: Drift) -> Metric:

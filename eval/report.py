@@ -30,7 +30,6 @@ from fluxq.eval.charts import (
     stage_chart,
 )
 from fluxq.eval.markdown import facts, markdown
-from fluxq.eval.pictures import wall as wall
 from fluxq.eval.schema import Comparison, Estimate, Image, Item, Margin, Metric, Picture, Report, Run, Wall
 from fluxq.eval.statistics import clustered_interval, holm, p_value
 from fluxq.eval.verdict import with_verdicts
@@ -117,19 +116,12 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
             first=first.name,
             second=second.name,
             metric=COMPARED_BY,
-            difference=_estimate(differences, prompts),
+            difference=Estimate.of(clustered_interval(differences, prompts)),
             p=p,
             p_holm=p_holm,
         )
         for (first, second, differences, p), p_holm in zip(found, corrected, strict=True)
     )
-
-
-def _estimate(differences: Sequence[float], prompts: Sequence[str]) -> Estimate:
-    interval = clustered_interval(differences, prompts)
-    limits = (value if math.isfinite(value) else None for value in (interval.mean, interval.low, interval.high))
-    mean, low, high = limits
-    return Estimate(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
 
 
 def _difference(first: Image, second: Image) -> float:

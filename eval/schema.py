@@ -35,10 +35,8 @@ class Estimate(Strict):
     infinite: int = 0
 
     @classmethod
-    def of(cls, interval: Interval | None) -> Self | None:
-        """None stays None."""
-        if interval is None:
-            return None
+    def of(cls, interval: Interval) -> Self:
+        """What is not finite becomes null."""
         mean, low, high = (number(value) for value in (interval.mean, interval.low, interval.high))
         return cls(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
 

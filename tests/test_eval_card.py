@@ -1,6 +1,6 @@
-import importlib.util
 from pathlib import Path
 
+import example_report
 import pytest
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
@@ -12,20 +12,10 @@ from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.verify import verify
 
 
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _beside("example_report")
-
-
 @pytest.fixture(scope="module")
 def report():
     """A checkpoint as it is stored and re-encoded."""
-    found = made.example(2)
+    found = example_report.example(2)
     runs = (found.runs[0], found.runs[1].model_copy(update={"backend": "int8", "name": "schnell-nvfp4 as int8"}))
     return found.model_copy(update={"runs": runs})
 

@@ -1,8 +1,7 @@
-import importlib.util
 import re
 import xml.etree.ElementTree as xml
-from pathlib import Path
 
+import example_report
 import pytest
 
 from fluxq.eval import charts
@@ -19,19 +18,9 @@ from fluxq.eval.charts import (
 from fluxq.eval.schema import Estimate, Image, Report
 
 
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _beside("example_report")
-
-
 @pytest.fixture(scope="module")
 def three() -> Report:
-    return made.example(3)
+    return example_report.example(3)
 
 
 @pytest.fixture
@@ -145,7 +134,7 @@ def test_a_dot_for_every_image_in_order(three, no_svg):
 
 
 def test_many_images_are_drawn_by_evenly_spaced_ranks(no_svg):
-    report = made.example(1, count=900, wall=None)
+    report = example_report.example(1, count=900, wall=None)
     dots = rows(image_chart(report), "rank")
     values = sorted(image.values["psnr"] for image in report.runs[0].images)
     assert len(dots) == 300 and dots[0]["value"] == values[0] and dots[-1]["value"] == values[-1]

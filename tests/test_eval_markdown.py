@@ -1,6 +1,4 @@
-import importlib.util
-from pathlib import Path
-
+import example_report
 import pytest
 
 from fluxq.eval.figures import both, count, duration, figure, limits, mark, share, size
@@ -8,19 +6,9 @@ from fluxq.eval.markdown import escaped, markdown
 from fluxq.eval.schema import Estimate, Verdict
 
 
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _beside("example_report")
-
-
 @pytest.fixture(scope="module")
 def three():
-    return made.example(3)
+    return example_report.example(3)
 
 
 def test_markdown_says_what_the_report_holds(three):
@@ -49,16 +37,18 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(three):
 
 
 def test_parts_that_were_not_measured_say_so():
-    text = markdown(made.example(1, speed=None, debug=None, drift=None, wall=None))
+    text = markdown(example_report.example(1, speed=None, debug=None, drift=None, wall=None))
     assert "speed not measured for schnell-nvfp4: run `fluxq bench OUT`" in text
     assert "debug not measured for schnell-nvfp4: run `fluxq debug OUT`" in text
-    assert "Not measured" not in markdown(made.example(1))
+    assert "Not measured" not in markdown(example_report.example(1))
 
 
 def test_names_and_verdicts_cannot_inject_markup():
     evil = "<script>|`x`[a](http://b.c)\n# head"
     verdict = Verdict(outcome="worse", text=evil)
-    text = markdown(made.example(1, name=evil, recipe=evil, verdict=verdict, model=evil, command="```\n# head"))
+    text = markdown(
+        example_report.example(1, name=evil, recipe=evil, verdict=verdict, model=evil, command="```\n# head")
+    )
     assert "<script>" not in text.replace("\\<script\\>", "") and "\n# head" not in text.replace("'''\n# head", "")
     assert escaped("a_b*c") == r"a\_b\*c"
 

@@ -1,9 +1,8 @@
 """The page in a browser: what a reader does with it, with the network off."""
 
-import importlib.util
 import shutil
-from pathlib import Path
 
+import example_report
 import pytest
 
 from fluxq.eval.report import write_report
@@ -13,16 +12,9 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium of the distribution's packages")
 
 
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    made = _beside("example_report").example(2, count=12)
+    made = example_report.example(2, count=12)
     return write_report(tmp_path_factory.mktemp("page") / "report.html", made).as_uri()
 
 

@@ -1,13 +1,12 @@
 import base64
-import importlib.util
 import io
 import json
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 
+import example_report
 import numpy as np
 import pytest
 import torch
@@ -19,16 +18,6 @@ from fluxq.eval.report import compare_runs, merge, render, write_report
 from fluxq.eval.schema import Estimate, Margin, Verdict, read_report
 
 VOID = {"meta", "img", "br", "input"}
-
-
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _beside("example_report")
 
 
 class Page(HTMLParser):
@@ -64,12 +53,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def one():
-    return made.example(1)
+    return example_report.example(1)
 
 
 @pytest.fixture(scope="module")
 def three():
-    return made.example(3)
+    return example_report.example(3)
 
 
 @pytest.fixture(scope="module")
@@ -135,23 +124,23 @@ def test_several_runs_are_told_apart_and_compared(three, pages):
 
 
 def test_parts_that_were_not_measured_say_so(without_charts):
-    text = Page(render(made.example(2, speed=None, debug=None, drift=None, wall=None))).text
+    text = Page(render(example_report.example(2, speed=None, debug=None, drift=None, wall=None))).text
     assert "schnell-nvfp4, schnell-int8: not measured: run fluxq bench OUT" in text
     assert "schnell-nvfp4, schnell-int8: not measured: run fluxq debug OUT" in text
     assert "No pictures were kept" in text and "Not measured: run fluxq eval OUT" in text
 
 
 def test_a_report_of_one_run_without_parts_has_a_page():
-    html = render(made.example(1, speed=None, debug=None, drift=None, wall=None))
+    html = render(example_report.example(1, speed=None, debug=None, drift=None, wall=None))
     assert "One run: fluxq report RUN…" in Page(html).text and Page(html).text.count("<svg") == 0
 
 
 def test_broken_and_identical_runs_have_a_page(monkeypatch):
     monkeypatch.setattr(charts, "_svg", lambda spec: "")
     nothing = Estimate(mean=None, n=0, infinite=16)
-    psnr = made.example(1).runs[0].metrics["psnr"].model_copy(update={"value": nothing})
-    same = made.Image(finite=True, identical=True, values={"psnr": None})
-    bad = made.Image(finite=False, identical=False, values={"psnr": None})
+    psnr = example_report.example(1).runs[0].metrics["psnr"].model_copy(update={"value": nothing})
+    same = example_report.Image(finite=True, identical=True, values={"psnr": None})
+    bad = example_report.Image(finite=False, identical=False, values={"psnr": None})
     verdicts = {name: Verdict(outcome=name, text=f"it is {name}") for name in ("identical", "broken")}
     identical = {
         "status": "identical",
@@ -165,9 +154,9 @@ def test_broken_and_identical_runs_have_a_page(monkeypatch):
         "images": (bad,) * 16,
         "metrics": {"psnr": psnr.model_copy(update={"value": None, "missing": "16 images hold NaN"})},
     }
-    first, second, third = made.example(3).runs
+    first, second, third = example_report.example(3).runs
     runs = (first, second.model_copy(update=identical), third.model_copy(update=broken))
-    text = Page(render(made.example(3).model_copy(update={"runs": runs}))).text
+    text = Page(render(example_report.example(3).model_copy(update={"runs": runs}))).text
     assert "= Identical" in text and "✕ Broken" in text and "16 images hold NaN" in text and "NaN or infinity" in text
     assert "32 identical or broken images have no finite PSNR and are not drawn" in text
 
@@ -185,7 +174,7 @@ EVIL = '</script><script>alert(1)</script><img src="http://x.y/z" onerror=alert(
 
 def test_untrusted_text_stays_text():
     of_run = {"name": EVIL, "recipe": EVIL, "verdict": Verdict(outcome="worse", text=EVIL)}
-    html = render(made.example(1, prompts=(EVIL,), model=EVIL, call={EVIL: EVIL}, warnings=(EVIL,), **of_run))
+    html = render(example_report.example(1, prompts=(EVIL,), model=EVIL, call={EVIL: EVIL}, warnings=(EVIL,), **of_run))
     page = Page(html)
     images = page.named("img")
     assert len(page.named("script")) == 3 and all(attrs["src"].startswith("data:image/") for attrs in images)
@@ -208,7 +197,7 @@ def test_h2_json_round_trips_and_alone_draws_the_page(one, pages, tmp_path):
 
 
 def test_page_stays_below_15_mb_however_many_runs(without_charts):
-    few = made.example(2, count=12, size=300)
+    few = example_report.example(2, count=12, size=300)
     picture = (
         few.runs[0].wall.groups["worst"][0].model_copy(update={"difference": "data:image/webp;base64," + "A" * 800_000})
     )
@@ -223,7 +212,7 @@ def test_page_stays_below_15_mb_however_many_runs(without_charts):
 
 
 def test_page_of_a_large_table_says_what_it_left_out(without_charts):
-    html = render(made.example(1, count=230))
+    html = render(example_report.example(1, count=230))
     assert "Every image : the 200 worst of 230" in Page(html).text.replace("image:", "image :")
     assert html.count('<td class="prompt">') == 200
 
@@ -305,7 +294,7 @@ def test_comparisons_pair_images_and_are_corrected_for_their_number(three):
 
 def test_comparisons_of_identical_and_broken_images(three):
     items = [(item.prompt, item.seed) for item in three.items]
-    same = made.Image(finite=True, identical=True, values={"psnr": None})
+    same = example_report.Image(finite=True, identical=True, values={"psnr": None})
     first, second, third = three.runs
     images = (same, *first.images[1:])
     also = (same, *second.images[1:])
@@ -318,9 +307,9 @@ def test_comparisons_of_identical_and_broken_images(three):
 
 
 def test_margin_is_shown_beside_its_metric(without_charts):
-    run = made.example(1).runs[0]
+    run = example_report.example(1).runs[0]
     metric = run.metrics["psnr"].model_copy(update={"margin": Margin(on="value", low=30.0)})
-    text = Page(render(made.example(1, metrics={"psnr": metric}))).text
+    text = Page(render(example_report.example(1, metrics={"psnr": metric}))).text
     assert "higher is better; asked: at least 30 dB" in text
 
 
@@ -328,8 +317,8 @@ def test_margin_is_shown_beside_its_metric(without_charts):
 
 
 def test_pictures_are_the_images_and_their_amplified_difference():
-    before, after = made.images(0, 12, 16)
-    values = [made.psnr(a, b) for a, b in zip(before.images, after.images, strict=True)]
+    before, after = example_report.images(0, 12, 16)
+    values = [example_report.psnr(a, b) for a, b in zip(before.images, after.images, strict=True)]
     made_wall = wall(before, after, values)
     assert made_wall.encoding == "PNG, lossless" and made_wall.shown_pixels == 16
     for pictures in made_wall.groups.values():
@@ -342,7 +331,7 @@ def test_pictures_are_the_images_and_their_amplified_difference():
 
 
 def test_gain_uses_the_scale_without_clipping_most_of_it():
-    before, after = made.images(2, 9, 32)
+    before, after = example_report.images(2, 9, 32)
     made_wall = wall(before, after, [0.0] * 9)
     errors = [(a.int() - b.int()).abs().numpy() for a, b in zip(before.images, after.images, strict=True)]
     assert 64 <= np.percentile(np.stack(errors), 99) * made_wall.gain <= 255
@@ -372,7 +361,7 @@ def test_choice_is_worst_median_and_drawn_alike_for_every_run():
 
 
 def test_a_wall_needs_pairs_of_one_size():
-    before, after = made.images(0, 4, 16)
+    before, after = example_report.images(0, 4, 16)
     with pytest.raises(ValueError, match="4 and 4 images by 3 values"):
         wall(before, after, [1.0] * 3)
     after.images[2] = after.images[2][:, :8]

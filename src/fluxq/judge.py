@@ -103,8 +103,9 @@ def subject(output: Path, options: Options) -> Subject:
         revision=options.revision or record["model"]["revision"],
         local_files_only=options.local_files_only,
     )
+    hashed = _hashed(folder)
     for component, digest in record["model"]["digests"].items():
-        if folder.digest(component) != digest:
+        if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
     require_images(folder, "generate with both pipelines to judge")
     quantized = ModelFolder(output.name, output)
@@ -115,14 +116,15 @@ def subject(output: Path, options: Options) -> Subject:
     count, seeds = options.count or protocol.count, options.seeds or protocol.seeds
     first = protocol.first_seed if options.seed is None else options.seed
     loras = tuple((str(lora.path), lora.weight) for lora in recorded_loras(record))
-    reference_digest = sha256_json([_digest(folder), record.get("loras", [])]) if loras else _digest(folder)
+    digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
+    reference_digest = sha256_json([digest, record.get("loras", [])]) if loras else digest
     return Subject(
         options=options,
         output=output,
         record=record,
         folder=folder,
         reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras),
-        quantized=Side(output.resolve().name, str(output.resolve()), _digest(quantized), options.dtype),
+        quantized=Side(output.resolve().name, str(output.resolve()), own, options.dtype),
         prompts=prompts,
         protocol=Protocol(
             name=options.protocol,
@@ -143,20 +145,25 @@ def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) ->
             raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(table)}")
 
 
-def _digest(folder: ModelFolder) -> str:
-    """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+def _hashed(folder: ModelFolder) -> dict[str, str]:
+    """Component -> digest of its weights and configuration, which are read for it, of those that have them."""
     with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
+    return {name: folder.digest(name) for name in with_weights}
+
+
+def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
+    """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
     others = sorted(
         path
         for name in folder.components
-        if name not in with_weights
+        if name not in hashed
         for path in (folder.path / name).glob("*")
         if path.is_file()
     )
     return sha256_json(
         [
             sha256_file(folder.path / "model_index.json"),
-            *([name, folder.digest(name)] for name in with_weights),
+            *([name, digest] for name, digest in hashed.items()),
             *([path.name, sha256_file(path)] for path in others),
         ]
     )
@@ -173,7 +180,7 @@ def evaluate(asked: Subject) -> Report | None:
     from fluxq.eval.report import compare_runs
 
     options, started = asked.options, time.perf_counter()
-    networks = find_networks(asked)
+    networks = _networks(asked)
     keys = _metric_keys(asked, networks)
     sides = variants(asked.quantized, options.backends or _backends(asked.record), options.cache)
     batch = options.batch_size or images_per_batch(asked.call)
@@ -329,7 +336,7 @@ def _read(output: Path) -> Report:
     return read_report(path)
 
 
-def find_networks(asked: Subject) -> Networks:
+def _networks(asked: Subject) -> Networks:
     """What the metrics may use: the embedded model's own networks, and what --weights and its fellows name."""
     from fluxq import tiny
     from fluxq.eval.networks import Networks, find_networks
