@@ -41,7 +41,8 @@ from fluxq.quantize.run import Fitting, Outcome, quantize_component  # noqa: E40
 from fluxq.quantize.synthetic import draw  # noqa: E402
 from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402
-from fluxq.recipes.families import FAMILIES, Maker  # noqa: E402
+from fluxq.recipes.families import FAMILIES  # noqa: E402
+from fluxq.recipes.family import Maker  # noqa: E402
 from fluxq.recipes.formats import FORMATS, Scheme  # noqa: E402
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, make_plan, with_method  # noqa: E402
 from fluxq.recipes.recipe import Recipe, load_recipe  # noqa: E402

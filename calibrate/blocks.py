@@ -31,7 +31,7 @@ from fluxq.base.model import open_weights, save_weights
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
-from fluxq.recipes.families import Family
+from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 
 _DONE = "done.json"

@@ -46,7 +46,8 @@ from fluxq.quantize.group import GroupLayer, fit_group, price_on
 from fluxq.quantize.synthetic import draw
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device, find_device
-from fluxq.recipes.families import Maker, family_of
+from fluxq.recipes.families import family_of
+from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, LinearShape, component_recipe, make_plan, with_method
 from fluxq.recipes.recipe import Component, Gate, LowRank, Recipe, Rounding, load_recipe, shipped_recipes

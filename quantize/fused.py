@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fluxq.quantize import norms, producers, products
 from fluxq.quantize.linear import QuantLinear
-from fluxq.recipes.families import Family, FusableBlock, InputGroup, Stream
+from fluxq.recipes.family import Family, FusableBlock, InputGroup, Stream
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.patterns import matches
 
@@ -103,7 +103,7 @@ def optimize(
     """
     if not family.fusable:
         raise ValueError(
-            f"{family.model} has no fused form: recipes/families.py describes the blocks of none but "
+            f"{family.model} has no fused form: recipes/fusable.py describes the blocks of none but "
             "FluxTransformer2DModel so far"
         )
     parts: list[FusedPart] = []

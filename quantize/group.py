@@ -27,7 +27,7 @@ from fluxq.quantize.tensor import QuantizedTensor, largest, quantize_blocks
 from fluxq.quantize.transforms import InputTransform, rotate
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device
-from fluxq.recipes.families import Maker
+from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Format, Scheme
 from fluxq.recipes.plan import Method
 

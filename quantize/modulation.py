@@ -1,6 +1,6 @@
 """Modulation of all denoising steps in one product: adaLN's weights are read once for an image, not once a step.
 
-The Linears that make shift, scale and gate (role "modulation" of recipes/families.py, and the last norm's) see one row
+The Linears that make shift, scale and gate (role "modulation" of recipes/denoisers.py, and the last norm's) see one row
 per image and step s,
 
     y_s = W silu(e_s) + b,      e_s = embedder(t_s, guidance, pooled text),
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.recipes.families import Family, family_of
+from fluxq.recipes.families import family_of
+from fluxq.recipes.family import Family
 from fluxq.recipes.plan import MODULATION_ROLE
 
 

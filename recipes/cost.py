@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fluxq.recipes.devices import Device, Efficiency
-from fluxq.recipes.families import Maker
+from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LayerPlan, Plan

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fluxq.recipes.families import Family, InputGroup, Maker
+from fluxq.recipes.family import Family, InputGroup, Maker
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform

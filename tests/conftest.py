@@ -18,7 +18,7 @@ from peft import LoraConfig
 from torch import nn
 
 from fluxq import jobs, tiny
-from fluxq.recipes.families import Family
+from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 

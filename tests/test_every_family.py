@@ -10,7 +10,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 import fluxq
-from fluxq.recipes.families import FAMILIES, Family
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 

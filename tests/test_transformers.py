@@ -19,7 +19,8 @@ from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, write_component
 from fluxq.quantize.run import Outcome, quantize_component
-from fluxq.recipes.families import FAMILIES, Family
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 

@@ -19,7 +19,8 @@ from fluxq.base.console import logger
 from fluxq.quantize import fused
 from fluxq.quantize.fused import FusedPart
 from fluxq.quantize.linear import QuantLinear
-from fluxq.recipes.families import FAMILIES, Family
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 
