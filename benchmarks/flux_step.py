@@ -8,14 +8,19 @@ Every row of ROWS is timed in turn with compiled 16 bit, so that clocks and neig
 is the ratio of such rounds, with their quartiles. On a GPU a step is also taken apart: device time of products,
 attention and everything else by the names of the kernels that ran, and what is left of the step is launch gaps. Weights
 are what the class starts with, rounded to nearest; input scales come from one pass in 16 bit. The result file is
-written again after each row, and a row that cannot be measured says why.
+written again after each row: a row that cannot be measured says why, and the goals of flux_modelled.py whether they are
+met. `--resume` measures what the file lacks, `--minutes` ends in time.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]  # fluxq need not be installed
 
 import click  # noqa: E402
+import flux_modelled  # noqa: E402
 import torch  # noqa: E402
 from full_size import random_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -36,11 +42,11 @@ from fluxq.base.provenance import commit, cpu_name  # noqa: E402
 from fluxq.eval.machine import Machine, machine_of  # noqa: E402
 from fluxq.eval.speed import device_row  # noqa: E402
 from fluxq.kernels.timing import describe  # noqa: E402
+from fluxq.kernels.tune import tuned_from  # noqa: E402
 from fluxq.quantize.encode import global_scale_for  # noqa: E402
 from fluxq.quantize.linear import QuantLinear  # noqa: E402
 from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
-from fluxq.recipes.cost import cost, forward_pass, steps  # noqa: E402
-from fluxq.recipes.devices import find_device  # noqa: E402
+from fluxq.recipes.cost import forward_pass, in_16_bit  # noqa: E402
 from fluxq.recipes.families import FAMILIES  # noqa: E402
 from fluxq.recipes.plan import LinearShape, Plan, make_plan  # noqa: E402
 from fluxq.recipes.recipe import load_recipe  # noqa: E402
@@ -51,13 +57,18 @@ Mode = Literal["eager", "compiled"]
 
 @dataclass(frozen=True)
 class Row:
-    """One way to compute a step. recipe: None is 16 bit. prefer: as `fluxq.prepare` takes it. peer: of PEERS."""
+    """One way to compute a step. recipe: None is 16 bit. prefer: as `fluxq.prepare` takes it. peer: of PEERS.
+
+    attention: as `fluxq.set_attention` takes it. graph: whether `fluxq.capture` replays it, which needs a GPU.
+    """
 
     name: str
     mode: Mode
     recipe: str | None = None
     prefer: Literal["speed", "memory"] = "speed"
     optimized: bool = False
+    attention: Literal["16bit", "fp8"] = "16bit"
+    graph: bool = False
     peer: str | None = None
 
 
@@ -69,8 +80,12 @@ class Row:
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 4), show_default=True)
 @click.option("--text", default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--rounds", default=20, show_default=True, help="Times that each is run.")
-@click.option("--modelled", is_flag=True, help="Run nothing: what a step should take on MODELLED.")
+@click.option("--modelled", is_flag=True, help="Run nothing: what a step should take by flux_modelled.py.")
 @click.option("--row", "only", multiple=True, help="Only these rows (repeatable).")
+@click.option("--uncompiled", is_flag=True, help="Compile nothing, the baseline neither: only that everything runs.")
+@click.option("--minutes", type=float, help="Begin nothing that would probably not be done by then.")
+@click.option("--tuned", type=click.Path(exists=True, path_type=Path), help="A folder in place of kernels/tuned.")
+@click.option("--resume", is_flag=True, help="Keep what --out holds of the same commit, machine and shape.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("flux_step.json"))
 def main(
     device: str,
@@ -82,15 +97,20 @@ def main(
     rounds: int,
     modelled: bool,
     only: tuple[str, ...],
+    uncompiled: bool,
+    minutes: float | None,
+    tuned: Path | None,
+    resume: bool,
     out: Path,
 ) -> None:
     """Time one denoising step in 16 bit and quantized, and say where its time goes."""
     if modelled:
         found = modelled_steps()
         write_json(MODELLED_FILE, found)
-        write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), found))
+        write_text(PAGE, flux_modelled.with_tables(PAGE.read_text(encoding="utf-8"), found))
         click.echo(f"results in {MODELLED_FILE} and {PAGE}")
         return
+    deadline = time.monotonic() + 60 * minutes if minutes else math.inf
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device; --device cpu with a small --hidden needs none")
@@ -100,59 +120,100 @@ def main(
     double, _, single = blocks.partition("+")
     shape = {"hidden": hidden, "blocks": [int(double), int(single)], "text": text}
     about = {"commit": commit(), "machine": cpu_name(), **describe(where), **shape}
-    bench = Bench(where, shape, [(pixels, batch) for pixels in sizes for batch in batches], rounds, out, about)
-    for row in ROWS:
-        if row.name != BASELINE and (not only or row.name in only):
-            bench.measure(row)
+    about["uncompiled"] = uncompiled
+    bench = Bench(where, shape, rounds, out, about)
+    if resume:
+        bench.resume()
+    settings = [(pixels, batch) for pixels in sizes for batch in batches]
+    rows = [row for row in ROWS if row.name != BASELINE and (not only or row.name in only)]
+    with tuned_from(tuned):
+        bench.run(rows, settings, deadline)
     click.echo(f"results in {out}")
 
 
 class Bench:
-    """The 16-bit baseline, which stays, and one other row at a time."""
+    """The 16-bit baseline, which stays, and one more model, which rows share that differ in calls of fluxq."""
 
     def __init__(
-        self,
-        device: torch.device,
-        shape: dict[str, Any],
-        settings: list[tuple[int, int]],
-        rounds: int,
-        out: Path,
-        about: dict[str, Any],
+        self, device: torch.device, shape: dict[str, Any], rounds: int, out: Path, about: dict[str, Any]
     ) -> None:
-        self.device, self.shape, self.settings, self.rounds, self.out = device, shape, settings, rounds, out
+        self.device, self.shape, self.rounds, self.out = device, shape, rounds, out
         self.machine = machine_of(str(device))
-        self.found: dict[str, Any] = {**about, "rows": []}
-        self.plain = random_model(shape, device)
-        self.baseline = as_mode(self.plain, "compiled")
+        self.found: dict[str, Any] = {**about, "complete": False, "rows": [], "goals": []}
+        self.plain: Any = random_model(shape, device)
+        self.baseline = self._in_mode(self.plain, "compiled")
+        self.held: tuple[tuple, nn.Module] | None = None  # what a model was made for, and it
+
+    def resume(self) -> None:
+        """Take over the rows of an earlier run of the same commit, machine and shape."""
+        earlier = json.loads(self.out.read_text(encoding="utf-8")) if self.out.exists() else {}
+        about = {key: value for key, value in self.found.items() if key not in ("complete", "rows", "goals")}
+        if {key: earlier.get(key) for key in about} == about:
+            self.found["rows"] = [row for row in earlier["rows"] if "seconds" in row]
+
+    def run(self, rows: Sequence[Row], settings: Sequence[tuple[int, int]], deadline: float) -> None:
+        """Measure what is not there yet; it ends when the longest row so far would not be done by the deadline."""
+        done = {(row["row"], row["pixels"], row["batch"]) for row in self.found["rows"]}
+        longest = 0.0
+        for row in rows:
+            left = [place for place in settings if (row.name, *place) not in done]
+            begun = time.monotonic()
+            if begun + longest > deadline:
+                return
+            if left:
+                self.measure(row, left)
+            longest = max(longest, time.monotonic() - begun)
+        self.found["complete"] = True
+        write_json(self.out, self.found)
 
     @torch.inference_mode()
-    def measure(self, row: Row) -> None:
+    def measure(self, row: Row, settings: Sequence[tuple[int, int]]) -> None:
         """Time a row at every size, in turn with the baseline; what cannot be made or run is said."""
         try:
-            model = self._model(row)
+            with self._ready(row) as model:
+                for pixels, batch in settings:
+                    inputs = step_inputs(self.plain, pixels, batch, self.shape["text"], self.device)
+                    try:
+                        self._keep(row, pixels=pixels, batch=batch, **self._time(row, model, inputs, pixels, batch))
+                    except RuntimeError as error:  # out of memory is one; the next size is tried all the same
+                        self._keep(row, pixels=pixels, batch=batch, missing=first_line(error))
         except (RuntimeError, ValueError) as error:
             self._keep(row, missing=first_line(error))
-            return
-        for pixels, batch in self.settings:
-            inputs = step_inputs(self.plain, pixels, batch, self.shape["text"], self.device)
-            try:
-                self._keep(row, pixels=pixels, batch=batch, **self._time(row, model, inputs, pixels, batch))
-            except RuntimeError as error:  # out of memory is one; the next size is tried all the same
-                self._keep(row, pixels=pixels, batch=batch, missing=first_line(error))
-        del model
+        if row.mode == "compiled":  # which cannot be taken back
+            self.held = None
         self.machine.release()
 
-    def _model(self, row: Row) -> Callable[..., Any]:
+    @contextmanager
+    def _ready(self, row: Row) -> Iterator[Callable[..., Any]]:
+        """The row's model; a graph is taken out of it again."""
+        made_for = row.recipe, row.prefer, row.peer
+        if self.held is None or self.held[0] != made_for:
+            self.held = None  # before the next one is made
+            self.held = made_for, self._made(row)
+        model = self.held[1]
+        if row.peer is None:
+            fluxq.set_attention(model, row.attention)
+            if row.optimized:
+                fluxq.optimize(model, device=self.device)
+            else:
+                fluxq.restore(model)
+        with fluxq.capture(model, max_graphs=1) if row.graph else nullcontext():
+            yield self._in_mode(model, row.mode)
+
+    def _in_mode(self, model: Any, mode: Mode) -> Callable[..., Any]:
+        """The model as it is, or its repeated blocks compiled, which takes minutes less than all of it."""
+        if mode == "compiled" and not self.found["uncompiled"]:
+            model.compile_repeated_blocks(fullgraph=True)
+        return model
+
+    def _made(self, row: Row) -> nn.Module:
         if row.peer is not None:
-            return as_mode(PEERS[row.peer](random_model(self.shape, self.device)), row.mode)
+            return PEERS[row.peer](random_model(self.shape, self.device))
         if row.recipe is None:
-            model = random_model(self.shape, self.device)
-        else:
-            model = quantized(self.shape, row.recipe, self.device)
-            fluxq.prepare(model, prefer=row.prefer, device=self.device)
-        if row.optimized:
-            fluxq.optimize(model, device=self.device)
-        return as_mode(model, row.mode)
+            return random_model(self.shape, self.device)
+        model = quantized(self.shape, row.recipe, self.device)
+        fluxq.prepare(model, prefer=row.prefer, device=self.device)
+        return model
 
     def _time(self, row: Row, model: Callable[..., Any], inputs: dict[str, Any], pixels: int, batch: int) -> dict:
         calls = {"row": lambda: model(**inputs), "baseline": lambda: self.baseline(**inputs)}
@@ -172,30 +233,40 @@ class Bench:
         return found
 
     def _modelled(self, row: Row, pixels: int, batch: int) -> dict[str, float] | None:
-        """Seconds by the model of recipes/cost.py, and the share of them that the step took; None without a row."""
+        """Seconds of the step's parts by flux_modelled.py; None for a GPU or a way to compute that it does not know."""
         device = device_row(torch.cuda.get_device_name(self.device))
-        if device is None or row.peer is not None:
+        if device is None or row.peer is not None or row.prefer == "memory":
             return None
-        plan = plan_of(self.plain, row.recipe)
         forward = forward_pass(
             FAMILY.name, dict(self.plain.config), height=pixels, width=pixels, text=self.shape["text"], batch=batch
         )
-        total = cost(plan, forward, device, row.prefer).total
-        return {"fused": total.seconds["fused"], "unfused": total.seconds["unfused"]}
+        compiled = row.mode == "compiled"
+        state = ("both" if compiled else "optimized") if row.optimized else row.mode
+        plan = replace(plan_of(self.plain, row.recipe), attention=row.attention)
+        work = flux_modelled.work_of(plan, forward, device.chip)
+        return {part: ms / 1e3 for part, ms in flux_modelled.parts_of_step(work, device, state).items()}
 
     def _keep(self, row: Row, **facts: Any) -> None:
-        self.found["rows"].append({"row": row.name, "mode": row.mode, "optimized": row.optimized, **facts})
+        about = {"mode": row.mode, "optimized": row.optimized, "attention": row.attention, "graph": row.graph}
+        self.found["rows"].append({"row": row.name, "recipe": row.recipe, **about, **facts})
+        self.found["goals"] = goals(self.found["rows"])
         write_json(self.out, self.found)
         said = facts.get("missing") or f"{1e3 * facts['seconds'][1]:9.2f} ms, {facts['over_compiled_16bit'][1]:.2f} x"
         size = f"{facts['pixels']} x {facts['batch']}" if "pixels" in facts else ""
-        click.echo(f"{row.name:40} {size:9} {said}")
+        click.echo(f"{row.name:50} {size:9} {said}")
 
 
-def as_mode(model: nn.Module, mode: Mode) -> Callable[..., Any]:
-    """The model as it is, or its repeated blocks compiled, which takes minutes less than all of it."""
-    if mode == "compiled":
-        model.compile_repeated_blocks(fullgraph=True)
-    return model
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The goals of flux_modelled.py, which are the H200's: the best row for each at 1024², and whether it is met."""
+    found = []
+    for goal, (attention, at_least) in flux_modelled.GOALS.items():
+        asked = {"recipe": "fp8", "attention": attention, "pixels": 1024, "batch": 1}
+        timed = [row for row in rows if "seconds" in row and asked.items() <= row.items()]
+        best = max(timed, key=lambda row: row["over_compiled_16bit"][1], default=None)
+        measured = best["over_compiled_16bit"][1] if best else None
+        row = {"goal": goal, "at_least": at_least, "measured": measured, "row": best["row"] if best else None}
+        found.append(row | {"met": None if measured is None else measured >= at_least})
+    return found
 
 
 def step_inputs(model: Any, pixels: int, batch: int, text: int, device: torch.device) -> dict[str, Any]:
@@ -227,12 +298,10 @@ def plan_of(model: nn.Module, recipe: str | None) -> Plan:
         for name, part in model.named_modules()
         if isinstance(part, nn.Linear)
     ]
-    loaded = load_recipe(recipe or "nvfp4", profile="rtn")[1]
-    exclude = [] if recipe else ["**"]
+    loaded = load_recipe(recipe or "fp8", profile="rtn")[1]
     entry = loaded.components["transformer"]
-    return make_plan(
-        FAMILY, "transformer", entry, linears, static_inputs=True, profile="rtn", compat=loaded.compat, exclude=exclude
-    )
+    plan = make_plan(FAMILY, "transformer", entry, linears, static_inputs=True, profile="rtn", compat=loaded.compat)
+    return plan if recipe else in_16_bit(plan)
 
 
 @torch.inference_mode()
@@ -321,67 +390,21 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def modelled_steps() -> dict[str, Any]:
-    """What one step of FLUX.1-dev should take by recipes/cost.py: ms by GPU and recipe, and by what it is for."""
-    with torch.device("meta"):
-        model = random_model({"hidden": 3072, "blocks": [19, 38]}, torch.device("meta"))
-    plans = {recipe: plan_of(model, recipe) for recipe in MODELLED_RECIPES}
-    found: dict[str, Any] = {"commit": commit(), "modelled": True, "text": 512, "batch": 1, "steps": [], "passes": []}
-    for gpu in MODELLED:
-        device = find_device(gpu)
-        for pixels in (512, 1024, 2048):
-            forward = forward_pass(FAMILY.name, dict(model.config), height=pixels, width=pixels, text=512, batch=1)
-            for recipe, plan in plans.items():
-                total = cost(plan, forward, device).total
-                spent = {level: round(1e3 * seconds, 2) for level, seconds in total.seconds.items()}
-                plain = round(1e3 * total.seconds_16bit, 2)
-                found["steps"].append({"gpu": gpu, "pixels": pixels, "recipe": recipe, "16bit": plain, **spent})
-        forward = forward_pass(FAMILY.name, dict(model.config), height=1024, width=1024, text=512, batch=1)
-        kinds: dict[str, dict[str, float]] = {}
-        for step in steps(plans["nvfp4"], forward, device.chip):
-            spent = kinds.setdefault(step.kind, {"unfused": 0.0, "fused": 0.0})
-            for level in spent:
-                spent[level] += 1e3 * step.seconds(device, level)  # pyright: ignore[reportArgumentType]
-        found["passes"] += [{"gpu": gpu, "kind": kind, **spent} for kind, spent in kinds.items()]
-    return found
-
-
-def with_tables(page: str, found: Mapping[str, Any]) -> str:
-    """A page with the tables of `modelled_steps` between their marks."""
-    for mark, lines in (("steps", _steps_table(found)), ("passes", _passes_table(found))):
-        before, _, rest = page.partition(f"<!-- {mark}: begin -->\n")
-        _, _, after = rest.partition(f"<!-- {mark}: end -->")
-        page = "\n".join([f"{before}<!-- {mark}: begin -->", *lines, f"<!-- {mark}: end -->{after}"])
-    return page
-
-
-def _steps_table(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"| | {' | '.join(f'{gpu}, {pixels}²' for gpu in MODELLED for pixels in (512, 1024, 2048))} |"
-    yield "|---" * (1 + 3 * len(MODELLED)) + "|"
-    rows = {(row["recipe"], row["gpu"], row["pixels"]): row for row in found["steps"]}
-    places = [(gpu, pixels) for gpu in MODELLED for pixels in (512, 1024, 2048)]
-    plain = [rows[MODELLED_RECIPES[0], gpu, pixels]["16bit"] for gpu, pixels in places]
-    yield f"| 16 bit, unfused | {' | '.join(f'{each:.1f}' for each in plain)} |"
-    for recipe in MODELLED_RECIPES:
-        cells = [rows[recipe, gpu, pixels] for gpu, pixels in places]
-        said = [f"{row['unfused']:.1f} → {row['fused']:.1f} ({row['16bit'] / row['fused']:.2f}x)" for row in cells]
-        yield f"| `{recipe}` | {' | '.join(said)} |"
-
-
-def _passes_table(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"| | {' | '.join(MODELLED)} |"
-    yield "|---" * (1 + len(MODELLED)) + "|"
-    rows = {(row["kind"], row["gpu"]): row for row in found["passes"]}
-    for kind in dict.fromkeys(row["kind"] for row in found["passes"]):
-        cells = [rows.get((kind, gpu)) for gpu in MODELLED]
-        said = ["" if row is None else f"{row['unfused']:.2f} → {row['fused']:.2f}" for row in cells]
-        yield f"| {kind} | {' | '.join(said)} |"
+    """What flux_modelled.py makes of FLUX.1-dev."""
+    model: Any = random_model({"hidden": 3072, "blocks": [19, 38]}, torch.device("meta"))
+    plans = {recipe: plan_of(model, None if recipe == "16 bit" else recipe) for recipe in flux_modelled.RECIPES}
+    return {"commit": commit(), **flux_modelled.modelled(plans, dict(model.config))}
 
 
 def torchao_fp8(model: nn.Module) -> nn.Module:
     """torchao's dynamic fp8, a scale per row, in every block."""
     if find_spec("torchao") is None:
         raise ValueError("torchao is not installed")
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    from torchao.quantization import (  # pyright: ignore[reportMissingImports]
+        Float8DynamicActivationFloat8WeightConfig,
+        PerRow,
+        quantize_,
+    )
 
     quantize_(
         model,
@@ -397,24 +420,29 @@ PARTS = {  # words in a kernel's name; attention first, since its kernels are pr
 }
 PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torchao fp8": torchao_fp8}
 BASELINE = "16 bit, compiled"
-MODELLED, MODELLED_RECIPES = ("h200", "b200", "rtx5090"), ("fp8", "int8", "nvfp4")
 MODELLED_FILE, PAGE = ROOT / "benchmarks" / "flux_step_modelled.json", ROOT / "docs" / "speed.md"
 
 
 def _rows() -> Iterator[Row]:
+    """In the order of what is to be known first: a run may end before the last."""
     yield Row(BASELINE, "compiled")
-    yield Row("16 bit", "eager")
-    yield Row("16 bit, optimized", "eager", optimized=True)
-    yield Row("16 bit, optimized, compiled", "compiled", optimized=True)
+    yield from _ways("fp8", Row("fp8", "eager", "fp8"))
     yield Row("torchao fp8, compiled", "compiled", peer="torchao fp8")
-    for recipe in ("fp8", "int8", "nvfp4"):
-        plain = Row(recipe, "eager", recipe)
-        yield plain
-        yield replace(plain, name=f"{recipe}, optimized", optimized=True)
-        yield replace(plain, name=f"{recipe}, optimized, compiled", optimized=True, mode="compiled")
-    memory = Row("nvfp4 in 4 bits", "eager", "nvfp4", prefer="memory")
-    yield memory
-    yield replace(memory, name="nvfp4 in 4 bits, optimized", optimized=True)
+    yield from _ways("int8", Row("int8", "eager", "int8"))
+    yield from _ways("nvfp4", Row("nvfp4", "eager", "nvfp4"))
+    yield from _ways("nvfp4 in 4 bits", Row("nvfp4 in 4 bits", "eager", "nvfp4", prefer="memory"))
+    yield from _ways("16 bit", Row("16 bit", "eager"))
+
+
+def _ways(name: str, plain: Row) -> Iterator[Row]:
+    """Compiled comes last: what is compiled stays so."""
+    optimized = replace(plain, name=f"{name}, optimized", optimized=True)
+    yield plain
+    yield optimized
+    yield replace(optimized, name=f"{optimized.name}, attention in fp8", attention="fp8")
+    yield replace(optimized, name=f"{optimized.name}, graph", graph=True)
+    yield replace(optimized, name=f"{optimized.name}, attention in fp8, graph", attention="fp8", graph=True)
+    yield replace(optimized, name=f"{optimized.name}, compiled", mode="compiled")
 
 
 ROWS = tuple(_rows())

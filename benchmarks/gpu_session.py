@@ -3,22 +3,27 @@
     python benchmarks/gpu_session.py --out DIR                on any CUDA machine with torch, Triton, click and pytest
     python benchmarks/gpu_session.py --out DIR --dry-run      anywhere, on the interpreter: that everything runs
 
-Stages run one after the other, each in processes of its own, so that one that crashes takes no other with it. The time
-is shared out by weight; what a stage leaves goes to the next ones, one that runs out of it keeps what it has. In DIR:
+Stages run one after the other, each in processes of its own, so that one that crashes takes no other with it: what is
+right comes first, then tiles, then times. The time is shared out by weight; what a stage leaves goes to the next ones,
+one that runs out of it keeps what it has, and one that could not do anything in its share is not begun. With --resume
+another call does what is not done yet, of the same commit. In DIR:
 
-    results.json   every stage: whether it is right, how long it took, what it found; where all this ran
-    bench.json     the benchmark, for benchmarks/
-    log.txt        what the stages printed
-    report.md      goals and times
-    tuned/         kernels/tuned with the best tiles in front
-    measured.json  for kernels/measured.json
+    results.json    every stage: whether it is right, how long it took, what it found; where all this ran
+    bench.json      the benchmark of kernels, for benchmarks/
+    flux_step.json  times of a whole step of FLUX.1-dev's shapes, and whether the goals are met, for benchmarks/
+    log.txt         what the stages printed
+    report.md       goals and times
+    tuned/          kernels/tuned with the best tiles in front
+    measured.json   for kernels/measured.json
 
-The last three are only written if the stages of PROOFS ran and found nothing wrong, the last two not of a dry run.
-The exit code is 0 if all is well, 1 if something is wrong or crashed, 2 where there is no GPU.
+The last three, and flux_step.json, are only written if the stages of PROOFS ran and found nothing wrong; tiles and
+measured.json not of a dry run. The exit code is 0 if all is well, 1 if something is wrong or crashed, 2 where there is
+no GPU.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -28,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +76,27 @@ class Stage:
     """commands: of its processes, for so many seconds.
 
     judge: of what they left, "right" (None: it says nothing), "complete", "about" for people, and more for the file.
+    least: seconds without which it is not begun. continues: takes up what an earlier call of it left.
     """
 
     name: str
     weight: float
     commands: Callable[[Session, float], list[Sequence[str]]]
     judge: Callable[[Session], dict[str, Any]]
+    least: float = 1
+    continues: bool = False
 
 
 @click.command()
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for what is found."
 )
-@click.option("--minutes", type=float, default=9.5, show_default=True, help="For everything together.")
+@click.option("--minutes", type=float, default=9.25, show_default=True, help="For everything together.")
 @click.option("--dry-run", is_flag=True, help="On the interpreter, tiny: that everything runs.")
 @click.option("--only", multiple=True, help="Only this stage (repeatable); what DIR holds of the others stays.")
-def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...]) -> None:
-    """Check, tune and measure the kernels on the GPU at hand."""
+@click.option("--resume", is_flag=True, help="Only what DIR does not hold of this commit yet, or in part.")
+def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...], resume: bool) -> None:
+    """Check, tune and measure kernels, fused blocks and whole steps on the GPU at hand."""
     if not dry_run and not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device, or torch does not see it; --dry-run needs none")
     unknown = set(only) - {stage.name for stage in STAGES}
@@ -94,27 +104,42 @@ def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...]) -> Non
         raise click.UsageError(f"no stage {', '.join(sorted(unknown))}, only {', '.join(s.name for s in STAGES)}")
     session = Session(out.resolve(), dry_run)
     stages = [stage for stage in STAGES if not only or stage.name in only]
-    kept = forget(session, stages)
+    if resume:
+        stages = unfinished(session, stages)
+    kept = forget(session, stages, resume)
     found = run_stages(session, stages, 60 * minutes, kept)
     sys.exit(0 if conclude(session, found) else 1)
 
 
-def forget(session: Session, stages: Sequence[Stage]) -> list[dict[str, Any]]:
+def unfinished(session: Session, stages: Sequence[Stage]) -> list[Stage]:
+    """Those that an earlier session of this commit did not begin or end, or that crashed."""
+    verdicts = {row["stage"]: row["verdict"] for row in _earlier(session)}
+    return [stage for stage in stages if verdicts.get(stage.name) not in DONE]
+
+
+def forget(session: Session, stages: Sequence[Stage], resume: bool = False) -> list[dict[str, Any]]:
     """Remove what an earlier session left of these stages, and all that it concluded; its rows of the others.
 
-    Of another commit nothing is kept.
+    resume: files of stages that continue stay. Of another commit nothing is kept.
     """
-    earlier = _read(session.out / "results.json")
-    same = (earlier.get("commit"), earlier.get("dry_run")) == (commit(), session.dry_run)
-    kept = [row for row in earlier.get("stages", ()) if same and row["stage"] not in {stage.name for stage in stages}]
+    earlier = _earlier(session)
+    kept = [row for row in earlier if row["stage"] not in {stage.name for stage in stages}]
+    stay = {row["stage"] for row in kept} | {stage.name for stage in stages if resume and earlier and stage.continues}
     for file in (session.out / "stages").glob("*"):
-        if file.name.partition(".")[0] not in {row["stage"] for row in kept} and file.is_file():
+        if file.name.partition(".")[0] not in stay and file.is_file():
             file.unlink()
-    for name in ("results.json", "bench.json", "report.md", "measured.json", "log.txt"):
+    for name in ("results.json", "bench.json", "flux_step.json", "report.md", "measured.json", "log.txt"):
         (session.out / name).unlink(missing_ok=True)
     shutil.rmtree(session.out / "tuned", ignore_errors=True)
     (session.out / "stages").mkdir(parents=True, exist_ok=True)
     return kept
+
+
+def _earlier(session: Session) -> list[dict[str, Any]]:
+    """Rows of the stages that an earlier session of this commit and kind ran."""
+    found = _read(session.out / "results.json")
+    same = (found.get("commit"), found.get("dry_run")) == (commit(), session.dry_run)
+    return found["stages"] if same else []
 
 
 def run_stages(
@@ -141,7 +166,7 @@ def run_stages(
 def run_stage(session: Session, stage: Stage, seconds: float) -> dict[str, Any]:
     """Run a stage's processes together, and say in one word what became of it: `_verdict`, "no time" or "not here"."""
     row: dict[str, Any] = {"stage": stage.name, "verdict": "no time", "seconds": 0.0, "about": ""}
-    if seconds < 1:
+    if seconds < stage.least and not (session.dry_run and seconds >= 1):
         return row
     begun = time.monotonic()
     commands = stage.commands(session, 0.9 * seconds)  # the rest is for starting and writing
@@ -202,6 +227,11 @@ def conclude(session: Session, found: dict[str, Any]) -> bool:
         write_text(session.out / "report.md", "\n".join([report(bench), "", *lines]) + "\n")
         if not session.dry_run:
             write_json(session.out / "measured.json", measured_rows(bench))
+    step = _read(session.file("step"))
+    if step and proven and verdicts.get("blocks") not in ("wrong", "crashed"):
+        write_json(
+            session.out / "flux_step.json", step | {"proofs": proofs | {"blocks": verdicts.get("blocks", "not run")}}
+        )
     if timed and proven and not session.dry_run:
         tune.write_tuned(timed, session.out / "tuned")
     if not proven:
@@ -242,29 +272,69 @@ def _tests(session: Session, seconds: float) -> list[Sequence[str]]:
     """Every test of the kernels, launched on the device; those of a dry run on the interpreter, on copies."""
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py") if "compiled" not in path.name)
     files = files[:2] if session.dry_run else files
+    return _pytest(session, "tests", session.shards, "--noconftest", *files)
+
+
+def _blocks(session: Session, seconds: float) -> list[Sequence[str]]:
+    """Tests that want a GPU: fused blocks, attention, graphs, offloading; of a dry run a block on the interpreter."""
+    if missing_packages():
+        return []
+    if session.dry_run:
+        return _pytest(session, "blocks", 1, str(ROOT / "tests" / "test_fused_kernels.py"))
+    return _pytest(session, "blocks", min(4, session.shards), "--run-slow", *gpu_tests())
+
+
+def gpu_tests() -> list[str]:
+    """The tests marked `gpu`, as pytest takes them; but not those of this script."""
+    found = []
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "@pytest.mark.gpu" in text and path.name != "test_gpu_session.py":
+            functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+            marked = (f for f in functions if "pytest.mark.gpu" in map(ast.unparse, f.decorator_list))
+            found += [f"{path}::{function.name}" for function in marked]
+    return found
+
+
+def _pytest(session: Session, name: str, shards: int, *arguments: str) -> list[Sequence[str]]:
+    """pytest with kernels/on_gpu.py, which writes the outcomes of a shard to a file."""
     # pyproject.toml's options need a plug-in that runs tests side by side; here the shards do.
     options = ["-o", "addopts=--import-mode=importlib --strict-markers"]
-    options += ["--noconftest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "fluxq.kernels.on_gpu"]
+    options += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "fluxq.kernels.on_gpu"]
     options += ["--on-device", "cpu", "--at-most", "1"] if session.dry_run else ["--on-device", "cuda"]
     return [
         [
-            *(sys.executable, "-m", "pytest", *options, "--shard", f"{shard}/{session.shards}"),
-            *("--outcomes", str(session.file("tests", shard).with_suffix(".lines")), *files),
+            *(sys.executable, "-m", "pytest", *options, "--shard", f"{shard}/{shards}"),
+            *("--outcomes", str(session.file(name, shard).with_suffix(".lines")), *arguments),
         ]
-        for shard in range(session.shards)
+        for shard in range(shards)
     ]
 
 
-def _judge_tests(session: Session) -> dict[str, Any]:
-    outcomes: dict[str, dict[str, Any]] = {}
-    for path in sorted((session.out / "stages").glob("tests.*.lines")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            outcomes[row["test"]] = row
-    counts = {kind: sum(row["outcome"] == kind for row in outcomes.values()) for kind in OUTCOMES}
-    failed = [row for row in outcomes.values() if row["outcome"] == "failed"]
-    right = not failed if counts["passed"] or failed else None
-    return {"right": right, "complete": not counts["not run"], "about": _counts(counts), "failed": failed}
+def _judge_outcomes(name: str) -> Callable[[Session], dict[str, Any]]:
+    def judge(session: Session) -> dict[str, Any]:
+        outcomes: dict[str, dict[str, Any]] = {}
+        for path in sorted((session.out / "stages").glob(f"{name}.*.lines")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                outcomes[row["test"]] = row
+        counts = {kind: sum(row["outcome"] == kind for row in outcomes.values()) for kind in OUTCOMES}
+        failed = [row for row in outcomes.values() if row["outcome"] == "failed"]
+        right = not failed if counts["passed"] or failed else None
+        return {"right": right, "complete": not counts["not run"], "about": _counts(counts), "failed": failed}
+
+    return judge
+
+
+def _judge_blocks(session: Session) -> dict[str, Any]:
+    missing = missing_packages()
+    about = {"right": None, "complete": True, "about": f"not installed: {', '.join(missing)}"}
+    return about if missing else _judge_outcomes("blocks")(session)
+
+
+def missing_packages() -> list[str]:
+    """What whole models need and kernels do not, as far as it is not here."""
+    return [name for name in ("diffusers", "pydantic", "peft", "accelerate") if find_spec(name) is None]
 
 
 def _same_bits(name: str) -> Callable[[Session, float], list[Sequence[str]]]:
@@ -334,11 +404,8 @@ def _judge_time(session: Session) -> dict[str, Any]:
 def _bench(session: Session, seconds: float) -> list[Sequence[str]]:
     """With the tiles just found, where there are any."""
     options = ["--json", str(session.file("bench")), "--minutes", f"{seconds / 60:.2f}"]
-    timed = _read(session.file("time"))
-    if timed and not session.dry_run:
-        folder = session.out / "stages" / "tuned"
-        tune.write_tuned(timed, folder)
-        options += ["--tuned", str(folder)]
+    if _read(session.file("time")) and not session.dry_run:
+        options += ["--tuned", str(_tuned(session))]
     return [_module(session, "fluxq.kernels.bench", *options)]
 
 
@@ -349,9 +416,50 @@ def _judge_bench(session: Session) -> dict[str, Any]:
     return {"right": right, "complete": found["complete"], "about": _counts(counts), "wrong": found["wrong"]}
 
 
+def _step(session: Session, seconds: float) -> list[Sequence[str]]:
+    """A whole step, with the tiles just found, where there are any."""
+    if missing_packages():
+        return []
+    options = ["--out", str(session.file("step")), "--minutes", f"{seconds / 60:.2f}", "--resume", "--batch", "1"]
+    run = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "flux_step.py"), *options]
+    if session.dry_run:
+        small = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --text 16 --rounds 2 --row fp8 --uncompiled"
+        return [[*run, *small.split()]]
+    tuned = ["--tuned", str(_tuned(session))] if _read(session.file("time")) else []
+    return [[*run, "--pixels", "1024", *tuned]]
+
+
+def _judge_step(session: Session) -> dict[str, Any]:
+    missing = missing_packages()
+    if missing:
+        return {"right": None, "complete": True, "about": f"not installed: {', '.join(missing)}"}
+    found = _read(session.file("step"))
+    timed = [row for row in found["rows"] if "seconds" in row]
+    about = [_counts({"rows": len(timed), "missing": len(found["rows"]) - len(timed)})]
+    for goal in found["goals"]:
+        if goal["measured"] is not None:
+            word = "met" if goal["met"] else "not met"
+            about.append(f"{goal['goal']} {goal['measured']:.2f}x of {goal['at_least']}x: {word}")
+    missing_rows = [row for row in found["rows"] if "missing" in row]
+    return {
+        "right": True if timed else None,
+        "complete": found["complete"],
+        "about": ", ".join(about),
+        "goals": found["goals"],
+        "missing": missing_rows,
+    }
+
+
+def _tuned(session: Session) -> Path:
+    """A folder with kernels/tuned and the best tiles of this session in front."""
+    folder = session.out / "stages" / "tuned"
+    tune.write_tuned(_read(session.file("time")), folder)
+    return folder
+
+
 def _sanitizer(session: Session, seconds: float) -> list[Sequence[str]]:
     """Every kernel once under the CUDA toolkit's checker, if it is there and works here."""
-    why_not = sanitizer_is_missing()
+    why_not = sanitizer_is_missing(min(60.0, seconds / 2))
     write_json(session.file("sanitizer"), {"why_not": why_not})
     if why_not:
         return []
@@ -363,17 +471,17 @@ def _sanitizer(session: Session, seconds: float) -> list[Sequence[str]]:
     ]
 
 
-def sanitizer_is_missing() -> str:
-    """Why compute-sanitizer cannot be used; empty if it can."""
+def sanitizer_is_missing(seconds: float) -> str:
+    """Why compute-sanitizer cannot be used, as far as that shows in so many seconds; empty if it can."""
     if not shutil.which("compute-sanitizer"):
         return "compute-sanitizer is not on the PATH"
     touch = [sys.executable, "-c", "import torch; torch.ones(8, device='cuda').sum().item()"]
     try:
         done = subprocess.run(
-            ["compute-sanitizer", "--error-exitcode", "1", *touch], capture_output=True, text=True, timeout=60
+            ["compute-sanitizer", "--error-exitcode", "1", *touch], capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return "compute-sanitizer had no result after 60 s"
+        return f"compute-sanitizer had no result after {seconds:.0f} s"
     lines = (done.stdout + done.stderr).strip().splitlines() or [""]
     return "" if done.returncode == 0 else f"compute-sanitizer does not work here: {lines[-1]}"
 
@@ -397,13 +505,16 @@ def _counts(counts: dict[str, int]) -> str:
 OUT_OF_TIME = -1000  # no exit code
 OUTCOMES = ("passed", "failed", "skipped", "not run")
 PROOFS = ("tests", "interpreter", "runs")  # without which nothing is concluded
+DONE = ("right", "wrong", "not here")  # verdicts that another call would not change
 STAGES = (
-    Stage("tests", 30, _tests, _judge_tests),
+    Stage("tests", 30, _tests, _judge_outcomes("tests")),
     Stage("interpreter", 10, _same_bits("interpreter"), _judge_cases("interpreter")),
     Stage("runs", 15, _same_bits("runs"), _judge_cases("runs")),
+    Stage("blocks", 12, _blocks, _judge_blocks),
     Stage("try", 18, _try, _judge_try),
     Stage("time", 7, _time, _judge_time),
     Stage("bench", 20, _bench, _judge_bench),
+    Stage("step", 40, _step, _judge_step, least=150, continues=True),
     Stage("sanitizer", 8, _sanitizer, _judge_sanitizer),
 )
 

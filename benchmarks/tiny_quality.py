@@ -8,6 +8,7 @@ The same prompts and noise go through the 16-bit pipeline and each quantized one
     NAME           a shipped recipe
     NAME rtn       its formats rounded to nearest, where that is something else
     NAME as int8   the checkpoint after `fluxq.prepare` on the CPU: 8-bit weights, and x still centered and smoothed
+    NAME + fp8 attention   the checkpoint with `fluxq.set_attention(pipe, "fp8")`, as `attention: fp8` in a recipe does
 
 Velocity error: |v^ - v| / |v| of the transformer's output, on inputs that the 16-bit pipeline gave it. Modelled: what
 recipes/cost.py makes of FLUX.1-dev's layers, had every one kept what its counterpart here has kept.
@@ -57,7 +58,8 @@ GRID_ROWS = ("fp8", "nvfp4", "nvfp4-max", "int4")  # below the 16-bit images
 GPUS = ("h200", "b200")
 FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of it is the class's own default
 REENCODED = "nvfp4-max"  # the recipe whose checkpoint is also measured in 8 bits
-RTN, AS_INT8 = " rtn", " as int8"
+ATTENDING = ("fp8", "nvfp4")  # recipes whose checkpoints are also measured with attention in fp8
+RTN, AS_INT8, IN_FP8 = " rtn", " as int8", " + fp8 attention"
 
 
 @click.command()
@@ -99,7 +101,8 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
         for label, options in settings(recipes, Path(folder)):
             record = jobs.quantize(jobs.prepare(options))
             checkpoint = ModelFolder(label, Path(str(options.output)))
-            for name in (label, label + AS_INT8) if label == REENCODED else (label,):
+            again = [label + AS_INT8] * (label == REENCODED) + [label + IN_FP8] * (label in ATTENDING)
+            for name in (label, *again):
                 measured[name] = judge.measure(name, record, load_pipeline(checkpoint))
                 click.echo(json.dumps(measured[name].row))
     return judge.reference, measured
@@ -128,20 +131,22 @@ class Judge:
         """A row. record: what `jobs.quantize` returned. pipe: the checkpoint, loaded."""
         if label.endswith(AS_INT8):
             fluxq.prepare(pipe, device="cpu")
+        if label.endswith(IN_FP8):
+            fluxq.set_attention(pipe, "fp8")
         images = generate(pipe, self.reference.items, tiny.CALL_KWARGS, description=label)
         agreement = fidelity(self.reference, images)
         psnr, sqnr = (per_prompt(values, self.seeds) for values in (agreement.psnr_db, agreement.latent_sqnr_db))
         part = record["components"][0]
         schemes = {name: layer.scheme for name, layer in quant_layers(getattr(pipe, COMPONENT))}
-        is_stored = not label.endswith(AS_INT8)
+        is_stored, is_first = not label.endswith(AS_INT8), not label.endswith((AS_INT8, IN_FP8))
         row = {
             "recipe": label,
             **sizes(part, schemes, is_stored),
-            "held_out_sqnr_db": held_out(part) if is_stored else None,
+            "held_out_sqnr_db": held_out(part) if is_first else None,
             "psnr_db": limits(paired_interval(psnr)),
             "latent_sqnr_db": limits(paired_interval(sqnr)),
             "velocity_error": round(self.velocity_error(getattr(pipe, COMPONENT)), 5),
-            "seconds": record["seconds"] if is_stored else None,
+            "seconds": record["seconds"] if is_first else None,
             "modelled_ms": modelled_ms(label, schemes),
         }
         return Measured(row, psnr, images.images)
@@ -309,15 +314,16 @@ def with_tables(page: Path, found: Mapping[str, Any]) -> str:
 
 
 def quality_table(found: Mapping[str, Any]) -> str:
-    """The README's: shipped recipes, the closest to 16 bit first."""
+    """The README's: shipped recipes, also with attention in fp8, the closest to 16 bit first."""
     lines = ["| recipe | bits per weight | size | paired PSNR, dB | latent SQNR, dB |", "|" + "---|" * 5]
-    shipped = [row for row in found["recipes"] if " " not in row["recipe"]]
-    for row in sorted(shipped, key=lambda row: -row["psnr_db"][0]):
+    shown = [row for row in found["recipes"] if " " not in row["recipe"].removesuffix(IN_FP8)]
+    for row in sorted(shown, key=lambda row: -row["psnr_db"][0]):
         size = row["bytes_after"] / row["bytes_before"]
-        cells = [f"`{row['recipe']}`", f"{row['bits_per_weight']:.2f}", f"{size:.0%}", _interval(row["psnr_db"])]
+        cells = [_named(row["recipe"]), f"{row['bits_per_weight']:.2f}", f"{size:.0%}", _interval(row["psnr_db"])]
         cells.append(f"{row['latent_sqnr_db'][0]:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _images(found), "", "On the same prompts, paired:", "", *_claims(found)])
+    also = "*+ fp8 attention*: the same checkpoint, [self-attention](docs/gpu.md#attention-in-fp8) from fp8 codes too."
+    return "\n".join([*lines, "", also, _images(found), "", "On the same prompts, paired:", "", *_claims(found)])
 
 
 def _claims(found: Mapping[str, Any]) -> Iterator[str]:
@@ -363,7 +369,8 @@ def _interval(values: Sequence[float]) -> str:
 
 def _images(found: Mapping[str, Any]) -> str:
     images = f"{found['prompts']} prompts with {found['seeds_per_prompt']} seeds each"
-    return f"Over {images}, 95 % intervals over prompts, commit {found['commit']}."
+    later = "".join(f", {_named(row['recipe'])} {row['commit']}" for row in found["recipes"] if "commit" in row)
+    return f"Over {images}, 95 % intervals over prompts, commit {found['commit']}{later}."
 
 
 def draw_grid(rows: list[Tensor], target: Path, columns: int = 14, scale: int = 4, gap: int = 4) -> None:
@@ -386,6 +393,7 @@ CLAIMS = (
     ("nvfp4-max", "nvfp4"),
     (REENCODED + AS_INT8, REENCODED),
     ("fp8", "mxfp8"),
+    *((name, name + IN_FP8) for name in ATTENDING),
 )
 TABLES = {ROOT / "README.md": ("quality", quality_table), ROOT / "recipes" / "README.md": ("recipes", recipes_table)}
 

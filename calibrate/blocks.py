@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.model import open_weights, save_weights
+from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
@@ -362,7 +362,7 @@ class _OnDisk:
         write_json(self._of(index) / _DONE, {"digest": self.digest})
 
     def load(self, index: int, at: int, device: torch.device) -> Any:
-        with open_weights(self._file(index, at)) as stream:
+        with TensorFile(self._file(index, at)) as stream:
             layout = json.loads((stream.metadata() or {})[_HEADER])
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
             return nested.unpack(layout, nested.stored(tensors, device))

@@ -21,9 +21,10 @@ from torch import nn
 
 from fluxq.base.console import progress
 from fluxq.base.files import atomic_path, read_json, sha256_json, write_json, write_text
-from fluxq.base.model import open_weights, save_weights
+from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import (
+    Item,
     batches,
     images_per_batch,
     noise_levels,
@@ -52,7 +53,7 @@ class Call:
 
     def load(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and keyword arguments, as the transformer got them."""
-        with open_weights(self.file) as stream:
+        with TensorFile(self.file) as stream:
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
             return nested.unpack(self.arguments, nested.stored(tensors, device))
 
@@ -82,8 +83,8 @@ class Calls:
 def capture_calls(
     pipe: Any,
     blocks: Mapping[str, Sequence[str]],
-    items_fit: Sequence[tuple[str, int]],
-    items_held: Sequence[tuple[str, int]],
+    items_fit: Sequence[Item],
+    items_held: Sequence[Item],
     call: Mapping[str, Any],
     *,
     steps: int,
@@ -106,7 +107,7 @@ def capture_calls(
     size = batch_size or images_per_batch(call)
     asked = sha256_json([asdict(trajectory), len(items_held), {k: list(v) for k, v in blocks.items()}, size, most])
     record = _begun(folder, asked)
-    runs = list(_runs(items_fit, items_held, seen, size, most))
+    runs = list(_runs(items_fit, items_held, call, seen, batch_size, most))
     if record["trajectory"] is None:
         for index, run in enumerate(progress(runs, "Capturing")):
             if not (folder / f"batch-{index:04}.json").is_file():
@@ -121,23 +122,24 @@ def capture_calls(
 class _Run:
     """One run of the pipeline: a batch of images, whether they are held out, and the steps to keep."""
 
-    items: Sequence[tuple[str, int]]
+    items: Sequence[Item]
     held: bool
     steps: tuple[int, ...]
 
 
 def _runs(
-    items_fit: Sequence[tuple[str, int]],
-    items_held: Sequence[tuple[str, int]],
+    items_fit: Sequence[Item],
+    items_held: Sequence[Item],
+    call: Mapping[str, Any],
     seen: Sequence[int],
-    size: int,
+    size: int | None,
     most: int | None,
 ) -> Iterator[_Run]:
     """Batches of one set each. With a limit, batch b keeps every stride-th step, starting at another one each time."""
-    count = -(-len(items_fit) // size) * len(seen)
+    count = len(list(batches(items_fit, size, call))) * len(seen)
     stride = -(-count // most) if most else 1
     for held, items in ((False, items_fit), (True, items_held)):
-        for index, batch in enumerate(batches(items, size)):
+        for index, batch in enumerate(batches(items, size, call)):
             steps = tuple(step for at, step in enumerate(seen) if (at + index) % stride == 0)
             if steps:
                 yield _Run(batch, held, steps)

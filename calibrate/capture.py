@@ -8,31 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.console import progress
+from fluxq.base.console import logger, progress
 from fluxq.base.files import sha256_json
+from fluxq.calibrate.prompts import ImageFile, Row
 from fluxq.calibrate.statistics import GroupSums, Statistics
 
 _PIXELS_PER_BATCH = 1 << 20
 _MAX_BATCH = 64
 _BINS = 8
+_FEW_STEPS = 8  # of schnell, Turbo and Lightning models: no two of their steps are alike
+
+# What one image is made from: a prompt, or one with arguments of its own, and the seed of its noise.
+Item = tuple[str | Row, int]
+AnyItem = TypeVar("AnyItem", bound=tuple[str | Row, int])
 
 
 @dataclass(frozen=True)
 class Trajectory:
     """How calibration data was made; its hash goes into statistics, checkpoint and report.
 
-    items: (prompt, seed) of each image. call: pipeline arguments. scheduler: class and configuration. steps_seen:
-    indices of the denoising steps that were looked at, sigmas: their noise levels. model: digest of the weights;
-    component -> digest where several were looked at.
+    items: (prompt, seed) of each image, and its own pipeline arguments where it has any, image files by their SHA-256.
+    call: pipeline arguments of all. scheduler: class and configuration. steps_seen: indices of the denoising steps
+    that were looked at, sigmas: their noise levels, in the first call where sizes shift them. model: digest of the
+    weights; component -> digest where several were looked at.
     """
 
     model: str | dict[str, str]
-    items: tuple[tuple[str, int], ...]
+    items: tuple[tuple[Any, ...], ...]
     call: dict[str, Any]
     scheduler: dict[str, Any]
     steps_seen: tuple[int, ...]
@@ -47,7 +54,7 @@ class Trajectory:
 
 def run_pipeline(
     pipe: Any,
-    items: Sequence[tuple[str, int]],
+    items: Sequence[Item],
     call: Mapping[str, Any],
     *,
     output_type: str = "latent",
@@ -57,10 +64,12 @@ def run_pipeline(
 ) -> Iterator[tuple[Any, Tensor]]:
     """Generate one image per (prompt, seed); yields (pipeline output, final latents) batch by batch.
 
-    output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step i; every batch
-    starts at 0 again. on_latents(i, latents) is called after it. batch_size: by default as many as make one megapixel.
+    A row's own arguments come before those of `call`; which rows share a batch, and with it the order in which images
+    come, see `batches`. output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step
+    i; every batch starts at 0 again. on_latents(i, latents) is called after it. batch_size: by default as many as make
+    one megapixel.
     """
-    for batch in batches(items, batch_size or images_per_batch(call)):
+    for batch in batches(items, batch_size, call):
         final: dict[str, Tensor] = {}
 
         def after_step(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor], final=final) -> dict[str, Tensor]:
@@ -73,14 +82,26 @@ def run_pipeline(
 
         if on_step is not None:
             on_step(0)
+        rows = [_row(prompt) for prompt, _ in batch]
         output = pipe(
-            prompt=[prompt for prompt, _ in batch],
+            prompt=[row.prompt for row in rows],
             generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
             output_type=output_type,
             callback_on_step_end=after_step,
-            **call,
+            **{**call, **_shared_arguments(rows)},
         )
         yield output, final["latents"]
+
+
+def _row(prompt: str | Row) -> Row:
+    return prompt if isinstance(prompt, Row) else Row(prompt)
+
+
+def _shared_arguments(rows: Sequence[Row]) -> dict[str, Any]:
+    """Arguments of the call that makes `rows`, which share it: texts as a list, an image as its pixels."""
+    texts = {name: [dict(row.arguments)[name] for row in rows] for name, v in rows[0].arguments if isinstance(v, str)}
+    others = {name: v.load() if isinstance(v, ImageFile) else v for name, v in rows[0].arguments}
+    return {**others, **texts}
 
 
 def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
@@ -99,11 +120,19 @@ def spread(steps: int, total: int) -> tuple[int, ...]:
     return tuple(sorted({round(i * (total - 1) / max(steps - 1, 1)) for i in range(steps)}))
 
 
+def steps_to_see(steps: int, total: int) -> int:
+    """`steps` of a call of `total`, as `calibration.steps` says; of a call of few steps all, which is logged."""
+    if steps >= total or total > _FEW_STEPS:
+        return steps
+    logger.info("calibration looks at all %d steps of the call, not at %d: few steps are not alike", total, steps)
+    return total
+
+
 @torch.no_grad()
 def capture_statistics(
     pipe: Any,
     groups: Mapping[str, Mapping[str, str]],
-    items: Sequence[tuple[str, int]],
+    items: Sequence[Item],
     call: Mapping[str, Any],
     *,
     steps: int,
@@ -126,19 +155,18 @@ def capture_statistics(
     seen = spread(steps, total)
     recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
     handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in layers.items()]
-    size = batch_size or images_per_batch(call)
-    count = -(-len(items) // size)
+    count = len(list(batches(items, batch_size, call)))
+    sigmas: tuple[float, ...] = ()
     try:
-        run = run_pipeline(pipe, items, call, batch_size=size, on_step=recorder.at_step)
+        run = run_pipeline(pipe, items, call, batch_size=batch_size, on_step=recorder.at_step)
         for _ in progress(run, "Calibrating", total=count):
-            pass
+            sigmas = sigmas or noise_levels(pipe)
     finally:
         for handle in handles:
             handle.remove()
     silent = [name for name in layers if name not in recorder.sums]
     if silent:
         raise ValueError(f"{silent[0]}: no activation reached this layer during calibration; look at more steps")
-    sigmas = noise_levels(pipe)
     trajectory = replace(trajectory_of(pipe, digests, items, call, seen), sigmas=tuple(sigmas[step] for step in seen))
     return Statistics({name: recorder.sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
 
@@ -146,7 +174,7 @@ def capture_statistics(
 def trajectory_of(
     pipe: Any,
     digests: Mapping[str, str],
-    items: Sequence[tuple[str, int]],
+    items: Sequence[Item],
     call: Mapping[str, Any],
     seen: Sequence[int],
 ) -> Trajectory:
@@ -156,7 +184,7 @@ def trajectory_of(
     """
     return Trajectory(
         model=dict(digests) if len(digests) > 1 else next(iter(digests.values())),
-        items=tuple(items),
+        items=tuple(_row(prompt).described(seed) for prompt, seed in items),
         call=dict(call),
         scheduler={"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
         steps_seen=tuple(seen),
@@ -194,9 +222,24 @@ class _Recorder:
         return record
 
 
-def batches(items: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[tuple[str, int]]]:
-    """Items in runs of `size`."""
-    return (items[start : start + size] for start in range(0, len(items), size))
+def batches(
+    items: Sequence[AnyItem], size: int | None, call: Mapping[str, Any] | None = None
+) -> Iterator[Sequence[AnyItem]]:
+    """Items that can share a call of the pipeline, in runs of `size`; None: as many as make one megapixel.
+
+    Items stay in order among those that can share a call, and these come in the order of their first.
+    """
+    alike: list[list[AnyItem]] = []
+    for item in items:
+        row = _row(item[0])
+        found = next((group for group in alike if row.shares_call_with(_row(group[0][0]))), None)
+        if found is None:
+            alike.append([item])
+        else:
+            found.append(item)
+    for group in alike:
+        run = size or images_per_batch({**(call or {}), **dict(_row(group[0][0]).arguments)})
+        yield from (group[start : start + run] for start in range(0, len(group), run))
 
 
 def images_per_batch(call: Mapping[str, Any]) -> int:

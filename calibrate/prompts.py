@@ -1,47 +1,130 @@
-"""Prompts for calibration and evaluation, from wherever a user keeps them.
+"""Prompts for calibration and evaluation, from wherever a user keeps them, and what a row says beside its prompt.
 
-DATASETS at the end of the file names the published sets whose columns are known. None of them is part of fluxq; each
-has a licence of its own.
+ARGUMENTS at the end of the file names the columns that become arguments of a row's call. DATASETS names the published
+sets whose columns are known. None of them is part of fluxq; each has a licence of its own.
 """
 
 from __future__ import annotations
 
 import csv
+import difflib
+import functools
+import inspect
 import json
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
-from fluxq.base.files import sha256_json
+from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.model import PROMPTS_FILE, ModelFolder
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 COLUMNS = ("prompt", "prompts", "caption", "captions", "text", "sentences")
 
 _BUNDLED = Path(__file__).parent / "default_prompts.txt"
 _MAX_CHARACTERS = 10_000  # no text encoder reads a tenth of it
+_MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
+_NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
 
-# Where a value stands, for messages, and the value: a text, or several captions of one image.
-Row = tuple[str, object]
+# Where a row stands, for messages; its prompt, a text or several captions of one image; and all columns of a table.
+Entry = tuple[str, object, Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image that a row names. mode: "RGB", or "L" for a mask. sha256: of the file's bytes when it was read."""
+
+    path: Path
+    mode: str
+    sha256: str
+
+    def load(self) -> Image.Image:
+        """Its pixels, upright; ValueError if the file is not the one that was read before."""
+        if not self.path.is_file() or sha256_file(self.path) != self.sha256:
+            raise ValueError(f"{self.path}: the image has changed since the prompts were read; start again")
+        return _decoded(self.path, self.mode)
+
+
+# Of a call of the pipeline, sorted by name.
+Arguments = tuple[tuple[str, str | int | float | ImageFile], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt, and arguments of the pipeline's call for it alone."""
+
+    prompt: str
+    arguments: Arguments = ()
+
+    def described(self, seed: int) -> tuple[Any, ...]:
+        """(prompt, seed), and the arguments where there are any, as JSON holds them: images by their SHA-256."""
+        if not self.arguments:
+            return self.prompt, seed
+        plain = {k: f"sha256:{v.sha256}" if isinstance(v, ImageFile) else v for k, v in self.arguments}
+        return self.prompt, seed, plain
+
+    def shares_call_with(self, other: Row) -> bool:
+        """Whether one call of the pipeline can make both: texts may differ, other arguments not.
+
+        No row with an image does: of a list of images some pipelines take one for each prompt (FLUX Fill), others all
+        of them for every prompt (Qwen-Image Edit Plus).
+        """
+        mine, theirs = dict(self.arguments), dict(other.arguments)
+        if mine.keys() != theirs.keys() or any(isinstance(value, ImageFile) for value in mine.values()):
+            return False
+        return all(isinstance(value, str) or value == theirs[name] for name, value in mine.items())
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in order and where they came from."""
+    """Prompts in order and where they came from. arguments: of each prompt's call; empty where no row has any."""
 
     source: str
     prompts: tuple[str, ...]
+    arguments: tuple[Arguments, ...] = ()
+
+    @classmethod
+    def of(cls, source: str, rows: Sequence[Row]) -> PromptSet:
+        """The set of these rows."""
+        arguments = tuple(row.arguments for row in rows) if any(row.arguments for row in rows) else ()
+        return cls(source, tuple(row.prompt for row in rows), arguments)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Prompts with their arguments."""
+        if not self.arguments:
+            return tuple(map(Row, self.prompts))
+        return tuple(map(Row, self.prompts, self.arguments))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the texts in order."""
-        return sha256_json(self.prompts)
+        """SHA-256 of the texts in order, with arguments where there are any."""
+        if not self.arguments:
+            return sha256_json(self.prompts)
+        return sha256_json([row.described(0) for row in self.rows])
 
     @property
     def duplicates(self) -> int:
-        """How many prompts have occurred before in the set."""
-        return len(self.prompts) - len(set(self.prompts))
+        """How many rows have occurred before in the set."""
+        return len(self.prompts) - len(set(self.rows))
+
+    @property
+    def alike(self) -> PromptSet:
+        """The rows whose images can be compared in one tensor: the first, and what can share a call with it."""
+        kept = [row for row in self.rows[1:] if self.rows[0].shares_call_with(row)]
+        return PromptSet.of(self.source, [self.rows[0], *kept])
+
+    def items(self, count: int, seed: int) -> list[tuple[Row, int]]:
+        """`count` pairs (row, seed + i); a shorter set starts over, and each repeat gets noise of its own."""
+        rows = self.rows
+        return [(rows[i % len(rows)], seed + i) for i in range(count)]
 
     def take(self, count: int) -> tuple[str, ...]:
         """The first `count`; a shorter set starts over, and each repeat gets noise of its own."""
@@ -66,48 +149,48 @@ class Dataset:
     about: str
 
 
-def load_prompts(source: str, model: ModelFolder, shuffle: int | None = None) -> PromptSet:
+def load_prompts(
+    source: str, model: ModelFolder, shuffle: int | None = None, pipeline: type | None = None
+) -> PromptSet:
     """Read prompts from a file, a folder that `datasets` saved, a name in DATASETS, or any other `datasets` id.
 
     "default" is the model folder's own `fluxq_prompts.txt`, else the set bundled with fluxq. Files: .txt (one a line),
     .jsonl, .json and .yaml (entries by name, or a list), .csv, .tsv and .parquet. Tables need a column called as in
     COLUMNS; of several captions of an image the first is taken. shuffle: seed of an order of its own, the same on every
-    machine; None keeps the set's. Raises FileNotFoundError or ValueError naming source, row and cure.
+    machine; None keeps the set's. pipeline: the class whose `__call__` takes what the columns of ARGUMENTS in a file
+    say; None reads prompts alone. Raises FileNotFoundError or ValueError naming source, row and cure.
     """
-    found = _find(source, model)
+    label, where, entries = _find(source, model)
+    arguments = _arguments_reader(Path(source).parent, pipeline) if pipeline else lambda _place, _columns: ()
+    rows = [Row(_prompt(value, place), arguments(place, columns)) for place, value, columns in entries]
+    if not rows:
+        raise ValueError(f"{where}: holds no prompts")
+    if shuffle is not None:
+        random.Random(shuffle).shuffle(rows)
+    found = PromptSet.of(label, rows)
     if found.duplicates:
         logger.warning("%s: %d of %d prompts occur more than once", source, found.duplicates, len(found.prompts))
-    if shuffle is None:
-        return found
-    prompts = list(found.prompts)
-    random.Random(shuffle).shuffle(prompts)
-    return PromptSet(found.source, tuple(prompts))
+    return found
 
 
-def _find(source: str, model: ModelFolder) -> PromptSet:
+def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
+    """What the source is called, where it is, and its rows."""
     if source == "default":
         own = model.path / PROMPTS_FILE
         path, label = (own, f"{model.name}/{PROMPTS_FILE}") if own.is_file() else (_BUNDLED, "bundled")
-        return PromptSet(label, _prompts(_read_text(path), path))
+        return label, path, _read_text(path)
     path = Path(source)
     if path.is_file():
-        return PromptSet(path.name, _prompts(_reader(path)(path), path))
+        return path.name, path, _reader(path)(path)
     if path.is_dir():
-        return PromptSet(path.name, _prompts(_read_saved(path), path))
+        return path.name, path, _read_saved(path)
     if path.suffix.lower() in READERS:
         raise FileNotFoundError(f"prompt file {source!r} does not exist")
     names = {key.lower(): name for name, row in DATASETS.items() for key in (name, row.repo) if key}
     if source.lower() in names:
         name = names[source.lower()]
-        return PromptSet(name, _prompts(_read_dataset(name), name))
-    return PromptSet(source, _prompts(_read_hub(source, "train", COLUMNS), source))
-
-
-def _prompts(rows: Iterable[Row], where: object) -> tuple[str, ...]:
-    prompts = tuple(_prompt(value, place) for place, value in rows)
-    if not prompts:
-        raise ValueError(f"{where}: holds no prompts")
-    return prompts
+        return name, name, _read_dataset(name)
+    return source, source, _read_hub(source, "train", COLUMNS)
 
 
 def _prompt(value: object, place: str) -> str:
@@ -128,7 +211,120 @@ def _prompt(value: object, place: str) -> str:
     return text
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
+def _arguments_reader(folder: Path, pipeline: type) -> Callable[[str, Mapping[str, object]], Arguments]:
+    """arguments(place, columns) of a row. folder: of the prompt file, which images are named from and lie in.
+
+    ValueError for an argument that the pipeline does not take, and for a bad value.
+    """
+    taken = inspect.signature(pipeline.__call__).parameters
+    warned: set[str] = set()
+
+    def arguments(place: str, columns: Mapping[str, object]) -> Arguments:
+        found: dict[str, str | int | float | ImageFile] = {}
+        for column, value in columns.items():
+            known = _nearest(column)
+            if known is None or value is None or value != value:  # NaN: a missing number of a table
+                continue
+            if known != column.lower():
+                if column not in warned:
+                    logger.warning("%s: column %r is ignored; did you mean %r?", place, column, known)
+                warned.add(column)
+                continue
+            name, read = ARGUMENTS[known]
+            if name not in taken:
+                raise ValueError(
+                    f"{place}: column {column!r} is the argument {name}, which {pipeline.__name__} does not take; "
+                    "rename the column or take it out"
+                )
+            if name in found:
+                raise ValueError(f"{place}: two columns are the argument {name}; take out {column!r} or the other")
+            found[name] = read(value, f"{place}: column {column!r}", folder)
+        return tuple(sorted(found.items()))
+
+    return arguments
+
+
+@functools.cache
+def _nearest(column: str) -> str | None:
+    """The column of ARGUMENTS that is called so, but for case, or that this may be a misspelling of."""
+    return next(iter(difflib.get_close_matches(column.lower(), ARGUMENTS, 1, _NEAR)), None)
+
+
+def _read_words(value: object, where: str, _folder: Path) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_CHARACTERS:
+        raise ValueError(f"{where}: expected a text of at most {_MAX_CHARACTERS} characters, found {_shown(value)}")
+    return value
+
+
+def _read_whole(value: object, where: str, folder: Path) -> int:
+    number = _read_number(value, where, folder)
+    if number < 1 or number != int(number):
+        raise ValueError(f"{where}: expected a whole number from 1 up, found {_shown(value)}")
+    return int(number)
+
+
+def _read_number(value: object, where: str, _folder: Path) -> float:
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{where}: expected a number that is not negative, found {_shown(value)}")
+    return number
+
+
+def _read_image(value: object, where: str, folder: Path) -> ImageFile:
+    return _image_file(value, where, folder, "RGB")
+
+
+def _read_mask(value: object, where: str, folder: Path) -> ImageFile:
+    return _image_file(value, where, folder, "L")
+
+
+def _image_file(value: object, where: str, folder: Path, mode: str) -> ImageFile:
+    """The image at a path relative to `folder`, decoded once to see that it can be."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError(f"{where}: expected the path of an image file, found {_shown(value)}")
+    parts = PureWindowsPath(value)  # which knows the roots, drives and separators of other systems too
+    path = folder / value
+    if parts.anchor or ".." in parts.parts or not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{where}: {value!r} is not a path within the folder of the prompt file; put the image there and give its "
+            "path from that folder"
+        )
+    if not path.is_file():
+        raise ValueError(f"{where}: image {value!r} does not exist in {folder}")
+    try:
+        _decoded(path, mode)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return ImageFile(path, mode, sha256_file(path))
+
+
+def _decoded(path: Path, mode: str) -> Image.Image:
+    """Pixels of an image file, turned as its EXIF data say; ValueError for what is damaged, huge or no image."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path, formats=_IMAGE_FORMATS) as image:
+            if image.width * image.height <= _MAX_PIXELS:
+                return ImageOps.exif_transpose(image).convert(mode)
+            size = f"{image.width}x{image.height} pixels"
+    except Image.DecompressionBombError:
+        size = "far too many pixels"
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"{path}: damaged, or no image of the formats {', '.join(_IMAGE_FORMATS)} ({first_line(error)})"
+        ) from None
+    raise ValueError(f"{path}: an image of {size}; at most {_MAX_PIXELS} are read: make it smaller")
+
+
+def _shown(value: object) -> str:
+    """A number or a short text as it stands, of anything else the type."""
+    return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 80 else type(value).__name__
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Entry]]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: prompt files end in {', '.join(READERS)}, not {path.suffix!r}")
@@ -142,20 +338,20 @@ def _lines(path: Path) -> list[str]:
         raise ValueError(f"{path}: not UTF-8 text; save it again as UTF-8") from None
 
 
-def _read_text(path: Path) -> Iterator[Row]:
-    yield from ((f"{path}:{number}", line) for number, line in enumerate(_lines(path), start=1) if line.strip())
+def _read_text(path: Path) -> Iterator[Entry]:
+    yield from ((f"{path}:{number}", line, {}) for number, line in enumerate(_lines(path), start=1) if line.strip())
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    for place, line in _read_text(path):
+def _read_jsonl(path: Path) -> Iterator[Entry]:
+    for place, line, _ in _read_text(path):
         try:
             row = json.loads(str(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}: not a JSON object ({error.msg})") from None
-        yield place, _entry(row, place)
+        yield place, *_entry(row, place)
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[Entry]:
     try:
         value = json.loads("\n".join(_lines(path)))
     except json.JSONDecodeError as error:
@@ -163,7 +359,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     yield from _entries(value, path)
 
 
-def _read_yaml(path: Path) -> Iterator[Row]:
+def _read_yaml(path: Path) -> Iterator[Entry]:
     import yaml
 
     try:
@@ -173,44 +369,53 @@ def _read_yaml(path: Path) -> Iterator[Row]:
     yield from _entries(value, path)
 
 
-def _entries(value: object, path: Path) -> Iterator[Row]:
+def _entries(value: object, path: Path) -> Iterator[Entry]:
     """The entries of a document that maps names to prompts, or lists them."""
     if not isinstance(value, (dict, list)):
         raise ValueError(f"{path}: expected prompts by name or a list of them, found {type(value).__name__}")
     pairs = value.items() if isinstance(value, dict) else enumerate(value, start=1)
-    yield from ((f"{path}: entry {key}", _entry(row, f"{path}: entry {key}")) for key, row in pairs)
+    yield from ((f"{path}: entry {key}", *_entry(row, f"{path}: entry {key}")) for key, row in pairs)
 
 
-def _entry(row: object, place: str) -> object:
+def _entry(row: object, place: str) -> tuple[object, Mapping[str, object]]:
+    """The prompt of an entry, and its columns."""
     if not isinstance(row, (str, dict)):
         raise ValueError(f"{place}: expected an object or a string, found {type(row).__name__}")
-    return row if isinstance(row, str) else row[_column(row, place)]
+    if isinstance(row, str):
+        return row, {}
+    return row[_column(row, place)], {str(name): value for name, value in row.items()}
 
 
-def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
+def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Entry]:
     rows = csv.DictReader((f"{line}\n" for line in _lines(path)), delimiter=delimiter)
     try:
         column = _column(rows.fieldnames or (), f"{path}:1")
-        yield from ((f"{path}:{rows.line_num}", row[column]) for row in rows)
+        for row in rows:  # fields beyond the header's have no name; an empty field says nothing
+            columns = {name: value for name, value in row.items() if name and value}
+            yield f"{path}:{rows.line_num}", row[column], columns
     except csv.Error as error:
         raise ValueError(f"{path}:{rows.line_num + 1}: {error}") from None
 
 
-def _read_tsv(path: Path) -> Iterator[Row]:
+def _read_tsv(path: Path) -> Iterator[Entry]:
     return _read_csv(path, delimiter="\t")
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[Entry]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        names = pyarrow.parquet.read_schema(path).names
+        column = _column(names, str(path))
+        # Other columns may hold gigabytes of pictures.
+        table = pyarrow.parquet.read_table(path, columns=[name for name in names if name == column or _nearest(name)])
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or no parquet file ({first_line(error)})") from None
-    return _numbered(table.column(_column(table.column_names, str(path))).to_pylist(), path)
+    rows = (row for batch in table.to_batches() for row in batch.to_pylist())
+    yield from ((f"{path}: row {number}", row[column], row) for number, row in enumerate(rows, start=1))
 
 
-def _read_saved(path: Path) -> Iterator[Row]:
+def _read_saved(path: Path) -> Iterator[Entry]:
     """A folder that `save_to_disk` wrote: one table, or several splits of which only one may be there."""
     import datasets
 
@@ -228,7 +433,7 @@ def _read_saved(path: Path) -> Iterator[Row]:
     return _numbered(saved[_column(saved.column_names, str(path))], path)
 
 
-def _read_dataset(name: str) -> Iterator[Row]:
+def _read_dataset(name: str) -> Iterator[Entry]:
     """A set of DATASETS: only its prompts where they are in a file of their own."""
     row = DATASETS[name]
     if row.repo is None:
@@ -236,17 +441,18 @@ def _read_dataset(name: str) -> Iterator[Row]:
             f"prompts {name!r} are not on the hub: get {row.file} ({row.about}) and give it with --prompts FILE"
         )
     if row.file is None:
-        return _read_hub(row.repo, row.split, (row.column,))
+        yield from _read_hub(row.repo, row.split, (row.column,))
+        return
     from huggingface_hub import hf_hub_download
 
     try:
         path = Path(hf_hub_download(row.repo, row.file, repo_type="dataset"))
     except Exception as error:
         raise _unreachable(name, f"{row.file} of the dataset {row.repo}", error) from None
-    return _reader(path)(path)
+    yield from ((place, value, {}) for place, value, _ in _reader(path)(path))
 
 
-def _read_hub(name: str, split: str, columns: Sequence[str]) -> Iterator[Row]:
+def _read_hub(name: str, split: str, columns: Sequence[str]) -> Iterator[Entry]:
     import datasets
 
     try:
@@ -263,8 +469,8 @@ def _unreachable(name: str, what: str, error: Exception) -> FileNotFoundError:
     )
 
 
-def _numbered(values: Iterable[object], where: object) -> Iterator[Row]:
-    yield from ((f"{where}: row {number}", value) for number, value in enumerate(values, start=1))
+def _numbered(values: Iterable[object], where: object) -> Iterator[Entry]:
+    yield from ((f"{where}: row {number}", value, {}) for number, value in enumerate(values, start=1))
 
 
 def _column(names: Iterable[str], where: str, columns: Sequence[str] = COLUMNS) -> str:
@@ -283,6 +489,23 @@ READERS = {
     ".csv": _read_csv,
     ".tsv": _read_tsv,
     ".parquet": _read_parquet,
+}
+
+# Column -> argument of the pipeline's call, and how a value of it is read.
+ARGUMENTS: dict[str, tuple[str, Callable[[object, str, Path], str | int | float | ImageFile]]] = {
+    "image": ("image", _read_image),
+    "last_image": ("last_image", _read_image),
+    "control_image": ("control_image", _read_image),
+    "mask": ("mask_image", _read_mask),
+    "mask_image": ("mask_image", _read_mask),
+    "negative_prompt": ("negative_prompt", _read_words),
+    "height": ("height", _read_whole),
+    "width": ("width", _read_whole),
+    "frames": ("num_frames", _read_whole),
+    "num_frames": ("num_frames", _read_whole),
+    "guidance": ("guidance_scale", _read_number),
+    "guidance_scale": ("guidance_scale", _read_number),
+    "true_cfg_scale": ("true_cfg_scale", _read_number),
 }
 
 # Ids, files and columns as programs that read these sets use them; licences as the sets or their readers state them.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.calibrate.blocks import replaced_forwards
-from fluxq.calibrate.capture import run_pipeline
+from fluxq.calibrate.capture import Item, run_pipeline
 
 IMAGES = 4
 _RELATIVE_NOISE = 0.1
@@ -32,7 +32,7 @@ _SMALLEST = 1e-3  # of the mean: a step never counts for nothing
 def noise_level_weights(
     pipe: Any,
     components: Sequence[str],
-    items: Sequence[tuple[str, int]],
+    items: Sequence[Item],
     call: Mapping[str, Any],
     steps: Sequence[int],
 ) -> dict[int, float]:
@@ -101,11 +101,11 @@ class _Run:
 
 
 def _latents(
-    pipe: Any, models: Sequence[nn.Module], items: Sequence[tuple[str, int]], call: Mapping[str, Any], run: _Run
+    pipe: Any, models: Sequence[nn.Module], items: Sequence[Item], call: Mapping[str, Any], run: _Run
 ) -> Tensor:
-    """Final latents of the run, (B, ...) fp64 on the CPU."""
+    """Final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
     with replaced_forwards({model: run.around(model.forward) for model in models}):
-        made = [latents.cpu().double() for _, latents in run_pipeline(pipe, items, call, on_step=run.at_step)]
+        made = [latents.cpu().double().flatten() for _, latents in run_pipeline(pipe, items, call, on_step=run.at_step)]
     return torch.cat(made)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fluxq.base.files import atomic_path, sha256_json
-from fluxq.base.model import open_weights, save_weights
+from fluxq.base.tensors import TensorFile, save_weights
 
 _HEADER = "fluxq_statistics"
 _FORMAT_VERSION = 1
@@ -128,12 +128,12 @@ class Statistics:
         """Read a file that `save` wrote; ValueError for anything else."""
         if not path.is_file():
             raise FileNotFoundError(f"statistics file {path} does not exist; `fluxq calibrate` writes one")
-        with open_weights(path) as stream:
-            header = _parsed((stream.metadata() or {}).get(_HEADER, "{}"))
+        with TensorFile(path) as stream:
+            header = _parsed(stream.metadata().get(_HEADER, "{}"))
             if header.get("version") != _FORMAT_VERSION:
                 raise ValueError(f"{path}: not a statistics file of this version of fluxq; run `fluxq calibrate` again")
-            trajectory, digest = header.get("trajectory"), header.get("digest")
-            if not isinstance(trajectory, dict) or sha256_json(trajectory) != digest:
+            trajectory, digest = header.get("trajectory"), header.get("digest", "")
+            if not isinstance(trajectory, dict) or sha256_json(trajectory) != digest or "items" not in trajectory:
                 raise ValueError(f"{path}: its trajectory does not match its hash; run `fluxq calibrate` again")
             held = sorted(stream.keys())
             names = dict.fromkeys(key.rpartition("/")[0] for key in held)
@@ -149,7 +149,7 @@ def _require_sound(sums: GroupSums, where: str) -> None:
     """ValueError unless the tensors are what `GroupSums.add` can have made."""
     shape, dtypes = sums.amax.shape, [getattr(sums, field).dtype for field in _FIELDS]
     fits = sums.sum.shape == sums.sum_of_squares.shape == shape and sums.count.shape == shape[:1] and len(shape) == 2
-    if not fits or dtypes != [torch.float32, torch.float64, torch.float64, torch.int64]:
+    if not fits or not sums.amax.numel() or dtypes != [torch.float32, torch.float64, torch.float64, torch.int64]:
         raise ValueError(f"{where}: shapes or dtypes do not belong together; run `fluxq calibrate` again")
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (sums.amax, sums.sum, sums.sum_of_squares))
     if not finite or (sums.amax < 0).any() or (sums.count < 0).any() or not sums.count.sum() > 0:
@@ -159,7 +159,7 @@ def _require_sound(sums: GroupSums, where: str) -> None:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         header = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, nesting
         return {}
     return header if isinstance(header, dict) else {}
 

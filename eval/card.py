@@ -29,7 +29,7 @@ def model_card(record: dict[str, Any]) -> str:
         *_front_matter(record),
         f"# {model['name']}, quantized with fluxq ({recipe['name']})",
         "",
-        f"{_scope(parts)}. Base model: {model['name']}; licence: "
+        f"{_scope(parts)}. Base model: {_base(model)}; licence: "
         f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
         "",
         "```python",
@@ -171,6 +171,10 @@ def _lora(lora: dict[str, Any]) -> str:
     return f"`{PurePath(lora['file']).name}` at weight {lora['weight']:g}"
 
 
+def _base(model: dict[str, Any]) -> str:
+    return f"{model['name']} at revision `{model['revision']}`" if model["revision"] else model["name"]
+
+
 def license_text(fields: dict[str, str]) -> str:
     """A licence for people: its own name where the id is just "other"; empty if nothing is known."""
     return fields.get("license_name") or fields.get("license", "")
@@ -189,7 +193,11 @@ def _scope(parts: list[dict[str, Any]]) -> str:
     counts = []
     for part in parts:
         done = sum(layer["scheme"] != "16bit" for layer in part["layers"])
-        counts.append(f"{done} of {len(part['layers'])} Linears of the {part['component']} are quantized")
+        attention = part.get("attention", "16bit")
+        counts.append(
+            f"{done} of {len(part['layers'])} Linears of the {part['component']} are quantized"
+            + (f", its self-attention is computed in {attention}" if attention != "16bit" else "")
+        )
     return "; ".join(counts)
 
 

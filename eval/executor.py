@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, sha256_file, sha256_json, write_json, write_text
-from fluxq.base.model import open_weights, save_weights
+from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches
 from fluxq.eval.generate import Batch, device_name, generate_batch, images_digest
 from fluxq.eval.sides import Side
@@ -353,7 +353,7 @@ def read_image(path: Path) -> Tensor:
 
 
 def _read_latents(path: Path) -> Tensor:
-    with open_weights(path) as stored:
+    with TensorFile(path) as stored:
         return stored.get_tensor("latents")
 
 

@@ -198,7 +198,7 @@ class SpeedRow(Strict):
 
     side: str
     is_reference: bool
-    mode: Literal["eager", "compiled", "cuda graph"]
+    mode: Literal["eager", "compiled", "cuda graph", "captured"]
     batch: int
     height: int
     width: int
@@ -394,7 +394,7 @@ class Report(Strict):
 
 def read_report(path: Path) -> Report:
     """The report in a file; ValueError naming what is wrong with it."""
-    value = read_json(path)
+    value = read_json(path, longest=1 << 28)  # a line for every image of every run
     found = value.get("schema_version")
     if found != SCHEMA_VERSION:
         raise ValueError(f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: evaluate again")

@@ -14,6 +14,7 @@ counted in the quantized one's favour; classes are imported before. Files may co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.machine import POWER_LIMIT, Machine, machine_of
 from fluxq.eval.schema import Card, Estimate, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.statistics import paired_interval
+from fluxq.quantize.attention import attention_of
+from fluxq.quantize.graphs import capture
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.cost import forward_pass, steps
 from fluxq.recipes.devices import DEVICES, Device, Efficiency
@@ -42,6 +45,7 @@ from fluxq.recipes.recipe import load_recipe
 SPREAD = 0.05
 CARDS = (8, 12, 16, 24)  # GB
 _OUT_OF_MEMORY = "out of memory"
+_GRAPHS_STAY = "the sides change places on the device, and captured graphs keep their weights there"
 _ALLOCATORS_SAY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of PyTorch on a CPU, and of cuBLAS
 TEXT, STEP, VAE, WHOLE = "text encoders", "denoiser step", "VAE", "end to end"
 
@@ -240,6 +244,9 @@ class _Bench:
             if entry.missing is None:
                 self._attempt(entry, lambda entry=entry: self._warm_up(entry, warmup))
                 if _ran_out(entry.missing) and self._make_room(entry.opened):
+                    for captured in [other for other in entries if other.mode == "captured" and other.models]:
+                        captured.missing, captured.models = _GRAPHS_STAY, {}
+                    self.machine.release()
                     entry.missing = None
                     self._attempt(entry, lambda entry=entry: self._warm_up(entry, warmup))
         for number in progress(range(rounds), "Timing", rounds):
@@ -312,8 +319,11 @@ class _Bench:
 
     def _warm_up(self, entry: Entry, rounds: int) -> None:
         self._bring(entry.opened)
-        if entry.mode == "cuda graph" and self.machine.device.type != "cuda":
+        if entry.mode in ("cuda graph", "captured") and self.machine.device.type != "cuda":
             entry.missing = "CUDA graphs need a CUDA device"
+            return
+        if entry.mode == "captured" and self.apart:
+            entry.missing = _GRAPHS_STAY
             return
         before = self.machine.allocated()
         self.machine.reset_peak()
@@ -455,6 +465,13 @@ def _graphed(model: nn.Module) -> Any:
     return graphed
 
 
+def _captured(model: nn.Module) -> nn.Module:
+    """A copy that shares its weights, so that the model itself goes on without graphs."""
+    replaying = copy.copy(model)
+    capture(replaying)
+    return replaying
+
+
 def model_bytes(pipe: Any) -> int:
     """Of the parameters and buffers of all components, shared ones once."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
@@ -496,7 +513,8 @@ def step_at_peak(
     except ValueError:
         return None
     whole = Efficiency(1.0, measured="the peak itself")
-    peak = replace(device, matmul=dict.fromkeys(device.peaks, whole), attention=whole, streaming=whole, scalar=whole)
+    others = dict.fromkeys(("attention", "attention_fp8", "streaming", "scalar"), whole)
+    peak = replace(device, matmul=dict.fromkeys(device.peaks, whole), **others)
     found = list(steps(_plan_of(component, model), forward, device.chip))
     return sum(each.flops for each in found), sum(each.seconds(peak, "ideal") for each in found)
 
@@ -508,7 +526,8 @@ def _plan_of(component: str, model: nn.Module) -> Plan:
     any_recipe = load_recipe("fp8")[1].components["transformer"]  # whose formats are replaced
     plan = make_plan(family_of(type(model).__name__), component, any_recipe, shapes, static_inputs=False)
     schemes = {name: layer.scheme for name, layer in linears.items() if isinstance(layer, QuantLinear)}
-    return replace(plan, layers=tuple(replace(layer, scheme=schemes.get(layer.name)) for layer in plan.layers))
+    layers = tuple(replace(layer, scheme=schemes.get(layer.name)) for layer in plan.layers)
+    return replace(plan, layers=layers, attention=attention_of(model))
 
 
 def _row(entry: Entry, bench: _Bench) -> SpeedRow:
@@ -641,4 +660,9 @@ def _check(
 
 
 # Mode -> what it makes of a transformer.
-MODES: dict[str, Callable[[nn.Module], nn.Module]] = {"eager": _eager, "compiled": _compiled, "cuda graph": _graphed}
+MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": _eager,
+    "compiled": _compiled,
+    "cuda graph": _graphed,
+    "captured": _captured,
+}

@@ -239,6 +239,7 @@ KERNELS = (
     Kernel("act_quantize", "quantize_activation", (*_PRODUCED, "16bit"), "memory"),
     Kernel("adaln_quantize", "adaln_quantize", (*_PRODUCED, "16bit"), "memory"),
     Kernel("qk_norm_rope", "qk_norm_rope", ("16bit",), "memory"),
+    Kernel("attention_fp8", "attention", ("64", "128"), "native"),
     Kernel("scaled_matmul", "scaled_matmul", ("int8", "fp8", "fp8_tensor"), "native"),
     Kernel(
         "block_scaled_matmul",

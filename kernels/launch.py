@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels import adaln_quantize as adaln
-from fluxq.kernels import dispatch
+from fluxq.kernels import attention, dispatch
 from fluxq.kernels import qk_norm_rope as rope
 from fluxq.kernels.block_scaled_matmul import block_scaled_matmul
 from fluxq.kernels.chips import chip_of
@@ -32,10 +32,11 @@ from fluxq.kernels.quantize_activation import tuned_name
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.scaled_matmul import scaled_matmul
 from fluxq.kernels.swizzle_scales import swizzle_scales
-from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, find_memory_tile, find_tile
+from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile, find_tile
 from fluxq.kernels.w4a8_matmul import w4a8_matmul
 from fluxq.kernels.weight_only_matmul import LARGEST_GEMV, weight_only_matmul
 from fluxq.quantize import ops
+from fluxq.quantize.attention import check_attention
 from fluxq.quantize.reencode import stored_matrix
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
@@ -186,9 +187,7 @@ def quantize_rows(
 
 def matmul_tile(kernel: str, name: str, chip: str, m: int, codes: Tensor) -> MatmulTile:
     """The tuned tile; without the copy engine where rows of the weight's codes are not at multiples of 16 bytes."""
-    tile = find_tile(kernel, name, chip, m)
-    if not isinstance(tile, MatmulTile):
-        raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {name} is none of a matmul")
+    tile = find_matmul_tile(kernel, name, chip, m)
     return tile if not tile.descriptors or _rows_are_at(codes, 16) else replace(tile, descriptors=False)
 
 
@@ -376,6 +375,23 @@ def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved, round_bef
     return rope.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, tile=tile, **how)
 
 
+def attention_fp8(q, k, v, scale, *, chip=None) -> Tensor:
+    check_attention(q, k, v)
+    if not q.numel():
+        return q.new_empty(q.shape)
+    chip, d = chip or chip_of(q.device), str(q.shape[3])
+    offered = dispatch.offer("attention_fp8", d, chip)
+    if not offered.how:
+        raise ValueError(
+            f"attention_fp8: no kernel for heads of {d} elements on {chip} ({offered.reason}); compute attention in "
+            "16 bit: fluxq.set_attention(model, '16bit')"
+        )
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    tile = find_matmul_tile("attention", d, chip, q.shape[1])
+    quantize_tile = find_memory_tile("attention", f"quantize {d}", chip, q.shape[1])
+    return attention.attention_fp8(q, k, v, scale, tile=tile, quantize_tile=quantize_tile)
+
+
 def scaled_matmul_op(x, x_scale, w, w_scale, bias, h, up, gate, residual, gelu, dtype, format, *, chip=None) -> Tensor:
     left, right = stored_matrix(x, x_scale, None, format), stored_matrix(w, w_scale, None, format)
     tile = required_tile("scaled_matmul", format, chip or chip_of(x.device), right, x.shape[0])
@@ -477,6 +493,7 @@ ON_GPU: dict[str, Callable[..., object]] = {
     "act_quantize": act_quantize,
     "adaln_quantize": adaln_quantize,
     "qk_norm_rope": qk_norm_rope,
+    "attention_fp8": attention_fp8,
     "scaled_matmul": scaled_matmul_op,
     "block_scaled_matmul": block_scaled_matmul_op,
     "w4a8_matmul": w4a8_matmul_op,

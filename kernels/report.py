@@ -15,7 +15,7 @@ from typing import Any
 
 from fluxq.kernels import dispatch
 from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.workloads import BASELINE, FLUX_STEP, LAYERS, PRODUCTS, Case, Shape
+from fluxq.kernels.workloads import ATTENTIONS, BASELINE, FLUX_STEP, LAYERS, PRODUCTS, Case, Shape
 
 KIND = "fluxq kernels on a GPU"  # of result files
 CASE_FIELDS = ("op", "scheme", "implementation", "shared")
@@ -130,6 +130,13 @@ def _bandwidth(
     return values
 
 
+def _attention(figures: Figures) -> dict[str, float]:
+    """Codes included; below 1 nobody should choose it."""
+    shapes = [(m, 3072, 3072) for m in LARGE]
+    ratios = {_place(shape): figures.ratio(*ATTENTIONS, shape) for shape in shapes}
+    return {place: ratio for place, ratio in ratios.items() if ratio is not None}
+
+
 def _weight_only(figures: Figures) -> dict[str, float]:
     """Of few tokens, where only weights count, and those not too small."""
     rows = _bandwidth(("linear",), 25, (1,))(figures)
@@ -187,6 +194,7 @@ GOALS = (
     Goal("act_quantize: share of copy bandwidth, >= 25 MB", 0.8, _bandwidth(("act_quantize",), 25)),
     Goal("adaln_quantize: share of copy bandwidth, >= 25 MB", 0.8, _bandwidth(("adaln_quantize",), 25)),
     Goal("dequantize: share of copy bandwidth, >= 25 MB", 0.85, _bandwidth(("dequantize",), 25)),
+    Goal("attention in fp8: speed over bf16, M >= 4096", 1.0, _attention),
     Goal("weight-only, M = 1: share of copy bandwidth, >= 25 MB", 0.75, _weight_only),
 )
 
@@ -227,13 +235,14 @@ def goal_table(found: dict[str, Any]) -> str:
 
 
 def time_table(found: dict[str, Any], only: Callable[[dict], bool] = lambda row: True) -> str:
-    """A line for each case and shape; speed-up: of Linears over bf16."""
+    """A line for each case and shape; speed-up: of Linears and attention over bf16."""
     figures = Figures(found)
     lines = ["| case | M x N x K | us (quartiles) | TFLOP/s | GB/s | of the roofline | over bf16 |", "|" + "---|" * 7]
     for (case, shape), row in figures.rows.items():
         if not only(row):
             continue
         baseline = Case("linear", "16bit", "F.linear", case.shared) if case.op in ("linear", "matmul") else None
+        baseline = ATTENTIONS[0] if case.op == "attention" else baseline
         faster = figures.ratio(baseline, case, shape)
         cells = [
             case.name,

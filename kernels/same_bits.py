@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json
-from fluxq.kernels import workloads
+from fluxq.kernels import attention, workloads
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize import dequantize
 from fluxq.kernels.epilogue import Epilogue
@@ -126,7 +126,7 @@ def run_to_run(
 
 
 def exact_calls(x: Tensor) -> Iterator[Exact]:
-    """Quantizers of x, and what decodes and multiplies without rounding."""
+    """Quantizers of x, and what decodes and multiplies without rounding. x: in rows of a multiple of 128."""
     k = x.shape[1]
     noise = torch.Generator().manual_seed(1)
     mean, smooth = torch.randn(k, generator=noise), torch.randn(k, generator=noise).exp()
@@ -151,6 +151,7 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
         w = QuantizedTensor.quantize(weights, source)
         for target in ("int8", "fp8"):
             yield Exact(f"reencode {source}-{target}", partial(_reencode, w, target))
+    yield Exact("attention_fp8 codes", partial(_attention_codes, torch.nan_to_num(x, 0.0, 0.0, 0.0)))
     yield Exact("scaled_matmul int8", partial(_int8, ops.quantize_activation(weights, FORMATS["int8"])))
 
 
@@ -175,6 +176,14 @@ def _reencode(w: QuantizedTensor, target: str, chip: str) -> QuantizedTensor:
     return reencode(w, target, tile=tile)  # pyright: ignore[reportArgumentType]
 
 
+def _attention_codes(x: Tensor, chip: str) -> tuple[Tensor, ...]:
+    """Those of q and v; those of k depend on the order in which its mean is summed."""
+    heads = x.reshape(1, -1, 2, 64)
+    tile = find_tile("attention", "quantize 64", chip, heads.shape[1])
+    made = attention.quantize_operands(heads, heads, heads, tile=tile)  # pyright: ignore[reportArgumentType]
+    return made.q.view(torch.uint8), made.q_scale, made.v.view(torch.uint8), made.v_scale
+
+
 def _int8(q: QuantizedTensor, chip: str) -> Tensor:
     """Integer sums are exact, and what follows them is in a fixed order."""
     tile = find_tile("scaled_matmul", "int8", chip, q.shape[0])
@@ -186,6 +195,8 @@ def canonical(result: Any) -> list[Tensor]:
     """The bytes of a result, codes of blocks of NaN and the bits of NaN made alike."""
     if isinstance(result, Tensor):
         return as_bytes(torch.where(result.isnan(), torch.nan, result))
+    if isinstance(result, tuple):
+        return [part for tensor in result for part in canonical(tensor)]
     plain = ops.stored_weight(result.codes, result.scale, result.global_scale, result.format)
     unspecified = plain.dequantize().isnan().reshape(*result.codes.shape, -1).any(-1)
     codes = torch.where(unspecified, 0, result.codes.view(torch.uint8))
@@ -235,7 +246,7 @@ def _shapes(dry_run: bool) -> Iterator[tuple[workloads.Shape, tuple[workloads.Ca
         yield (m, 9216, 3072), workloads.LINEARS
         for k in (3072, 12288):
             yield (m, k, k), (*workloads.QUANTIZERS, *workloads.ACTS)
-        yield (m, 3072, 3072), workloads.NORMS
+        yield (m, 3072, 3072), (*workloads.NORMS, *workloads.ATTENTIONS)
     yield (4096, 3072, 15360), workloads.LINEARS
     yield (1, 18432, 3072), workloads.DECODERS
 

@@ -78,6 +78,14 @@ def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
     raise NoTile(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
 
 
+def find_matmul_tile(kernel: str, format: str, chip: str, m: int) -> MatmulTile:
+    """`find_tile` of a matmul."""
+    tile = find_tile(kernel, format, chip, m)
+    if not isinstance(tile, MatmulTile):
+        raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is none of a matmul")
+    return tile
+
+
 def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
     """`find_tile` of a memory-bound kernel."""
     tile = find_tile(kernel, format, chip, m)

@@ -310,6 +310,7 @@ _TUNED = tiles.TUNED
 BIG: tuple[Shape, ...] = ((4096, 12288, 3072), (4608, 3072, 15360))
 FEW: tuple[Shape, ...] = ((16, 12288, 3072), (16, 3072, 12288))
 ONE: tuple[Shape, ...] = ((1, 18432, 3072),)
+SEQUENCES: tuple[Shape, ...] = ((4608, 3072, 3072), (4096, 3072, 3072))
 COPIED = {"descriptors": True, "halves": True}
 LARGE_8_BIT = (
     *_blocks((128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), **COPIED),
@@ -407,6 +408,20 @@ SEARCHES = (
         Case("qk_norm_rope", "16bit", "qk_norm_rope"),
         ((4608, 3072, 3072),),
         _rows((8, 128, 4), (16, 128, 4), (32, 128, 4)),
+    ),
+    Search(
+        "attention",
+        "128",
+        Case("attention", "fp8", "attention_fp8"),
+        SEQUENCES,
+        _blocks((128, 128, 128, 8, 3), (64, 128, 128, 4, 2), (64, 128, 128, 4, 3), (128, 128, 128, 4, 2)),
+    ),
+    Search(
+        "attention",
+        "quantize 128",
+        Case("attention", "fp8", "attention_fp8"),
+        SEQUENCES,
+        _rows((32, 128, 4), (64, 128, 4), (128, 128, 8)),
     ),
     *(
         Search(

@@ -1,20 +1,24 @@
 """Compiles what a checkpoint will launch, before anyone waits for an image: `fluxq warmup OUT`.
 
 Triton compiles a kernel at its first launch and keeps it on disk. Each kind of layer is therefore launched for each
-number of tokens, with random codes, in the arithmetic that `dispatch.choose` picks: nothing is read but config.json.
+number of tokens, with random codes, in the arithmetic that `dispatch.choose` picks, and so is attention where the
+checkpoint has it in fp8: nothing is read but config.json.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from fluxq.kernels import launch
-from fluxq.kernels.dispatch import choose, prepare
+from fluxq.kernels.dispatch import choose, offer, prepare
+from fluxq.quantize.attention import BACKEND
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
 
@@ -30,8 +34,19 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class AttentionKind:
+    """Attention in fp8 of so many heads, each of `head_size` channels."""
+
+    heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
 class Warmed:
-    """A kind of layer at m tokens. first_s, again_s: seconds of its first launch, compiling included, and of a next."""
+    """A kind of layer at m tokens, or of attention, whose shape is (heads, head size).
+
+    first_s, again_s: seconds of its first launch, compiling included, and of a next.
+    """
 
     scheme: str
     shape: tuple[int, int]
@@ -41,24 +56,44 @@ class Warmed:
     again_s: float
 
 
-def kinds_of(model: nn.Module) -> list[LayerKind]:
-    """The distinct kinds among a model's quantized layers; it may be on the meta device."""
-    layers = (module for module in model.modules() if isinstance(module, QuantLinear))
-    kinds = (LayerKind(m.scheme, m.out_features, m.in_features, m.bias is not None) for m in layers)
-    return list(dict.fromkeys(kinds))
+def kinds_of(model: nn.Module) -> list[LayerKind | AttentionKind]:
+    """The distinct kinds among a model's quantized layers and attention; it may be on the meta device."""
+    found: dict[LayerKind | AttentionKind, None] = {}
+    for module in model.modules():
+        processor: Any = getattr(module, "processor", None)
+        if isinstance(module, QuantLinear):
+            kind = LayerKind(module.scheme, module.out_features, module.in_features, module.bias is not None)
+            found[kind] = None
+        elif getattr(processor, "_attention_backend", None) == BACKEND:
+            attention: Any = module
+            found[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
+    return list(found)
 
 
 def warm_up(
-    kinds: Iterable[LayerKind], tokens: Iterable[int], device: torch.device, chip: str, prefer: str, dtype: torch.dtype
+    kinds: Iterable[LayerKind | AttentionKind],
+    tokens: Iterable[int],
+    device: torch.device,
+    chip: str,
+    prefer: str,
+    dtype: torch.dtype,
 ) -> list[Warmed]:
-    """Launch every kind of layer at every number of tokens, prepared for the chip as `fluxq.prepare` would."""
+    """Launch every kind of layer at every number of tokens, prepared for the chip as `fluxq.prepare` would.
+
+    Attention that the chip has no kernel for is passed over: it will be computed in 16 bit.
+    """
     done = []
     for kind in kinds:
+        if isinstance(kind, AttentionKind):
+            if offer("attention_fp8", str(kind.head_size), chip).how:
+                done += [_warm_attention(kind, m, device, chip, dtype) for m in dict.fromkeys(tokens)]
+            continue
         layer = _random_layer(kind, device, dtype)
         prepare(layer, chip, prefer, None)
         for m in dict.fromkeys(tokens):
             x = torch.randn(m, kind.k, dtype=dtype, device=device)
-            first, again = _seconds(layer, x, chip), _seconds(layer, x, chip)
+            call = partial(launch.quantized_linear, x, *layer.operands, chip=chip)
+            first, again = _seconds(call, device), _seconds(call, device)
             row_scale = "weight_row_scale" in layer.scale_names
             choice = choose(layer.scheme, chip, m, kind.n, kind.k, dtype, row_scale)
             done.append(Warmed(str(kind.scheme), (kind.n, kind.k), m, choice.implementation, first, again))
@@ -80,9 +115,16 @@ def _random_layer(kind: LayerKind, device: torch.device, dtype: torch.dtype) -> 
     return layer
 
 
-def _seconds(layer: QuantLinear, x: torch.Tensor, chip: str) -> float:
+def _warm_attention(kind: AttentionKind, m: int, device: torch.device, chip: str, dtype: torch.dtype) -> Warmed:
+    x = torch.randn(1, m, kind.heads, kind.head_size, dtype=dtype, device=device)
+    call = partial(launch.attention_fp8, x, x, x, None, chip=chip)
+    first, again = _seconds(call, device), _seconds(call, device)
+    return Warmed("attention fp8", (kind.heads, kind.head_size), m, "attention_fp8", first, again)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
-    launch.quantized_linear(x, *layer.operands, chip=chip)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -18,6 +18,7 @@ from torch import Tensor
 from fluxq.kernels import dispatch, launch
 from fluxq.kernels.adaln_quantize import adaln_quantize
 from fluxq.kernels.adaln_quantize import tuned_name as adaln_tile_name
+from fluxq.kernels.attention import attention_fp8
 from fluxq.kernels.block_scaled_matmul import block_scaled_matmul
 from fluxq.kernels.dequantize import dequantize
 from fluxq.kernels.epilogue import Epilogue
@@ -27,10 +28,10 @@ from fluxq.kernels.quantize_activation import quantize_activation, tuned_name
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.scaled_matmul import scaled_matmul
 from fluxq.kernels.swizzle_scales import swizzle_scales as swizzle_scales_kernel
-from fluxq.kernels.tiles import NoTile, Tile, find_tile
+from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile
 from fluxq.kernels.w4a8_matmul import w4a8_matmul
 from fluxq.kernels.weight_only_matmul import weight_only_matmul
-from fluxq.quantize import norms, ops, producers
+from fluxq.quantize import attention, norms, ops, producers
 from fluxq.quantize import reencode as reencoding
 from fluxq.quantize.tensor import QuantizedTensor, swizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, Scheme
@@ -97,6 +98,8 @@ def why_not(case: Case, chip: str) -> str:
         scheme = Scheme.parse(case.scheme)
         decoded = f"-{scheme.activations.name}" if case.implementation == "w4a8_matmul" and scheme.activations else ""
         return dispatch.offer(case.implementation, scheme.weights.name + decoded, chip).reason
+    if case.implementation == "attention_fp8":
+        return dispatch.offer("attention_fp8", "128", chip).reason
     return ""
 
 
@@ -284,6 +287,32 @@ def _qk(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     return Work(call, expected, 0.0, _size(q, k, *weights, cos, sin, call()), None)
 
 
+def _attention(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
+    """Self-attention of M tokens, with heads of 128 as many as K holds."""
+    m, _, width = shape
+    d = min(128, width)
+    q, k, v = (_normal(1, m, width // d, d, device=device) for _ in range(3))
+    flops, size = 4.0 * m * m * width, _size(q, k, v, q)
+    if case.scheme == "16bit":
+
+        def exact(dtype: torch.dtype) -> Tensor:
+            by_head = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(next(by_head), next(by_head), next(by_head)).transpose(1, 2)
+
+        return Work(lambda: exact(q.dtype), lambda: exact(torch.float32), flops, size, "bf16")
+    tile = find_matmul_tile("attention", str(d), chip, m)
+    quantize_tile = _plain_tile("attention", f"quantize {d}", chip, m)
+
+    def call() -> Tensor:
+        return attention_fp8(q, k, v, None, tile=tile, quantize_tile=quantize_tile)
+
+    def expected() -> Tensor:
+        codes = attention.quantize_operands(q, k, v)
+        return attention.attend(codes, m, m, attention.logit_scale(q, None), torch.float32)
+
+    return Work(call, expected, flops, size, "fp8")
+
+
 def _dequantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     _, n, k = shape
     w = QuantizedTensor.quantize(_normal(n, k, device=device), case.scheme)
@@ -353,6 +382,7 @@ BUILDERS: dict[str, Callable[[Case, Shape, torch.device, str], Work]] = {
     "act_quantize": _quantize,
     "adaln_quantize": _adaln,
     "qk_norm_rope": _qk,
+    "attention": _attention,
     "dequantize": _dequantize,
     "reencode": _reencode,
     "swizzle_scales": _swizzle,
@@ -389,12 +419,16 @@ NORMS = (
     *(Case("adaln_quantize", name, "adaln_quantize") for name in ("16bit", "int8", "fp8", "mxfp8", "nvfp4")),
     Case("qk_norm_rope", "16bit", "qk_norm_rope"),
 )
+ATTENTIONS = (
+    Case("attention", "16bit", "F.scaled_dot_product_attention"),
+    Case("attention", "fp8", "attention_fp8"),
+)
 DECODERS = (
     *(Case("dequantize", name, "dequantize") for name in FORMATS),
     *(Case("reencode", f"nvfp4-{name}", "reencode") for name in ("int8", "fp8")),
     Case("swizzle_scales", "8bit", "swizzle_scales"),
 )
-CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *NORMS, *DECODERS)
+CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS)
 
 TOKENS = (4096, 4608, 16384, 512, 1024, 1, 16)  # what matters most first: time may run out
 LAYERS = (  # (N, K) of FLUX.1
@@ -416,7 +450,7 @@ def sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
             yield (m, n, k), LINEARS
         for k in (3072, 12288):
             yield (m, k, k), (*QUANTIZERS, *ACTS)
-        yield (m, 3072, 3072), NORMS
+        yield (m, 3072, 3072), (*NORMS, *ATTENTIONS)
         if m == TOKENS[0]:
             yield (m, 18432, 3072), DECODERS
 
@@ -443,7 +477,7 @@ def tiny_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
 def _kinds() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """One case of each operation and implementation: of products, of the others."""
     products = {(case.op, case.implementation): case for case in reversed(LINEARS) if case != BASELINE}
-    others = {case.op: case for case in (*QUANTIZERS, *ACTS, *NORMS, *DECODERS)}
+    others = {case.op: case for case in (*QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS)}
     return tuple(products.values()), tuple(others.values())
 
 

@@ -1,11 +1,11 @@
 """The native checkpoint: a diffusers pipeline folder whose quantized components say all that loading needs.
 
-    <component>/config.json      quantization_config = {quant_method, format_version, required_features, layers}
+    <component>/config.json      quantization_config = {quant_method, format_version, required_features, layers, …}
     <component>/*.safetensors    the tensors of QuantizedTensor, under the names NVIDIA ModelOpt gave the field
     fluxq_plan.json              for people: plan, reasons, trajectory, hashes, versions, the closing check
 
 A transformers that does not know `quant_method` only warns and would load codes as if they were weights. So the codes
-of its components are stored as [N, K', 1]: no module has a weight of that shape, and loading fails (see `as_filed`).
+of its components are stored as [N, K', 1]: no module has a weight of that shape, and loading fails (`filed_shape`).
 
 Source weights are read lazily, one tensor at a time; nothing here holds a whole model.
 """
@@ -15,18 +15,23 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from fluxq.base.files import read_json, write_json
-from fluxq.base.model import PICKLES, ModelFolder, open_weights, save_weights
+from fluxq.base.model import PICKLES, ModelFolder
+from fluxq.base.tensors import Stored, TensorFile, join_weights
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LinearShape, Plan
+from fluxq.recipes.recipe import ATTENTIONS, Attention
 
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
@@ -35,30 +40,40 @@ KNOWN_FEATURES = frozenset(
 )
 PLAN_FILE = "fluxq_plan.json"
 
+MAX_SHARD_BYTES = 10 * 10**9  # diffusers' own
+_MOST_MODULES = 8_000  # of a model; the largest known have a third
+
 _WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """`quantization_config` of a component's config.json. layers: scheme -> full module names."""
+    """`quantization_config` of a component's config.json. layers: scheme -> full module names.
+
+    attention: what self-attention is computed in. It is no feature that loading requires: where fp8 cannot be had, 16
+    bit is nearer to the original.
+    """
 
     layers: dict[str, list[str]]
     required_features: tuple[str, ...]
     format_version: int = FORMAT_VERSION
+    attention: Attention = "16bit"
 
     @classmethod
-    def of(cls, schemes: Iterable[tuple[str, Scheme]]) -> QuantizationConfig:
+    def of(cls, schemes: Iterable[tuple[str, Scheme]], attention: Attention = "16bit") -> QuantizationConfig:
         """What the checkpoint of these layers (module name, scheme) says."""
         layers: dict[str, list[str]] = {}
         features: set[str] = set()
         for name, scheme in schemes:
             layers.setdefault(str(scheme), []).append(name)
             features.update(scheme.features)
-        return cls(layers, tuple(sorted(features)))
+        return cls(layers, tuple(sorted(features)), attention=attention)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> QuantizationConfig:
         """Read and check; ValueError if a newer fluxq is needed or the dictionary is malformed."""
+        if not isinstance(config, dict):
+            raise ValueError("quantization_config is no JSON object; the checkpoint's config.json is damaged")
         version, listed = config.get("format_version"), config.get("required_features", [])
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise ValueError(
@@ -76,14 +91,20 @@ class QuantizationConfig:
             raise ValueError("quantization_config names layers by something else than text; config.json is damaged")
         if len(names) != len(set(names)):
             raise ValueError("quantization_config names a layer under two schemes; config.json is damaged")
-        return cls({str(scheme): list(members) for scheme, members in layers.items()}, features, version)
+        attention = config.get("attention", "16bit")
+        if attention not in ATTENTIONS:
+            raise ValueError(f"checkpoint computes attention in {attention!r}, unknown to this version: update fluxq")
+        named = {str(scheme): list(members) for scheme, members in layers.items()}
+        return cls(named, features, version, attention)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, `quant_method` included."""
+        """The JSON form, `quant_method` included; attention only where it is not 16 bit."""
+        chosen = {} if self.attention == "16bit" else {"attention": self.attention}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.format_version,
             "required_features": list(self.required_features),
+            **chosen,
             "layers": self.layers,
         }
 
@@ -100,14 +121,14 @@ class SourceWeights:
     """
 
     def __init__(self, folder: ModelFolder, component: str) -> None:
-        self.folder, self._files = folder.path / component, {}
-        self._paths = folder.weight_files(component)
+        self.folder = folder.path / component
+        self._files: dict[str, tuple[TensorFile, str]] = {}
         library = library_of(folder, component)
         kept = getattr(_model_class(library, folder.components[component]), "_keep_in_fp32_modules", None)
         self._fp32_modules = frozenset(kept or ())
         names_in = _transformers_names(folder, component) if library == "transformers" else None
-        for path in self._paths:
-            stream = open_weights(path)
+        for path in folder.weight_files(component):
+            stream = TensorFile(path)
             for name in stream.keys():
                 own = names_in(name) if names_in else name
                 if own in self._files:
@@ -128,6 +149,11 @@ class SourceWeights:
         stream, name_in_file = self._files[name]
         return stream.get_tensor(name_in_file)
 
+    def stored(self, name: str) -> Stored:
+        """Dtype, shape and place of a tensor, from its file's header."""
+        stream, name_in_file = self._files[name]
+        return stream.stored[name_in_file]
+
     def stays_fp32(self, name: str) -> bool:
         """Whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms, for one)."""
         return not self._fp32_modules.isdisjoint(name.split("."))
@@ -135,23 +161,43 @@ class SourceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, from the files' headers."""
-        return sum(map(tensor_bytes, self._paths))
+        return sum(self.stored(name).nbytes for name in self._files)
 
 
 def library_of(folder: ModelFolder, component: str) -> str:
     """Which library a component's class is of, "diffusers" or "transformers"; ValueError if there is no such one."""
     if component not in folder.components:
-        raise ValueError(f"{folder.name} has no component {component!r}; it has {', '.join(folder.components)}")
+        held = ", ".join(folder.components)
+        raise ValueError(f"{folder.name} has no component {component!r}; it has {held}, says model_index.json")
     return folder.index[component][0]
 
 
 def build_on_meta(library: str, class_name: str, config: dict[str, Any]) -> nn.Module:
-    """The model that a configuration implies, without weights; ValueError if the library lacks the class."""
+    """The model that a configuration implies, without weights.
+
+    ValueError if the library lacks the class, and for more than `_MOST_MODULES`: two digits more in a config.json would
+    otherwise fill any memory.
+    """
     model_class = _model_class(library, class_name)
-    with torch.device("meta"):
+    with _few_modules(), torch.device("meta"):
         if library == "transformers":
             return model_class(model_class.config_class.from_dict(config))
         return model_class.from_config(config)
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    counted = count(1)
+
+    def add(*_: object) -> None:
+        if next(counted) > _MOST_MODULES:
+            raise ValueError(f"its numbers ask for more than {_MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
@@ -160,53 +206,47 @@ def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
     return [LinearShape(name, m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)]
 
 
-def as_filed(library: str, codes: Tensor) -> Tensor:
-    """The codes of a quantized `weight` (N, K') as a component of `library` stores them.
+def filed_shape(library: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape under which a component of `library` stores the codes (N, K') of a quantized `weight`.
 
     In transformers (N, K', 1): the same bytes, and a loader that does not know fluxq stops at the shape.
     """
-    return codes.unsqueeze(-1) if library == "transformers" else codes
+    return (*shape, 1) if library == "transformers" else shape
 
 
 def write_component(
-    target: Path,
-    source: ModelFolder,
-    plan: Plan,
-    tensors: Iterable[tuple[str, Tensor]],
-    max_shard_bytes: int = 10 * 10**9,
-    schemes: Callable[[], Iterable[tuple[str, Scheme]]] | None = None,
+    target: Path, source: ModelFolder, plan: Plan, files: Iterable[Path], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> int:
     """Write a quantized component's weight shards and config into the folder `target`; returns bytes of tensors.
 
-    schemes: asked when all tensors have come, for what each layer became; None where that is what the plan says.
-    Files are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
+    plan: with the schemes that layers ended with. files: finished blocks, whose bytes are copied. A shard takes tensors
+    in the order of the blocks until the next one does not fit; one that is larger than a shard has one of its own.
+    Shards are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
     """
     library = library_of(source, plan.component)
     stem, codes = _WEIGHTS_NAME[library], {f"{layer.name}.weight" for layer in plan.quantized}
-    filed = ((name, as_filed(library, t) if name in codes else t) for name, t in tensors)
+    shards: list[dict[str, tuple[Path, Stored]]] = [{}]
+    total = size = 0
+    for file in files:
+        for name, stored in TensorFile(file).stored.items():
+            if shards[-1] and size + stored.nbytes > max_shard_bytes:
+                shards.append({})
+                size = 0
+            shape = filed_shape(library, stored.shape) if name in codes else stored.shape
+            shards[-1][name] = file, replace(stored, shape=shape)
+            size += stored.nbytes
+            total += stored.nbytes
     target.mkdir(parents=True)
-    shards = []
-    weight_map: dict[str, int] = {}
-    total = 0
-    for number, shard in enumerate(_shards(filed, max_shard_bytes)):
-        path = target / f"{number}.safetensors"
-        save_weights(shard, path, {"format": "pt"})
-        shards.append(path)
-        weight_map.update(dict.fromkeys(shard, number))
-        total += sum(map(_nbytes, shard.values()))
-    quantization = QuantizationConfig.of((schemes or plan.schemes)()).to_dict()
-    write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
-    if len(shards) == 1:
-        shards[0].rename(target / f"{stem}.safetensors")
-        return total
+    several = len(shards) > 1
     names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for path, name in zip(shards, names, strict=True):
-        path.rename(target / name)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {k: names[v] for k, v in sorted(weight_map.items())},
-    }
-    write_json(target / f"{stem}.safetensors.index.json", index)
+    for shard, name in zip(shards, names if several else [f"{stem}.safetensors"], strict=True):
+        join_weights(shard, target / name, {"format": "pt"})
+    if several:
+        weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(target / f"{stem}.safetensors.index.json", index)
+    quantization = QuantizationConfig.of(plan.schemes(), plan.attention).to_dict()
+    write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     return total
 
 
@@ -235,8 +275,8 @@ def _model_class(library: str, class_name: str) -> Any:
     model_class = getattr(package, class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise ValueError(
-            f"{class_name} is no model class of this {library} ({package.__version__}): it is a component without "
-            f"weights, or one that a newer {library} has"
+            f"model_index.json: {class_name} is no model class of this {library} ({package.__version__}): it is a "
+            f"component without weights, or one that a newer {library} has"
         )
     return model_class
 
@@ -265,7 +305,10 @@ def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
     library, class_name = library_of(folder, component), folder.components[component]
     where = folder.path / component / "config.json"
     config = folder.config(component)
-    schemes = QuantizationConfig.from_dict(config.pop("quantization_config", {})).schemes
+    try:
+        schemes = QuantizationConfig.from_dict(config.pop("quantization_config", {})).schemes
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     try:
         model = build_on_meta(library, class_name, config)
     except Exception as error:  # whatever a constructor makes of values that it did not expect
@@ -275,8 +318,11 @@ def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
         old = linears.get(name)
         if old is None:
             raise ValueError(f"{where}: quantizes {name!r}, which is no Linear of {class_name}; copy it again")
-        with torch.device("meta"):
-            new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, torch.bfloat16)
+        except ValueError as error:
+            raise ValueError(f"{where}: {name}: {error}") from None
         model.set_submodule(name, new)
     return model
 
@@ -299,26 +345,3 @@ def _transformers_names(folder: ModelFolder, component: str) -> Callable[[str], 
 
 def _never_copied(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name.endswith((*PICKLES, ".py"))]
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + _nbytes(tensor) > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += _nbytes(tensor)
-    if shard:
-        yield shard
-
-
-def tensor_bytes(path: Path) -> int:
-    """What follows the header: 8 bytes that hold the header's length, the header, the tensors."""
-    with path.open("rb") as stream:
-        return path.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -67,6 +67,9 @@ def decode(codes: Tensor, element: Element) -> Tensor:
         magnitude = torch.tensor(E2M1_VALUES, device=codes.device)
         table = torch.cat([magnitude, -magnitude])
         return table.index_select(0, codes.flatten().int()).view(codes.shape)  # several times as fast as table[codes]
+    if element.name == "e4m3" and codes.device.type == "cpu":  # where torch's own cast takes twice as long
+        table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+        return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
     return codes.float()
 
 

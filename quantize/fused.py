@@ -2,7 +2,7 @@
 
     codes = quantize(norm(x + gate · branch) · (1 + scale) + shift)      one pass, for q, k, v and what else reads it
     q, k  = rope(norm(q)), rope(norm(k))                                 one pass
-    codes = quantize(gelu(up))                                           one pass
+    codes = quantize(gelu(up)), quantize(silu(gate) · up)                one pass
     y     = codes · W^T                                                  for each layer of the group
 
 A block keeps its modules and gets a subclass of its own class: copies, moves, hooks, adapters and saving find what they
@@ -12,7 +12,9 @@ branch is added in x's dtype after the product, as ops.py does, gates and residu
 Two rules decide, anew at every call, because adapters, hooks and processors come and go:
 
     the block's own forward    where something stands in its way that the fused one does not know (`_why_plain`)
-    a layer's own forward      for a layer that cannot take the codes of its group (`_why_alone`), on the same input
+    a layer's own forward      for a layer that cannot take the codes of its group (`why_alone` in fused_forms.py)
+
+Here it is decided what is fused, and told; fused_calls.py reads a call, fused_forms.py computes it.
 """
 
 from __future__ import annotations
@@ -21,23 +23,29 @@ import functools
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.hooks._helpers import TransformerBlockRegistry
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch import Tensor, nn
+from torch import nn
 
-from fluxq.quantize import norms, producers, products
+from fluxq.quantize.fused_calls import CALLS, Given
+from fluxq.quantize.fused_forms import (
+    Fusion,
+    at,
+    form_of,
+    is_hooked,
+    layers_of,
+    rounding_of,
+    takers_of,
+    why_alone,
+    why_whole,
+)
 from fluxq.quantize.linear import QuantLinear
-from fluxq.recipes.family import Family, FusableBlock, InputGroup, Stream
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family, FusableBlock, Stream
 from fluxq.recipes.patterns import matches
-
-SCALED = ("int8", "fp8", "fp8_tensor")
-BLOCK_SCALED = ("nvfp4", "mxfp8", "mxfp4")
-DECODED = ("nvfp4", "mxfp4", "int4", "int4_g128")  # by w4a8_matmul, where a layer has scales per row
 
 
 @dataclass(frozen=True)
@@ -55,43 +63,6 @@ class FusedPart:
     why_not: str = ""
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """What a fused block knows of itself. groups: its input groups by role.
-
-    alike: role -> layers whose calibrated vectors and scales of the input are the same tensors' values. refused: layer
-    -> why the device has no product of its codes. device: the type of device that all this was decided for.
-    """
-
-    row: FusableBlock
-    groups: dict[str, InputGroup]
-    alike: dict[str, tuple[str, ...]]
-    refused: dict[str, str]
-    device: str
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How a layer's input becomes codes; layers of a group with equal steps share them. mean, smooth: whether given."""
-
-    format: str
-    static: bool
-    mean: bool
-    smooth: bool
-    hadamard: int
-    four_over_six: bool
-    swizzled: bool
-
-
-@dataclass(frozen=True)
-class Codes:
-    """An input (M, K) in a layer's format: codes, scales and nvfp4's global scale, as the products take them."""
-
-    codes: Tensor
-    scale: Tensor
-    global_scale: Tensor | None
-
-
 def optimize(
     model: nn.Module, family: Family, device: str, lacks: Callable[[QuantLinear], str] = lambda layer: ""
 ) -> list[FusedPart]:
@@ -103,8 +74,7 @@ def optimize(
     """
     if not family.fusable:
         raise ValueError(
-            f"{family.model} has no fused form: recipes/fusable.py describes the blocks of none but "
-            "FluxTransformer2DModel so far"
+            f"{family.model} has no fused form: recipes/fusable.py describes the blocks of {fusable_models()}"
         )
     parts: list[FusedPart] = []
     fused = 0
@@ -113,7 +83,7 @@ def optimize(
         if row is None:
             continue
         fusion = _describe(block, row, family, device, lacks)
-        why = _why_not_replaced(block, row) or _why_not_callable(block, fusion)
+        why = _why_not_replaced(block, row) or _why_not_callable(block, row)
         if why:
             _restore_block(block)
             parts.append(FusedPart(path, "block", why_not=why))
@@ -133,6 +103,11 @@ def optimize(
 def restore(model: nn.Module) -> int:
     """Give every fused block its own class and forward back; how many there were."""
     return sum(_restore_block(module) for module in model.modules())
+
+
+def fusable_models() -> str:
+    """The classes of models that have a fused form, for messages."""
+    return ", ".join(family.model for family in FAMILIES.values() if family.fusable)
 
 
 def _restore_block(block: nn.Module) -> bool:
@@ -155,13 +130,17 @@ def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
     The name is what device maps and `compile_repeated_blocks` look for; diffusers' step caches look for the class.
     """
 
-    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
-        given, rope, more = (hidden_states, encoder_hidden_states, temb), image_rotary_emb, joint_attention_kwargs
+    read = CALLS[stock.__name__]
+
+    @functools.wraps(stock.forward)
+    def forward(self, *args, **kwargs):
         fusion: Fusion | None = getattr(self, HELD, None)
-        if fusion is None or rope is None or _why_plain(self, fusion, *given, rope, more):
-            return stock.forward(self, *given, rope, more)
-        form = two_streams if len(fusion.row.streams) == 2 else one_stream
-        return form(self, fusion, *given, rope)
+        if fusion is None:
+            return stock.forward(self, *args, **kwargs)
+        given = read(self, *args, **kwargs)
+        if _why_plain(self, fusion, given):
+            return stock.forward(self, *args, **kwargs)
+        return form_of(fusion.row)(self, fusion, given)
 
     def reduce(self, protocol):
         return _empty, (stock,), stock.__reduce_ex__(self, 2)[2]
@@ -190,6 +169,9 @@ def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
     stock = _stock(block)
     if not _is_library_class(stock, row.model):
         return f"is a {stock.__module__}.{stock.__name__}, expected diffusers' {row.model}"
+    known, taken = (list(signature(call).parameters) for call in (CALLS[row.model], stock.forward))
+    if known[1:] != taken[1:]:
+        return f"its forward takes {', '.join(taken[1:])}; the fused form knows {', '.join(known[1:])}"
     if "forward" in block.__dict__ and HELD not in block.__dict__:
         return "its forward was replaced already (offloading, a step cache or another library): optimize before that"
     if any(parameter.is_meta for parameter in block.parameters()):
@@ -197,356 +179,70 @@ def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
     return ""
 
 
-def _why_not_callable(block: nn.Module, fusion: Fusion) -> str:
+def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
     """Why the fused form cannot stand for the modules that it passes over; empty if it can."""
-    for path, expected in fusion.row.passed_over.items():
-        module = _at(block, path)
+    for path, expected in row.passed_over.items():
+        module = at(block, path)
         if not _is_stock(module, expected):
             return f"its {path} is a {type(module).__name__}, expected {expected} as it comes with the library"
-        if _is_hooked(module):
+        if module is not None and is_hooked(module):
             return f"its {path} has a hook, which a fused form would pass over: optimize before offloading"
-    attention = _at(block, fusion.row.attention)
-    if not _is_stock(attention.processor, fusion.row.processor):
-        return f"its attention has a {type(attention.processor).__name__}, expected diffusers' {fusion.row.processor}"
-    if attention.fused_projections:
-        return "its projections are fused (fuse_qkv_projections): unfuse them"
+    for path, expected in row.attentions.items():
+        attention = at(block, path)
+        if attention is None:
+            continue
+        if not _is_stock(attention.processor, expected):
+            return f"its {path} has a {type(attention.processor).__name__}, expected diffusers' {expected}"
+        if getattr(attention, "fused_projections", False):
+            return "its projections are fused (fuse_qkv_projections): unfuse them"
     return ""
 
 
-def _why_plain(
-    block: nn.Module,
-    fusion: Fusion,
-    hidden: Tensor,
-    text: Tensor,
-    temb: Tensor,
-    rope: tuple[Tensor, Tensor],
-    attention_arguments: dict[str, Any] | None,
-) -> str:
+def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
     """Why this call is the block's own forward; empty if the fused one computes the same."""
     if torch.is_grad_enabled():
         return "gradients: the fused ops have none"
-    if attention_arguments:
-        return f"joint_attention_kwargs {', '.join(attention_arguments)}"
-    if rope[0].dtype != torch.float32 or rope[0].device != hidden.device:
-        return "a rotary embedding in another type than fp32, or on another device"
-    if hidden.device.type != fusion.device:
+    if given.unknown:
+        return given.unknown
+    x = given.x
+    for cos, sin, _ in given.rope.values():
+        if not cos.device == sin.device == x.device:
+            return "a rotary embedding on another device"
+        if fusion.row.per_head and not cos.dtype == sin.dtype == torch.float32:
+            return "a rotary embedding in another type than fp32"
+    if x.device.type != fusion.device:
         return f"optimized for {fusion.device}"
-    if not hidden.dtype == text.dtype == temb.dtype:
+    modulated = torch.float32 if fusion.row.fp32_modulation else x.dtype
+    dtypes = [(tokens, x.dtype) for tokens in given.streams.values()]
+    dtypes += [(made, modulated) for made in given.modulation.values()]
+    if any(tensor.dtype != expected for tensor, expected in dtypes):
         return "inputs of different dtypes"
-    if torch.is_autocast_enabled(hidden.device.type):
+    if any(made.shape[0] not in (1, x.shape[0]) for made in given.modulation.values()):
+        return "modulation of another number of images"
+    if torch.is_autocast_enabled(x.device.type):
         return "autocast"
-    return _why_not_callable(block, fusion)
+    return _why_not_callable(block, fusion.row) or _why_other_norms(block, fusion.row, x.dtype)
 
 
-def _why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
-    """Why a layer does not take codes that are made for its group; empty if it does."""
-    if type(layer) is not QuantLinear:
-        kind = type(layer).__name__
-        return "16 bit" if kind == "Linear" else f"it is a {kind}, which computes with the input itself"
-    scheme = layer.scheme
-    if scheme.activations is None:
-        return "16-bit activations"
-    if scheme.deflate:
-        return "deflation takes directions of its own out of the input"
-    if not product_of(layer):
-        return f"no product of {scheme.weights.name} and {scheme.activations.name} codes"
-    if _is_hooked(layer):
-        return "it has a hook"
-    return fusion.refused.get(path, "")
+def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) -> str:
+    """Why the norms of heads do not round as in a model of one dtype; empty if they do."""
+    parts = [part for stream in row.streams for part in (stream, stream.own) if part and row.per_head]
+    for path in (path for part in parts for path in (part.q_norm, part.k_norm)):
+        weight = getattr(at(block, path), "weight", None)
+        if weight is not None and weight.dtype != dtype:
+            return f"its {path} is in {weight.dtype}, its input in {dtype}"
+    return ""
 
 
-def product_of(layer: QuantLinear) -> str:
-    """The op that multiplies a layer's codes; empty if none does."""
-    weights, activations = layer.scheme.weights.name, layer.scheme.activations and layer.scheme.activations.name
-    if hasattr(layer, "weight_row_scale"):
-        return "w4a8_matmul" if weights in DECODED and activations in ("int8", "fp8") else ""
-    if weights != activations:
-        return ""
-    return "scaled_matmul" if weights in SCALED else "block_scaled_matmul" if weights in BLOCK_SCALED else ""
-
-
-def _is_stock(module: Any, name: str) -> bool:
-    return _is_library_class(type(module), name)
+def _is_stock(module: Any, names: str) -> bool:
+    """Whether a module's class is one of the library's; "None" among the names allows for a block without it."""
+    if module is None:
+        return "None" in names.split("|")
+    return any(_is_library_class(type(module), name) for name in names.split("|"))
 
 
 def _is_library_class(kind: type, name: str) -> bool:
     return kind.__name__ == name and kind.__module__.startswith(("torch.", "diffusers."))
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-
-
-# --- the forms
-
-
-def two_streams(
-    block: Any, fusion: Fusion, hidden: Tensor, text: Tensor, temb: Tensor, rope: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """A block whose text and image share one attention: (text, image), each (B, S, D)."""
-    rows = fusion.row.streams
-    xs = [_tokens(x) for x in (text, hidden)]
-    chunks = [_modulation(block, row, temb, 6) for row in rows]  # shift, scale, gate; then of the feed-forward
-    made = [
-        _behind_norm(block, fusion, row.qkv, x, shift, scale, _at(block, row.adaln).norm)[0]
-        for row, x, (shift, scale, *_) in zip(rows, xs, chunks, strict=True)
-    ]
-    images = hidden.shape[0]
-    attended = _attention(block, fusion, [_heads(block, fusion, qkv, images) for qkv in made], rope)
-    branches = attended.split_with_sizes([text.shape[1], hidden.shape[1]], dim=1)
-    done = []
-    for row, x, branch, (_, _, gate, shift, scale, last_gate) in zip(rows, xs, branches, chunks, strict=True):
-        branch = _tokens(_at(block, row.out)(branch.contiguous()))
-        norm = _at(block, row.second_norm)
-        (up,), n = _behind_norm(block, fusion, row.up, x, shift, scale, norm, branch, gate)
-        y = _down(block, fusion, row.down, up, images).unflatten(0, (images, -1))
-        done.append(n.view(y.shape) + last_gate.unsqueeze(1) * y)
-    return _clipped(done[0]), done[1]
-
-
-def one_stream(
-    block: Any, fusion: Fusion, hidden: Tensor, text: Tensor, temb: Tensor, rope: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """A block with attention and feed-forward side by side, over text and image: (text, image), each (B, S, D)."""
-    (row,) = fusion.row.streams
-    residual = torch.cat([text, hidden], dim=1)
-    shift, scale, gate = _modulation(block, row, temb, 3)
-    norm = _at(block, row.adaln).norm
-    (*qkv, up), _ = _behind_norm(block, fusion, row.qkv, _tokens(residual), shift, scale, norm)
-    attended = _attention(block, fusion, [_heads(block, fusion, qkv, hidden.shape[0])], rope)
-    y = _down_side_by_side(block, fusion, row.down, _tokens(attended), up, hidden.shape[0])
-    y = y.view(residual.shape)
-    y = _clipped(residual + gate.unsqueeze(1) * y)
-    return y[:, : text.shape[1]], y[:, text.shape[1] :]
-
-
-def _modulation(block: Any, row: Stream, temb: Tensor, count: int) -> tuple[Tensor, ...]:
-    """What an adaLN makes of temb (B, D): so many chunks (B, D)."""
-    adaln = _at(block, row.adaln)
-    return adaln.linear(adaln.silu(temb)).chunk(count, dim=1)
-
-
-def _behind_norm(
-    block: Any,
-    fusion: Fusion,
-    role: str,
-    x: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    norm: nn.LayerNorm,
-    branch: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor]:
-    """What the layers of a group make of norm(x + gate · branch) · (1 + scale) + shift, and x + gate · branch.
-
-    x (M, D), branch (M, D); each layer's output is (M, N).
-    """
-    layers = _layers(block, fusion, role)
-    takers = _takers(layers, fusion, role)
-    modulated = functools.partial(norms.adaln_quantize, x, scale, shift, branch, gate, norm.weight)
-    v = x
-    if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
-        first = next(iter(takers.values()))
-        codes, *scales, n = modulated(*_vectors(first), "layer", norm.eps, *_rounding(first))
-        made = _codes(first, codes, *scales)
-    else:  # something reads the input itself
-        v, _, _, n = modulated(None, None, None, "layer", norm.eps, "", 0, False, False)
-        made = _quantized(next(iter(takers.values())), v) if takers else None
-    ys = [
-        _product(layer, made, v) if path in takers else _called(layer, v, scale.shape[0])
-        for path, layer in layers.items()
-    ]
-    return ys, x if branch is None else n
-
-
-def _down(block: Any, fusion: Fusion, role: str, up: Tensor, images: int) -> Tensor:
-    """What the feed-forward's second layer makes of gelu(up), up (M, K)."""
-    ((path, layer),) = _layers(block, fusion, role).items()
-    if _why_alone(fusion, path, layer):
-        return _called(layer, F.gelu(up, approximate="tanh"), images)
-    made, h = _activated(layer, up, *_vectors(layer))
-    y = _multiplied(layer, made, up.dtype)
-    if h is not None and layer.low_rank is not None:
-        y += F.linear(h, layer.low_rank[1].to(up.dtype))
-    return y
-
-
-def _down_side_by_side(block: Any, fusion: Fusion, role: str, attended: Tensor, up: Tensor, images: int) -> Tensor:
-    """What a layer makes of [attended, gelu(up)], (M, D) and (M, K - D): codes side by side where they can be."""
-    ((path, layer),) = _layers(block, fusion, role).items()
-    if _why_alone(fusion, path, layer) or _why_whole(layer, attended.shape[1]):
-        return _called(layer, torch.cat([attended, F.gelu(up, approximate="tanh")], dim=1), images)
-    input_scale, smooth, mean = _vectors(layer)
-    d = attended.shape[1]
-    (smooth, later_smooth), (mean, later_mean) = (
-        (None, None) if vector is None else (vector[:d], vector[d:]) for vector in (smooth, mean)
-    )
-    left = _quantized(layer, attended, input_scale, smooth, mean)
-    right, _ = _activated(layer, up, input_scale, later_smooth, later_mean)
-    both = Codes(_beside(left.codes, right.codes), _beside(left.scale, right.scale), left.global_scale)
-    return _multiplied(layer, both, up.dtype)
-
-
-def _why_whole(layer: QuantLinear, d: int) -> str:
-    """Why a layer's input must be whole before it is quantized, not D columns and the rest; empty if it need not."""
-    scheme, row = layer.scheme, layer.scheme.activations
-    if row is None or not row.group_size or (row.two_level and not scheme.static_input):
-        return "a token's scale depends on both of its parts"
-    if scheme.rank:
-        return "its low-rank branch reads both parts"
-    if d % max(row.group_size, scheme.hadamard):
-        return "a block would lie in both parts"
-    return "block scales are reordered for the matrix units" if _is_swizzled(layer) else ""
-
-
-def _attention(
-    block: Any, fusion: Fusion, streams: list[tuple[Tensor, Tensor, Tensor]], rope: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
-    queries, keys, position = [], [], 0
-    for row, (q, k, _) in zip(fusion.row.streams, streams, strict=True):
-        q_norm, k_norm = _at(block, row.q_norm), _at(block, row.k_norm)
-        weights = q_norm.weight, k_norm.weight
-        q, k = norms.qk_norm_rope(q, k, *weights, *rope, q_norm.eps, True, False, position)
-        queries.append(q)
-        keys.append(k)
-        position += q.shape[1]
-    q, k, v = (_joined(parts) for parts in (queries, keys, [v for _, _, v in streams]))
-    processor = _at(block, fusion.row.attention).processor
-    backend, parallel = processor._attention_backend, processor._parallel_config
-    return dispatch_attention_fn(q, k, v, backend=backend, parallel_config=parallel).flatten(2, 3).to(q.dtype)
-
-
-def _heads(block: Any, fusion: Fusion, qkv: list[Tensor], images: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (M, N) as (B, S, H, head)."""
-    head = _at(block, fusion.row.attention).head_dim
-    q, k, v = (y.view(images, -1, y.shape[1] // head, head) for y in qkv)
-    return q, k, v
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _beside(a: Tensor, b: Tensor) -> Tensor:
-    """Codes or scales of one byte, side by side."""
-    return torch.cat([a.view(torch.uint8), b.view(torch.uint8)], dim=1).view(a.dtype)
-
-
-def _clipped(x: Tensor) -> Tensor:
-    """As diffusers keeps fp16 from overflowing."""
-    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """(B, S, D) as (M, D)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-# --- layers and codes
-
-
-def _layers(block: Any, fusion: Fusion, role: str) -> dict[str, Any]:
-    """The layers of a group by their paths."""
-    return {path: _at(block, path) for path in fusion.groups[role].members}
-
-
-def _takers(layers: dict[str, Any], fusion: Fusion, role: str) -> dict[str, QuantLinear]:
-    """The layers that can take the same codes: all with the steps of the first one that takes any."""
-    able = {path: layers[path] for path in fusion.alike[role] if not _why_alone(fusion, path, layers[path])}
-    steps = [_steps(layer) for layer in able.values()]
-    return {path: layer for (path, layer), own in zip(able.items(), steps, strict=True) if own == steps[0]}
-
-
-def _steps(layer: QuantLinear) -> Steps:
-    scheme = layer.scheme
-    name, hadamard, four_over_six, swizzled = _rounding(layer)
-    return Steps(name, scheme.static_input, scheme.center, scheme.smooth, hadamard, four_over_six, swizzled)
-
-
-def _rounding(layer: QuantLinear) -> tuple[str, int, bool, bool]:
-    """The last arguments of the ops that quantize."""
-    scheme: Scheme = layer.scheme
-    name = scheme.activations.name if scheme.activations else ""
-    return name, scheme.hadamard, scheme.four_over_six, _is_swizzled(layer)
-
-
-def _is_swizzled(layer: QuantLinear) -> bool:
-    return bool(layer.scheme.weights.group_size) and layer.get_parameter("weight_scale").ndim == 1
-
-
-def _vectors(layer: QuantLinear) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(input_scale, smooth, mean) as the ops that quantize take them."""
-    smooth, mean = getattr(layer, "pre_quant_scale", None), getattr(layer, "pre_quant_mean", None)
-    return (
-        layer.stored("input_scale") if layer.scheme.static_input else None,
-        None if smooth is None else smooth.float(),
-        None if mean is None else mean.float(),
-    )
-
-
-def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
-    """A layer's own forward of x (M, K), in the shape (B, S, K) that diffusers gives it: (M, N)."""
-    return _tokens(layer(x.unflatten(0, (images, -1))))
-
-
-def _quantized(layer: QuantLinear, x: Tensor, *vectors: Tensor | None) -> Codes:
-    """x (M, K) in a layer's format; vectors: input_scale, smooth and mean, by default the layer's."""
-    name, *rounding = _rounding(layer)
-    codes, *scales, _ = producers.quantize_activation(x, *(vectors or _vectors(layer)), None, name, *rounding)
-    return _codes(layer, codes, *scales)
-
-
-def _activated(layer: QuantLinear, up: Tensor, *vectors: Tensor | None) -> tuple[Codes, Tensor | None]:
-    """gelu(up) (M, K) in a layer's format, and times the first half of its low-rank branch."""
-    name, *rounding = _rounding(layer)
-    down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    codes, *scales, h = producers.act_quantize(up, *vectors, down, name, "gelu_tanh", *rounding)
-    return _codes(layer, codes, *scales), None if down is None else h
-
-
-def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
-    """What an op that quantizes returns; it leaves out what it was given."""
-    row = layer.scheme.activations
-    if row is None or not row.two_level:
-        return Codes(codes, scale, None)
-    return Codes(codes, scale, layer.stored("input_scale") if layer.scheme.static_input else global_scale)
-
-
-def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
-    """What a layer makes of codes (M, K), made of x (M, K), which its low-rank branch reads."""
-    if made is None:
-        raise RuntimeError("no codes were made for a layer that takes them")
-    y = _multiplied(layer, made, x.dtype)
-    if layer.low_rank is not None:
-        a, b = layer.low_rank
-        y += F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
-    return y
-
-
-def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
-    """Codes (M, K) times a layer's, with its bias: (M, N)."""
-    nothing_follows = layer.bias, None, None, None, None, False, dtype
-    weight = layer.stored("weight"), layer.stored("weight_scale")
-    name, op = layer.scheme.weights.name, product_of(layer)
-    if op == "scaled_matmul":
-        return products.scaled_matmul(made.codes, made.scale, *weight, *nothing_follows, name)
-    global_scale = layer.stored("weight_scale_2")
-    if op == "block_scaled_matmul":
-        return products.block_scaled_matmul(
-            made.codes, made.scale, made.global_scale, *weight, global_scale, *nothing_follows, name
-        )
-    formats = name, _rounding(layer)[0]
-    return products.w4a8_matmul(
-        made.codes, made.scale, *weight, global_scale, layer.stored("weight_row_scale"), *nothing_follows, *formats
-    )
-
-
-def _at(block: Any, path: str) -> Any:
-    """The module at a path below a block."""
-    for name in path.split("."):
-        block = getattr(block, name)
-    return block
 
 
 # --- what is known, and what is told
@@ -555,21 +251,19 @@ def _at(block: Any, path: str) -> Any:
 def _describe(
     block: nn.Module, row: FusableBlock, family: Family, device: str, lacks: Callable[[QuantLinear], str]
 ) -> Fusion:
-    wanted = {role for stream in row.streams for role in (stream.qkv, stream.up, stream.down) if role}
-    groups = {group.role: group for group in family.groups if group.role in wanted and group.block == row.block}
-    layers = {role: _present(block, group) for role, group in groups.items()}
+    groups = {
+        group.members[0]: group
+        for group in family.groups
+        if group.block == row.block and all(at(block, path) is not None for path in group.members)
+    }
+    layers = {first: {path: at(block, path) for path in group.members} for first, group in groups.items()}
     refused = {
         path: why
         for held in layers.values()
         for path, layer in held.items()
         if isinstance(layer, QuantLinear) and not layer.weight.is_meta and (why := lacks(layer))
     }
-    return Fusion(row, groups, {role: _alike(held) for role, held in layers.items()}, refused, device)
-
-
-def _present(block: nn.Module, group: InputGroup) -> dict[str, nn.Module]:
-    held = dict(block.named_modules())
-    return {path: held[path] for path in group.members if path in held}
+    return Fusion(row, groups, {first: _alike(held) for first, held in layers.items()}, refused, device)
 
 
 def _alike(layers: dict[str, nn.Module]) -> tuple[str, ...]:
@@ -593,41 +287,70 @@ def _same_input(a: QuantLinear, b: QuantLinear) -> bool:
 
 
 def _parts(path: str, block: nn.Module, fusion: Fusion) -> list[FusedPart]:
-    parts = [FusedPart(path, "attention", "q/k norm + rope")]
+    parts = [_attention_part(path, block, fusion.row)]
     for stream in fusion.row.streams:
-        for role in (stream.qkv, stream.up):
-            if role:
-                parts.append(_behind_norm_part(path, block, fusion, role))
-        parts.append(_down_part(path, block, fusion, stream))
+        behind_norms = (stream.qkv, stream.own.qkv if stream.own else "", stream.up)
+        read = (stream.cross.kv, stream.cross.image_kv) if stream.cross else ()
+        if stream.cross:
+            role = fusion.groups[stream.cross.q].role
+            parts.append(FusedPart(path, role, why_not=f"{stream.cross.q}: the norm before it has a bias"))
+        parts += [_behind_norm_part(path, block, fusion, first) for first in behind_norms if first in fusion.groups]
+        parts += [_shared_part(path, block, fusion, first) for first in read if first in fusion.groups]
+        if stream.down in fusion.groups:
+            parts.append(_down_part(path, block, fusion, stream))
     return parts
 
 
-def _behind_norm_part(path: str, block: nn.Module, fusion: Fusion, role: str) -> FusedPart:
-    layers = _layers(block, fusion, role)
-    takers = _takers(layers, fusion, role)
-    first = next(iter(takers.values()), None)
+def _attention_part(path: str, block: nn.Module, row: FusableBlock) -> FusedPart:
+    if not row.per_head:
+        return FusedPart(path, "attention", why_not="q and k are normalised over all heads, then rotated")
+    if at(block, row.streams[0].q_norm) is None:
+        return FusedPart(path, "attention", why_not="q and k are neither normalised nor rotated")
+    return FusedPart(path, "attention", "q/k norm + rope" if row.rotary else "q/k norm")
+
+
+def _behind_norm_part(path: str, block: nn.Module, fusion: Fusion, first: str) -> FusedPart:
+    layers = layers_of(block, fusion, first)
+    takers = takers_of(layers, fusion, first)
     reads_input = len(takers) < len(layers) or any(layer.scheme.rank for layer in takers.values())
     fused = "norm + modulation"
-    if first is not None:
-        fused += f"{', then ' if reads_input else ' + '}{_rounding(first)[0]} codes"
-    alone = [
-        f"{name}: {_why_alone(fusion, name, layer) or 'its input is rounded in another way'}"
+    if takers:
+        fused += f"{', then ' if reads_input else ' + '}{_format_of(takers)} codes"
+    alone = _alone(layers, takers, fusion)
+    alone += [f"{name}: its low-rank branch reads the input" for name, layer in takers.items() if layer.scheme.rank]
+    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), "; ".join(alone))
+
+
+def _shared_part(path: str, block: nn.Module, fusion: Fusion, first: str) -> FusedPart:
+    layers = layers_of(block, fusion, first)
+    takers = takers_of(layers, fusion, first)
+    fused = f"{_format_of(takers)} codes" if takers else ""
+    why_not = "; ".join(_alone(layers, takers, fusion))
+    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), why_not)
+
+
+def _alone(layers: dict[str, nn.Module], takers: dict[str, QuantLinear], fusion: Fusion) -> list[str]:
+    return [
+        f"{name}: {why_alone(fusion, name, layer) or 'its input is rounded in another way'}"
         for name, layer in layers.items()
         if name not in takers
     ]
-    alone += [f"{name}: its low-rank branch reads the input" for name, layer in takers.items() if layer.scheme.rank]
-    return FusedPart(path, role, fused, tuple(takers), "; ".join(alone))
 
 
 def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> FusedPart:
-    ((name, layer),) = _layers(block, fusion, stream.down).items()
-    why = _why_alone(fusion, name, layer)
-    if not why and not stream.second_norm:
-        why = _why_whole(layer, _at(block, fusion.row.attention).inner_dim)
+    ((name, layer),) = layers_of(block, fusion, stream.down).items()
+    role, act = fusion.groups[stream.down].role, stream.act.removesuffix("_tanh").replace("_mul", " · up")
+    why = why_alone(fusion, name, layer)
+    if not why and not stream.out:
+        why = why_whole(layer, at(block, fusion.row.attention).inner_dim)
     if why:
-        return FusedPart(path, stream.down, why_not=f"{name}: {why}")
-    joined = "gelu + " if stream.second_norm else "attention beside gelu, each into "
-    return FusedPart(path, stream.down, f"{joined}{_rounding(layer)[0]} codes", (name,))
+        return FusedPart(path, role, why_not=f"{name}: {why}")
+    joined = f"{act} + " if stream.out else f"attention beside {act}, each into "
+    return FusedPart(path, role, f"{joined}{_format_of({name: layer})} codes", (name,))
+
+
+def _format_of(takers: dict[str, QuantLinear]) -> str:
+    return rounding_of(next(iter(takers.values())))[0]
 
 
 HELD = "fluxq_fusion"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import sha256_file
-from fluxq.base.model import ModelFolder, open_weights
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import SourceWeights, model_on_meta
 
 
@@ -48,8 +50,8 @@ class LoraFile:
             raise ValueError(f"{lora.path}: is no safetensors file by its name; convert it first, pickles are not read")
         if not abs(lora.weight) < float("inf"):
             raise ValueError(f"LoRA {text!r}: weight {weight} is no finite number")
-        with open_weights(lora.path):
-            return lora
+        TensorFile(lora.path)  # ValueError for one that is damaged
+        return lora
 
     @cached_property
     def digest(self) -> str:
@@ -112,9 +114,15 @@ def read_updates(lora: LoraFile, folder: ModelFolder, component: str) -> Updates
     foreign = sorted(key for key in state if not key.startswith(f"{component}."))
     _refuse(lora, foreign, f"belong to no part of {component}, the component that is quantized")
     model: Any = model_on_meta(folder, component)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {key: key.removeprefix(f"{component}.").rsplit(".", 2)[0] for key in state}
+    strange = sorted(key for key, layer in layers.items() if layer not in linears)
+    _refuse(lora, strange, f"match no Linear of {folder.name}'s {component}")  # PEFT would read them as expressions
+    if "metadata" in scaling:
+        scaling["metadata"] = _scaling(lora, scaling["metadata"], component, set(layers.values()))
     try:
         model.load_lora_adapter(state, prefix=component, adapter_name="fused", low_cpu_mem_usage=True, **scaling)
-    except RuntimeError as error:
+    except Exception as error:  # whatever PEFT makes of values that it did not expect
         raise ValueError(f"{lora.path}: does not fit {folder.name}'s {component}: {error}") from None
     updates: Updates = {}
     taken = set()
@@ -149,11 +157,35 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
                 return_lora_metadata=True,
                 **options,
             )
-    except (ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever a converter makes of keys and shapes that it did not expect
         raise ValueError(f"{lora.path}: diffusers cannot read this LoRA ({error}); is it one for this model?") from None
     alphas, metadata = rest if wants_alphas else (None, *rest)
     given = {"network_alphas": alphas, "metadata": metadata}
     return state, {key: value for key, value in given.items() if value}
+
+
+def _scaling(lora: LoraFile, metadata: dict[str, Any], component: str, layers: Iterable[str]) -> dict[str, Any]:
+    """The part of a file's PEFT configuration that scaling depends on, for just these layers.
+
+    PEFT would import a module that the rest may name, and takes a text in it for an expression over module paths.
+    Raises ValueError for what is no plain number or name.
+    """
+    said = {key: metadata[f"{component}.{key}"] for key in _SCALING if f"{component}.{key}" in metadata}
+    for key, value in said.items():
+        if not _SCALING[key](value):
+            raise ValueError(f"{lora.path}: says {key} is {str(value)[:80]!r}; save it again as a plain LoRA")
+    said["target_modules"] = sorted(layers)
+    return {f"{component}.{key}": value for key, value in said.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST
+
+
+def _numbers_by_layer(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        re.fullmatch(r"\^?[\w.-]+\$?", name) and _is_number(number) for name, number in value.items()
+    )
 
 
 @contextmanager
@@ -179,3 +211,15 @@ def _refuse(lora: LoraFile, keys: list[str], why: str) -> None:
     if keys:
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         raise ValueError(f"{lora.path}: keys {', '.join(keys[:3])}{more} {why}; nothing of a LoRA is left out silently")
+
+
+_LARGEST = 1e9  # of a rank or an alpha
+
+# Key of a PEFT configuration that scaling depends on -> what its value has to be.
+_SCALING: dict[str, Callable[[Any], bool]] = {
+    "r": _is_number,
+    "lora_alpha": _is_number,
+    "rank_pattern": _numbers_by_layer,
+    "alpha_pattern": _numbers_by_layer,
+    "use_rslora": lambda value: isinstance(value, bool),
+}

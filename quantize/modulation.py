@@ -59,10 +59,10 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
     _require_eager(transformer)
     family = family_of(type(transformer).__name__)
     layers = dict(_modulations(transformer, family))
-    if not layers or family.name not in EMBEDDED_TIMESTEP:
+    if family.name not in EMBEDDED_TIMESTEP:
         raise ValueError(
-            f"{type(transformer).__name__} has no Linears that modulate one block each by the timestep: there is "
-            "nothing to hoist"
+            f"the modulation of a {type(transformer).__name__} cannot be hoisted, only that of "
+            f"{', '.join(EMBEDDED_TIMESTEP)}: all its blocks share it, or what its embedder gets is not known here"
         )
     if any(_is_hoisted(linear) for linear, _ in layers.values()):
         raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")

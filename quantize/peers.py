@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import first_line
-from fluxq.base.model import open_weights, save_weights
+from fluxq.base.tensors import TensorFile, save_weights
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def measured(peer: str, layers: Sequence[PeerLayer]) -> Iterator[Outcome]:
 
 def measured_here(peer: str, path: Path, configurations: Iterable[str]) -> Iterator[str]:
     """The same in this process: an Outcome as JSON for each configuration."""
-    with open_weights(path) as stream:
+    with TensorFile(path) as stream:
         held = {name: stream.get_tensor(name) for name in stream.keys()}
     count = len(held) // 3
     layers = [PeerLayer(*(held[f"{index}.{name}"] for name in ("weight", "fit", "judge"))) for index in range(count)]

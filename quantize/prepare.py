@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fluxq.base.tensors import TensorFile
 from fluxq.quantize import ops
 from fluxq.quantize.linear import BRANCHES, SCALE_NAMES, Prepared, QuantLinear, branch_shapes
 from fluxq.quantize.reencode import choose_target, reencode, row_scales, swizzle_scales_op
@@ -37,12 +38,10 @@ class Origin:
 
     def read(self, name: str) -> Tensor:
         """The tensor `layer.name`, as filed; ValueError naming what is not there."""
-        from safetensors import safe_open  # here: the kernels import this file where only torch and Triton are
-
         for file in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as stream:
-                if f"{self.layer}.{name}" in stream.keys():
-                    return stream.get_tensor(f"{self.layer}.{name}")
+            stored = TensorFile(file)
+            if f"{self.layer}.{name}" in stored.keys():
+                return stored.get_tensor(f"{self.layer}.{name}")
         raise ValueError(
             f"{self.layer}.{name} is not in the safetensors files of {self.folder}, from where this model was loaded. "
             "It was prepared for one GPU, and to save it its stored form is read from there: put the files back, or "

@@ -3,77 +3,65 @@
     fitted     block by block: what flows into the block's Linears is gathered, each input group is quantized as well
                as its plan allows (group.py), and what the quantized block returns is what the next one is fitted to
     rounded    layers that no data is needed for: to nearest, with their group's amax where `input_scale` or a shared
-               global scale asks for it
+               global scale asks for it (nearest.py)
 
-Finished blocks are kept on disk until the checkpoint stands, so that an interrupted run goes on where it was.
+Either way a block is one file as soon as it is done (finished.py), and what is done is not done again.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.console import logger
-from fluxq.base.files import atomic_path
-from fluxq.base.model import open_weights, save_weights
+from fluxq.base.console import blocks_progress, logger
 from fluxq.calibrate.blocks import LiveBlock, Replay
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.statistics import Statistics
 from fluxq.quantize import encode
 from fluxq.quantize.checkpoint import SourceWeights
-from fluxq.quantize.group import FittedGroup, GroupLayer, Stage, fit_group, price_on
+from fluxq.quantize.finished import GroupOutcome, Outcome, block_files, finish, is_finished, layer_tensors
+from fluxq.quantize.group import FittedGroup, GroupLayer, fit_group, price_on
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.quantize.nearest import Rounded, pieces_of, require_finite, require_shape, round_pieces, sqnr
 from fluxq.recipes.devices import find_device
+from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
-
-_HEADER = "fluxq_block"
-_SQNR_ROWS = 1024
-
-
-@dataclass
-class Outcome:
-    """What became of a component, filled as layers are done.
-
-    schemes: final ones, by layer. weight_sqnr: dB, by layer. groups: of those that were fitted, by name.
-    """
-
-    schemes: dict[str, Scheme] = field(default_factory=dict)
-    weight_sqnr: dict[str, float] = field(default_factory=dict)
-    groups: dict[str, FittedGroup] = field(default_factory=dict)
-
-    def applied_to(self, plan: Plan) -> Plan:
-        """The plan with final schemes, and what was decided among the reasons."""
-        groups = {name: group for group in self.groups.values() for name in group.layers}
-        layers = []
-        for layer in plan.layers:
-            kept = [stage.name for stage in groups[layer.name].stages if stage.kept] if layer.name in groups else []
-            reason = f"{layer.reason}; kept: {', '.join(kept)}" if kept else layer.reason
-            layers.append(replace(layer, scheme=self.schemes.get(layer.name, layer.scheme), reason=reason))
-        return replace(plan, layers=tuple(layers))
 
 
 @dataclass(frozen=True)
 class Fitting:
     """What fitting needs beside plan and weights.
 
-    replay: the component's 16-bit model and its calls. gate: of the recipe. folder: for finished blocks. parallel:
-    later blocks are fitted to what 16-bit blocks return. statistics: their amax counts for input scales too.
+    replay: the component's 16-bit model and its calls. gate: of the recipe. parallel: later blocks are fitted to what
+    16-bit blocks return. statistics: their amax counts for input scales too.
     """
 
     replay: Replay
     gate: Gate
-    folder: Path
     parallel: bool = False
     statistics: Statistics | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a component that is finished as a whole: a block of the family, or what else has one first name.
+
+    layers: its Linears that leave 16 bit. names, nbytes: of all its source tensors. file: for it once it is done.
+    """
+
+    path: str
+    layers: tuple[LayerPlan, ...]
+    names: tuple[str, ...]
+    nbytes: int
+    file: Path
 
 
 def quantize_component(
@@ -81,62 +69,136 @@ def quantize_component(
     source: SourceWeights,
     statistics: Statistics | None,
     dtype: torch.dtype,
-    outcome: Outcome,
+    folder: Path,
     fitting: Fitting | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the quantized component: those of its quantized layers, the rest cast to `dtype`.
+    workers: int | None = None,
+) -> list[Path]:
+    """Quantize every block of a component into a file of `folder`, those excepted that are there; returns all files.
 
-    What the model's class keeps in fp32 stays as it is in the source. fitting: needed where the plan has layers to be
-    fitted. Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
+    They hold every tensor of the quantized component: those of its quantized layers, the rest cast to `dtype`, but for
+    what the model's class keeps in fp32, which stays as it is in the source. `Outcome.read` says what became of the
+    layers. fitting: needed where the plan has layers to be fitted. workers: that round to nearest, see `round_pieces`.
+    Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
     """
-    taken = set()
-    if fitting is not None:
-        for fitted in _fitted_groups(plan, source, dtype, fitting):
-            outcome.groups.update(fitted)
-            for name, layer in (item for group in fitted.values() for item in group.layers.items()):
-                outcome.schemes[name] = layer.scheme
-                outcome.weight_sqnr[name] = sqnr(source[f"{name}.weight"], layer.collapsed()[0])
-                for part, tensor in layer.named_parameters():
-                    taken.add(f"{name}.{part}")
-                    yield f"{name}.{part}", tensor.data.cpu()
-    rest = replace(plan, layers=tuple(la for la in plan.layers if la.name not in outcome.schemes))
-    taken |= {f"{layer.name}.weight" for layer in rest.quantized}
-    yield from _rounded_layers(rest, source, statistics, outcome)
+    folder.mkdir(parents=True, exist_ok=True)
+    first = fitting.replay.blocks if fitting else ()
+    blocks = blocks_of(plan, source, folder, first)
+    fitted = {layer.name for block in blocks[: len(first)] for layer in block.layers if layer.is_observed}
+    rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in fitted))
+    rounding = _Rounding(source, dtype, _input_scales(rest, statistics), workers)
+    there = {block.path for block in blocks if is_finished(block.file)}
+    known = [block.nbytes for block in blocks if block.path in there]
+    sizes = [block.nbytes for block in blocks]
+    with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(known), sum(known)) as advance:
+        if fitting is not None and not there.issuperset(first):
+            for block, groups in _fitted(plan, blocks[: len(first)], there, source, dtype, fitting):
+                _finish_fitted(block, groups, source, rounding)
+                advance(block.nbytes)
+        todo = [block for block in blocks[len(first) :] if block.path not in there]
+        with closing(rounding.blocks([(block.layers, block.names) for block in todo])) as done:
+            for block, rounded in zip(todo, done, strict=True):
+                finish(block.file, rounded.tensors, Outcome(weight_sqnr=rounded.weight_sqnr))
+                advance(block.nbytes)
+    return [block.file for block in blocks]
+
+
+def blocks_of(plan: Plan, source: SourceWeights, folder: Path, first: Sequence[str] = ()) -> list[Block]:
+    """The blocks of a component: those at the paths `first`, the family's others in the plan's order, then the rest."""
+    located = (FAMILIES[plan.family].locate(layer.name) for layer in plan.layers)
+    paths = dict.fromkeys([*first, *(found[1] for found in located if found)])
+    names: dict[str, list[str]] = {path: [] for path in paths}
+    layers: dict[str, list[LayerPlan]] = {}
     for name in source.names:
-        if name not in taken:
-            tensor = source[name]
-            _require_finite(name, tensor)
-            if tensor.is_floating_point() and not source.stays_fp32(name):
-                tensor = tensor.to(dtype)
-                if dtype == torch.float16 and not torch.isfinite(tensor).all():
-                    raise ValueError(f"{name}: holds numbers beyond {dtype}; choose another --dtype")
-            yield name, tensor
+        names.setdefault(_block_with(name, paths), []).append(name)
+    for layer in plan.quantized:
+        layers.setdefault(_block_with(layer.name, paths), []).append(layer)
+    paths = dict.fromkeys([*names, *layers])  # a layer that the source lacks is missed when it is its turn
+    return [
+        Block(
+            path,
+            tuple(layers.get(path, ())),
+            tuple(names.get(path, ())),
+            sum(source.stored(name).nbytes for name in names.get(path, ())),
+            file,
+        )
+        for path, file in zip(paths, block_files(folder, len(paths)), strict=True)
+    ]
 
 
-def _fitted_groups(
-    plan: Plan, source: SourceWeights, dtype: torch.dtype, fitting: Fitting
-) -> Iterator[dict[str, FittedGroup]]:
-    """The fitted groups of each block; finished ones are read from disk."""
+def _block_with(name: str, paths: Collection[str]) -> str:
+    """The innermost of the blocks at `paths` that a module or tensor lies in; its first name where it lies in none."""
+    parts = name.split(".")
+    above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+    return next((path for path in above if path in paths), parts[0])
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding to nearest needs beside a block. input_scales: by layer, of those that are not fitted."""
+
+    source: SourceWeights
+    dtype: torch.dtype
+    input_scales: Mapping[str, Tensor]
+    workers: int | None
+
+    def blocks(self, parts: Sequence[tuple[Sequence[LayerPlan], Sequence[str]]]) -> Generator[Rounded, None, None]:
+        """Quantized layers and source tensors of each block -> all of it rounded; the next ones are begun meanwhile."""
+        pieces = [pieces_of(layers, names) for layers, names in parts]
+        rounded = round_pieces(chain(*pieces), self.source, self.dtype, self.input_scales, self.workers)
+        with closing(rounded):
+            for part in pieces:
+                done = [next(rounded) for _ in part]
+                tensors = {name: tensor for piece in done for name, tensor in piece.tensors.items()}
+                yield Rounded(tensors, {name: db for piece in done for name, db in piece.weight_sqnr.items()})
+
+
+def _fitted(
+    plan: Plan,
+    blocks: Sequence[Block],
+    there: Collection[str],
+    source: SourceWeights,
+    dtype: torch.dtype,
+    fitting: Fitting,
+) -> Iterator[tuple[Block, dict[str, FittedGroup]]]:
+    """The fitted groups of each block that has no file yet; those that have one are put into the model from it.
+
+    Where outputs of finished blocks are gone, they are made again.
+    """
     replay, groups = fitting.replay, plan.statistics_groups()
-    own = {
-        block: {name: members for name, members in groups.items() if name.startswith(f"{block}.")}
-        for block in replay.blocks
-    }
-    done = _finished_blocks(fitting)
-    for index in range(done):
-        fitted = _load_block(_block_file(fitting.folder, index), own[replay.blocks[index]])
-        _put_into(replay, fitted)
-        yield fitted
-    if done == len(replay.blocks):
-        return
-    replay.skip_to(done)
-    for block in replay:
-        fitted = _fit_block(block, own[block.name], source, dtype, fitting)
-        _put_into(replay, fitted)
-        _save_block(_block_file(fitting.folder, block.index), fitted)
-        if not block.advanced:
-            block.advance()
-        yield fitted
+    done = next(index for index, block in enumerate(blocks) if block.path not in there)
+    known = min(done, replay.resumable)
+    for block in blocks[:known]:
+        _put_into(replay, _read_layers(block))
+    replay.skip_to(known)
+    for live in replay:
+        block = blocks[live.index]
+        if live.index < done:
+            if fitting.parallel:
+                live.advance()
+            _put_into(replay, _read_layers(block))
+        else:
+            own = {name: members for name, members in groups.items() if name.startswith(f"{block.path}.")}
+            fitted = _fit_block(live, own, source, dtype, fitting)
+            _put_into(replay, {name: layer for group in fitted.values() for name, layer in group.layers.items()})
+            yield block, fitted
+        if not live.advanced:
+            live.advance()
+
+
+def _finish_fitted(block: Block, groups: Mapping[str, FittedGroup], source: SourceWeights, rounding: _Rounding) -> None:
+    """Write a block whose groups are fitted; what else is in it is rounded."""
+    layers = {name: layer for group in groups.values() for name, layer in group.layers.items()}
+    tensors = {f"{name}.{part}": t.data for name, layer in layers.items() for part, t in layer.named_parameters()}
+    others = [layer for layer in block.layers if layer.name not in layers]
+    with closing(rounding.blocks([(others, [name for name in block.names if name not in tensors])])) as done:
+        rounded = next(done)
+    lost = {name: sqnr(source[f"{name}.weight"], layer.collapsed()[0]) for name, layer in layers.items()}
+    outcome = Outcome(
+        {name: layer.scheme for name, layer in layers.items()},
+        {**lost, **rounded.weight_sqnr},
+        {name: GroupOutcome.of(group) for name, group in groups.items()},
+    )
+    finish(block.file, {**tensors, **rounded.tensors}, outcome)
 
 
 def _fit_block(
@@ -186,94 +248,22 @@ def _fit(
     return fitted
 
 
-def _put_into(replay: Replay, fitted: Mapping[str, FittedGroup]) -> None:
-    for group in fitted.values():
-        for name, layer in group.layers.items():
-            replay.model.set_submodule(name, layer.to(replay.device))
+def _put_into(replay: Replay, layers: Mapping[str, QuantLinear]) -> None:
+    for name, layer in layers.items():
+        replay.model.set_submodule(name, layer.to(replay.device))
 
 
-def _finished_blocks(fitting: Fitting) -> int:
-    """How many blocks, from the first on, need not be fitted again: all, or those whose outputs are still there."""
-    there = [_block_file(fitting.folder, index).is_file() for index in range(len(fitting.replay.blocks))]
-    return len(there) if all(there) else min(there.index(False), fitting.replay.resumable)
-
-
-def _block_file(folder: Path, index: int) -> Path:
-    return folder / f"fitted-{index:03}.safetensors"
-
-
-def _save_block(path: Path, fitted: Mapping[str, FittedGroup]) -> None:
-    tensors, groups = {}, {}
-    for name, group in fitted.items():
-        layers = group.layers.items()
-        tensors.update({f"{la}/{part}": t.data.cpu() for la, layer in layers for part, t in layer.named_parameters()})
-        groups[name] = {
-            "schemes": {la: str(layer.scheme) for la, layer in layers},
-            "stages": [asdict(stage) for stage in group.stages],
-            "plain_db": group.plain_db,
-            "db": group.db,
-        }
-    with atomic_path(path) as part:
-        save_weights(tensors, part, {_HEADER: json.dumps(groups)})
-
-
-def _load_block(path: Path, planned: Mapping[str, tuple[LayerPlan, ...]]) -> dict[str, FittedGroup]:
-    with open_weights(path) as stream:
-        groups: dict[str, Any] = json.loads((stream.metadata() or {})[_HEADER])
-        tensors = {key: stream.get_tensor(key) for key in stream.keys()}
-    fitted = {}
-    for name, members in planned.items():
-        recorded, layers = groups[name], {}
-        for layer in members:
-            scheme = Scheme.parse(recorded["schemes"][layer.name])
-            held = {key.rpartition("/")[2]: t for key, t in tensors.items() if key.rpartition("/")[0] == layer.name}
-            layers[layer.name] = QuantLinear.from_tensors(held, (layer.n, layer.k), scheme)
-        stages = tuple(Stage(**stage) for stage in recorded["stages"])
-        fitted[name] = FittedGroup(layers, stages, recorded["plain_db"], recorded["db"])
-    return fitted
-
-
-def _rounded_layers(
-    plan: Plan, source: SourceWeights, statistics: Statistics | None, outcome: Outcome
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of layers that are rounded to nearest."""
-    global_scales = _joined_global_scales(plan, source)
-    input_scales = _input_scales(plan, statistics)
-    for layer in plan.quantized:
-        w = source[f"{layer.name}.weight"]
-        q = quantize_weight(w, layer, global_scales.get(layer.name))
-        outcome.weight_sqnr[layer.name] = sqnr(w, q.dequantize())
-        for name, tensor in q.tensors().items():
-            yield f"{layer.name}.{name}", tensor
-        if layer.scheme is not None and layer.scheme.static_input:
-            yield f"{layer.name}.input_scale", input_scales[layer.name]
-
-
-def joined_global_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
-    """The one global scale (fp32, ()) of weights that a fused layout concatenates along N."""
-    amax = torch.stack([w.abs().amax().float() for w in weights]).amax()
-    row = next(layer.scheme.weights for layer in layers if layer.scheme is not None)
-    return encode.global_scale_for(amax, row, any(layer.method.weights_46 for layer in layers))
+def _read_layers(block: Block) -> dict[str, QuantLinear]:
+    """The fitted layers of a finished block."""
+    schemes, shapes = Outcome.read([block.file]).schemes, {layer.name: (layer.n, layer.k) for layer in block.layers}
+    held = layer_tensors(block.file, list(schemes))
+    return {name: QuantLinear.from_tensors(held[name], shapes[name], scheme) for name, scheme in schemes.items()}
 
 
 def require_finite_weights(source: SourceWeights) -> None:
     """ValueError naming the first tensor that holds NaN or infinity."""
     for name in source.names:
-        _require_finite(name, source[name])
-
-
-def quantize_weight(w: Tensor, layer: LayerPlan, global_scale: Tensor | None = None) -> QuantizedTensor:
-    """Round one weight (N, K) as its plan says."""
-    if layer.scheme is None:
-        raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
-    _require_shape(w, layer)
-    return QuantizedTensor.quantize(
-        w,
-        layer.scheme.weights,
-        global_scale=global_scale,
-        four_over_six=layer.method.weights_46,
-        name=layer.name,
-    )
+        require_finite(name, source[name])
 
 
 def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> QuantLinear:
@@ -313,48 +303,10 @@ def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> Qu
     return group.layers["linear"]
 
 
-def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost.
-
-    A few rows at a time, in double where the approximation lies.
-    """
-    signal, noise = torch.zeros(2, dtype=torch.float64, device=approximation.device)
-    for r, a in zip(reference.split(_SQNR_ROWS), approximation.split(_SQNR_ROWS), strict=True):
-        r = r.to(a)
-        signal += r.double().square().sum()
-        noise += (a - r).double().square().sum()
-    return float(10 * torch.log10(signal / noise))
-
-
 def _weight(source: SourceWeights, layer: LayerPlan) -> Tensor:
     w = source[f"{layer.name}.weight"]
-    _require_shape(w, layer)
+    require_shape(w, layer)
     return w
-
-
-def _require_shape(w: Tensor, layer: LayerPlan) -> None:
-    if tuple(w.shape) != (layer.n, layer.k):
-        raise ValueError(f"{layer.name}: weight has shape {tuple(w.shape)}, config.json implies {(layer.n, layer.k)}")
-
-
-def _require_finite(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-        raise ValueError(f"{name}: holds NaN or infinity; get the source again")
-
-
-def _joined_global_scales(plan: Plan, source: SourceWeights) -> dict[str, Tensor]:
-    """Layer -> the global scale it shares: a fused layout concatenates these layers and has room for one."""
-    groups: dict[str, list[LayerPlan]] = {}
-    for layer in plan.quantized:
-        if layer.shares_global_scale:
-            groups.setdefault(layer.group, []).append(layer)
-    scales: dict[str, Tensor] = {}
-    for members in groups.values():
-        weights = [(f"{layer.name}.weight", source[f"{layer.name}.weight"]) for layer in members]
-        for name, weight in weights:
-            _require_finite(name, weight)
-        scales.update(_copies(members, joined_global_scale([weight for _, weight in weights], members)))
-    return scales
 
 
 def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor]:
@@ -368,10 +320,5 @@ def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor
         scheme = members[0].scheme
         if scheme is not None and scheme.activations is not None:
             scale = encode.global_scale_for(statistics.amax(group), scheme.activations)
-            scales.update(_copies(members, scale))
+            scales |= dict.fromkeys((layer.name for layer in members), scale)
     return scales
-
-
-def _copies(layers: Sequence[LayerPlan], scale: Tensor) -> dict[str, Tensor]:
-    """One tensor each: safetensors refuses to store two names of the same memory."""
-    return {layer.name: scale.clone() for layer in layers}

@@ -7,8 +7,8 @@ are held against the files; CHECKS, at the end of this file, says how.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file
-from fluxq.base.model import PICKLES, ModelFolder, open_weights, resolve_model
+from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, resolve_model
+from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
     QUANT_METHOD,
     QuantizationConfig,
-    as_filed,
+    filed_shape,
     library_of,
     quantized_on_meta,
     read_plan_file,
-    tensor_bytes,
 )
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
@@ -86,7 +86,9 @@ def verify(path: Path) -> list[Result]:
 def hash_files(path: Path) -> dict[str, str]:
     """SHA-256 of every file of a folder by its relative name: what `fluxq quantize` records."""
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): sha256_file(file) for file in files}
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        hashes = pool.map(sha256_file, files)
+        return {file.relative_to(path).as_posix(): found for file, found in zip(files, hashes, strict=True)}
 
 
 class _NotRecorded(Exception):
@@ -141,7 +143,7 @@ class _Checkpoint:
         """Tensor name -> the open file that holds it; ValueError for a name in two files."""
         found = {}
         for path in self.folder.weight_files(component):
-            stream = open_weights(path)
+            stream = TensorFile(path)
             for name in stream.keys():
                 if name in found:
                     raise ValueError(f"{path}: tensor {name!r} is in two files; remove the copy that is not meant")
@@ -157,9 +159,9 @@ class _Checkpoint:
             parent, _, parameter = name.rpartition(".")
             layer = model.get_submodule(parent)
             if isinstance(layer, QuantLinear) and parameter in layer.stored_names:
-                filed = as_filed(library, tensor) if parameter == "weight" else tensor
-                rule = _rule(layer.scheme, parameter)
-                found[name] = _Expected(tuple(filed.shape), (tensor.dtype,), rule, id(tensor))
+                shape = tuple(tensor.shape)
+                filed = filed_shape(library, shape) if parameter == "weight" else shape
+                found[name] = _Expected(filed, (tensor.dtype,), _rule(layer.scheme, parameter), id(tensor))
             else:
                 dtypes = _PLAIN if tensor.is_floating_point() else (tensor.dtype,)
                 rule = "finite" if tensor.is_floating_point() else None
@@ -181,15 +183,11 @@ class _Expected:
 
 def _safe(checkpoint: _Checkpoint) -> Iterator[Finding]:
     root = checkpoint.path.resolve()
-    # A download of the hub's is a folder of links into the `blobs` beside it.
-    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     for file in sorted(root.rglob("*")):
-        name, real = file.relative_to(root).as_posix(), Path(os.path.realpath(file))
         if file.suffix.lower() in PICKLES:
+            name = file.relative_to(root).as_posix()
             yield Finding(name, "a pickle, which runs code as it is read; a checkpoint has none: remove it")
-        if not any(real.is_relative_to(folder) for folder in allowed):
-            yield Finding(name, "a link that leads out of the folder; put the file itself there")
-    _ = checkpoint.folder.components  # ValueError for an index that asks for remote code or for files elsewhere
+    _ = checkpoint.folder.components  # ValueError for remote code, and for files elsewhere
 
 
 def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -277,7 +275,7 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
             if plan != config:
                 what = f"{PLAN_FILE} says {plan}, config.json {config}; copy both files again"
                 yield Finding(f"{component}: {name}", what)
-        size = sum(map(tensor_bytes, checkpoint.folder.weight_files(component)))
+        size = sum(TensorFile(path).nbytes for path in checkpoint.folder.weight_files(component))
         if size != sizes[component]:
             what = f"its tensors take {size} bytes, {PLAN_FILE} says {sizes[component]}; copy the weights again"
             yield Finding(component, what)

@@ -25,14 +25,15 @@ a matmul costs. Nothing here reads weights or imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fluxq.recipes.devices import Device, Efficiency
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.plan import LayerPlan, Plan
+from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan
+from fluxq.recipes.recipe import Attention
 
 Level = Literal["unfused", "fused", "ideal"]
 Prefer = Literal["speed", "memory"]
@@ -43,8 +44,9 @@ LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
 class ForwardPass:
     """The tokens of one forward pass. image, text, vision: of one sequence, by stream; batch: sequences.
 
-    vision: tokens of an encoded first frame, which image-to-video models also attend to. normalised: whether queries
-    and keys are normalised.
+    vision: tokens of an encoded first frame, which image-to-video models also attend to. modulations: rows that the
+    network sees that makes the modulation of all blocks, of one sequence. normalised: whether queries
+    and keys are normalised. gated: whether the activation multiplies two halves of what it reads.
     """
 
     family: str
@@ -52,12 +54,15 @@ class ForwardPass:
     text: int
     vision: int = 0
     batch: int = 1
+    modulations: int = 1
     normalised: bool = True
+    gated: bool = False
 
     def tokens(self, stream: str) -> int:
-        """Tokens of one sequence in a stream: "image", "text", "both", "vision", or "one" (a row per sequence)."""
+        """Tokens of one sequence in a stream: "image", "text", "both", "vision", "modulations", or "one" (a row)."""
         both = self.image + self.text
-        return {"image": self.image, "text": self.text, "both": both, "vision": self.vision, "one": 1}[stream]
+        streams = {"image": self.image, "text": self.text, "both": both, "vision": self.vision}
+        return {**streams, "modulations": self.modulations, "one": 1}[stream]
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ class Step:
         scalar = self.scalar_flops / device.scalar_flops
         if not self.flops:
             return scalar
-        attained = device.attention_flops if self.kind == "attention" else device.flops(self.arithmetic)
+        is_attention = self.kind == "attention"
+        attained = (device.attention_flops if is_attention else device.flops)(self.arithmetic)
         return max(self.flops / attained, scalar)
 
 
@@ -138,13 +144,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs on a GPU. parts: rows of the table, without the total. routes: scheme -> how it is computed."""
+    """What a plan costs on a GPU. parts: rows of the table, without the total.
+
+    routes: scheme -> how it is computed. attention: how self-attention is.
+    """
 
     device: Device
     forward: ForwardPass
     parts: tuple[Part, ...]
     total: Part
     routes: Mapping[str, Route]
+    attention: Route
 
     def efficiencies(self) -> dict[str, Efficiency]:
         """The efficiencies in this cost, by what they are of."""
@@ -152,7 +162,8 @@ class Cost:
         used = {name: self.device.matmul[name] for name in arithmetics}
         if any(Scheme.parse(scheme).four_over_six for scheme in self.routes):
             used["fp32"] = self.device.scalar
-        return used | {"attention": self.device.attention, "memory bandwidth": self.device.streaming}
+        of_attention = self.device.attention if self.attention.arithmetic == "bf16" else self.device.attention_fp8
+        return used | {"attention": of_attention, "memory bandwidth": self.device.streaming}
 
     def describe(self) -> dict[str, object]:
         """The cost as JSON."""
@@ -166,6 +177,7 @@ class Cost:
             },
             "tokens": {"image": self.forward.image, "text": self.forward.text, "batch": self.forward.batch},
             "routes": {scheme: route.about for scheme, route in self.routes.items()},
+            "attention": self.attention.about,
             "parts": [part.describe() for part in (*self.parts, self.total)],
         }
 
@@ -188,13 +200,13 @@ def forward_pass(
     sequences where guidance runs the model twice. ValueError for a family that is not modelled.
     """
     if family not in WORKLOADS:
-        raise ValueError(f"{family}: runs once per image and is not modelled; known: {', '.join(WORKLOADS)}")
+        raise ValueError(f"{family}: its cost is not modelled; known: {', '.join(WORKLOADS)}")
     row = WORKLOADS[family]
     default_height, default_width, default_frames = row.size
     if frames is not None and default_frames == 1:
         raise ValueError(f"{family} makes images, not video: leave out the frames")
     patch = row.patch or config.get("patch_size", 2)
-    pixels = _vae_factor(vae or {}) * (patch if isinstance(patch, int) else patch[-1])
+    pixels = (_vae_factor(vae) if vae else row.vae_factor) * (patch if isinstance(patch, int) else patch[-1])
     rows, columns = (height or default_height) // pixels, (width or default_width) // pixels
     latent_frames = ((frames or default_frames) - 1) // row.frames_per_latent + 1
     if rows * columns < 1 or batch < 1 or (frames or 1) < 1:
@@ -207,7 +219,9 @@ def forward_pass(
         text=(text or row.text) + row.extra_text,
         vision=row.vision if config.get("added_kv_proj_dim") else 0,
         batch=batch,
+        modulations=_modulations(config) if family == "chroma" else 1,
         normalised=bool(config.get("qk_norm", row.normalised)),
+        gated=row.gated,
     )
 
 
@@ -230,7 +244,7 @@ def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "spe
         {level: sum(part.seconds[level] for part in parts) for level in LEVELS},
         sum(part.seconds_16bit for part in parts),
     )
-    return Cost(device, forward, tuple(parts), total, routes)
+    return Cost(device, forward, tuple(parts), total, routes, attention_route(plan.attention, device.chip))
 
 
 def group_seconds(
@@ -266,8 +280,8 @@ def group_seconds(
 
 
 def in_16_bit(plan: Plan) -> Plan:
-    """The same layers, none of them quantized."""
-    return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers))
+    """The same layers, none of them quantized, and attention in 16 bit."""
+    return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers), attention="16bit")
 
 
 def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
@@ -288,6 +302,17 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
         about = f"4 bits in memory, decoded in the kernel to {both}{target}"
         return Route(arithmetic, FORMATS[target], scheme.weights, False, about)
     return Route(arithmetic, FORMATS[target], FORMATS[target], True, f"re-encoded at load to {both}{target}")
+
+
+def attention_route(attention: Attention, chip: str) -> Route:
+    """How a chip computes self-attention: in fp8 where it multiplies that, else in 16 bit, as loading decides too."""
+    arithmetic = NATIVE[chip].get("fp8")
+    if attention == "16bit":
+        return Route("bf16", None, None, False, "16 bit")
+    if arithmetic is None:
+        return Route("bf16", None, None, False, "16 bit: the chip does not multiply fp8")
+    how = "" if arithmetic == "fp8" else f", by the chip's {arithmetic} instruction"
+    return Route(arithmetic, FORMATS["fp8"], None, False, f"fp8{how}")
 
 
 def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> float:
@@ -311,14 +336,15 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
     for layer in plan.layers:
         for pattern, queries, keys in WORKLOADS[forward.family].attention:
             if matches(pattern, layer.name):
-                yield _attention(layer, forward, queries, keys)
+                in_fp8 = queries == keys and attention_route(plan.attention, chip).activations
+                yield from (_fp8_attention if in_fp8 else _attention)(layer, forward, queries, keys, chip)
 
 
 def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Prefer) -> Iterator[Step]:
     """The Linears that share an input, what makes that input, and what follows them."""
     first = layers[0]
-    m = forward.batch * forward.tokens(_stream(first))
-    yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers})
+    m = forward.batch * forward.tokens(_stream(first, forward.family))
+    yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers}, forward.gated)
     for layer in layers:
         yield from _linear_steps(layer, m, chip, prefer)
         yield from _output_steps(layer, m, forward)
@@ -350,19 +376,20 @@ def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
     return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
 
 
-def _input_steps(layer: LayerPlan, m: int, inputs: set[_Input]) -> Iterator[Step]:
+def _input_steps(layer: LayerPlan, m: int, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
     """What makes a Linear's input (m, K), and its quantization: once for each form that the group's Linears read."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
     made = sorted((found for found in inputs if found != _PLAIN), key=str)
     is_deflated = any(found.deflate for found in made)
+    activated = (3 if gated else 2) * plain  # read by the activation, with a gate twice as wide, and written
     attended = layer.n / layer.k  # of a concatenation: the share that attention makes, N wide
     if layer.made_by == "norm":
         kept = 2 * plain if _PLAIN in inputs or not made else 0  # else its kernel writes the quantized input alone
         yield _pass("norm", layer, 2 * plain, 2 * plain if is_deflated else kept, kept)
     elif layer.made_by == "activation":
-        yield _pass("activation", layer, 2 * plain, 0, 0)
+        yield _pass("activation", layer, activated, 0, 0)
     elif layer.made_by == "concatenation":
-        yield _pass("activation", layer, 2 * plain * (1 - attended), 0, 0)
+        yield _pass("activation", layer, activated * (1 - attended), 0, 0)
         yield _pass("concatenation", layer, 2 * plain, 0, 0)
     for index, found in enumerate(made):
         t = 2 * m * found.deflate
@@ -406,16 +433,29 @@ def _output_steps(layer: LayerPlan, m: int, forward: ForwardPass) -> Iterator[St
     out = 2 * m * layer.n
     if layer.role in RESIDUAL_ROLES:
         yield _pass("gate and residual", layer, 3 * out, out, out)
-    if forward.normalised and layer.role in ROTATED_ROLES and layer.name.endswith(QUERY_AND_KEY):
-        yield _pass("norm and rotation", layer, 2 * out, 2 * out, 0)
+    if forward.normalised and layer.role in ROTATED_ROLES and layer.name.endswith((*QUERY_AND_KEY, *FUSED_QKV)):
+        rotated = 2 * (2 * m * layer.k) if layer.name.endswith(FUSED_QKV) else out  # q and k, as wide as the input
+        yield _pass("norm and rotation", layer, 2 * rotated, 2 * rotated, 0)
 
 
-def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str) -> Step:
-    """softmax(QKᵀ)V of N channels, in 16 bit; `layer` makes the queries, or keys that only it needs."""
+def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, chip: str) -> Iterator[Step]:
+    """softmax(QKᵀ)V of N channels, in 16 bit; `layer` is named by the family's workload."""
     m, s = forward.tokens(queries), forward.tokens(keys)
     flops = 4 * forward.batch * m * s * layer.n
     size = 2 * forward.batch * layer.n * (2 * m + 2 * s)
-    return Step("attention", "attention", layer.name, "bf16", flops, dict.fromkeys(LEVELS, size))
+    yield Step("attention", "attention", layer.name, "bf16", flops, dict.fromkeys(LEVELS, size))
+
+
+def _fp8_attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, chip: str) -> Iterator[Step]:
+    """The same from fp8 codes, and the passes that make those: scales of all tokens of k and v come before codes."""
+    m, s = forward.tokens(queries), forward.tokens(keys)
+    channels = forward.batch * layer.n
+    codes = channels * (m + 2 * s)
+    read = 2 * channels * (m + 2 * (2 * s))
+    yield _pass("quantize q, k and v", layer, read + codes, read + codes, codes)
+    arithmetic = attention_route("fp8", chip).arithmetic
+    sizes = dict.fromkeys(LEVELS, codes + 2 * channels * m)
+    yield Step("attention", "attention", layer.name, arithmetic, 4 * channels * m * s, sizes)
 
 
 def _pass(kind: str, layer: LayerPlan, unfused: float, fused: float, ideal: float) -> Step:
@@ -455,17 +495,28 @@ def _part(layer: LayerPlan) -> str:
     return PARTS.get(layer.role, "other")
 
 
-def _stream(layer: LayerPlan) -> str:
-    """Which tokens a Linear sees."""
+def _stream(layer: LayerPlan, family: str) -> str:
+    """Which tokens a Linear sees: what its family says of its path, else what its role or its path says."""
+    if layer.role != MODULATION_ROLE:
+        for pattern, stream in WORKLOADS[family].streams.items():
+            if matches(pattern, layer.name):
+                return stream
     if layer.role in STREAMS:
         return STREAMS[layer.role]
     return next((stream for pattern, stream in KEPT_STREAMS.items() if matches(pattern, layer.name)), "image")
+
+
+def _modulations(config: Mapping[str, Any]) -> int:
+    """Vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
+    return 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2
 
 
 def _vae_factor(vae: Mapping[str, Any]) -> int:
     """Pixels that a latent spans on a side: as Wan's VAE says, or a halving for each step down of the others."""
     if "scale_factor_spatial" in vae:
         return vae["scale_factor_spatial"]
+    if "spatio_temporal_scaling" in vae:  # LTX patches before it halves
+        return vae["patch_size"] * 2 ** sum(vae["spatio_temporal_scaling"])
     if "temperal_downsample" in vae:  # Qwen-Image's VAE spells it so
         return 2 ** len(vae["temperal_downsample"])
     return 2 ** (len(vae["block_out_channels"]) - 1) if "block_out_channels" in vae else 8
@@ -477,7 +528,9 @@ class Workload:
 
     size: height, width and frames if nobody says otherwise. text: tokens that a prompt is padded to; extra_text: more
     of a second encoder. patch: latents that a token spans on a side, None where the configuration says so.
-    attention: pattern of the Linear that makes the queries (or keys of its own), streams of queries and of keys.
+    attention: pattern of a Linear with as many outputs as the attention has channels (it makes the queries, or keys of
+    its own; where those are fused with others, it reads the attention), streams of queries and of keys. streams:
+    pattern -> stream, where the role alone does not say it. vae_factor: of the family's VAE.
     """
 
     size: tuple[int, int, int]
@@ -488,6 +541,9 @@ class Workload:
     frames_per_latent: int = 4
     vision: int = 0
     normalised: bool = True
+    gated: bool = False
+    streams: Mapping[str, str] = field(default_factory=dict)
+    vae_factor: int = 8
 
 
 _PLAIN = _Input()
@@ -532,6 +588,7 @@ PARTS = {
 RESIDUAL_ROLES = ("attn_out", "text_attn_out", "cross_out", "ff_down", "text_ff_down", "mixed_out")
 ROTATED_ROLES = ("qkv", "text_qkv", "cross_q", "cross_kv", "single_in")
 QUERY_AND_KEY = (".to_q", ".to_k", ".add_q_proj", ".add_k_proj")
+FUSED_QKV = (".to_qkv_mlp_proj",)
 
 # Role -> tokens that it sees; every other role sees the image.
 STREAMS = {
@@ -542,12 +599,24 @@ STREAMS = {
 }
 # The same for Linears without a role; the first that matches.
 KEPT_STREAMS = {
-    "context_embedder": "text",
     "txt_in": "text",
     "condition_embedder.text_embedder.**": "text",
     "condition_embedder.image_embedder.**": "vision",
     "condition_embedder.**": "one",
     "time_text_embed.**": "one",
+    "time_guidance_embed.**": "one",
+    "*_modulation*.linear": "one",
+    "distilled_guidance_layer.**": "modulations",
+    "context_embedder.time_text_embed.**": "one",
+    "context_embedder.token_refiner.refiner_blocks.*.norm_out.linear": "one",
+    "context_embedder.**": "text",
+    "cap_embedder.**": "text",
+    "caption_projection.**": "text",
+    "t_embedder.**": "one",
+    "all_final_layer.*.adaLN_modulation.*": "one",
+    "all_final_layer.*.linear": "both",
+    "adaln_single.**": "one",
+    "time_embed.**": "one",
     "norm_out.linear": "one",
 }
 
@@ -559,6 +628,16 @@ WORKLOADS = {
         attention=(
             ("transformer_blocks.*.attn.to_q", "both", "both"),
             ("single_transformer_blocks.*.attn.to_q", "both", "both"),
+        ),
+    ),
+    "flux2": Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # as for FLUX.1
+        gated=True,
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_out", "both", "both"),
         ),
     ),
     "sd3": Workload(
@@ -584,6 +663,55 @@ WORKLOADS = {
             ("blocks.*.attn1.to_q", "image", "image"),
             ("blocks.*.attn2.to_q", "image", "text"),
             ("blocks.*.attn2.add_k_proj", "image", "vision"),
+        ),
+    ),
+    "chroma": Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # as for FLUX.1
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
+        ),
+    ),
+    "z_image": Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # the configuration lists several
+        gated=True,
+        streams={"layers.**": "both", "context_refiner.**": "text"},
+        attention=(
+            ("layers.*.attention.to_q", "both", "both"),
+            ("noise_refiner.*.attention.to_q", "image", "image"),
+            ("context_refiner.*.attention.to_q", "text", "text"),
+        ),
+    ),
+    "pixart": Workload(
+        size=(1024, 1024, 1),
+        text=300,  # of PixArt-Sigma; 120 of PixArt-alpha
+        normalised=False,
+        attention=(
+            ("transformer_blocks.*.attn1.to_q", "image", "image"),
+            ("transformer_blocks.*.attn2.to_q", "image", "text"),
+        ),
+    ),
+    "ltx": Workload(
+        size=(512, 704, 161),
+        text=128,
+        frames_per_latent=8,
+        vae_factor=32,
+        attention=(
+            ("transformer_blocks.*.attn1.to_q", "image", "image"),
+            ("transformer_blocks.*.attn2.to_q", "image", "text"),
+        ),
+    ),
+    "hunyuan_video": Workload(
+        size=(720, 1280, 129),
+        text=256,
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
+            ("context_embedder.token_refiner.refiner_blocks.*.attn.to_q", "text", "text"),
         ),
     ),
 }

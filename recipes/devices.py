@@ -36,6 +36,9 @@ class Efficiency:
 # FlashAttention-3 reached .60 of an H100's peak (4096 tokens, heads of 128: pytorch/benchmark#2391) to .75 (the best
 # case of its paper).
 _ATTENTION = Efficiency(0.70, why="one figure for every GPU; FlashAttention-3 reached .60 to .75 on an H100")
+_ATTENTION_FP8 = Efficiency(
+    0.50, why="one figure for every GPU; less than in 16 bit, because exponentials take the time they took there"
+)
 _STREAMING = Efficiency(0.85, why="one figure for every GPU")
 _SCALAR = Efficiency(
     0.50, why="one figure for every GPU; half of the peak is multiply and add in one, which few steps are"
@@ -48,8 +51,9 @@ class Device:
 
     chip: as kernels/chips.py calls it. memory: GB. bandwidth: GB/s. peaks: dense TFLOP/s (or TOP/s) by arithmetic;
     one that is missing has no instruction. matmul: efficiencies, for the same keys. scalar_peak: fp32 TFLOP/s outside
-    the matrix units. source: where peaks, memory and bandwidth stand. attention, streaming, scalar: efficiencies of
-    16-bit attention, of kernels that only move bytes and of arithmetic outside the matrix units.
+    the matrix units. source: where peaks, memory and bandwidth stand. attention, attention_fp8, streaming, scalar:
+    efficiencies of attention in 16 bit and in fp8, of kernels that only move bytes and of arithmetic outside the matrix
+    units.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Device:
     scalar_peak: float
     source: str
     attention: Efficiency = _ATTENTION
+    attention_fp8: Efficiency = _ATTENTION_FP8
     streaming: Efficiency = _STREAMING
     scalar: Efficiency = _SCALAR
 
@@ -70,10 +75,10 @@ class Device:
             raise ValueError(f"{self.name} does not multiply {arithmetic}; it has {', '.join(self.peaks)}")
         return 1e12 * self.peaks[arithmetic] * self.matmul[arithmetic].fraction
 
-    @property
-    def attention_flops(self) -> float:
-        """FLOP/s that 16-bit attention attains."""
-        return 1e12 * self.peaks["bf16"] * self.attention.fraction
+    def attention_flops(self, arithmetic: str) -> float:
+        """FLOP/s that attention attains, "bf16" or, in fp8, what the chip multiplies such codes by."""
+        efficiency = self.attention if arithmetic == "bf16" else self.attention_fp8
+        return 1e12 * self.peaks[arithmetic] * efficiency.fraction
 
     @property
     def scalar_flops(self) -> float:

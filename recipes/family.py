@@ -67,41 +67,96 @@ class InputGroup:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """One stream of tokens through a block that `fluxq.optimize` fuses.
+class OwnAttention:
+    """A second attention, of one stream alone, over another modulation of the same norm (SD3.5's `attn2`).
 
-    adaln: the module before the attention, with `silu`, `linear` and `norm` in it; it makes shift, scale and gate of
-    the attention, then of the feed-forward. qkv, up, down: roles of input groups, of which the members of qkv begin
-    with q, k and v. q_norm, k_norm: RMSNorm of each head. out: the Linear after the attention, and second_norm: the
-    LayerNorm before the feed-forward. Where both are empty, `up` is the last member of qkv and `down` reads attention
-    and feed-forward side by side.
+    Its fields say what those of a `Stream` say. A block whose `path` is None has none.
     """
 
-    adaln: str
+    path: str
+    qkv: str
+    q_norm: str
+    k_norm: str
+    out: str
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """An attention of a stream to text that all blocks read, and to an image's features where the block has room for
+    them; the first Linear of a group stands for the group.
+
+    norm: before it. q: the Linear of the stream; kv: the first of the text's, image_kv: of the image's, or None. q_norm
+    to image_k_norm: RMSNorm over all heads. text_tokens: those at the end of what is read; the rest is the image's.
+    """
+
+    path: str
+    norm: str
+    q: str
+    q_norm: str
+    kv: str
+    k_norm: str
+    image_kv: str
+    image_k_norm: str
+    out: str
+    text_tokens: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream of tokens through a block that `fluxq.optimize` fuses. Modules are paths below the block, and the
+    first Linear of an input group stands for the group.
+
+    name: "text" or "image", or "both" for one stream of both. modulation: the modules that the embedded timestep goes
+    through, one after another, to become shift, scale and gate of the attention, then of the feed-forward; none where
+    a call brings these. norm: LayerNorm before the attention, qkv: the Linears behind it, q_norm, k_norm: RMSNorm of
+    each head. out: after the attention; None in a block after which the stream ends. second_norm: LayerNorm before the
+    feed-forward, of which `up` is the first Linear, then `act`, a row of ACTS in quantize/producers.py, then `down`.
+    Where out, second_norm and up are empty, the Linears of qkv make what the activation reads too, and `down` reads
+    attention and feed-forward side by side. clipped: fp16 is kept from overflowing in the end.
+    """
+
+    name: str
+    norm: str
     qkv: str
     q_norm: str
     k_norm: str
     down: str
+    modulation: tuple[str, ...] = ()
     out: str = ""
     second_norm: str = ""
     up: str = ""
+    act: str = "gelu_tanh"
+    clipped: bool = False
+    own: OwnAttention | None = None
+    cross: CrossAttention | None = None
 
 
 @dataclass(frozen=True)
 class FusableBlock:
     """A block whose forward `fluxq.optimize` replaces, and which modules in it play which role.
 
-    block: pattern of its path. model: its class. attention, processor: the module with the attention, and the class of
-    the processor that the fused form knows. streams: in the order of their tokens in the attention. passed_over: path
-    below the block -> class, modules that the fused form computes itself instead of calling them.
+    block: pattern of its path. model: its class. attention: the module that its streams go through, in that order of
+    their tokens. attentions: path -> class of the processor that the fused form knows. passed_over: path -> class, what
+    the fused form computes itself instead of calling it: several classes with "|" between them, and "None" for what a
+    block may lack.
+
+    per_head: norms of q and k are of each head, else of all channels. rotary: q and k are rotated. fp32_modulation:
+    shift, scale and gate are in fp32, whatever the tokens are in. dispatched: the processor asks diffusers' dispatcher
+    for the attention, else torch. contiguous: it copies each stream's part of the attention before the next Linear,
+    which adds a bias in 16 bit to what is not contiguous.
     """
 
     block: str
     model: str
     attention: str
-    processor: str
+    attentions: Mapping[str, str]
     streams: tuple[Stream, ...]
     passed_over: Mapping[str, str]
+    per_head: bool = True
+    rotary: bool = True
+    fp32_modulation: bool = False
+    dispatched: bool = True
+    contiguous: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +166,9 @@ class Family:
     model: class name, of `library`. kind: what the model does in a pipeline; only a transformer runs at every
     denoising step, so only its activations are worth quantizing. keep: pattern -> reason, Linears that stay in
     16 bit whatever a recipe says about roles. tiny_config: a configuration small enough for tests, every K a
-    multiple of 128. fusable: blocks that have a fused form.
+    multiple of 128. fusable: blocks that have a fused form. self_attention: paths of the modules whose q, k and v come
+    from the same tokens and go through diffusers' attention dispatcher, without a mask, so that another attention can
+    take its place.
     """
 
     name: str
@@ -122,6 +179,7 @@ class Family:
     library: Literal["diffusers", "transformers"] = "diffusers"
     kind: Literal["transformer", "text_encoder", "vae"] = "transformer"
     fusable: tuple[FusableBlock, ...] = ()
+    self_attention: tuple[str, ...] = ()
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fluxq.recipes.family import Family, InputGroup, Maker
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
+from fluxq.recipes.recipe import Attention, Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 
 UNKNOWN_ROLE = "other"
 KEPT_ROLE = "kept"
@@ -139,12 +139,16 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one component. `notes` says what a recipe asked for that the family does not have."""
+    """The plan of one component. `notes` says what a recipe asked for that the family does not have.
+
+    attention: what its self-attention is computed in.
+    """
 
     family: str
     component: str
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = ()
+    attention: Attention = "16bit"
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:
@@ -195,6 +199,11 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
                 f"{component or 'vae'}: calibration looks at transformers only, so this one is rounded to nearest; "
                 "write `transforms: []`, `low_rank: null` and `rounding: {method: rtn, scales: amax}`"
             )
+        if family.kind != "transformer" and own.attention != "16bit":
+            raise ValueError(
+                f"{component or 'vae'}: it runs once per image, so attention in {own.attention} saves no time worth "
+                "the error; leave out `attention`"
+            )
         return own
     main = recipe.components.get("transformer")
     if main is None or (component is None and family.kind == "vae"):
@@ -220,8 +229,10 @@ def make_plan(
 
     static_inputs: two-level activations get a calibrated global scale. profile, compat: of the recipe; they limit what
     may be tried. include, exclude: patterns from the command line. Raises ValueError for a pattern or role that matches
-    nothing, for shapes that a format cannot hold and for a rank that a layer does not have.
+    nothing, for shapes that a format cannot hold, for a rank that a layer does not have and for attention in fp8 where
+    a family's cannot be replaced.
     """
+    require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
     excluded = [*recipe.exclude, *exclude]
     included = list(include)
@@ -246,7 +257,16 @@ def make_plan(
         which = "the recipe leaves every Linear in 16 bit" if layers else "the model has no Linears"
         raise ValueError(f"{component_name}: {which}; there is nothing to quantize")
     layers = _with_methods(layers, family, recipe, profile, compat)
-    return Plan(family.name, component_name, tuple(layers), tuple(notes))
+    return Plan(family.name, component_name, tuple(layers), tuple(notes), recipe.attention)
+
+
+def require_replaceable_attention(family: Family, attention: str) -> None:
+    """ValueError for another attention than 16 bit in a family whose attention nothing can take the place of."""
+    if attention != "16bit" and not family.self_attention:
+        raise ValueError(
+            f"attention in {attention}: not in {family.model}, which goes past diffusers' attention dispatcher or "
+            "gives every call a mask; write `attention: 16bit`"
+        )
 
 
 def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 Every error names file and line, and for a misspelt key or name the nearest known one. YAML is read with the safe
 loader; anchors and aliases are refused, because a recipe needs none and a few lines of them can fill any memory.
+`extends` stays in the folder of the recipe that was given, or takes a shipped one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ from fluxq.recipes.formats import Format, find_format
 Profile = Literal["rtn", "fast", "balanced", "best"]
 Compat = Literal["portable", "nunchaku", "full"]
 Transform = Literal["center", "smooth", "hadamard"]
+Attention = Literal["16bit", "fp8"]
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 16  # parsed in a second
 _MAX_DEPTH = 32
+_MAX_DIGITS = 40  # of an integer; what takes more is no count and no seed
+_MAX_CHAIN = 8  # recipes, each extending the next
+_MAX_SHOWN = 80  # characters of a value in a message
 _RECIPE_VERSION = 1
+_INTEGER = "tag:yaml.org,2002:int"
 _WORD, _NUMBER = r"[a-z][a-z0-9_]*", r"-?\d+(?:\.\d+)?"
 _RANK_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -139,7 +145,10 @@ class Override(Strict):
 
 
 class Component(Strict):
-    """What becomes of one pipeline component."""
+    """What becomes of one pipeline component.
+
+    attention: fp8 computes self-attention, q k^T and its product with v, from fp8 codes that are made at run time.
+    """
 
     weights: Operand
     activations: Operand | None = None
@@ -147,6 +156,7 @@ class Component(Strict):
     low_rank: LowRank | None = None
     rounding: Rounding = Rounding()
     modulation: Operand | None = None
+    attention: Attention = "16bit"
     overrides: list[Override] = []
     exclude: list[str] = []
 
@@ -181,7 +191,7 @@ class Calibration(Strict):
     """
 
     prompts: str = "default"
-    count: int = Field(default=64, ge=1)
+    count: int = Field(default=64, ge=1, le=1 << 20)
     steps: int = Field(default=8, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
 
@@ -378,8 +388,11 @@ class _Document:
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> _Document:
+    """seen: the files that extend this one, the one that was given first."""
     if path.resolve() in seen:
         raise ValueError(f"{path}: `extends` leads back to this file")
+    if len(seen) == _MAX_CHAIN:
+        raise ValueError(f"{path}: the {_MAX_CHAIN + 1}th recipe of a chain of `extends`; put some of them together")
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path}: larger than {_MAX_BYTES} bytes; this is not a recipe")
@@ -399,7 +412,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> _Document:
         base_path = find_recipe(base_name, path.parent)
     except FileNotFoundError as error:
         raise ValueError(f"{document.where(('extends',))}: {error}") from None
-    base = _read(base_path, (*seen, path.resolve()))
+    seen = (*seen, path.resolve())
+    if base_path.parent != _shipped_folder() and not base_path.resolve().is_relative_to(seen[0].parent):
+        raise ValueError(
+            f"{document.where(('extends',))}: {base_name!r} leads out of {seen[0].parent}; a recipe extends a shipped "
+            "one or a file in its own folder: put the file there"
+        )
+    base = _read(base_path, seen)
     merged = _merge(base.value, document.value)
     kept = {keys: line for keys, line in base.lines.items() if not _replaced(keys, base.value, document.value)}
     return _Document(merged, {**kept, **document.lines})
@@ -416,26 +435,30 @@ def _parse(path: Path) -> _Document:
             line = event.start_mark.line + 1
             raise ValueError(f"{path}:{line}: anchors and aliases are not allowed in a recipe; write the value out")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
-    try:
-        value = yaml.safe_load(text)
-    except ValueError as error:  # a date that is none, a number of thousands of digits
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(value, dict) or node is None:
+    if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{path}:1: a recipe is a mapping that starts with `version: {_RECIPE_VERSION}`")
     lines = {keys: f"{path}:{line}" for keys, line in _positions(node, (), path)}
+    try:
+        value = yaml.SafeLoader("").construct_document(node)
+    except ValueError as error:  # a date that is none
+        raise ValueError(f"{path}: {error}") from None
     return _Document(value, lines)
 
 
 def _positions(node: yaml.Node, at: tuple[str, ...], path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
     yield at, node.start_mark.line + 1
+    if node.tag == _INTEGER and len(node.value) > _MAX_DIGITS:
+        raise ValueError(f"{path}:{node.start_mark.line + 1}: a number of {len(node.value)} digits")
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ValueError(f"{path}:{key.start_mark.line + 1}: a key is a word")
             if key.value in seen:
                 raise ValueError(f"{path}:{key.start_mark.line + 1}: key {key.value!r} is given twice")
             seen.add(key.value)
             yield from _positions(value, (*at, str(key.value)), path)
-            yield (*at, str(key.value)), key.start_mark.line + 1
+            yield from _positions(key, (*at, str(key.value)), path)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _positions(value, (*at, str(index)), path)
@@ -508,9 +531,13 @@ def _explain(error: ValidationError, document: _Document) -> Iterator[str]:
         came = (
             ""
             if problem["type"] in ("unknown_key", "mistake", "value_error", "missing")
-            else f", got {problem['input']!r}"
+            else f", got {_shortened(repr(problem['input']))}"
         )
         yield f"{document.where(location)}: {shown}{message}{came}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def _shipped_folder() -> Path:
@@ -518,6 +545,7 @@ def _shipped_folder() -> Path:
 
 
 PROFILES = get_args(Profile)
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which they are applied
 GATE_METRICS = (  # what an evaluation measures
     "psnr",

@@ -51,7 +51,7 @@ def pipe():
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """checkpoint("nvfp4") is a folder with the embedded pipeline under that shipped recipe, made once a session.
 
-    Calibration is cut to 8 images at 2 steps and there is no closing check. Copy the folder before damaging it.
+    Calibration is cut to 8 images and there is no closing check. Copy the folder before damaging it.
     checkpoint("16 bit") is the embedded pipeline itself.
     """
     return _maker(tmp_path_factory.mktemp("checkpoints"), fitted=True)
@@ -84,7 +84,7 @@ def tested_recipes(pytestconfig) -> list[str]:
 
 @pytest.fixture(scope="session")
 def statistics_file(tmp_path_factory) -> Path:
-    """What `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images at 2 steps."""
+    """What `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
     folder = tmp_path_factory.mktemp("statistics")
     options = jobs.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
     return jobs.calibrate(jobs.prepare(options, writes=False))
@@ -118,6 +118,14 @@ def _inputs(family: Family) -> dict:
             "img_ids": torch.zeros(4, 3),
             "txt_ids": torch.zeros(5, 3),
         },
+        "Flux2Transformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "timestep": torch.tensor([0.5]),
+            "guidance": torch.tensor([4.0]),
+            "img_ids": torch.zeros(4, 4),
+            "txt_ids": torch.zeros(5, 4),
+        },
         "SD3Transformer2DModel": lambda: {
             "hidden_states": torch.randn(1, 4, 8, 8),
             "encoder_hidden_states": text,
@@ -136,6 +144,58 @@ def _inputs(family: Family) -> dict:
             "encoder_hidden_states": torch.randn(1, 512, 64),
             "encoder_hidden_states_image": torch.randn(1, 6, 64),
             "timestep": time,
+        },
+        "ChromaTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "timestep": torch.tensor([0.5]),
+            "img_ids": torch.zeros(4, 3),
+            "txt_ids": torch.zeros(5, 3),
+        },
+        "ZImageTransformer2DModel": lambda: {
+            "x": [torch.randn(4, 1, 4, 4)],
+            "t": torch.tensor([0.5]),
+            "cap_feats": [text[0]],
+        },
+        "PixArtTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 8, 8),
+            "encoder_hidden_states": text,
+            "timestep": time,
+        },
+        "LTXVideoTransformer3DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 16),
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool),
+            "timestep": time,
+            "num_frames": 1,
+            "height": 2,
+            "width": 2,
+        },
+        "HunyuanVideoTransformer3DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 1, 4, 4),
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool),
+            "pooled_projections": torch.randn(1, 64),
+            "timestep": time,
+            "guidance": torch.tensor([6000.0]),
+        },
+        "SanaTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 4, 4),
+            "encoder_hidden_states": text,
+            "timestep": time,
+        },
+        "HiDreamImageTransformer2DModel": lambda: {
+            "hidden_states": torch.randn(1, 4, 8, 8),
+            "timesteps": time,
+            "encoder_hidden_states_t5": text,
+            "encoder_hidden_states_llama3": torch.randn(2, 1, 5, 64),
+            "pooled_embeds": torch.randn(1, 64),
+        },
+        "UNet2DConditionModel": lambda: {
+            "sample": torch.randn(1, 4, 8, 8),
+            "timestep": time,
+            "encoder_hidden_states": torch.randn(1, 5, 256),
+            "added_cond_kwargs": {"text_embeds": torch.randn(1, 128), "time_ids": torch.ones(1, 6)},
         },
         "AutoencoderKL": lambda: {"sample": torch.randn(1, 3, 8, 8)},
     }[family.model]()
@@ -161,7 +221,7 @@ def write_lora(path: Path, model: nn.Module, layers: tuple[str, ...], rank: int 
 
 
 def quick(recipe: str, folder: Path, fitted: bool = True) -> Path:
-    """A recipe file in `folder` that extends a shipped one and calibrates on 8 images at 2 steps, if at all."""
+    """A recipe file in `folder` that extends a shipped one and calibrates on 8 images, if at all."""
     file = folder / f"{recipe}.yaml"
     calibrated = load_recipe(recipe)[1].calibration is not None
     text = f"extends: {recipe}\n" + ("calibration: {count: 8, steps: 2}\n" if calibrated else "")

@@ -44,6 +44,8 @@ class Pipe:
 
     @staticmethod
     def vary(value, by: Tensor, branch: int):
+        if isinstance(value, list):
+            return [Pipe.vary(item, by, branch) for item in value]
         if not isinstance(value, Tensor) or value.ndim < 2 or not value.is_floating_point():
             return value
         return (value + 0.1 * by + branch).to(torch.bfloat16)

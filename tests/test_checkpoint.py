@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
 
@@ -12,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fluxq import jobs, tiny
-from fluxq.base.files import atomic_folder, atomic_path
+from fluxq.base.files import atomic_folder, atomic_path, put_back
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.calibrate.statistics import Statistics
 from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, list_linears
-from fluxq.quantize.run import Outcome, quantize_component
+from fluxq.quantize.run import quantize_component
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "single_transformer_blocks.0.proj_mlp"
@@ -193,8 +194,8 @@ def write(target, max_shard_bytes, statistics_file, recipe):
     prepared = jobs.prepare(jobs.Options(model="tiny", recipe=str(recipe)), writes=False)
     plan = prepared.plans[0]
     source = SourceWeights(folder, "transformer")
-    tensors = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, Outcome())
-    return ckpt.write_component(target / "transformer", folder, plan, tensors, max_shard_bytes=max_shard_bytes)
+    files = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, target / "work")
+    return ckpt.write_component(target / "transformer", folder, plan, files, max_shard_bytes=max_shard_bytes)
 
 
 def test_shards_load_as_one_file_does(checkpoint, tmp_path, quick_recipe, statistics_file):
@@ -281,7 +282,7 @@ def test_the_plan_file_says_what_was_done(checkpoint):
         linear.name for linear in list_linears(resolve_model("tiny"), "transformer")
     ]
     assert all(layer["reason"] for layer in part["layers"])
-    assert record["trajectory"]["steps_seen"] == [0, 7] and len(record["trajectory"]["items"]) == 8
+    assert record["trajectory"]["steps_seen"] == list(range(8)) and len(record["trajectory"]["items"]) == 8
     assert record["model"]["license"] == {"license": "apache-2.0"} and record["check"] is None
     held = weights_of(checkpoint("nvfp4"))
     assert part["bytes_after"] == sum(t.numel() * t.element_size() for t in held.values())
@@ -306,6 +307,7 @@ def _rename(tensors, old, new):
         (lambda c: c.pop("format_version"), "checkpoint has format version None"),
         (lambda c: c.update(required_features=["rotation"]), "checkpoint requires rotation, unknown to this version"),
         (lambda c: c.update(required_features="rotation"), "checkpoint requires rotation, unknown to this version"),
+        (lambda c: c.update(attention="fp4"), "computes attention in 'fp4', unknown to this version: update fluxq"),
         (lambda c: c.update(layers={}), "names no layers"),
         (lambda c: c.update(layers={"fp8-fp8": LAYER}), "names no layers"),
         (lambda c: c["layers"].update({"fp8-fp8": [LAYER]}), "names a layer under two schemes"),
@@ -369,6 +371,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(damaged, change, message):
 def test_a_config_is_read_as_it_was_written():
     said = QuantizationConfig({"fp8-fp8": ["a"], "nvfp4-nvfp4-static": ["b", "c"]}, ("static_input_scale",))
     assert QuantizationConfig.from_dict(json.loads(json.dumps(said.to_dict()))) == said
+    assert "attention" not in said.to_dict()
+    in_fp8 = replace(said, attention="fp8")
+    assert QuantizationConfig.from_dict(json.loads(json.dumps(in_fp8.to_dict()))) == in_fp8
     assert {name: str(scheme) for name, scheme in said.schemes.items()} == {
         "a": "fp8-fp8",
         "b": "nvfp4-nvfp4-static",
@@ -404,23 +409,25 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path, overwrite):
     if overwrite:
         target.mkdir()
         (target / "old").write_text("old")
+    work = tmp_path / "work"
+    work.mkdir()
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(KeyboardInterrupt), atomic_folder(target, overwrite=overwrite) as part:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(target, work, overwrite=overwrite) as part:
         (part / "new").write_text("new")
         assert not (target / "new").exists()
         raise KeyboardInterrupt
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
-    with atomic_folder(target, overwrite=overwrite) as part:
+    with atomic_folder(target, work, overwrite=overwrite) as part:
         (part / "new").write_text("new")
-    assert [path.name for path in target.iterdir()] == ["new"] and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in target.iterdir()] == ["new"] and not list(work.iterdir())
 
 
 def test_a_folder_that_stands_there_is_never_replaced_unasked(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
-    with pytest.raises(OSError), atomic_folder(tmp_path / "out"):
+    with pytest.raises(OSError), atomic_folder(tmp_path / "out", tmp_path / "work"):
         pass
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["old", "out", "work"]
 
 
 def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
@@ -428,11 +435,24 @@ def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch
     (tmp_path / "out" / "old").write_text("old")
     rename = Path.rename
     monkeypatch.setattr(
-        Path, "rename", lambda p, t: rename(p, t) if p.suffix != ".part" else (_ for _ in ()).throw(OSError())
+        Path, "rename", lambda p, t: rename(p, t) if p.name != "new" else (_ for _ in ()).throw(OSError())
     )
-    with pytest.raises(OSError), atomic_folder(tmp_path / "out", overwrite=True):
+    with pytest.raises(OSError), atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True):
         pass
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["old", "out", "work"]
+
+
+def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path):
+    (tmp_path / "work" / "old").mkdir(parents=True)
+    (tmp_path / "work" / "old" / "file").write_text("old")
+    (tmp_path / "work" / "new").mkdir()
+    (tmp_path / "work" / "new" / "half").write_text("new")
+    put_back(tmp_path / "out", tmp_path / "work")
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True) as part:
+        assert not list(part.iterdir())
+        (part / "file").write_text("new")
+    assert (tmp_path / "out" / "file").read_text() == "new" and not list((tmp_path / "work").iterdir())
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
@@ -462,10 +482,10 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "big").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "big")
     for text, overwrite in (("first", False), ("second", True)):
-        with atomic_folder(tmp_path / "out", overwrite=overwrite) as part:
+        with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=overwrite) as part:
             (part / "file").write_text(text)
         assert (tmp_path / "out").is_symlink() and (tmp_path / "big" / "file").read_text() == text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["big", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big", "out", "work"]
 
 
 @pytest.mark.parametrize(

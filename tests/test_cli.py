@@ -82,7 +82,7 @@ COMMON = {"--json", "-v", "--verbose", "-q", "--quiet"}
 RECIPE = {"--recipe", "--profile", "--components", "--include", "--exclude"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
 WRITES = {"--output", "-o", "--overwrite"}
-FITS = {"--no-check", "--parallel-blocks"}
+FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size"}
 GPU = {"--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
 
 
@@ -367,11 +367,11 @@ BAD_MODELS = {
     "index is a list": (lambda m: (m / INDEX).write_text("[]"), [INDEX, "expected a JSON object, found list"]),
     "unknown family": (
         lambda m: (
-            edit_json(m / INDEX, transformer=["diffusers", "PixArtTransformer2DModel"]),
+            edit_json(m / INDEX, transformer=["diffusers", "DiTTransformer2DModel"]),
             (m / CONFIG).write_text('{"num_layers": 1}'),
         ),
         [
-            "PixArtTransformer2DModel has no row in recipes/families.py",
+            "DiTTransformer2DModel has no row in recipes/families.py",
             "known: FluxTransformer2DModel",
             "how to add one",
         ],
@@ -557,6 +557,18 @@ def test_a_write_that_fails_is_named_and_leaves_nothing(fluxq, quick_recipe, com
     assert_refused(result, 1, "cannot write ", "File too large", "GB are free")
 
 
+@pytest.mark.parametrize("size", ["0GB", "5", "GB", "-1MB", "5 bananas"])
+def test_a_shard_size_that_is_none_is_refused(fluxq, size):
+    assert_refused(fluxq("quantize", "--max-shard-size", size), 2, "as in 5GB or 800MB")
+
+
+def test_weights_are_cut_into_shards_of_the_size_asked_for(fluxq, tmp_path):
+    assert fluxq("quantize", "--recipe", "fp8", "--no-check", "--max-shard-size", "0.5MiB").code == 0
+    shards = sorted((tmp_path / "tiny-fp8" / "transformer").glob("*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size < (1 << 19) + 20_000 for path in shards)
+    assert_refused(fluxq("quantize", "--recipe", "fp8", "--no-check"), 2, "another max_shard_bytes")
+
+
 # How a failure is shown
 
 
@@ -573,16 +585,26 @@ def test_a_fault_of_our_own_is_not_hidden(fluxq, monkeypatch, tmp_path):
         main()
 
 
-def test_an_interruption_anywhere_leaves_nothing(fluxq, monkeypatch):
+def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, caplog):
+    """Before the first block that is nothing; afterwards the blocks, which the same command goes on with."""
+
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    for place in ("fluxq.jobs.write_text", "fluxq.quantize.checkpoint.copy_rest", "fluxq.jobs.load_pipeline"):
+    for place in ("fluxq.jobs.load_pipeline", "fluxq.jobs.write_text", "fluxq.quantize.checkpoint.copy_rest"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             result = fluxq("quantize", "--recipe", "fp8", *([] if "load" in place else ["--no-check"]))
-        assert (result.code, result.left) == (1, []), place
-        assert result.err.strip() == "interrupted; nothing half-written was left behind"
+        assert result.code == 1 and result.err.endswith("interrupted; nothing half-written was left behind\n"), place
+        if "load" in place:
+            assert result.left == [] and caplog.messages == []
+        else:
+            (work,) = tmp_path.iterdir()
+            assert caplog.messages[-1] == f"what is done is kept in {work}: the same command goes on with it"
+            assert not list(work.rglob("*.part")) and not (work / "new").exists()
+    result = fluxq("quantize", "--recipe", "fp8", "--no-check")
+    assert result.code == 0 and caplog.messages[-1] == f"going on with what an interrupted run left in {work}"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-fp8"]
 
 
 # Real processes
@@ -616,11 +638,11 @@ def test_a_real_process_ends_with_code_and_message(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_during_work_ends_with_a_message_and_leaves_nothing(tmp_path):
+def test_ctrl_c_during_work_ends_with_a_message_and_leaves_what_is_done(tmp_path):
     process = start("quantize", "--recipe", "fp8", "--num-inference-steps", "16", cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob(".tiny-fp8.*.part/transformer/*.safetensors")):
+        while not list(tmp_path.glob(".tiny-fp8.*.work/new/transformer/*.safetensors")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -628,8 +650,11 @@ def test_ctrl_c_during_work_ends_with_a_message_and_leaves_nothing(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 1
-    assert err.strip() == "interrupted; nothing half-written was left behind"
-    assert list(tmp_path.iterdir()) == []
+    (work,) = tmp_path.iterdir()
+    kept, message = err.split("\n\n")
+    assert kept == f"what is done is kept in {work}: the same command goes on with it"
+    assert message.strip() == "interrupted; nothing half-written was left behind"
+    assert sorted(path.name for path in work.iterdir()) == ["job.json", "transformer"]
 
 
 def test_generation_defaults_that_the_pipeline_does_not_take_are_refused(fluxq, tiny_folder):

@@ -20,7 +20,8 @@ def test_every_row_has_a_chip_and_an_efficiency_for_each_peak(device):
 
 
 def test_every_efficiency_is_a_fraction_with_a_source_or_the_word_assumed(device):
-    for efficiency in (*device.matmul.values(), device.attention, device.streaming, device.scalar):
+    attention = device.attention, device.attention_fp8
+    for efficiency in (*device.matmul.values(), *attention, device.streaming, device.scalar):
         assert 0.3 < efficiency.fraction < 1.05  # cards that clock higher than the data sheet counts on pass 1
         assert bool(efficiency.measured) != bool(efficiency.why)
         assert efficiency.is_assumed == ("assumed: " in str(efficiency))

@@ -16,7 +16,7 @@ from fluxq.kernels import dispatch, launch
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.dispatch import KERNELS, Offer, choose
 from fluxq.kernels.interpreter import interpreting
-from fluxq.quantize import norms, ops, producers, products, reencode
+from fluxq.quantize import attention, norms, ops, producers, products, reencode
 from fluxq.quantize.reencode import row_scales
 from fluxq.quantize.tensor import QuantizedTensor, swizzle_scales
 from fluxq.recipes.formats import Scheme, find_format
@@ -322,6 +322,29 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
     q, k = (torch.randn(1, 5, heads, 64, generator=noise).bfloat16() for heads in (3, 2))
     cos, sin = torch.randn(8, 64, generator=noise), torch.randn(8, 64, generator=noise)
     check_op(norms.qk_norm_rope, launch.qk_norm_rope, (q, k, None, None, cos, sin, 1e-6, True, False, 2), exact=False)
+
+
+@pytest.mark.parametrize(("d", "scale"), [(64, None), (128, 0.1)])
+def test_attention_on_a_gpu(offers, d: int, scale: float | None) -> None:
+    offers(**ALL)
+    noise = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 17, d, generator=noise).bfloat16().transpose(1, 2) for _ in range(3))
+    check_op(attention.attention_fp8, launch.attention_fp8, (q, k, v, scale), exact=False)
+    apart = torch.stack([q, k], -1)[..., 0]  # elements of a head with gaps between them
+    with interpreting():
+        found = launch.attention_fp8(apart, k, v, scale, chip="sm_100")
+        assert torch.equal(found, launch.attention_fp8(q, k, v, scale, chip="sm_100"))
+        assert launch.attention_fp8(q[:, :0], k, v, scale, chip="sm_100").shape == (1, 0, 2, d)
+
+
+@pytest.mark.parametrize(
+    ("d", "chip", "why"),
+    [(96, "sm_90", "attention_fp8 has no 96"), (128, "sm_80", "type fp8e4nv"), (64, "gfx942", "no fp8 matrix")],
+)
+def test_attention_without_a_kernel_names_heads_and_chip(d: int, chip: str, why: str) -> None:
+    q = torch.ones(1, 4, 2, d)
+    with pytest.raises(ValueError, match=f"heads of {d} elements on {chip} .*{why}.*set_attention"):
+        launch.attention_fp8(q, q, q, None, chip=chip)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_tensor"])

@@ -559,6 +559,7 @@ def test_two_actors_make_what_one_process_makes(tmp_path, whole, ray_engine):
     require_same(made, whole("tiny"), workers=2)
 
 
+@pytest.mark.slow
 def test_actors_that_die_are_replaced_and_nothing_is_made_twice(tmp_path, side, whole, ray_engine, caplog):
     made = dying(tmp_path, SIDES[side], "torn", "after")
     with caplog.at_level(logging.WARNING, logger="fluxq"):

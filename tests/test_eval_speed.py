@@ -13,6 +13,7 @@ from fluxq.eval import speed
 from fluxq.eval.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
 from fluxq.eval.sides import Side
 from fluxq.eval.speed import STEP, TEXT, VAE, WHOLE, Setting, device_row, measure_speed, step_at_peak, summarize
+from fluxq.quantize import graphs
 from fluxq.recipes.cost import LEVELS, cost, forward_pass
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.families import FAMILIES
@@ -369,10 +370,11 @@ def test_what_compiling_said_stands_in_the_row(monkeypatch):
 
     machine, pair = sides()
     monkeypatch.setitem(speed.MODES, "compiled", fails)
-    found = measure(pair, machine, modes=("eager", "compiled", "cuda graph"))
-    assert [row.missing for row in found.rows[:3]] == [
+    found = measure(pair, machine, modes=("eager", "compiled", "cuda graph", "captured"))
+    assert [row.missing for row in found.rows[:4]] == [
         None,
         "RuntimeError: no compiler here",
+        "CUDA graphs need a CUDA device",
         "CUDA graphs need a CUDA device",
     ]
     assert len(found.speedups) == 2
@@ -405,7 +407,7 @@ def test_any_other_error_is_an_error():
     [
         ({"rounds": 2}, "at least 3"),
         ({"warmup": 0}, "at least 3 after 1"),
-        ({"modes": ("fast",)}, "mode 'fast' is unknown; known: eager, compiled, cuda graph"),
+        ({"modes": ("fast",)}, "mode 'fast' is unknown; known: eager, compiled, cuda graph, captured"),
         ({"modes": ()}, "mode 'none'"),
         ({"batches": (0,)}, "batches"),
     ],
@@ -473,6 +475,59 @@ def test_a_graphed_model_hands_out_copies(monkeypatch):
     model = speed.MODES["cuda graph"](Replayed())
     (first,), (second,) = model(None), model(None)
     assert first.tolist() == [1, 1] and second.tolist() == [2, 2] and len(begun) == 2
+
+
+class Replays:
+    """Stands in for CUDA graphs, whose replays take a tenth of a second."""
+
+    kind = "cpu"
+
+    def __init__(self, device):
+        self.device = device
+
+    def warm_up(self, call):
+        call()
+
+    def rehearse(self, call):
+        call()
+        return True
+
+    def record(self, call, beside):
+        return None, call(), 0
+
+    def replay(self, graph):
+        Replays.machine.work(0.1)
+
+
+@pytest.fixture
+def replays_on(monkeypatch):
+    """replays_on(machine) lets captured steps take their time there."""
+
+    def put(machine):
+        monkeypatch.setattr(Replays, "machine", machine, raising=False)
+        monkeypatch.setattr(graphs, "CudaGraphs", Replays)
+
+    return put
+
+
+def test_captured_steps_run_beside_the_plain_ones(replays_on):
+    machine, pair = sides(FakeMachine("cuda"), {"step": 0.4}, {"step": 0.3})
+    replays_on(machine)
+    with torch.no_grad():
+        found = measure(pair, machine, modes=("eager", "captured"))
+    assert [row.missing for row in found.rows] == [None] * 4
+    assert [row.stages[STEP].p50 for row in found.rows] == pytest.approx([0.4, 0.1, 0.3, 0.1])
+    assert found.rows[1].compile_seconds > 0 and {each.against for each in found.speedups} == {"captured"}
+
+
+def test_captured_steps_give_way_where_sides_change_places(replays_on):
+    room = {"room": 16 * GIB, "weights": 6 * GIB}
+    machine, pair = sides(FakeMachine("cuda"), room, room)
+    replays_on(machine)
+    with torch.no_grad():
+        found = measure(pair, machine, modes=("captured", "eager"), batches=(1, 8))
+    given_up = ["change places" in (row.missing or "") for row in found.rows]
+    assert given_up == [False, False, False, False, True, False, True, False]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tiny random transformers of every family: what holds for the embedded FLUX holds for them."""
 
 import copy
+from itertools import cycle
 from pathlib import Path
 
 import diffusers
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 import fluxq
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
+TAKES_ADAPTERS = [row for row in TRANSFORMERS if hasattr(getattr(diffusers, row.model), "add_adapter")]
 
 
 class Case:
@@ -34,10 +37,13 @@ class Case:
     @torch.no_grad()
     def output(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         def cast(value: object) -> object:
+            if isinstance(value, list):
+                return [cast(item) for item in value]
             floats = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
             return value.to(dtype) if floats else value
 
-        return model(**{name: cast(value) for name, value in self.inputs.items()}, return_dict=False)[0]
+        output = model(**{name: cast(value) for name, value in self.inputs.items()}, return_dict=False)[0]
+        return output[0] if isinstance(output, list) else output  # Z-Image: a list of images
 
 
 @pytest.fixture(scope="module", params=TRANSFORMERS, ids=lambda row: row.name)
@@ -56,6 +62,26 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def quantized(model: nn.Module) -> dict[str, fluxq.QuantLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, fluxq.QuantLinear)}
+
+
+RECIPES = [
+    pytest.param(row, recipe, id=f"{row.name}-{recipe}", marks=() if turn == recipe else pytest.mark.slow)
+    for row, turn in zip(TRANSFORMERS, cycle(shipped_recipes()), strict=False)
+    for recipe in shipped_recipes()
+]
+
+
+@pytest.mark.parametrize(("case", "recipe"), RECIPES, indirect=["case"])
+def test_what_a_recipe_makes_of_it_is_saved_and_loaded(case, recipe, tmp_path):
+    """All recipes in every family among the slow ones; each family one of them otherwise."""
+    config = fluxq.FluxqConfig(recipe=recipe, profile="rtn")
+    made = case.load(case.plain, quantization_config=config)
+    made.save_pretrained(tmp_path)
+    again = case.load(tmp_path)
+    wanted = load_recipe(recipe)[1].components["transformer"]
+    held = {layer.scheme.weights for layer in quantized(again).values()}
+    assert wanted.weights.row in held <= {wanted.weights.row, wanted.modulation.row}
+    assert same(bits(again), bits(made)) and torch.equal(case.output(again), case.output(made))
 
 
 def test_it_computes_what_the_16_bit_model_computes_up_to_four_bits(case):
@@ -83,7 +109,8 @@ def test_blocks_on_disk_compute_alike(case, tmp_path):
     how = {"dtype": torch.float32}
     whole = case.load(**how)
     names = [*dict(whole.named_children()), *(name for name, _ in whole.named_parameters() if "." not in name)]
-    split = {name: "disk" if name.endswith("blocks") else "cpu" for name in names}
+    blocks = {name.partition(".")[0] for name in quantized(whole)}
+    split = {name: "disk" if name in blocks else "cpu" for name in names}
     model = case.load(device_map=split, offload_folder=tmp_path, **how)
     assert all(layer.weight.is_meta for layer in quantized(model).values())
     torch.testing.assert_close(case.output(model, **how), case.output(whole, **how), rtol=0, atol=1e-5)
@@ -97,6 +124,7 @@ def test_group_offload_computes_alike(case):
     assert torch.equal(case.output(model), want)
 
 
+@pytest.mark.parametrize("case", TAKES_ADAPTERS, ids=lambda row: row.name, indirect=True)
 def test_a_lora_fuses_without_loss_and_leaves_no_trace(case):
     model = case.load()
     plain, before = case.output(model), bits(model)
@@ -111,10 +139,14 @@ def test_a_lora_fuses_without_loss_and_leaves_no_trace(case):
     assert same(bits(model), before) and torch.equal(case.output(model), plain)
 
 
-NOT_FLUX = [row for row in TRANSFORMERS if row.name != "flux"]  # tests/test_loading.py compiles that
+COMPILED = [  # tests/test_loading.py compiles FLUX.1; HiDream counts the tokens of each expert on the CPU
+    pytest.param(row, id=row.name, marks=() if row.name == "wan" else pytest.mark.slow)
+    for row in TRANSFORMERS
+    if row.name not in ("flux", "hidream")
+]
 
 
-@pytest.mark.parametrize("case", NOT_FLUX, ids=lambda row: row.name, indirect=True)
+@pytest.mark.parametrize("case", COMPILED, indirect=True)
 def test_compiled_it_is_one_graph(case):
     model = case.load()
     want = case.output(model)

@@ -39,6 +39,7 @@ calibration: {prompts: default, count: 8, steps: 2, seed: 0}
 compat: full
 gate: {db_per_percent: 0.0}
 """
+CALL = {"num_inference_steps": 9}  # of eight or fewer steps all would be looked at
 NO_SEARCH = ALL_STAGES.replace("center, smooth, hadamard", "center, hadamard")  # smoothing takes most of the time
 
 
@@ -50,7 +51,7 @@ def write_recipe(folder: Path, recipe: str) -> Path:
 
 def options(folder: Path, recipe: str = ALL_STAGES, **changes) -> jobs.Options:
     path = write_recipe(folder, recipe)
-    made = jobs.Options(model="tiny", recipe=str(path), output=str(folder / "out"), check=False)
+    made = jobs.Options(model="tiny", recipe=str(path), output=str(folder / "out"), check=False, call=CALL)
     return replace(made, **changes)
 
 
@@ -340,8 +341,8 @@ def test_statistics_of_another_recipe_are_refused_before_anything_is_computed(tm
 
 def test_the_record_says_what_layers_were_fitted_to(finished):
     folder, record = finished
-    assert record["trajectory"]["steps_seen"] == [0, 7] and len(record["trajectory"]["items"]) == 8
-    assert "8 images, steps 0, 7 of FlowMatchEuler" in (folder / "README.md").read_text(encoding="utf-8")
+    assert record["trajectory"]["steps_seen"] == [0, 8] and len(record["trajectory"]["items"]) == 8
+    assert "8 images, steps 0, 8 of FlowMatchEuler" in (folder / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ comes from falling back does not count.
 
 import copy
 import pickle
-import zlib
 from collections import Counter
 
 import accelerate
@@ -15,23 +14,14 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
 from diffusers.models.transformers import transformer_flux as stock
-from peft import LoraConfig
+from fused_models import FULL, TEXT_TOKENS, Calls, adapt, fused_calls, layers, ops, output, put, quantized
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fluxq
 from fluxq import tiny
-from fluxq.quantize import fused, norms, prepare
-from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.quantize.linear import QuantLinear, branch_shapes
-from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.formats import Scheme
+from fluxq.quantize import fused_forms, norms, prepare
 
-FLUX = FAMILIES["flux"]
-TEXT_TOKENS = 5
 BLOCKS = 3
-FULL = "nvfp4-nvfp4-static-center-smooth-h16-46-r4"
 SCHEMES = (
     "16 bit",
     "int8-int8",
@@ -49,6 +39,7 @@ SCHEMES = (
     "int4-int4-smooth-r4",
     "int4-16bit",
 )
+SOME = ("int8-int8", "nvfp4-nvfp4-static")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -60,11 +51,11 @@ def test_fused_is_unfused_byte_for_byte(scheme: str) -> None:
     assert torch.equal(output(model), want)
 
 
-@pytest.mark.parametrize("scheme", ["16 bit", "int8-int8", "nvfp4-nvfp4-static", FULL])
+@pytest.mark.parametrize("scheme", ["16 bit", FULL, *(pytest.param(s, marks=pytest.mark.slow) for s in SOME)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_in_every_dtype_batch_and_size(scheme: str, dtype: torch.dtype) -> None:
     model = quantized(scheme, dtype)
-    calls = [{"images": images, "tokens": tokens} for images in (1, 3) for tokens in (1, 33)]
+    calls = [{"images": images, "size": size} for images in (1, 3) for size in ((1, 1), (3, 11))]
     want = [output(model, **call) for call in calls]
     fluxq.optimize(model)
     for call, before in zip(calls, want, strict=True):
@@ -191,19 +182,19 @@ def test_preparing_after_optimizing_keeps_the_bits() -> None:
 # --- planted faults: the comparison above sees them
 
 
-def wrong_gate(block, row, temb, count):
-    chunks = list(MODULATION(block, row, temb, count))
+def wrong_gate(block, stream, given):
+    chunks = list(MODULATION(block, stream, given))
     chunks[2] = chunks[0]
     return tuple(chunks)
 
 
-def no_shift(block, row, temb, count):
-    shift, *rest = MODULATION(block, row, temb, count)
+def no_shift(block, stream, given):
+    shift, *rest = MODULATION(block, stream, given)
     return (torch.zeros_like(shift), *rest)
 
 
-def swapped_k_and_v(block, fusion, qkv, images):
-    q, k, v = HEADS(block, fusion, qkv, images)
+def swapped_k_and_v(attention, qkv, images):
+    q, k, v = HEADS(attention, qkv, images)
     return q, v, k
 
 
@@ -211,15 +202,15 @@ def no_rope(q, k, q_weight, k_weight, cos, sin, *rest):
     return ROPE(q, k, q_weight, k_weight, torch.ones_like(cos), torch.zeros_like(sin), *rest)
 
 
-MODULATION, HEADS, ROPE = fused._modulation, fused._heads, norms.qk_norm_rope
+MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, norms.qk_norm_rope
 
 
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (fused, "_modulation", wrong_gate),
-        (fused, "_modulation", no_shift),
-        (fused, "_heads", swapped_k_and_v),
+        (fused_forms, "_modulation", wrong_gate),
+        (fused_forms, "_modulation", no_shift),
+        (fused_forms, "_heads", swapped_k_and_v),
         (norms, "qk_norm_rope", no_rope),
     ],
 )
@@ -316,7 +307,8 @@ def test_a_16_bit_model_may_be_cast_afterwards() -> None:
     assert torch.equal(got, output(model))
 
 
-@pytest.mark.parametrize("scheme", ["int8-int8", *(pytest.param(s, marks=pytest.mark.slow) for s in ("16 bit", FULL))])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["16 bit", "int8-int8", FULL])
 def test_it_compiles_without_a_graph_break(scheme: str) -> None:
     model = quantized(scheme)
     fluxq.optimize(model)
@@ -534,145 +526,3 @@ def test_what_cannot_be_fused_is_refused_by_name(pipe) -> None:
     with pytest.raises(ValueError, match=r"no block of this FluxTransformer2DModel can be fused: transformer_blocks.0"):
         fluxq.optimize(model)
     assert fluxq.restore(pipe) == 0
-
-
-@pytest.mark.parametrize("family", [row for row in FAMILIES.values() if row.fusable], ids=lambda row: row.name)
-def test_a_row_names_what_the_class_has(family) -> None:
-    """Every module that is passed over, every role and every path, against the class of diffusers."""
-    model = build_on_meta(family.library, family.model, dict(family.tiny_config))
-    for row in family.fusable:
-        block = model.get_submodule(row.block.replace("*", "0"))
-        assert type(block).__name__ == row.model
-        assert {path: type(block.get_submodule(path)).__name__ for path in row.passed_over} == row.passed_over
-        roles = {group.role: group for group in family.groups if group.block == row.block}
-        for stream in row.streams:
-            assert roles[stream.qkv].modulation.linear == f"{stream.adaln}.linear"
-            for path in (stream.q_norm, stream.k_norm, *filter(None, (stream.out, stream.second_norm))):
-                block.get_submodule(path)
-            assert len(roles[stream.qkv].members) == (3 if stream.up else 4)
-            assert len(roles[stream.down].members) == 1
-
-
-# --- models and calls
-
-
-def quantized(scheme: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Flux's tiny configuration under a scheme; what a group's layers do to their input is the same."""
-    torch.manual_seed(0)
-    model = diffusers.FluxTransformer2DModel.from_config(FLUX.tiny_config).to(dtype).eval().requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if "norm_" in name and isinstance(module, nn.RMSNorm):
-            module.weight.data = (1 + 0.2 * torch.randn(module.weight.shape)).to(dtype)
-        if isinstance(module, nn.Linear) and not FLUX.kept(name):
-            put(model, name, scheme)
-    return model
-
-
-def put(model: nn.Module, path: str, scheme: str) -> None:
-    """Hold the Linear at `path` under a scheme, its vectors drawn for its input group."""
-    parent, _, name = path.rpartition(".")
-    linear = model.get_submodule(path)
-    weight, bias, dtype = plain(linear)
-    if scheme == "16 bit":
-        layer = nn.Linear(linear.in_features, linear.out_features, dtype=dtype).requires_grad_(False)
-        layer.weight.data, layer.bias.data = weight.to(dtype), bias
-    else:
-        group, block = FLUX.locate(path)
-        layer = _layer(weight, bias, Scheme.parse(scheme), seed=zlib.crc32(f"{block} {group.role}".encode()))
-    model.get_submodule(parent).register_module(name, layer)
-
-
-def plain(linear: nn.Linear) -> tuple[Tensor, Tensor, torch.dtype]:
-    if isinstance(linear, QuantLinear):
-        return linear.collapsed()[0], linear.bias.data, linear.compute_dtype
-    return linear.weight.data, linear.bias.data, linear.weight.dtype
-
-
-def _layer(weight: Tensor, bias: Tensor, scheme: Scheme, seed: int) -> QuantLinear:
-    n, k = weight.shape
-    noise = torch.Generator().manual_seed(seed)
-    branches = {}
-    for name, shape in branch_shapes(scheme, n, k).items():
-        drawn = torch.randn(shape, generator=noise)
-        branches[name] = (drawn.abs() + 0.5 if name == "pre_quant_scale" else 0.1 * drawn).to(bias.dtype)
-    scale = torch.tensor(0.002) if scheme.static_input else None
-    return QuantLinear.from_quantized(QuantizedTensor.quantize(weight, scheme.weights), bias, scheme, scale, branches)
-
-
-def layers(model: nn.Module) -> list[QuantLinear]:
-    return [module for module in model.modules() if isinstance(module, QuantLinear)]
-
-
-def adapt(model: nn.Module, ends: list[str]) -> None:
-    """Put an adapter "a" around Linears, with an up-projection that is not 0."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    targets = [name for name in names if any(name.endswith(f".{end}") for end in ends)]
-    model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False), "a")
-
-
-def output(model: nn.Module, images: int = 1, tokens: int = 7, grad: bool = False, **arguments) -> Tensor:
-    """What a transformer makes of drawn inputs, one seed for all."""
-    noise = torch.Generator().manual_seed(1)
-    dtype = model.x_embedder.weight.dtype
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=noise).to(dtype)
-
-    with torch.set_grad_enabled(grad):
-        return model(
-            hidden_states=draw(images, tokens, 16),
-            encoder_hidden_states=draw(images, TEXT_TOKENS, 64),
-            pooled_projections=draw(images, 64),
-            timestep=torch.linspace(0.2, 0.9, images).to(dtype),
-            img_ids=torch.arange(3 * tokens).view(tokens, 3).float(),
-            txt_ids=torch.zeros(TEXT_TOKENS, 3),
-            return_dict=False,
-            **arguments,
-        )[0]
-
-
-class Calls:
-    """Counts the blocks of a call that were fused, and keeps the reasons of the others."""
-
-    def __init__(self) -> None:
-        self.fused, self.reasons = 0, set()
-
-    def __enter__(self) -> "Calls":
-        self.own = fused._why_plain
-
-        def why_plain(*arguments) -> str:
-            why = self.own(*arguments)
-            self.fused += not why
-            self.reasons |= {why} - {""}
-            return why
-
-        fused._why_plain = why_plain
-        return self
-
-    def __exit__(self, *_) -> None:
-        fused._why_plain = self.own
-
-
-def fused_calls(model: nn.Module, **call) -> int:
-    with Calls() as calls:
-        output(model, **call)
-    return calls.fused
-
-
-class Count(TorchDispatchMode):
-    """Counts calls of fluxq's ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fluxq":
-            self.found[func._schema.name.removeprefix("fluxq::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def ops(model: nn.Module) -> Counter:
-    with Count() as count:
-        output(model)
-    return count.found

@@ -376,6 +376,89 @@ def test_without_time_a_stage_is_not_begun(dry) -> None:
     assert found["stages"][0]["verdict"] == "no time"
 
 
+def test_a_stage_that_needs_more_than_its_share_leaves_it_to_the_next(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(session.timing, "describe", lambda device: {})
+    (tmp_path / "stages").mkdir()
+    shares = []
+    stages = [
+        session.Stage("long", 3.0, lambda s, seconds: shares.append(seconds) or [], None, least=50),
+        session.Stage("short", 1.0, lambda s, seconds: shares.append(seconds) or [], lambda s: {"about": "nothing"}),
+    ]
+    found = session.run_stages(session.Session(tmp_path, dry_run=False), stages, seconds=40)
+    assert [row["verdict"] for row in found["stages"]] == ["no time", "not here"]
+    assert shares == [pytest.approx(0.9 * 40, rel=0.05)]
+
+
+def test_what_is_not_done_is_done_by_another_call(dry) -> None:
+    """Right, wrong and missing stages stay; one that continues finds what it left, the others begin anew."""
+    verdicts = {"a": "right", "b": "incomplete", "c": "crashed", "d": "no time", "e": "not here", "f": "wrong"}
+    stages = [session.Stage(name, 1.0, None, None, continues=name == "b") for name in (*verdicts, "g")]
+    rows = [{"stage": name, "verdict": verdict} for name, verdict in verdicts.items()]
+    for name in verdicts:
+        dry.file(name).write_text("{}")
+    found = {"stages": rows, "commit": session.commit(), "dry_run": True}
+    (dry.out / "results.json").write_text(json.dumps(found))
+    left = session.unfinished(dry, stages)
+    assert [stage.name for stage in left] == ["b", "c", "d", "g"]
+    kept = session.forget(dry, left, resume=True)
+    assert [row["stage"] for row in kept] == ["a", "e", "f"]
+    assert {file.name for file in (dry.out / "stages").iterdir()} == {"a.0.json", "b.0.json", "e.0.json", "f.0.json"}
+    (dry.out / "results.json").write_text(json.dumps(found | {"commit": "another"}))
+    assert session.unfinished(dry, stages) == stages
+    session.forget(dry, stages, resume=True)
+    assert not any((dry.out / "stages").iterdir())
+
+
+def test_right_comes_before_fast_and_all_of_it_fits_into_one_call() -> None:
+    names = [stage.name for stage in session.STAGES]
+    assert max(map(names.index, (*session.PROOFS, "blocks"))) < min(map(names.index, ("try", "time", "bench", "step")))
+    minutes = next(option for option in session.main.params if option.name == "minutes").default
+    assert 60 * minutes + 30 <= 600  # a call of ten minutes; processes start, files are written
+    weights = sum(stage.weight for stage in session.STAGES)
+    for stage in session.STAGES:  # from a fresh start, where the stages before it took all of their shares
+        assert 60 * minutes * stage.weight / weights > min(stage.least, 20), stage.name
+
+
+def test_the_tests_that_want_a_gpu_are_found() -> None:
+    found = {Path(path).name for path in session.gpu_tests()}
+    assert "test_fused_kernels.py::test_on_a_gpu_every_op_of_a_block_is_its_reference_too" in found
+    assert any(name.startswith("test_graphs.py") for name in found)
+    assert not any("test_gpu_session" in name for name in found)
+
+
+def test_stages_of_whole_models_say_what_is_not_installed(dry, monkeypatch) -> None:
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name == "diffusers" else name)
+    whole = [stage for stage in session.STAGES if stage.name in ("blocks", "step")]
+    found = session.run_stages(dry, whole, 9.0)
+    assert [row["verdict"] for row in found["stages"]] == ["not here"] * 2
+    assert {row["about"] for row in found["stages"]} == {"not installed: diffusers"}
+
+
+def test_a_step_is_judged_by_its_rows_and_says_its_goals(dry) -> None:
+    goal = {"goal": "fp8", "at_least": 1.5, "measured": 1.44, "met": False, "row": "fp8, optimized"}
+    found = {
+        "complete": False,
+        "rows": [{"seconds": [1.0]}, {"missing": "memory"}],
+        "goals": [goal, goal | {"measured": None}],
+    }
+    dry.file("step").write_text(json.dumps(found))
+    judged = session._judge_step(dry)
+    assert (judged["right"], judged["complete"]) == (True, False)
+    assert judged["about"] == "1 rows, 1 missing, fp8 1.44x of 1.5x: not met"
+    dry.file("step").write_text(json.dumps(found | {"rows": []}))
+    assert session._judge_step(dry)["right"] is None
+
+
+def test_times_of_steps_are_kept_if_blocks_are_right(dry) -> None:
+    dry.file("step").write_text('{"rows": []}')
+    well, files = concluded(dry, PROVEN | {"blocks": "right"})
+    assert well and "flux_step.json" in files
+    assert json.loads((dry.out / "flux_step.json").read_text())["proofs"]["blocks"] == "right"
+    (dry.out / "flux_step.json").unlink()
+    well, files = concluded(dry, PROVEN | {"blocks": "wrong"})
+    assert not well and "flux_step.json" not in files
+
+
 BENCH = {
     "kind": session.report.__globals__["KIND"],
     "dry_run": True,
@@ -438,7 +521,7 @@ def test_what_tests_left_is_counted(dry) -> None:
     def judged(*outcomes: str) -> dict[str, Any]:
         lines = [{"test": f"t{i}", "outcome": outcome} for i, outcome in enumerate(outcomes)]
         (dry.out / "stages" / "tests.0.lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return session._judge_tests(dry)
+        return session._judge_outcomes("tests")(dry)
 
     assert judged("passed", "skipped")["right"] is True
     assert judged("passed", "not run") | {"failed": 0} == {
@@ -480,7 +563,7 @@ def test_the_whole_session_runs_dry(tmp_path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json", "log.txt", "report.md", "results.json", "stages"
+        "bench.json", "flux_step.json", "log.txt", "report.md", "results.json", "stages"
     }  # fmt: skip
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert [row["stage"] for row in stages] == [stage.name for stage in session.STAGES]

@@ -8,10 +8,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-from fluxq.kernels import adaln_quantize, dequantize, qk_norm_rope, quantize_activation, reencode, scaled_matmul
+from fluxq.kernels import (
+    adaln_quantize,
+    attention,
+    dequantize,
+    qk_norm_rope,
+    quantize_activation,
+    reencode,
+    scaled_matmul,
+)
 from fluxq.kernels.cells import Cell
 
-FILES = (adaln_quantize, dequantize, qk_norm_rope, quantize_activation, reencode, scaled_matmul)
+FILES = (adaln_quantize, attention, dequantize, qk_norm_rope, quantize_activation, reencode, scaled_matmul)
 CELLS = {f"{cell.name} {cell.format}": cell for file in FILES for cell in file.CELLS}
 EXACT = (
     "quantize_rows_kernel int8",
@@ -21,6 +29,9 @@ EXACT = (
     "scaled_matmul_kernel int8 128x128x128",
     "adaln_quantize_kernel nvfp4 fused 4096",
     "qk_norm_rope_kernel 16bit 128 neighbours",
+    "key_statistics_kernel 64 quantize",
+    "quantize_tokens_kernel 128 quantize",
+    "quantize_values_kernel 64 quantize",
     "reencode_kernel nvfp4-int8",
 )
 INEXACT = r"\b(?:div\.full|div\.approx|rcp\.approx|fma)\b[\w.]*|\b\w+(?:\.\w+)*\.ftz\b[\w.]*"

@@ -14,7 +14,8 @@ PRINTS = {
 }
 
 
-SLOW = {"03_roofline"}  # tests/test_cost.py checks the functions whose figures it prints
+# tests/test_eval_debug.py and tests/test_cost.py check the functions whose figures these print.
+SLOW = {"02_which_layer_hurts", "03_roofline"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import fluxq
 from fluxq import FluxqConfig, jobs, tiny
 from fluxq.integrations.loading import Arrivals
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.run import sqnr
+from fluxq.quantize.nearest import sqnr
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes

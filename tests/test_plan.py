@@ -437,6 +437,19 @@ def test_activations_of_what_runs_once_are_refused(said, name, family):
         entry(name, family, **{name: {"weights": FP8, **said}})
 
 
+def test_attention_in_fp8_is_of_transformers_whose_attention_can_be_replaced():
+    asked = component(attention="fp8")
+    assert plan_of(asked).attention == "fp8" and plan_of().attention == "16bit"
+    with pytest.raises(ValueError, match=r"attention in fp8: not in SD3Transformer2DModel.*write `attention: 16bit`"):
+        make_plan(FAMILIES["sd3"], "transformer", asked, LINEARS, static_inputs=True)
+    for name, family in (("text_encoder", "clip"), ("vae", "kl")):
+        with pytest.raises(ValueError, match=f"{name}: it runs once per image, so attention in fp8"):
+            entry(name, family, **{name: {"weights": FP8, "attention": "fp8"}})
+    main = Recipe.model_validate({"version": 1, "components": {"transformer": {"weights": FP8, "attention": "fp8"}}})
+    assert component_recipe(main, "text_encoder", FAMILIES["clip"]).attention == "16bit"
+    assert component_recipe(main, "transformer_2", FAMILIES["wan"]).attention == "fp8"
+
+
 def test_a_recipe_without_a_transformer_serves_what_it_names():
     recipe = Recipe.model_validate({"version": 1, "components": {"text_encoder": {"weights": FP8}}})
     assert component_recipe(recipe, "text_encoder", FAMILIES["clip"]).weights.format == "fp8"

@@ -59,6 +59,16 @@ def test_fitting_gains_what_it_should(better: str, worse: str, least: float) -> 
         assert rows[better]["bits_per_weight"] - rows[worse]["bits_per_weight"] < 0.42
 
 
+@pytest.mark.parametrize(("recipe", "most"), [("fp8", 2.0), ("nvfp4", 1.0)])
+def test_attention_in_fp8_costs_more_than_nothing_and_little(recipe: str, most: float) -> None:
+    """Paired PSNR on the committed images; nothing else of the two rows differs."""
+    pair = [recipe, f"{recipe} + fp8 attention"]
+    found = next(row for row in COMMITTED["differences"] if row["recipes"] == pair)
+    assert 0 < found["difference_db"][1] < found["difference_db"][2] < most
+    first, second = (next(row for row in COMMITTED["recipes"] if row["recipe"] == name) for name in pair)
+    assert all(first[key] == second[key] for key in ("bytes_after", "bits_per_weight", "modelled_ms"))
+
+
 @pytest.mark.slow
 def test_paired_psnr_orders_the_formats(checkpoint: Callable[[str], Path]) -> None:
     items = items_for(tiny.PROMPTS[:PROMPTS], PROMPTS * SEEDS, 5000)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fluxq
-from fluxq.quantize.run import sqnr
+from fluxq.quantize.nearest import sqnr
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 # Gaussian weights and inputs, both quantized: dB that a sound implementation reaches with room to spare.

@@ -695,10 +695,12 @@ def transformed_checkpoint(folder: Path) -> dict[str, Simulated]:
             schemes.append((name, planned))
         yield from weights.items()
 
-    for shape in linears:  # what the plan says is not what they become
-        layers.append(LayerPlan(shape.name, shape.n, shape.k, "", "", False, Scheme.parse("nvfp4-nvfp4"), "test"))
+    block = folder.parent / "block.safetensors"
+    save_file(dict(tensors()), block)
+    for shape, (_, scheme) in zip(linears, schemes, strict=True):
+        layers.append(LayerPlan(shape.name, shape.n, shape.k, "", "", False, scheme, "test"))
     plan = Plan("flux", "transformer", tuple(layers))
-    ckpt.write_component(folder / "transformer", source, plan, tensors(), schemes=lambda: schemes)
+    ckpt.write_component(folder / "transformer", source, plan, [block])
     ckpt.copy_rest(folder, source, ["transformer"])
     return simulations
 

@@ -18,7 +18,7 @@ from fluxq import jobs, tiny
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, write_component
-from fluxq.quantize.run import Outcome, quantize_component
+from fluxq.quantize.run import quantize_component
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import component_recipe, make_plan
@@ -40,8 +40,9 @@ def text_encoder(tmp_path_factory) -> Callable[..., Path]:
             source = sixteen_bit(row, root / row.name)
             component = component_recipe(load_recipe(recipe)[1], None, row)
             plan = make_plan(row, "encoder", component, list_linears(source, "encoder"), static_inputs=False)
-            tensors = quantize_component(plan, SourceWeights(source, "encoder"), None, torch.bfloat16, Outcome())
-            write_component(target, source, plan, tensors)
+            weights, work = SourceWeights(source, "encoder"), root / f"{target.name}-work"
+            blocks = quantize_component(plan, weights, None, torch.bfloat16, work)
+            write_component(target, source, plan, blocks)
         return target
 
     return make

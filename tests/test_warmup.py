@@ -4,12 +4,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import fluxq
 from fluxq import jobs
 from fluxq.cli import cli
 from fluxq.kernels import dispatch, launch, warmup
 from fluxq.kernels.dispatch import Offer
 from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.warmup import LayerKind, kinds_of
+from fluxq.kernels.warmup import AttentionKind, LayerKind, kinds_of
 from fluxq.recipes.formats import Scheme
 
 
@@ -18,7 +19,23 @@ def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
     kinds = kinds_of(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert len(kinds) == len(set(kinds)) > 2
-    assert {str(kind.scheme) for kind in kinds} >= {"nvfp4-nvfp4-static"}
+    assert {str(kind.scheme) for kind in kinds if isinstance(kind, LayerKind)} >= {"nvfp4-nvfp4-static"}
+
+
+def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, monkeypatch) -> None:
+    (model,) = jobs.quantized_models(str(plain_checkpoint("fp8")))
+    assert not any(isinstance(kind, AttentionKind) for kind in kinds_of(model))
+    fluxq.set_attention(model, "fp8")
+    kinds = [kind for kind in kinds_of(model) if isinstance(kind, AttentionKind)]
+    assert kinds == [AttentionKind(heads=2, head_size=64)]
+    launched = []
+    monkeypatch.setattr(launch, "attention_fp8", lambda *a, r=launch.attention_fp8, **k: launched.append(r(*a, **k)))
+    for chip, tokens in (("sm_90", [5, 16]), ("sm_80", [])):
+        with interpreting():
+            rows = warmup.warm_up(kinds, (5, 16, 5), torch.device("cpu"), chip, "speed", torch.bfloat16)
+        assert [(row.implementation, row.shape) for row in rows] == [("attention_fp8", (2, 64))] * len(tokens)
+        assert [row.m for row in rows] == tokens
+    assert [tuple(o.shape) for o in launched] == [(1, m, 2, 64) for m in (5, 5, 16, 16)]
 
 
 @pytest.mark.parametrize("prefer", ["speed", "memory"])

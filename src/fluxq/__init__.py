@@ -17,9 +17,11 @@ from fluxq.integrations.hook import when_imported
 if TYPE_CHECKING:
     from fluxq import tiny
     from fluxq.base.settings import configure
+    from fluxq.integrations.attention import set_attention
     from fluxq.integrations.config import FluxqConfig
     from fluxq.integrations.optimize import optimize, restore
     from fluxq.integrations.prepare import prepare
+    from fluxq.quantize.graphs import capture
     from fluxq.quantize.linear import QuantLinear
     from fluxq.quantize.modulation import hoist_modulation
     from fluxq.quantize.run import quantize_linear
@@ -36,12 +38,14 @@ __all__ = [
     "QuantLinear",
     "QuantizedTensor",
     "__version__",
+    "capture",
     "configure",
     "hoist_modulation",
     "optimize",
     "prepare",
     "quantize_linear",
     "restore",
+    "set_attention",
     "tiny",
 ]
 
@@ -51,12 +55,14 @@ _HOMES = {
     "FluxqConfig": "fluxq.integrations.config",
     "QuantLinear": "fluxq.quantize.linear",
     "QuantizedTensor": "fluxq.quantize.tensor",
+    "capture": "fluxq.quantize.graphs",
     "configure": "fluxq.base.settings",
     "hoist_modulation": "fluxq.quantize.modulation",
     "optimize": "fluxq.integrations.optimize",
     "prepare": "fluxq.integrations.prepare",
     "quantize_linear": "fluxq.quantize.run",
     "restore": "fluxq.integrations.optimize",
+    "set_attention": "fluxq.integrations.attention",
 }
 
 
@@ -79,6 +85,7 @@ def _register(function: str) -> None:
 
 # What is told about fluxq, and by which function, once a library's module is imported.
 _REGISTRATIONS = {
+    "diffusers.models.attention_dispatch": "fluxq.integrations.attention:register",
     "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
     "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
     "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",

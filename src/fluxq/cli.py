@@ -62,6 +62,15 @@ def _sizes(_context: click.Context, _option: click.Parameter, values: tuple[str,
     return tuple((int(size[1]), int(size[2])) for size in found if size)
 
 
+def _bytes(_context: click.Context, _option: click.Parameter, value: str) -> int:
+    """`5GB` as 5000000000; with an i, as in 5GiB, powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", value.strip().upper())
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1)) if found else 0
+    if not size:
+        raise click.BadParameter("write a size with its unit, as in 5GB or 800MB")
+    return size
+
+
 _PATH = click.Path(path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _model = _options(
@@ -80,7 +89,7 @@ _recipe = _options(
         "--components",
         callback=_names,
         metavar="NAME,NAME",
-        help="Components to quantize; by default those that the recipe names.",
+        help="Components to quantize; by default what the recipe names, its transformer being all denoisers.",
     ),
     click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
@@ -192,6 +201,17 @@ def calibrate(**arguments: Any) -> None:
 @_statistics
 @click.option("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the closing check.")
 @click.option("--parallel-blocks", is_flag=True, help="Fit each block to what 16-bit blocks before it return.")
+@click.option(
+    "--max-shard-size",
+    "max_shard_bytes",
+    default="10GB",
+    show_default=True,
+    callback=_bytes,
+    metavar="SIZE",
+    help="Cut the weights into files of at most this size.",
+)
+@click.option("--push-to-hub", metavar="REPO", help="Upload the checkpoint there once it has passed the closing check.")
+@click.option("--private", is_flag=True, help="With --push-to-hub: a new REPO is private.")
 @_common
 def quantize(**arguments: Any) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
@@ -200,7 +220,10 @@ def quantize(**arguments: Any) -> None:
     Example:
       fluxq quantize --recipe nvfp4.yaml
     """
+    repo, private = arguments["push_to_hub"], arguments["private"]
     with _session(arguments) as session:
+        if private and not repo:
+            raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce()
         prepared = session.prepare()
         session.start_work()
@@ -208,6 +231,10 @@ def quantize(**arguments: Any) -> None:
         session.print({**record, "output": str(prepared.output)}, lambda: show.quantized(prepared, record))
         if record["check"] and not record["check"]["passed"]:
             raise RuntimeError(show.why_failed(prepared, record["check"]))
+        if repo:
+            from fluxq.hub import push
+
+            click.echo(f"uploaded: {push(prepared.output, record, repo, private)}", err=True)
 
 
 @cli.command("eval")
@@ -274,8 +301,8 @@ def evaluate(output: str, **arguments: Any) -> None:
     "--mode",
     "modes",
     multiple=True,
-    type=click.Choice(["eager", "compiled", "cuda graph"]),
-    help="Repeatable; by default eager.",
+    type=click.Choice(["eager", "compiled", "cuda graph", "captured"]),
+    help="Repeatable; by default eager. cuda graph: compiled too; captured: by fluxq.capture alone.",
 )
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Images in a call (repeatable).")
 @click.option(

@@ -6,12 +6,14 @@ function that takes its result does the work. Output folders appear complete or 
 
 from __future__ import annotations
 
+import glob
 import inspect
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,33 @@ import diffusers
 import torch
 
 import fluxq
-from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_folder, read_json, sha256_json, write_json, write_text
+from fluxq.base.console import first_line, logger
+from fluxq.base.files import (
+    atomic_folder,
+    put_back,
+    read_json,
+    sha256_json,
+    sole_writer,
+    write_json,
+    write_text,
+)
 from fluxq.base.model import DEFAULT_MODEL, GENERATION_FILE, ModelFolder, check_weights, load_pipeline, resolve_model
 from fluxq.base.provenance import versions
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import Calls, capture_calls
-from fluxq.calibrate.capture import capture_statistics, number_of_steps
+from fluxq.calibrate.capture import Item, capture_statistics, number_of_steps, steps_to_see
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval import card, fidelity
-from fluxq.eval.generate import Generated, generate, items_for
+from fluxq.eval.generate import Generated, generate
 from fluxq.eval.statistics import paired_interval
+from fluxq.hub import require_pushable
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
+from fluxq.quantize.finished import Outcome
 from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, read_updates
-from fluxq.quantize.run import Fitting, Outcome, quantize_component, require_finite_weights
+from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.quantize.verify import hash_files
 from fluxq.recipes.cost import Cost, Prefer, cost, forward_pass
 from fluxq.recipes.devices import find_device
@@ -46,6 +58,7 @@ from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe, s
 
 CHECK_IMAGES = 4
 LORA_COMPONENT = "transformer"
+_MANIFEST, _STATISTICS = "job.json", "statistics.safetensors"  # in the work folder
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
 _HELD_OUT = 10  # one image in so many decides, and is never fitted to
@@ -75,6 +88,9 @@ class Options:
     overwrite: bool = False
     check: bool = True
     parallel_blocks: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
+    max_shard_bytes: int = checkpoint.MAX_SHARD_BYTES
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,7 @@ class Prepared:
 
     def load_reference(self) -> Any:
         """The 16-bit pipeline that the checkpoint is made from and measured against."""
+        require_steps(self.folder)
         pipe: Any = load_pipeline(self.folder, self.options.dtype, self.options.device)
         if self.updates:
             fuse_into(getattr(pipe, LORA_COMPONENT), self.updates)
@@ -143,7 +160,8 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
     plans = _plans(folder, recipe, options)
-    prompts = load_prompts(options.prompts or calibration.prompts, folder)
+    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    prompts = load_prompts(options.prompts or calibration.prompts, folder, pipeline=pipeline)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
     loras, updates = _loras(folder, plans, options)
@@ -157,6 +175,8 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
         _require_useful_statistics(statistics, prepared)
     if not writes:
         return prepared
+    if options.push_to_hub:
+        require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
         require_images(folder, "pass --no-check")
     _require_folder(prepared)
@@ -217,27 +237,35 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
     """
     if prepared.finished is not None:
         return prepared.finished
-    try:
-        record = _quantize(prepared)
-    except ValueError:  # it would fail again: what was begun is of no use
-        shutil.rmtree(_work_folder(prepared), ignore_errors=True)
-        raise
-    shutil.rmtree(_work_folder(prepared), ignore_errors=True)
+    with sole_writer(prepared.output):
+        finished = _finished(prepared)  # another process may have written it meanwhile
+        work = _work_folder(prepared)
+        try:
+            record = finished or _quantize(prepared, work)
+        except ValueError:  # it would fail again: what was begun is of no use
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        except BaseException:
+            _keep_what_is_done(work)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
     return record
 
 
-def _quantize(prepared: Prepared) -> dict[str, Any]:
+def _quantize(prepared: Prepared, work: Path) -> dict[str, Any]:
     options, folder = prepared.options, prepared.folder
     started = time.perf_counter()
-    _require_space(prepared)
+    _begin(prepared, work)
+    _require_space(prepared, work)
     reference: Generated | None = None
-    statistics = prepared.statistics
+    statistics = prepared.statistics or _kept_statistics(work)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in prepared.plans if plan.static_groups() and plan.component not in prepared.fitted]
     if prepared.fitted or options.check or (static and statistics is None):
         pipe = prepared.load_reference()
         if static and statistics is None:
             statistics = _calibrate(prepared, pipe)
+            statistics.save(work / _STATISTICS)
         if options.check:
             reference = generate(pipe, _check_items(prepared), prepared.call, description="16-bit images")
         if prepared.fitted:
@@ -246,10 +274,12 @@ def _quantize(prepared: Prepared) -> dict[str, Any]:
     trajectory = statistics.trajectory if statistics else None
     for fitting in fittings.values():
         trajectory = fitting.replay.calls.trajectory  # one for all components
-    with atomic_folder(prepared.output, overwrite=options.overwrite) as part:
-        written = [
-            _write(part, prepared, plan, statistics, fittings.pop(plan.component, None)) for plan in prepared.plans
-        ]
+    done = [
+        _quantize_component(prepared, plan, statistics, fittings.pop(plan.component, None), work)
+        for plan in prepared.plans
+    ]
+    with atomic_folder(prepared.output, work, overwrite=options.overwrite) as part:
+        written = [_write(part, prepared, *component) for component in done]
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
         record = _record(prepared, statistics, trajectory, written)
         record["files"] = hash_files(part)
@@ -283,14 +313,29 @@ def quantized_models(output: str) -> list[torch.nn.Module]:
     quantized = [name for name in names if "quantization_config" in folder.config(name)]
     if not quantized:
         raise ValueError(f"{output} holds no component that fluxq quantized: give a folder that `fluxq quantize` wrote")
-    return [checkpoint.quantized_on_meta(folder, name) for name in quantized]
+    models = [checkpoint.quantized_on_meta(folder, name) for name in quantized]
+    for name, model in zip(quantized, models, strict=True):
+        attention = folder.config(name)["quantization_config"].get("attention", "16bit")
+        if attention != "16bit":
+            fluxq.set_attention(model, attention)
+    return models
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
-    linears = {component: list_linears(folder, component) for component in options.components or recipe.components}
+    linears = {component: list_linears(folder, component) for component in _components(folder, recipe, options)}
     names = {component: [linear.name for linear in part] for component, part in linears.items()}
     require_matches([*options.include, *options.exclude], [name for part in names.values() for name in part])
     return tuple(_plan(folder, component, part, recipe, options) for component, part in linears.items())
+
+
+def _components(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[str, ...]:
+    """What the command line names, else what the recipe does; its `transformer` is all that runs at every step."""
+    if options.components:
+        return options.components
+    kinds = {family.model: family.kind for family in FAMILIES.values()}
+    found = [name for name, model in folder.components.items() if kinds.get(model) == "transformer"]
+    named = {name: found if name == "transformer" and found else [name] for name in recipe.components}
+    return tuple(dict.fromkeys(component for components in named.values() for component in components))
 
 
 def _plan(
@@ -359,9 +404,9 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
                 component: {group: members[0].name for group, members in plan.statistics_groups().items()}
                 for component, plan in prepared.calibrated.items()
             },
-            items_for(prepared.prompts.prompts, prepared.calibration.count, seed),
+            prepared.prompts.items(prepared.calibration.count, seed),
             prepared.call,
-            steps=prepared.calibration.steps,
+            steps=steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call)),
             digests={name: prepared.digest(name) for name in prepared.calibrated},
         )
     except ValueError:
@@ -373,7 +418,7 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
 def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> dict[str, Fitting]:
     """Component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
     folder, calibration, plans = _work_folder(prepared), prepared.calibration, prepared.fitted
-    items = items_for(prepared.prompts.prompts, calibration.count, _CALIBRATION_SEEDS + calibration.seed)
+    items = prepared.prompts.items(calibration.count, _CALIBRATION_SEEDS + calibration.seed)
     held = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
     blocks = {name: block_names(FAMILIES[plan.family], getattr(pipe, name)) for name, plan in plans.items()}
     try:
@@ -383,7 +428,7 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
             items[: len(items) - held],
             items[len(items) - held :],
             prepared.call,
-            steps=calibration.steps,
+            steps=steps_to_see(calibration.steps, number_of_steps(pipe, prepared.call)),
             digests={name: prepared.digest(name) for name in plans},
             folder=folder / "calls",
             most=_MOST_CALLS,
@@ -398,7 +443,6 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
         name: Fitting(
             Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights),
             prepared.recipe.gate,
-            folder / name,
             prepared.options.parallel_blocks,
             own[name],
         )
@@ -407,7 +451,7 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
 
 
 def _level_weights(
-    prepared: Prepared, pipe: Any, items: Sequence[tuple[str, int]], calls: dict[str, Calls], file: Path
+    prepared: Prepared, pipe: Any, items: Sequence[Item], calls: dict[str, Calls], file: Path
 ) -> dict[int, float]:
     """Denoising step -> what an error at it does to the final latents; measured once and kept."""
     if not file.is_file():
@@ -418,33 +462,80 @@ def _level_weights(
 
 
 def _work_folder(prepared: Prepared) -> Path:
-    """Beside the output: what an interrupted run of the same job goes on with."""
+    """Beside the output: what an interrupted run of the same job goes on with. Another job has one of its own."""
     output = prepared.output.resolve()
-    key = sha256_json([prepared.identity, prepared.options.parallel_blocks])[:16]
-    return output.parent / f".{output.name}.{key}.work"
+    return output.parent / f".{output.name}.{sha256_json(_job(prepared))[:16]}.work"
 
 
-def _write(
-    part: Path, prepared: Prepared, plan: Plan, statistics: Statistics | None, fitting: Fitting | None
-) -> dict[str, Any]:
-    source = prepared.weights(plan.component)
-    dtype = getattr(torch, prepared.options.dtype)
+def _job(prepared: Prepared) -> dict[str, Any]:
+    """What decides the bytes of finished blocks; how they are cut into shards does not."""
+    decisive = {key: value for key, value in prepared.identity.items() if key != "max_shard_bytes"}
+    return {**decisive, "parallel_blocks": prepared.options.parallel_blocks}
+
+
+def _begin(prepared: Prepared, work: Path) -> None:
+    """Make the work folder, or clear what a killed process left half-made in it; tell of those of other jobs."""
+    output, job = prepared.output.resolve(), _job(prepared)
+    for other in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work")):
+        manifest = other / _MANIFEST
+        if other != work and manifest.is_file():
+            theirs = read_json(manifest)
+            differing = ", ".join(sorted(key for key in job if theirs.get(key) != job[key]))
+            logger.warning(
+                "an interrupted run with another %s is kept in %s; remove that folder unless you mean to go on with it",
+                differing,
+                other,
+            )
+    put_back(output, work)
+    for half in work.rglob(".*.part"):
+        half.unlink()
+    if (work / _MANIFEST).is_file():
+        logger.warning("going on with what an interrupted run left in %s", work)
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(work / _MANIFEST, job)
+
+
+def _keep_what_is_done(work: Path) -> None:
+    """And say so; a work folder with nothing that took time to make is removed."""
+    if any(work.rglob("*.safetensors")):
+        logger.warning("what is done is kept in %s: the same command goes on with it", work)
+    else:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _kept_statistics(work: Path) -> Statistics | None:
+    """Those that an interrupted run gathered."""
+    return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
+
+
+def _quantize_component(
+    prepared: Prepared, plan: Plan, statistics: Statistics | None, fitting: Fitting | None, work: Path
+) -> tuple[Plan, list[Path], float]:
+    """(its plan, files of its finished blocks, seconds that this run took)."""
+    started = time.perf_counter()
     own = statistics.of_component(plan.component) if statistics else None
-    outcome, started = Outcome(), time.perf_counter()
-    tensors = quantize_component(plan, source, own, dtype, outcome, fitting)
-    shown = progress(tensors, f"Quantizing {plan.component}")
-    target = part / plan.component
-    size = checkpoint.write_component(
-        target, prepared.folder, plan, shown, schemes=lambda: outcome.applied_to(plan).schemes()
-    )
+    dtype = getattr(torch, prepared.options.dtype)
+    source = prepared.weights(plan.component)
+    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting)
+    return plan, files, time.perf_counter() - started
+
+
+def _write(part: Path, prepared: Prepared, plan: Plan, files: Sequence[Path], seconds: float) -> dict[str, Any]:
+    """Make a component of its finished blocks; returns what is recorded of it."""
+    started, outcome = time.perf_counter(), Outcome.read(files)
     plan = outcome.applied_to(plan)
+    size = checkpoint.write_component(
+        part / plan.component, prepared.folder, plan, files, prepared.options.max_shard_bytes
+    )
+    seconds += time.perf_counter() - started
     return {
         "component": plan.component,
         "family": plan.family,
-        "bytes_before": source.nbytes,
+        "attention": plan.attention,
+        "bytes_before": prepared.weights(plan.component).nbytes,
         "bytes_after": size,
         "bits_per_weight": round(plan.bits_per_weight, 4),
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(seconds, 1),
         "layers": [
             {
                 **layer.describe(),
@@ -478,7 +569,7 @@ def _record(
         "model": {
             "name": prepared.folder.name,
             "source": _source(prepared),
-            "revision": prepared.options.revision,
+            "revision": prepared.folder.commit or prepared.options.revision,
             "license": prepared.folder.license,
             "digests": prepared.identity["model"],
         },
@@ -527,8 +618,9 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
     }
 
 
-def _check_items(prepared: Prepared) -> Sequence[tuple[str, int]]:
-    return items_for(prepared.prompts.prompts, CHECK_IMAGES, prepared.calibration.seed)
+def _check_items(prepared: Prepared) -> Sequence[Any]:
+    """(row, seed) of each image: of rows with sizes or images of their own those that compare with the first."""
+    return prepared.prompts.alike.items(CHECK_IMAGES, prepared.calibration.seed)
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
@@ -546,6 +638,7 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
         "statistics": prepared.statistics.content_digest if prepared.statistics else None,
         "call": prepared.call,
         "dtype": options.dtype,
+        "max_shard_bytes": options.max_shard_bytes,
     }
 
 
@@ -616,6 +709,16 @@ def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
         )
 
 
+def require_steps(folder: ModelFolder) -> None:
+    """ValueError for a pipeline that does not tell of its steps, which a run of it is followed by."""
+    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    if pipeline is not None and "callback_on_step_end" not in inspect.signature(pipeline.__call__).parameters:
+        raise ValueError(
+            f"{folder.name}: a {pipeline.__name__} takes no callback_on_step_end in this diffusers, so it cannot be "
+            "calibrated or checked; --profile rtn --no-check quantizes it without running it"
+        )
+
+
 def require_images(folder: ModelFolder, cure: str) -> None:
     """ValueError for a pipeline that makes video."""
     pipeline = getattr(diffusers, folder.index["_class_name"], None)
@@ -644,17 +747,47 @@ def _require_useful_statistics(statistics: Statistics, prepared: Prepared) -> No
             statistics.of_component(component).amax(group)  # refuses what it lacks before anything is computed
 
 
-def _require_space(prepared: Prepared) -> None:
-    """Refuse before the start what would run out of disk: the source's size is an upper bound."""
-    parent = _existing_parent(prepared.output)
-    parts = [prepared.folder.path / component for component in prepared.folder.components]
-    needed = sum(path.stat().st_size for part in parts for path in part.rglob("*") if path.is_file())
+def _require_space(prepared: Prepared, work: Path) -> None:
+    """Refuse before the start what would run out of disk."""
+    parent, needed = _existing_parent(prepared.output), _space_needed(prepared, work)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
-            f"not enough space in {parent}: the checkpoint may need {needed / 1e9:.2f} GB, "
+            f"not enough space in {parent}: finished blocks and the checkpoint may need {needed / 1e9:.2f} GB, "
             f"{free / 1e9:.2f} GB are free; give another --output"
         )
+
+
+def _space_needed(prepared: Prepared, work: Path) -> int:
+    """Bytes that are still to be written, without the calls that layers are fitted to."""
+    folder = prepared.folder
+    planned = {plan.component: plan for plan in prepared.plans}
+    dtype = getattr(torch, prepared.options.dtype)
+    quantized = sum(_most_bytes(plan, prepared.weights(name), dtype) for name, plan in planned.items())
+    copied = sum(_size(folder.path / component) for component in folder.components if component not in planned)
+    there = sum(_size(work / component) for component in planned)
+    return 2 * quantized + copied - there
+
+
+def _most_bytes(plan: Plan, source: SourceWeights, dtype: torch.dtype) -> int:
+    """What a quantized component takes, if its layers end with all that may be tried."""
+    bits = {
+        f"{layer.name}.weight": replace(
+            scheme,
+            rank=layer.method.rank,
+            center="center" in layer.method.transforms,
+            smooth="smooth" in layer.method.transforms,
+        ).stored_bits(layer.n, layer.k)
+        for layer in plan.quantized
+        if (scheme := layer.scheme)
+    }
+    plain = [name for name in source.names if name not in bits]
+    stored = [(source.stored(name), source.stays_fp32(name)) for name in plain]
+    return sum(bits.values()) // 8 + sum(s.nbytes if as_is else prod(s.shape) * dtype.itemsize for s, as_is in stored)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _rounded(value: float | None) -> float | None:

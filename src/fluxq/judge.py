@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel
 
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
-from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -29,7 +29,7 @@ from fluxq.eval.sides import BACKENDS, Side, variants
 from fluxq.integrations.optimize import optimize
 from fluxq.integrations.prepare import prepare
 from fluxq.jobs import recorded_loras, require_call, require_device, require_images
-from fluxq.quantize.checkpoint import PLAN_FILE, read_plan_file
+from fluxq.quantize.record import read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
 
@@ -90,11 +90,7 @@ class Subject:
 
 def subject(output: Path, options: Options) -> Subject:
     """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from."""
-    record = read_plan_file(output)
-    if record is None:
-        raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
-    if not {"model", "recipe", "prompts", "components", "identity"} <= record.keys():
-        raise ValueError(f"{output / PLAN_FILE}: damaged, it does not say how the checkpoint was made; quantize again")
+    record = read_record(output)
     require_device(options.device)
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
@@ -109,6 +105,7 @@ def subject(output: Path, options: Options) -> Subject:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
     require_images(folder, "generate with both pipelines to judge")
     quantized = ModelFolder(output.name, output)
+    require_safe(quantized)
     protocol = PROTOCOLS[options.protocol]
     call = {**quantized.generation_defaults, **protocol.call(folder), **options.call}
     require_call(quantized, call)

@@ -78,6 +78,8 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
         header = (prepared.recipe_name, *columns)
     rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
     rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record["check"])))
+    if chosen := [f"{plan.attention} in {plan.component}" for plan in prepared.plans if plan.attention != "16bit"]:
+        rows.append(("attention", *[""] * (len(columns) - 1), ", ".join(chosen)))
     rows += [("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g}") for f in prepared.loras]
     _table(header, rows)
     _decisions(parts)
@@ -219,6 +221,7 @@ def _cost(component: str, cost: Cost) -> None:
     click.echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
     for scheme, route in cost.routes.items():
         click.echo(f"{scheme}: {route.about}")
+    click.echo(f"attention: {cost.attention.about}")
     click.echo(f"peaks: {device.source}")
     for name, efficiency in cost.efficiencies().items():
         click.echo(f"efficiency of {name}: {efficiency}")
@@ -301,7 +304,10 @@ def _psnr(check: dict[str, Any] | None) -> str:
 
 
 def _summary(component: Plan) -> None:
-    click.echo(f"{component.component}: {_counts(component)}, {component.bits_per_weight:.2f} bits per weight")
+    attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
+    click.echo(
+        f"{component.component}: {_counts(component)}, {component.bits_per_weight:.2f} bits per weight{attention}"
+    )
 
 
 def _counts(component: Plan) -> str:

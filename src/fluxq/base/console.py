@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,8 +19,36 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
     from rich.progress import track
 
     console = Console(stderr=True)
-    quiet = not sys.stderr.isatty() or logger.getEffectiveLevel() >= logging.ERROR
-    yield from track(items, description=description, total=total, console=console, disable=quiet, transient=True)
+    yield from track(items, description=description, total=total, console=console, disable=_quiet(), transient=True)
+
+
+@contextmanager
+def blocks_progress(
+    description: str, blocks: int, nbytes: int, known_blocks: int = 0, known_bytes: int = 0
+) -> Iterator[Callable[[int], None]]:
+    """A bar of blocks of different sizes, with bytes a second and the time left; call what comes with a block's bytes.
+
+    known: what was there before, which is shown and does not count for the speed. Drawn where `progress` draws.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    texts = TextColumn("{task.description}"), TextColumn("{task.fields[done]}/{task.fields[blocks]} blocks")
+    columns = texts[0], BarColumn(), texts[1], TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=_quiet(), transient=True) as bar:
+        task = bar.add_task(description, total=nbytes, completed=known_bytes, done=known_blocks, blocks=blocks)
+        done = known_blocks
+
+        def advance(size: int) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, advance=size, done=done)
+
+        yield advance
+
+
+def _quiet() -> bool:
+    return not sys.stderr.isatty() or logger.getEffectiveLevel() >= logging.ERROR
 
 
 def first_line(error: BaseException) -> str:

@@ -7,8 +7,9 @@ pickle weights or remote code is refused by name.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
-from fluxq.base.files import make_readable, read_json, sha256_file, sha256_json
+from fluxq.base.files import read_json, sha256_file, sha256_json
+from fluxq.base.tensors import TensorFile
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-    from safetensors import safe_open
-    from torch import Tensor
 
 DEFAULT_MODEL = "tiny"
 GENERATION_FILE = "fluxq_generation.json"
@@ -30,6 +30,9 @@ PROMPTS_FILE = "fluxq_prompts.txt"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _LIBRARIES = ("diffusers", "transformers")
+HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
+_ATTENTION = "attn_implementation"
+_SNAPSHOTS = "snapshots"  # in the hub's cache: commit -> folder
 _HUB_PATTERNS = [
     "model_index.json",
     "*/*.json",
@@ -47,10 +50,11 @@ _HUB_PATTERNS = [
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A pipeline folder: `name` for people, `path` on disk."""
+    """A pipeline folder: `name` for people, `path` on disk, `commit` of a hub model where the download says it."""
 
     name: str
     path: Path
+    commit: str | None = None
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -97,7 +101,9 @@ class ModelFolder:
     def digest(self, component: str) -> str:
         """SHA-256 over the names and bytes of the component's config and weights."""
         files = [self.path / component / "config.json", *self.weight_files(component)]
-        return sha256_json([[path.name, sha256_file(path)] for path in files])
+        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+            hashes = pool.map(sha256_file, files)
+            return sha256_json([[path.name, found] for path, found in zip(files, hashes, strict=True)])
 
     @property
     def license(self) -> dict[str, str]:
@@ -132,8 +138,9 @@ def resolve_model(model: str, *, revision: str | None = None, local_files_only: 
     is_local = path.is_dir()
     if not is_local:
         path = _download(model, revision, local_files_only)
-    folder = ModelFolder(path.resolve().name if is_local else model, path)
-    _require_safe(folder)
+    commit = path.name if not is_local and path.parent.name == _SNAPSHOTS else None
+    folder = ModelFolder(path.resolve().name if is_local else model, path, commit)
+    require_safe(folder)
     return folder
 
 
@@ -149,10 +156,10 @@ def load_pipeline(folder: ModelFolder, dtype: str = "bfloat16", device: str = "c
             pipeline = diffusers.DiffusionPipeline.from_pretrained(
                 folder.path, dtype=getattr(torch, dtype), use_safetensors=True, local_files_only=True
             )
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, json.JSONDecodeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"{folder.path}: cannot be loaded ({error}); a file is damaged, copy the folder again"
-        ) from None
+        ) from error  # of values that a constructor did not expect, as a rule
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 
@@ -178,37 +185,11 @@ def check_weights(folder: ModelFolder) -> None:
     for component in folder.components:
         if (folder.path / component / "config.json").is_file() and "scheduler" not in component:
             for path in folder.weight_files(component):
-                with open_weights(path):
-                    pass
+                TensorFile(path)
 
 
-def open_weights(path: Path) -> safe_open:
-    """`safetensors.safe_open` whose error names the file and the cure."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
-
-
-def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """`safetensors.torch.save_file` with ordinary permissions; OSError naming the file and what is free.
-
-    One metadata key only: safetensors writes several in random order, and equal data must give equal bytes.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), path, metadata=metadata)
-    except (SafetensorError, OSError) as error:
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(f"cannot write {path.name} ({error}); {free / 1e9:.2f} GB are free at {path.parent}") from None
-    make_readable(path)
-
-
-def _require_safe(folder: ModelFolder) -> None:
+def require_safe(folder: ModelFolder) -> None:
+    """ValueError for a folder that asks for remote code or for files elsewhere."""
     if not (folder.path / "model_index.json").is_file():
         raise ValueError(
             f"{folder.path}: not a diffusers pipeline folder (it has no model_index.json); give the folder that has"
@@ -228,6 +209,33 @@ def _require_safe(folder: ModelFolder) -> None:
                 )
         if component == ".." or Path(component).name != component:
             raise ValueError(f"{folder.path}: component name {component!r} leads out of the folder")
+    for link in _links_out(folder.path):
+        raise ValueError(f"{link}: a link that leads out of the folder; put the file itself there")
+    for component in folder.components:
+        config = folder.path / component / "config.json"
+        if config.is_file():
+            _require_no_kernel(config)
+
+
+def _require_no_kernel(config: Path) -> None:
+    """ValueError for attention under the name of a repository: transformers would fetch and run what is there."""
+    left: list[tuple[str, Any]] = list(read_json(config).items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(key if key.endswith(_ATTENTION) else inner, held) for inner, held in value.items()]
+        elif key.endswith(_ATTENTION) and isinstance(value, str) and "/" in value:
+            raise ValueError(f"{config}: asks for attention from {value!r}, whose code is never run; remove {key!r}")
+
+
+def _links_out(folder: Path) -> Iterator[Path]:
+    """Whatever in a folder lies elsewhere. A download of the hub's is a folder of links into the `blobs` beside it."""
+    root = folder.resolve()
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == _SNAPSHOTS else [root]
+    for path in sorted(root.rglob("*")):
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(place) for place in allowed):
+            yield path
 
 
 def _indexed(index: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fluxq.quantize.attention import attention_of
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
 from fluxq.quantize.linear import QuantLinear
 
@@ -133,5 +134,6 @@ def _patterns(given: str | Iterable[str]) -> list[str]:
 
 def _layers_of(model: nn.Module) -> QuantizationConfig:
     """PEFT puts the layers that it adapts one level down."""
+    attention = attention_of(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
-    return QuantizationConfig.of((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)
+    return QuantizationConfig.of(((name.removesuffix(".base_layer"), scheme) for name, scheme in layers), attention)

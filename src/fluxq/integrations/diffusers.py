@@ -18,6 +18,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
+from fluxq.integrations.attention import set_attention
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
     Arrivals,
@@ -31,8 +32,10 @@ from fluxq.integrations.loading import (
     set_tensor,
     with_stored_tensors,
 )
+from fluxq.quantize.attention import attention_of
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.linear import SCALE_NAMES
+from fluxq.recipes.recipe import Attention
 
 
 class FluxqQuantizer(DiffusersQuantizer):
@@ -50,6 +53,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.pre_quantized = quantization_config.recipe is None  # from_single_file does not say
         self.exact: dict[str, Tensor] = {}
         self.arrivals: Arrivals | None = None
+        self.attention: Attention = "16bit"
 
     @property
     def is_serializable(self) -> bool:
@@ -74,7 +78,8 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self.pre_quantized:
-            self.exact = put_layers(model, self.quantization_config.stored.schemes, self.dtype)
+            stored = self.quantization_config.stored
+            self.exact, self.attention = put_layers(model, stored.schemes, self.dtype), stored.attention
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
                     held = layer.get_parameter(name)
@@ -82,7 +87,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             return
         plan = plan_for(model, self.quantization_config)
         if plan is not None:
-            self.arrivals = Arrivals(plan)
+            self.arrivals, self.attention = Arrivals(plan), plan.attention
             put_layers(model, dict(plan.schemes()), self.dtype)
             for _, layer in quant_layers(model):  # the loader compares a weight's shape before it asks
                 shape = (layer.out_features, layer.in_features)
@@ -98,6 +103,8 @@ class FluxqQuantizer(DiffusersQuantizer):
                 if stored is not None and not stored.is_meta:
                     set_tensor(layer, name, stored)
         self.exact, self.arrivals = {}, None
+        if self.attention != "16bit":
+            set_attention(model, self.attention)
         model.is_quantized = bool(quant_layers(model))
         self.quantization_config = self.quantization_config.describing(model)
         _set_config(model, self.quantization_config if model.is_quantized else None)
@@ -153,6 +160,8 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)
+        if attention_of(model) != "16bit":
+            set_attention(model, "16bit")
         _set_config(model, None)  # a model saved with it would not load again
         return model
 

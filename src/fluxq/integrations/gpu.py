@@ -17,6 +17,7 @@ OPS = {
     "fluxq.quantize.ops": ("quantized_linear",),
     "fluxq.quantize.producers": ("quantize_activation", "act_quantize"),
     "fluxq.quantize.norms": ("adaln_quantize", "qk_norm_rope"),
+    "fluxq.quantize.attention": ("attention_fp8",),
     "fluxq.quantize.products": ("scaled_matmul", "block_scaled_matmul", "w4a8_matmul", "weight_only_matmul"),
     "fluxq.quantize.reencode": ("reencode_op", "dequantize_op", "swizzle_scales_op"),
 }

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.integrations.config import FluxqConfig
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.nearest import joined_global_scale, quantize_weight
 from fluxq.quantize.prepare import as_stored
-from fluxq.quantize.run import joined_global_scale, quantize_weight
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.families import family_of
 from fluxq.recipes.formats import Scheme

@@ -18,6 +18,7 @@ from torch import nn
 from fluxq.base.console import logger
 from fluxq.quantize import fused
 from fluxq.quantize.fused import FusedPart
+from fluxq.quantize.fused_forms import product_of
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
@@ -37,8 +38,7 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     """
     found = dict(_transformers(model))
     if not found:
-        known = ", ".join(family.model for family in FAMILIES.values() if family.fusable)
-        raise ValueError(f"{_classes(model)}: no fused form is known, only of {known}")
+        raise ValueError(f"{_classes(model)}: no fused form is known, only of {fused.fusable_models()}")
     parts: list[FusedPart] = []
     for name, (part, family) in found.items():
         target = _device(part, device)
@@ -95,7 +95,7 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear], str]:
 
     def lacks(layer: QuantLinear) -> str:
         scheme, with_rows = layer.scheme, hasattr(layer, "weight_row_scale")
-        op = fused.product_of(layer)
+        op = product_of(layer)
         if scheme.activations is None or not op:
             return ""  # such a layer computes alone anyway
         choice = dispatch.choose(

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
+from fluxq.base.tensors import DTYPES, TensorFile
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
     Arrivals,
@@ -107,7 +108,6 @@ class FluxqHfQuantizer(HfQuantizer):
     def _check_files(self, model: Any, files: list[str]) -> None:
         """From the headers: transformers casts a wrong dtype and puts random numbers where files lack a tensor."""
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.modeling_utils import str_to_torch_dtype
 
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -115,16 +115,14 @@ class FluxqHfQuantizer(HfQuantizer):
         held, found = model.state_dict(), set()
         weights = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         for file in files:
-            with safe_open(file, framework="pt") as stream:
-                for name_in_file in stream.keys():
-                    renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, held)
-                    name = renamed if renamed in held else name_in_file
-                    found.add(name)
-                    tensor = stream.get_slice(name_in_file)
-                    if name in self.exact:
-                        check_tensor(name, str_to_torch_dtype[tensor.get_dtype()], tensor.get_shape(), self.exact[name])
-                    elif name in weights and len(tensor.get_shape()) != 2:
-                        raise ValueError(f"{name}: codes in the file of a layer that config.json does not name")
+            for name_in_file, stored in TensorFile(Path(file)).stored.items():
+                renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, held)
+                name = renamed if renamed in held else name_in_file
+                found.add(name)
+                if name in self.exact:
+                    check_tensor(name, getattr(torch, DTYPES[stored.dtype][0]), stored.shape, self.exact[name])
+                elif name in weights and len(stored.shape) != 2:
+                    raise ValueError(f"{name}: codes in the file of a layer that config.json does not name")
         for name, layer in quant_layers(model):
             for part, _ in layer.named_parameters():
                 if f"{name}.{part}" not in found:

@@ -1,0 +1,196 @@
+"""What a call gives a block that is fused: a function for each class of blocks, with the arguments of its forward.
+
+Each says what the forms of fused_forms.py need, or what the call brings that they do not know; then the block's own
+forward computes it. Nothing heavy is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call gives a block, by names of the row's streams.
+
+    unknown: what the forms do not know of it; then the rest may be empty. streams: tokens (B, S, D), first those that
+    the block changes. modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D). rope:
+    cos and sin, (positions, D) fp32 where heads have norms, and the position of the stream's first token. mask: of the
+    attention. text_tokens: where a result of one stream is to be split; None for one that stays whole.
+    """
+
+    unknown: str = ""
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    modulation: Mapping[str, Tensor] = field(default_factory=dict)
+    rope: Mapping[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    mask: Tensor | None = None
+    text_tokens: int | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """The first stream: what dtype, device and number of images are read from."""
+        return next(iter(self.streams.values()))
+
+
+def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
+    if image_rotary_emb is None or joint_attention_kwargs:
+        return Given(_why_unknown(joint_attention_kwargs))
+    return Given(
+        streams={"text": encoder_hidden_states, "image": hidden_states},
+        modulation={"text": temb, "image": temb},
+        rope=_after_text(encoder_hidden_states, image_rotary_emb),
+    )
+
+
+def _flux_single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
+    if image_rotary_emb is None or joint_attention_kwargs:
+        return Given(_why_unknown(joint_attention_kwargs))
+    return Given(
+        streams={"text": encoder_hidden_states, "image": hidden_states},
+        modulation={"both": temb},
+        rope={"both": (*image_rotary_emb, 0)},
+        text_tokens=encoder_hidden_states.shape[1],
+    )
+
+
+def _flux2(
+    block,
+    hidden_states,
+    encoder_hidden_states,
+    temb_mod_img,
+    temb_mod_txt,
+    image_rotary_emb=None,
+    joint_attention_kwargs=None,
+):
+    made = {"text": _per_image(temb_mod_txt), "image": _per_image(temb_mod_img)}
+    if image_rotary_emb is None or joint_attention_kwargs:
+        return Given(_why_unknown(joint_attention_kwargs))
+    if any(chunks.ndim != 2 for chunks in made.values()):
+        return Given(PER_TOKEN)
+    return Given(
+        streams={"text": encoder_hidden_states, "image": hidden_states},
+        modulation=made,
+        rope=_after_text(encoder_hidden_states, image_rotary_emb),
+    )
+
+
+def _flux2_single(
+    block,
+    hidden_states,
+    encoder_hidden_states,
+    temb_mod,
+    image_rotary_emb=None,
+    joint_attention_kwargs=None,
+    split_hidden_states=False,
+    text_seq_len=None,
+):
+    made = {"both": _per_image(temb_mod)}
+    if image_rotary_emb is None or joint_attention_kwargs:
+        return Given(_why_unknown(joint_attention_kwargs))
+    if any(chunks.ndim != 2 for chunks in made.values()):
+        return Given(PER_TOKEN)
+    streams = {"image": hidden_states}
+    if encoder_hidden_states is not None:
+        streams, text_seq_len = {"text": encoder_hidden_states, **streams}, encoder_hidden_states.shape[1]
+    if split_hidden_states and text_seq_len is None:
+        return Given("a stream to split at text_seq_len None")
+    return Given(
+        streams=streams,
+        modulation=made,
+        rope={"both": (*image_rotary_emb, 0)},
+        text_tokens=text_seq_len if split_hidden_states else None,
+    )
+
+
+def _sd3(block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs=None):
+    if joint_attention_kwargs:
+        return Given(_why_unknown(joint_attention_kwargs))
+    if block._chunk_size is not None:
+        return Given("a feed-forward in chunks (enable_forward_chunking)")
+    return Given(
+        streams={"image": hidden_states, "text": encoder_hidden_states},
+        modulation={"image": temb, "text": temb},
+    )
+
+
+def _qwen_image(
+    block,
+    hidden_states,
+    encoder_hidden_states,
+    encoder_hidden_states_mask,
+    temb,
+    image_rotary_emb=None,
+    joint_attention_kwargs=None,
+    modulate_index=None,
+):
+    if image_rotary_emb is None or joint_attention_kwargs:
+        return Given(_why_unknown(joint_attention_kwargs))
+    if block.zero_cond_t or modulate_index is not None:
+        return Given(PER_TOKEN)
+    image, text = image_rotary_emb
+    if image.dtype != torch.complex64 or text.dtype != torch.complex64:
+        return Given(f"rotary embeddings in {image.dtype} and {text.dtype}, expected complex64")
+    mask = encoder_hidden_states_mask
+    if mask is not None:
+        of_image = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
+        mask = torch.cat([mask, of_image], dim=1)[:, None, None]
+    return Given(
+        streams={"text": encoder_hidden_states, "image": hidden_states},
+        modulation={"text": temb, "image": temb},
+        rope={"text": (*_real(text), 0), "image": (*_real(image), 0)},
+        mask=mask,
+    )
+
+
+def _wan(block, hidden_states, encoder_hidden_states, temb, rotary_emb):
+    if temb.ndim != 3:
+        return Given(PER_TOKEN)
+    cos, sin = rotary_emb
+    return Given(
+        streams={"image": hidden_states, "text": encoder_hidden_states},
+        modulation={"image": (block.scale_shift_table + temb.float()).flatten(1)},
+        rope={"image": (cos, sin, 0)},
+    )
+
+
+def _why_unknown(attention_arguments: dict[str, Any] | None) -> str:
+    return f"joint_attention_kwargs {', '.join(attention_arguments)}" if attention_arguments else "no rotary embedding"
+
+
+def _per_image(made: Tensor) -> Tensor:
+    """(B, 1, N) as (B, N)."""
+    return made.squeeze(1) if made.ndim == 3 and made.shape[1] == 1 else made
+
+
+def _after_text(text: Tensor, rope: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, Tensor, int]]:
+    """Positions of the image's tokens follow the text's in one table."""
+    cos, sin = rope
+    return {"text": (cos, sin, 0), "image": (cos, sin, text.shape[1])}
+
+
+def _real(rotations: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (S, D) of complex rotations (S, D / 2), which turn pairs of neighbours.
+
+    x · (cos + i sin) rounds as x · cos + rotate(x) · sin does where heads are a multiple of 16 wide: torch multiplies
+    what remains of complex vectors with fused multiply-adds.
+    """
+    cos, sin = torch.view_as_real(rotations).repeat_interleave(2, dim=1).unbind(-1)
+    return cos.contiguous(), sin.contiguous()
+
+
+PER_TOKEN = "modulation that differs from token to token"
+
+CALLS = {
+    "FluxTransformerBlock": _flux,
+    "FluxSingleTransformerBlock": _flux_single,
+    "Flux2TransformerBlock": _flux2,
+    "Flux2SingleTransformerBlock": _flux2_single,
+    "JointTransformerBlock": _sd3,
+    "QwenImageTransformerBlock": _qwen_image,
+    "WanTransformerBlock": _wan,
+}

@@ -1,0 +1,215 @@
+"""Weights that no data is needed for: read, rounded to nearest and handed on in order, several at a time.
+
+    one thread reads ──> workers round ──> the caller takes what is done, in order, and writes it
+
+A piece is a Linear, the Linears that share a global scale, or what of a block is stored as it is. A few of them are in
+memory, however large the model. A worker computes with one torch thread, so what it returns does not depend on how many
+there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize import encode
+from fluxq.quantize.checkpoint import SourceWeights
+from fluxq.quantize.tensor import QuantizedTensor, largest
+from fluxq.recipes.plan import LayerPlan
+
+_MOST_WORKERS = 4  # each holds a few hundred MB of a large model
+_AHEAD = 2  # pieces for each worker that may be read or done before their turn
+_CACHED = 1 << 17  # elements that are compared at a time
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is read and rounded together. layers: of one global scale, or one. plain: tensors stored as they are."""
+
+    layers: tuple[LayerPlan, ...] = ()
+    plain: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The source tensors."""
+        return [*(f"{layer.name}.weight" for layer in self.layers), *self.plain]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """tensors: by their name in the checkpoint. weight_sqnr: dB, by layer."""
+
+    tensors: dict[str, Tensor]
+    weight_sqnr: dict[str, float]
+
+
+def pieces_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[Piece]:
+    """The pieces of the quantized `layers` and of all other source tensors among `names`."""
+    together: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        together.setdefault(layer.group if layer.shares_global_scale else layer.name, []).append(layer)
+    taken = {f"{layer.name}.weight" for layer in layers}
+    plain = tuple(name for name in names if name not in taken)
+    return [*(Piece(layers=tuple(members)) for members in together.values()), *([Piece(plain=plain)] if plain else [])]
+
+
+def round_pieces(
+    pieces: Iterable[Piece],
+    source: SourceWeights,
+    dtype: torch.dtype,
+    input_scales: Mapping[str, Tensor],
+    workers: int | None = None,
+) -> Generator[Rounded, None, None]:
+    """Each piece rounded as its layers' plans say, the rest cast to `dtype`, in order.
+
+    input_scales: by layer, where its scheme has a static one. workers: by default as many as torch has threads, up to
+    a few. ValueError naming the layer for NaN, infinity and shapes that the plan does not have.
+    """
+
+    def read(piece: Piece) -> dict[str, Tensor]:
+        return {name: source[name] for name in piece.names}
+
+    def work(piece: Piece, tensors: dict[str, Tensor]) -> Rounded:
+        return _rounded(piece, tensors, source, dtype, input_scales)
+
+    return in_order(pieces, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
+
+
+def in_order(
+    items: Iterable[A], read: Callable[[A], B], work: Callable[[A, B], C], workers: int
+) -> Generator[C, None, None]:
+    """work(item, read(item)) of each item, in order; one thread reads, and so many work.
+
+    Those threads, and what they start, compute with one torch thread each. Close it where it is left early.
+    """
+    before, waiting = torch.get_num_threads(), deque[Future[C]]()
+    reader, pool = (ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) for n in (1, workers))
+    try:
+        for item in items:
+            waiting.append(pool.submit(_work_on, work, item, reader.submit(read, item)))
+            if len(waiting) > _AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for executor in (reader, pool):  # in this order: workers wait for what is read
+            executor.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
+
+
+def quantize_weight(w: Tensor, layer: LayerPlan, global_scale: Tensor | None = None) -> QuantizedTensor:
+    """Round one weight (N, K) as its plan says."""
+    if layer.scheme is None:
+        raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
+    require_shape(w, layer)
+    return QuantizedTensor.quantize(
+        w,
+        layer.scheme.weights,
+        global_scale=global_scale,
+        four_over_six=layer.method.weights_46,
+        name=layer.name,
+    )
+
+
+def joined_global_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
+    """The one global scale (fp32, ()) of weights that a fused layout concatenates along N."""
+    amax = torch.stack([largest(w) for w in weights]).amax()
+    row = next(layer.scheme.weights for layer in layers if layer.scheme is not None)
+    return encode.global_scale_for(amax, row, any(layer.method.weights_46 for layer in layers))
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost.
+
+    A few rows at a time, in double where the approximation lies.
+    """
+    rows = _rows_at_once(reference)
+    return _sqnr(zip(reference.split(rows), approximation.split(rows), strict=True))
+
+
+def weight_sqnr(w: Tensor, q: QuantizedTensor) -> float:
+    """`sqnr` of a weight (N, K) and what it was rounded to, which is never in memory as a whole."""
+    rows = _rows_at_once(w)
+    return _sqnr((w[at : at + rows], q.rows(at, at + rows).dequantize()) for at in range(0, w.shape[0], rows))
+
+
+def require_shape(w: Tensor, layer: LayerPlan) -> None:
+    """ValueError for a weight that is not what config.json implies."""
+    if tuple(w.shape) != (layer.n, layer.k):
+        raise ValueError(f"{layer.name}: weight has shape {tuple(w.shape)}, config.json implies {(layer.n, layer.k)}")
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """ValueError for NaN and infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+    wide = rows.float() if rows.element_size() == 1 else rows  # torch takes no amax of fp8
+    if not torch.isfinite(largest(wide)):
+        raise ValueError(f"{name}: holds NaN or infinity; get the source again")
+
+
+def _work_on(work: Callable[[A, B], C], item: A, read: Future[B]) -> C:
+    return work(item, read.result())
+
+
+def _rounded(
+    piece: Piece,
+    source_tensors: Mapping[str, Tensor],
+    source: SourceWeights,
+    dtype: torch.dtype,
+    input_scales: Mapping[str, Tensor],
+) -> Rounded:
+    tensors: dict[str, Tensor] = {}
+    lost: dict[str, float] = {}
+    weights = [source_tensors[f"{layer.name}.weight"] for layer in piece.layers]
+    shared = None
+    if any(layer.shares_global_scale for layer in piece.layers):
+        shared = joined_global_scale(weights, piece.layers)
+        if not torch.isfinite(shared):
+            for layer, w in zip(piece.layers, weights, strict=True):
+                require_finite(f"{layer.name}.weight", w)
+    for layer, w in zip(piece.layers, weights, strict=True):
+        q = quantize_weight(w, layer, shared)
+        lost[layer.name] = weight_sqnr(w, q)
+        tensors |= {f"{layer.name}.{part}": tensor for part, tensor in q.tensors().items()}
+        if layer.scheme is not None and layer.scheme.static_input:
+            tensors[f"{layer.name}.input_scale"] = input_scales[layer.name]
+    for name in piece.plain:
+        tensors[name] = _cast(name, source_tensors[name], source, dtype)
+    return Rounded(tensors, lost)
+
+
+def _cast(name: str, tensor: Tensor, source: SourceWeights, dtype: torch.dtype) -> Tensor:
+    """A tensor that is not quantized; what the model's class keeps in fp32 stays as it is in the source."""
+    require_finite(name, tensor)
+    if not tensor.is_floating_point() or source.stays_fp32(name):
+        return tensor
+    tensor = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(tensor).all():
+        raise ValueError(f"{name}: holds numbers beyond {dtype}; choose another --dtype")
+    return tensor
+
+
+def _sqnr(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Of (rows, their approximation)."""
+    signal = noise = torch.zeros((), dtype=torch.float64)
+    for r, a in pairs:
+        r = r.to(a)
+        signal = signal.to(a.device) + r.double().square().sum()
+        noise = noise.to(a.device) + (a - r).double().square().sum()
+    return float(10 * torch.log10(signal / noise))
+
+
+def _rows_at_once(w: Tensor) -> int:
+    return max(1, _CACHED * w.shape[0] // max(1, w.numel()))

@@ -1,0 +1,341 @@
+"""safetensors files: headers that are checked before anything else is read, tensors one at a time, files out of parts.
+
+    8 bytes    length of the header, little endian
+    header     JSON: name -> {dtype, shape, data_offsets: [begin, end]}, and __metadata__: text -> text
+    data       what the offsets count from: the tensors one behind the other, without a hole
+
+Tensors are read into memory of their own. A mapped file would count as memory of the process, as much of it as was
+ever looked at, and one that is truncated meanwhile would end the process.
+
+What is written is byte for byte what safetensors' `save_file` writes: the widest dtypes first, by name among one dtype,
+so that every tensor begins at a multiple of its item size. The format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_LENGTH = 8  # bytes that say how long the header is
+_LONGEST_HEADER = 10_000_000  # of some 80,000 tensors; safetensors allows ten times that, which takes 4 GB to parse
+_TOO_LARGE = 1 << 63  # bytes that no memory has
+_AT_ONCE = 1 << 23  # bytes that are copied through memory at a time
+_CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}  # the kernel does not copy between these files
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. dtype: the header's word for it. begin, end: bytes, from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class TensorFile:
+    """A safetensors file whose header was checked. The file is open only while it is read; threads may share this.
+
+    Raises ValueError naming the file, the tensor and the cure for whatever is not as the format wants it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _damage(path), FileIO(path) as stream:
+            self._version = _version(stream)
+            self._metadata, self.stored = _read_header(stream)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held open; `with` is for those who are used to safetensors' own reader."""
+
+    def keys(self) -> list[str]:
+        """Names, in the order of the header."""
+        return list(self.stored)
+
+    def metadata(self) -> dict[str, str]:
+        """Text by key; empty where the file has none."""
+        return dict(self._metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.nbytes for stored in self.stored.values())
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor, in memory of its own. ValueError if there is none of that name, or the file has changed."""
+        import torch
+
+        if name not in self.stored:
+            raise ValueError(f"{self.path}: holds no tensor {name!r}; copy the file again")
+        stored = self.stored[name]
+        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        with _damage(self.path), FileIO(self.path) as stream:
+            if _version(stream) != self._version:
+                raise ValueError("it was replaced or written to while it was read")
+            stream.seek(stored.begin)
+            _read_into(stream, data.numpy().data)
+        return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
+
+
+def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write tensors, from any device, as safetensors' `save_file` does; OSError naming the file and what is free."""
+    write_weights(tensors, tensors.__getitem__, path, metadata)
+
+
+def write_weights(
+    described: Mapping[str, Tensor], make: Callable[[str], Tensor], path: Path, metadata: Mapping[str, str]
+) -> None:
+    """`save_weights` of tensors that are made as they are written; described: the same on any device, meta included."""
+    stored = {name: Stored(word_for(t.dtype), tuple(t.shape), 0, t.nbytes) for name, t in described.items()}
+    header, placed = _lay_out(stored, metadata)
+    with _room(path), FileIO(path, "w") as target:
+        _write(target, header)
+        for name in placed:
+            _write(target, _bytes_of(make(name)))
+
+
+def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a file of tensors that lie in others: bytes are copied, by the kernel where it can.
+
+    parts: name -> the file, and where the tensor lies in it; its shape is the one written. OSError as `save_weights`.
+    """
+    header, placed = _lay_out({name: stored for name, (_, stored) in parts.items()}, metadata)
+    with _room(path), ExitStack() as opened:
+        sources = {file: opened.enter_context(FileIO(file)) for file in {file: None for file, _ in parts.values()}}
+        target = opened.enter_context(FileIO(path, "w"))
+        _write(target, header)
+        for name in placed:
+            file, stored = parts[name]
+            _copy(sources[file], stored.begin, stored.nbytes, target)
+
+
+def word_for(dtype: torch.dtype) -> str:
+    """The header's word for a dtype; ValueError for one that the format does not have."""
+    name = str(dtype).removeprefix("torch.")
+    word = next((word for word, (own, _) in DTYPES.items() if own == name), None)
+    if word is None:
+        raise ValueError(f"safetensors files hold no {dtype}; cast it first")
+    return word
+
+
+def _lay_out(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Stored]]:
+    """(the bytes before the data, name -> where in the data each tensor goes, in their order) of a file."""
+    order = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
+    described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    placed, at = {}, 0
+    for name in order:
+        stored = tensors[name]
+        placed[name] = replace(stored, begin=at, end=at + stored.nbytes)
+        described[name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": [at, at + stored.nbytes]}
+        at += stored.nbytes
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    return len(text).to_bytes(_LENGTH, "little") + text, placed
+
+
+# --- the header, from bytes that may be anything
+
+
+def _read_header(stream: FileIO) -> tuple[dict[str, str], dict[str, Stored]]:
+    size = os.fstat(stream.fileno()).st_size
+    if size < _LENGTH:
+        raise ValueError(f"{size} bytes are no header")
+    length = int.from_bytes(_exactly(stream, _LENGTH), "little")
+    if length > _LONGEST_HEADER:
+        raise ValueError(f"its header would be {length} bytes, more than the {_LONGEST_HEADER} that are read")
+    if length > size - _LENGTH:
+        raise ValueError(f"its header would be {length} bytes, and {size - _LENGTH} follow")
+    described = _parsed(_exactly(stream, length))
+    metadata = described.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{_METADATA} is not text by name")
+    start = _LENGTH + length
+    found = {name: _stored(name, entry, start) for name, entry in described.items()}
+    _require_whole(found, start, size)
+    return metadata, found
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise ValueError("its header is not a JSON object")
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    for name in value:
+        name.encode()  # half of a surrogate pair is no text
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"its header names {name!r} twice")
+        found[name] = value
+    return found
+
+
+def _stored(name: str, entry: Any, start: int) -> Stored:
+    """What the header says of one tensor, whose bytes are counted from `start`."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name!r}: the header does not say dtype, shape and data_offsets, and those alone")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r}: dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    if not _are_sizes(shape):
+        raise ValueError(f"tensor {name!r}: shape {shape!r} is no list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"tensor {name!r}: data_offsets {offsets!r} are no beginning and end")
+    width = DTYPES[dtype][1]
+    _require_possible(name, shape, width)
+    needed, given = width * prod(shape), offsets[1] - offsets[0]
+    if needed != given:
+        raise ValueError(f"tensor {name!r}: {dtype} {shape} takes {needed} bytes, data_offsets give it {given}")
+    return Stored(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _require_possible(name: str, shape: Sequence[int], width: int) -> None:
+    """ValueError for a shape whose strides no tensor can have, also where a dimension is 0."""
+    for size in shape:
+        width *= max(size, 1)
+        if width >= _TOO_LARGE:
+            raise ValueError(f"tensor {name!r}: a shape of more than {_TOO_LARGE} bytes")
+
+
+def _require_whole(found: Mapping[str, Stored], start: int, size: int) -> None:
+    """ValueError unless the tensors follow one another from `start` to the end of the file."""
+    end = start
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if stored.end > size:
+            raise ValueError(f"tensor {name!r}: ends at byte {stored.end} of {size}")
+        if stored.begin != end:
+            what = "overlaps the one before it" if stored.begin < end else "leaves a hole before it"
+            raise ValueError(f"tensor {name!r}: {what}: it begins at byte {stored.begin}, not {end}")
+        end = stored.end
+    if end != size:
+        raise ValueError(f"{size - end} bytes follow the last tensor")
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Whatever is wrong with what was read, as a ValueError that names the file and the cure."""
+    try:
+        yield
+    except (ValueError, OSError) as error:  # JSON and UTF-8 have errors of their own, all of them ValueErrors
+        raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
+
+
+def _version(stream: FileIO) -> tuple[int, int]:
+    """Another one where the file has become another."""
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+# --- bytes
+
+
+def _exactly(stream: FileIO, count: int) -> bytes:
+    data = bytearray(count)
+    _read_into(stream, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(stream: FileIO, view: memoryview) -> None:
+    while view:
+        count = stream.readinto(view)  # Linux gives 2 GiB at most
+        if not count:
+            raise ValueError(f"it ends {len(view)} bytes too early")
+        view = view[count:]
+
+
+def _write(target: FileIO, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[target.write(view) :]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _copy(source: FileIO, begin: int, count: int, target: FileIO) -> None:
+    """Append `count` bytes of `source` to `target`."""
+    source.seek(begin)
+    try:
+        while hasattr(os, "copy_file_range") and count:
+            done = os.copy_file_range(source.fileno(), target.fileno(), count)
+            if not done:
+                break  # some file systems say so of files that do not end here
+            count -= done
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise
+    while count:
+        data = source.read(min(count, _AT_ONCE))
+        if not data:
+            raise ValueError(f"{source.name}: ends {count} bytes too early; it was written to while it was copied")
+        _write(target, data)
+        count -= len(data)
+
+
+@contextmanager
+def _room(path: Path) -> Iterator[None]:
+    """An error of writing, with the file's name and what is free where it lies."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"cannot write {path.name} ({error}); {free / 1e9:.2f} GB are free at {path.parent}") from None
+
+
+# Header's word -> (name in torch, bytes of an element), in the order of tensors in a file.
+DTYPES = {
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+    "F32": ("float32", 4),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+_ORDER = {word: place for place, word in enumerate(DTYPES)}

@@ -1,0 +1,53 @@
+"""`fluxq quantize --push-to-hub`: a finished checkpoint becomes a model repository of the Hugging Face hub.
+
+What may not be published is refused before the work starts. Uploaded is the folder as it stands, in one commit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.console import first_line
+from fluxq.base.model import ModelFolder
+
+
+def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
+    """ValueError unless the base model names a licence, the closing check will run and the hub knows who asks."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(repo)  # its ValueError says what is wrong with the name
+    if "license" not in folder.license:
+        raise ValueError(
+            f"{folder.name} names no licence (`license:` in the front matter of its README.md), so nobody could tell "
+            "what others may do with the checkpoint: add it there, or leave out --push-to-hub"
+        )
+    if not check:
+        raise ValueError("--push-to-hub uploads only what passed the closing check: leave out --no-check")
+    try:
+        HfApi().whoami()
+    except Exception as error:  # no connection is an error of the client's own HTTP library
+        raise ValueError(f"the hub cannot tell who you are ({first_line(error)}): run `hf auth login` first") from None
+
+
+def push(output: Path, record: dict[str, Any], repo: str, private: bool) -> str:
+    """Upload a checkpoint folder whose closing check passed; returns the repository's address.
+
+    Raises ValueError where that check did not pass and OSError, naming the folder, where the upload does not.
+    """
+    from huggingface_hub import HfApi
+
+    check = record["check"]
+    if not (check and check["passed"]):
+        raise ValueError(f"{output}: its closing check did not pass, so it is not uploaded")
+    api = HfApi()
+    message = f"{record['model']['name']} quantized with fluxq {record['fluxq_version']} ({record['recipe']['name']})"
+    try:
+        address = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=output, commit_message=message)
+    except Exception as error:  # as above
+        raise OSError(
+            f"{output} is complete but not uploaded to {repo} ({first_line(error)}); the same command only uploads it"
+        ) from None
+    return str(address)

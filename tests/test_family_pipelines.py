@@ -1,0 +1,196 @@
+"""Random tiny pipelines of several families through the command line: captured, fitted, written, loaded and run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from fluxq import QuantLinear, tiny
+from fluxq.cli import cli
+from fluxq.recipes.families import FAMILIES
+
+SMALL = {"num_inference_steps": 2, "height": 16, "width": 16}
+FLOW = diffusers.FlowMatchEulerDiscreteScheduler
+
+
+def transformer(name: str, **changed) -> nn.Module:
+    row = FAMILIES[name]
+    return getattr(diffusers, row.model).from_config({**row.tiny_config, **changed})
+
+
+def encoder(name: str, **changed) -> nn.Module:
+    row = FAMILIES[name]
+    model = getattr(transformers, row.model)
+    return model(model.config_class.from_dict({**row.tiny_config, "vocab_size": 2048, **changed}))
+
+
+def tokenizer(name: str = "tokenizer_2"):
+    """The embedded T5's or CLIP's, with a chat template that adds nothing."""
+    found = transformers.AutoTokenizer.from_pretrained(Path(tiny.path()) / name)
+    found.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return found
+
+
+def kl(**changed) -> nn.Module:
+    return diffusers.AutoencoderKL.from_config({**FAMILIES["kl"].tiny_config, "latent_channels": 4, **changed})
+
+
+def sdxl() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=kl(),
+        text_encoder=encoder("clip"),
+        text_encoder_2=encoder("clip_projection"),
+        tokenizer=tokenizer("tokenizer"),
+        tokenizer_2=tokenizer("tokenizer"),
+        unet=transformer("unet"),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+    )
+    return pipe, SMALL
+
+
+def z_image() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.ZImagePipeline(
+        scheduler=FLOW(),
+        vae=kl(shift_factor=0.1),
+        text_encoder=encoder("qwen3"),
+        tokenizer=tokenizer(),
+        transformer=transformer("z_image", cap_feat_dim=128, n_layers=1),
+    )
+    return pipe, {**SMALL, "guidance_scale": 4.0}
+
+
+def chroma() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.ChromaPipeline(
+        scheduler=FLOW(),
+        vae=kl(shift_factor=0.1),
+        text_encoder=encoder("t5"),
+        tokenizer=tokenizer(),
+        transformer=transformer("chroma", joint_attention_dim=128),
+    )
+    return pipe, {**SMALL, "max_sequence_length": 16}
+
+
+def flux2() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.Flux2KleinPipeline(
+        scheduler=FLOW(),
+        vae=diffusers.AutoencoderKLFlux2(
+            block_out_channels=(32,),
+            down_block_types=("DownEncoderBlock2D",),
+            up_block_types=("UpDecoderBlock2D",),
+            latent_channels=4,
+        ),
+        text_encoder=encoder("qwen3_lm"),
+        tokenizer=tokenizer(),
+        transformer=transformer("flux2", joint_attention_dim=256, guidance_embeds=False),
+    )
+    return pipe, {**SMALL, "max_sequence_length": 16, "text_encoder_out_layers": [0, 1]}
+
+
+def ltx() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.LTXPipeline(
+        scheduler=FLOW(),
+        vae=diffusers.AutoencoderKLLTXVideo(
+            latent_channels=16,
+            block_out_channels=(16, 16, 16, 16),
+            decoder_block_out_channels=(16, 16, 16, 16),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+        ),
+        text_encoder=encoder("t5"),
+        tokenizer=tokenizer(),
+        transformer=transformer("ltx", caption_channels=128),
+    )
+    return pipe, {"num_inference_steps": 2, "height": 64, "width": 64, "num_frames": 9}
+
+
+def pixart() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.PixArtSigmaPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=encoder("t5"),
+        vae=kl(),
+        transformer=transformer("pixart", caption_channels=128),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+    )
+    return pipe, {**SMALL, "use_resolution_binning": False}
+
+
+def sana() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.SanaPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=encoder("gemma2"),
+        vae=diffusers.AutoencoderDC(
+            latent_channels=4,
+            encoder_block_out_channels=(32, 32),
+            decoder_block_out_channels=(32, 32),
+            encoder_layers_per_block=(1, 1),
+            decoder_layers_per_block=(1, 1),
+            encoder_block_types="ResBlock",
+            decoder_block_types="ResBlock",
+            encoder_qkv_multiscales=((), ()),
+            decoder_qkv_multiscales=((), ()),
+        ),
+        transformer=transformer("sana", caption_channels=128),
+        scheduler=diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    )
+    size = {"height": 32, "width": 32, "use_resolution_binning": False}
+    return pipe, {**SMALL, **size, "complex_human_instruction": None}
+
+
+@pytest.fixture
+def quantize(tmp_path, monkeypatch):
+    """quantize(make, options…) runs `fluxq quantize` on what `make` gives, and returns click's result."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(make: Callable[[], tuple[DiffusionPipeline, dict]], *options: str):
+        torch.manual_seed(0)
+        pipe, call = make()
+        pipe.save_pretrained("model")
+        Path("model", "fluxq_generation.json").write_text(json.dumps(call))
+        return CliRunner().invoke(cli, ["quantize", "model", "-o", "out", *options])
+
+    return run
+
+
+def loaded(component: str = "transformer") -> nn.Module:
+    """The written pipeline's denoiser, after an image has been made with it."""
+    pipe = DiffusionPipeline.from_pretrained("out", dtype=torch.bfloat16)
+    call = json.loads(Path("model", "fluxq_generation.json").read_text())
+    pipe.set_progress_bar_config(disable=True)
+    made = pipe(prompt="a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
+    latents = made[0] if isinstance(made[0], torch.Tensor) else torch.stack(list(made[0]))
+    assert torch.isfinite(latents.float()).all()
+    return getattr(pipe, component)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sdxl, *(pytest.param(make, marks=pytest.mark.slow) for make in (z_image, chroma, flux2, ltx, sana))],
+)
+def test_a_pipeline_is_captured_fitted_written_and_run(make, quantize):
+    Path("quick.yaml").write_text("extends: nvfp4\ncalibration: {count: 2, steps: 2}\n")
+    done = quantize(make, "--recipe", "quick.yaml", "--no-check")
+    assert done.exit_code == 0, done.stderr
+    (part,) = json.loads(Path("out", "fluxq_plan.json").read_text())["components"]
+    assert part["groups"] and all(group["sqnr_db"] > 5 for group in part["groups"])
+    model = loaded(part["component"])
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    family = FAMILIES[part["family"]]
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    assert set(layers) == {name for name in linears if family.locate(name)}
+    assert any(layer.scheme.features for layer in layers.values())
+
+
+def test_a_pipeline_that_does_not_tell_of_its_steps_is_quantized_without_running_it(quantize):
+    refused = quantize(pixart, "--recipe", "nvfp4", "--no-check")
+    assert refused.exit_code == 1 and not Path("out").exists()
+    assert "a PixArtSigmaPipeline takes no callback_on_step_end" in refused.stderr and "--profile rtn" in refused.stderr
+    done = quantize(pixart, "--recipe", "nvfp4", "--profile", "rtn", "--no-check")
+    assert done.exit_code == 0, done.stderr
+    assert any(isinstance(module, QuantLinear) for module in loaded().modules())

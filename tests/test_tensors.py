@@ -1,0 +1,263 @@
+"""safetensors files: bytes are those of safetensors; what is wrong with a file is said before it is read."""
+
+import errno
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save_file
+
+from fluxq.base import tensors as files
+from fluxq.base.tensors import DTYPES, TensorFile, join_weights, save_weights
+
+NAMES = ["a", "b.weight", "é", 'quote"', "back\\slash", "line\nbreak", "\x01", "\x7f", "\u2028", "日本", "", " "]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(as_bytes(one), as_bytes(other))
+
+
+def drawn(word: str, *shape: int) -> torch.Tensor:
+    name, width = DTYPES[word]
+    data = torch.randint(0, 2, (*shape, width), dtype=torch.uint8)
+    return data.view(getattr(torch, name)).reshape(shape)
+
+
+def packed(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def test_every_dtype_is_written_as_safetensors_writes_it_and_read_again(tmp_path):
+    held = {f"tensor {word}": drawn(word, 3, 5) for word in reversed(DTYPES)}
+    held |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 7), "first": drawn("F32", 4)}
+    save_weights(held, tmp_path / "ours", {"format": "pt"})
+    save_file(held, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    stored = TensorFile(tmp_path / "ours")
+    assert stored.metadata() == {"format": "pt"} and set(stored.keys()) == held.keys()
+    assert all(same(stored.get_tensor(name), tensor) for name, tensor in held.items())
+    assert stored.nbytes == sum(t.nbytes for t in held.values())
+    assert all(entry.begin % DTYPES[entry.dtype][1] == 0 for entry in stored.stored.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES) | st.text(st.characters(codec="utf-8"), max_size=6),
+        st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 4), max_size=4)),
+        max_size=8,
+    ),
+    st.none() | st.text(st.characters(codec="utf-8"), max_size=9),
+)
+def test_whatever_the_tensors_are_called_the_bytes_are_those_of_safetensors(tmp_path_factory, described, text):
+    folder = tmp_path_factory.mktemp("any")
+    held = {name: drawn(word, *shape) for name, (word, shape) in described.items() if name != "__metadata__"}
+    metadata = {} if text is None else {"note": text}
+    save_weights(held, folder / "ours", metadata)
+    save_file(held, folder / "theirs", metadata or None)
+    assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
+    stored = TensorFile(folder / "theirs")
+    assert stored.metadata() == metadata and all(same(stored.get_tensor(name), t) for name, t in held.items())
+
+
+def test_tensors_that_share_memory_or_lie_apart_are_written_as_they_look(tmp_path):
+    whole = torch.arange(24.0).reshape(4, 6)
+    held = {"whole": whole, "same": whole, "transposed": whole.T, "columns": whole[:, ::2]}
+    save_weights(held, tmp_path / "file", {})
+    found = load_file(tmp_path / "file")
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
+def test_several_words_of_metadata_keep_their_order(tmp_path):
+    """safetensors' own writer puts them in another order each time."""
+    save_weights({}, tmp_path / "file", {"b": "1", "a": "2"})
+    assert (tmp_path / "file").read_bytes()[8:].startswith(b'{"__metadata__":{"b":"1","a":"2"}}')
+
+
+BIG = 1 << 70
+DAMAGED = {  # what a file holds -> words of the message
+    "nothing": (b"", "0 bytes are no header"),
+    "half a length": (b"\x08\x00\x00", "3 bytes are no header"),
+    "a longer header than file": (packed({})[:8] + b"{", "its header would be 2 bytes, and 1 follow"),
+    "a header of exabytes": (b"\xff" * 8 + b"{}", "more than the 10000000 that are read"),
+    "no JSON": (packed(b"{a: 1}"), "Expecting property name"),
+    "a list": (packed([]), "is not a JSON object"),
+    "space before": (packed(b" {}"), "is not a JSON object"),
+    "UTF-16": (packed("{}".encode("utf-16")), "is not a JSON object"),
+    "no UTF-8": (packed(b'{"\xff": 1}'), "invalid start byte"),
+    "half a surrogate": (packed(b'{"\\ud800": {}}'), "surrogates not allowed"),
+    "deep nesting": (packed(b'{"a":' * 100_000), "nested too deeply"),
+    "a number without end": (packed(b'{"a": ' + b"9" * 5000 + b"}"), "integer string conversion"),
+    "one name twice": (packed(b'{"a": 1, "a": 2}'), "names 'a' twice"),
+    "one key twice": (packed(b'{"a": {"dtype": "U8", "dtype": "U8"}}'), "names 'dtype' twice"),
+    "metadata that is no text": (packed({"__metadata__": {"a": 1}}), "__metadata__ is not text"),
+    "metadata that is a list": (packed({"__metadata__": []}), "__metadata__ is not text"),
+    "a tensor that is a number": (packed({"a": 1}), "'a': the header does not say dtype"),
+    "no offsets": (packed({"a": {"dtype": "U8", "shape": []}}), "'a': the header does not say dtype"),
+    "a fourth key": (packed({"a": {**entry(), "extra": 1}}, b"\0" * 8), "and those alone"),
+    "an unknown dtype": (packed({"a": entry("F3")}, b"\0" * 8), "'a': dtype 'F3' is none of U64, "),
+    "a dtype that is a list": (packed({"a": entry(["F32"])}, b"\0" * 8), "'a': dtype ['F32'] is none of"),
+    "a shape that is a number": (packed({"a": {**entry(), "shape": 2}}, b"\0" * 8), "'a': shape 2 is no list"),
+    "a negative size": (packed({"a": entry(shape=[-2])}, b"\0" * 8), "'a': shape [-2] is no list of sizes"),
+    "half a size": (packed({"a": entry(shape=[2.0])}, b"\0" * 8), "'a': shape [2.0] is no list of sizes"),
+    "a true size": (packed({"a": entry("U64", shape=[True])}, b"\0" * 8), "'a': shape [True] is no list of sizes"),
+    "one offset": (packed({"a": entry(offsets=[8])}, b"\0" * 8), "'a': data_offsets [8] are no beginning and end"),
+    "negative offsets": (packed({"a": entry(offsets=[-8, 0])}, b"\0" * 8), "'a': data_offsets [-8, 0] are no"),
+    "offsets that go back": (packed({"a": entry(offsets=[8, 0])}, b"\0" * 8), "'a': data_offsets [8, 0] are no"),
+    "too few bytes": (packed({"a": entry(offsets=[0, 4])}, b"\0" * 4), "'a': F32 [2] takes 8 bytes, data_offsets give"),
+    "more than any memory": (packed({"a": entry(shape=[BIG], offsets=[0, 4 * BIG])}), "'a': a shape of more than"),
+    "nothing times all": (packed({"a": entry(shape=[0, BIG, BIG], offsets=[0, 0])}), "'a': a shape of more than"),
+    "an endless product": (packed({"a": entry(shape=[BIG] * 50_000, offsets=[0, 0])}), "'a': a shape of more than"),
+    "an end outside": (packed({"a": entry()}, b"\0" * 7), "'a': ends at byte"),
+    "a hole before": (packed({"a": entry(offsets=[4, 12])}, b"\0" * 12), "'a': leaves a hole before it"),
+    "a hole between": (packed({"a": entry(), "b": entry(offsets=[12, 20])}, b"\0" * 20), "'b': leaves a hole"),
+    "an overlap": (packed({"a": entry(), "b": entry(offsets=[4, 12])}, b"\0" * 12), "'b': overlaps the one before"),
+    "the same bytes twice": (packed({"a": entry(), "b": entry()}, b"\0" * 8), "'b': overlaps the one before"),
+    "bytes behind": (packed({"a": entry()}, b"\0" * 9), "1 bytes follow the last tensor"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_refused_by_name_with_a_cure(tmp_path, case):
+    path = tmp_path / "file.safetensors"
+    data, words = DAMAGED[case]
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as caught:
+            TensorFile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    message = str(caught.value)
+    assert message.startswith(f"{path}: truncated or damaged safetensors file (") and message.endswith("copy it again")
+    assert words in message
+    assert peak < 1_000_000 + 40 * len(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_what_is_accepted_is_what_safetensors_accepts(tmp_path_factory, data):
+    """Of a good file with some bytes changed, cut off or added: the same tensors, or a ValueError."""
+    path = tmp_path_factory.mktemp("fuzz") / "file"
+    save_weights({"a": torch.arange(3.0), "bc": torch.arange(4, dtype=torch.int8)}, path, {"k": "v"})
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at] = data.draw(st.sampled_from(b'0123456789"[]{},:. \0\xffFUI') | st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    path.write_bytes(content)
+    try:
+        found = {name: TensorFile(path).get_tensor(name) for name in TensorFile(path).keys()}
+    except ValueError:
+        return
+    theirs = load(bytes(content))  # raises if it sees what we did not
+    assert found.keys() == theirs.keys() and all(same(found[name], theirs[name]) for name in found)
+
+
+def test_safetensors_itself_refuses_what_we_refuse():
+    """All but what it is more lenient about than the format's description."""
+    ours_alone = {"a fourth key", "space before"}
+    for case, (content, _) in DAMAGED.items():
+        if case not in ours_alone:
+            with pytest.raises((SafetensorError, ValueError)):
+                load(content)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path):
+    path = tmp_path / "file"
+    save_weights({"a": torch.zeros(1000)}, path, {})
+    stored = TensorFile(path)
+    save_weights({"a": torch.ones(1001)}, path, {})
+    with pytest.raises(ValueError, match="replaced or written to while it was read"):
+        stored.get_tensor("a")
+    stored = TensorFile(path)
+    os.truncate(path, 2000)
+    with pytest.raises(ValueError, match="copy it again"):
+        stored.get_tensor("a")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"No such file.*copy it again"):
+        stored.get_tensor("a")
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path):
+    save_weights({"a": torch.zeros(1)}, tmp_path / "file", {})
+    with pytest.raises(ValueError, match="holds no tensor 'b'"):
+        TensorFile(tmp_path / "file").get_tensor("b")
+
+
+def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"hold no torch\.complex128"):
+        save_weights({"a": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file", {})
+
+
+def refused_by_the_kernel(*_):
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+@pytest.mark.parametrize("kernel", ["copies", "cannot", "does nothing", "is another"])
+def test_a_file_made_of_parts_of_others_is_the_one_that_is_written_at_once(tmp_path, monkeypatch, kernel):
+    monkeypatch.setattr(files, "_AT_ONCE", 100)
+    if kernel == "cannot":
+        monkeypatch.setattr(os, "copy_file_range", refused_by_the_kernel)
+    elif kernel == "does nothing":
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+    elif kernel == "is another":
+        monkeypatch.delattr(os, "copy_file_range")
+    held = {f"tensor {word}": drawn(word, 30, 7) for word in DTYPES}
+    parts = {}
+    for at in range(3):
+        path = tmp_path / f"part {at}"
+        save_weights({name: held[name] for name in list(held)[at::3]}, path, {"part": str(at)})
+        parts |= {name: (path, stored) for name, stored in TensorFile(path).stored.items()}
+    join_weights(parts, tmp_path / "joined", {"format": "pt"})
+    save_weights(held, tmp_path / "whole", {"format": "pt"})
+    assert (tmp_path / "joined").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_part_that_was_cut_short_since_is_noticed(tmp_path):
+    save_weights({"a": torch.zeros(1000)}, tmp_path / "part", {})
+    parts = {"a": (tmp_path / "part", TensorFile(tmp_path / "part").stored["a"])}
+    os.truncate(tmp_path / "part", 2000)
+    with pytest.raises(ValueError, match=r"part: ends \d+ bytes too early"):
+        join_weights(parts, tmp_path / "joined", {})
+
+
+def test_a_file_that_cannot_be_written_is_named_with_what_is_free(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match=r"cannot write taken \(.*GB are free at"):
+        save_weights({"a": torch.zeros(1)}, tmp_path / "taken", {})
+
+
+def test_a_read_takes_no_more_memory_than_the_tensor(tmp_path):
+    """The pages of a mapped file would count as memory of this process, too."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("Linux says how much memory a process holds")
+
+    def held() -> int:
+        return 1024 * int(next(line for line in status.read_text().splitlines() if "VmRSS" in line).split()[1])
+
+    path, count = tmp_path / "file", 24
+    save_weights({str(index): torch.zeros(1 << 22, dtype=torch.uint8) for index in range(count)}, path, {})
+    stored = TensorFile(path)
+    stored.get_tensor("0")
+    before = held()
+    for name in stored.keys():
+        assert not stored.get_tensor(name).any()
+    assert held() - before < 3 << 22
