@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,34 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, quickly_fin
     assert seen == [2, 3, 4]
     assert weights_of(tmp_path / "out") == weights_of(quickly_finished[0])
     assert record["components"][0]["groups"] == quickly_finished[1]["components"][0]["groups"]
+
+
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, monkeypatch, parallel):
+    """A process may end after a block's file and before its outputs."""
+    folders = [tmp_path / "whole", tmp_path / "resumed"]
+    for folder in folders:
+        folder.mkdir()
+    quick = NO_SEARCH.replace("count: 8, steps: 2", "count: 2, steps: 1").replace("{rank: 1/24, deflate: true}", "null")
+    quick = quick.replace("[center, hadamard]", "[]").replace("gptq, scales: search", "gptq, scales: amax")
+    whole, resumed = (options(folder, quick, parallel_blocks=parallel) for folder in folders)
+    jobs.quantize(jobs.prepare(whole))
+    finish, fit_block, seen = run.finish, run._fit_block, []
+
+    def stops(file, *rest):
+        finish(file, *rest)
+        if file.name == "0001.safetensors":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "finish", stops)
+        jobs.quantize(jobs.prepare(resumed))
+    (outputs,) = folders[1].glob(".out.*.work/transformer-outputs")
+    shutil.rmtree(outputs / "block-001", ignore_errors=True)
+    monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
+    jobs.quantize(jobs.prepare(resumed))
+    assert seen == [2, 3, 4]
+    assert weights_of(folders[1] / "out") == weights_of(folders[0] / "out")
 
 
 def test_a_run_that_failed_after_the_last_block_fits_nothing_again(tmp_path, quickly_finished, monkeypatch):

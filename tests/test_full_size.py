@@ -50,7 +50,7 @@ def test_three_blocks_go_from_disk_to_disk(script, tmp_path: Path, hidden: int, 
     found = json.loads(out.read_text())
     assert list(found["recipes"]) == ["nvfp4", "fp8"]
     for recipe, row in found["recipes"].items():
-        assert 0 < row["peak_memory_bytes"] < most_gb * 1e9 and row["bytes"] < 0.6 * found["bytes"]
+        assert 0 < row["peak_memory_bytes"] < most_gb * 1e9 and row["bytes"] < 0.7 * found["bytes"]
         assert set(row["seconds"]) == {"quantize", "copying alone", "rounding alone", "verify"}
         decibels = row["block"]["output_sqnr_db"].values()
         assert len(decibels) == 6 and min(decibels) > {"nvfp4": 15, "fp8": 25}[recipe]
