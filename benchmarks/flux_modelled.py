@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fluxq.kernels.dispatch import SWIZZLED
 from fluxq.recipes.cost import QUERY_AND_KEY, STREAMS, ForwardPass, Step, code_bytes, forward_pass, route, steps
 from fluxq.recipes.devices import Device, Efficiency, find_device
 from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan
@@ -80,21 +79,17 @@ def _group(layers: list[LayerPlan], forward: ForwardPass, chip: str) -> Iterator
         fused = rounding or 2 * x
         yield _pass("GELU, codes", 2 * x + rounding, 2 * x + rounding, fused, fused, in_product)
     if first.role == "mixed_out":
-        yield _concatenated(x, first.n / first.k, code, has_block_scales, chip)
+        yield _concatenated(x, first.n / first.k, code, has_block_scales)
     if first.role in ("ff_down", "text_ff_down", "mixed_out"):
         yield _pass("gate and residual, the last", 5 * v, 3 * v, 5 * v, 3 * v, v)
 
 
-def _concatenated(x: float, attended: float, code: float, has_block_scales: bool, chip: str) -> Pass:
-    """GELU, the concatenation with what attention made (that share of x) and the codes of both.
-
-    Codes can lie side by side where blocks have scales, unless these are reordered for the chip's matrix units.
-    """
+def _concatenated(x: float, attended: float, code: float, has_block_scales: bool) -> Pass:
+    """GELU, the concatenation with what attention made (that share of x) and the codes of both."""
     rounding = x + code if code else 0.0
     eager = 2 * x * (1 - attended) + 2 * x + rounding
     compiled = 2 * x + rounding
-    beside = x + code + 2 * code  # two parts are rounded, then their codes are joined
-    optimized, both = (beside, beside) if has_block_scales and chip not in SWIZZLED else (eager, compiled)
+    optimized, both = (rounding, rounding) if code else (eager, compiled)
     every = attended * rounding if has_block_scales else rounding
     return _pass("GELU, concatenation, codes", eager, compiled, optimized, both, every)
 

@@ -236,7 +236,12 @@ MEASURED = Path(__file__).parent / "measured.json"
 _PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
 KERNELS = (
     Kernel("quantize_activation", "quantize_activation", (*_PRODUCED, "down"), "memory"),
-    Kernel("act_quantize", "quantize_activation", (*_PRODUCED, "16bit"), "memory"),
+    Kernel(
+        "act_quantize",
+        "quantize_activation",
+        (*_PRODUCED, "16bit", *(f"{name}-beside" for name in _PRODUCED)),
+        "memory",
+    ),
     Kernel("adaln_quantize", "adaln_quantize", (*_PRODUCED, "16bit"), "memory"),
     Kernel("qk_norm_rope", "qk_norm_rope", ("16bit",), "memory"),
     Kernel("attention_fp8", "attention", ("64", "128"), "native"),

@@ -294,17 +294,20 @@ LAUNCH: dict[str, Callable[..., Tensor]] = {
 
 
 def quantize_activation(
-    x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled, *, act=None, chip=None
+    x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled, *, act=None, beside=None, chip=None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row, chip = find_format(format), chip or chip_of(x.device)
-    name = tuned_name(row, input_scale, down)
+    name = tuned_name(row, input_scale, down, beside)
     require("quantize_activation", "down" if down is not None else format, chip)
+    if beside is not None:
+        require("act_quantize", f"{format}-beside", chip)
     tile = find_memory_tile("quantize_activation", name, chip, x.shape[0])
     q, h = quantizer(
         x,
         row,
         input_scale,
         act=act,
+        beside=beside,
         smooth=smooth,
         mean=mean,
         hadamard=hadamard,
@@ -316,10 +319,11 @@ def quantize_activation(
     return *_made(q, input_scale), x.new_empty(0) if h is None else h
 
 
-def act_quantize(x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled, *, chip=None):
-    return quantize_activation(
-        x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled, act=act, chip=chip
-    )
+def act_quantize(
+    x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled, beside=None, *, chip=None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    steps = hadamard, four_over_six, swizzled
+    return quantize_activation(x, input_scale, smooth, mean, down, format, *steps, act=act, beside=beside, chip=chip)
 
 
 def adaln_quantize(

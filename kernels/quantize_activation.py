@@ -1,6 +1,7 @@
 """Activations to codes and scales on the GPU, byte for byte what the references in quantize/producers.py compute.
 
     a = x, or act(x)                              gelu(x) in either form, silu(x1) · x2, x1 · silu(x2) for x = (x1, x2)
+    a = (beside, a)                               of a row's columns the first D are another matrix's
     h = a · down^T                                the first half of a low-rank branch
     v = (a - mean) · smooth · H / sqrt(size)      every factor optional; H is a Hadamard matrix on blocks of columns
     fp8, int8   s = amax(row) / largest           or of the whole tensor                code = RNE(v / s)
@@ -39,7 +40,7 @@ from fluxq.kernels.codes import (
 from fluxq.kernels.dequantize import MAX_REGISTERS, as_bytes, check_tile
 from fluxq.kernels.epilogue import gelu_tanh
 from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.quantize.producers import ACTS, GATED, check_steps
+from fluxq.quantize.producers import ACTS, GATED, check_beside, check_steps
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, swizzled_size
 from fluxq.recipes.formats import FORMATS, Format
 
@@ -53,6 +54,7 @@ def quantize_activation(
     input_scale: Tensor | None = None,
     *,
     act: str | None = None,
+    beside: Tensor | None = None,
     smooth: Tensor | None = None,
     mean: Tensor | None = None,
     hadamard: int = 0,
@@ -64,6 +66,7 @@ def quantize_activation(
     """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h where `down` is.
 
     act: what `activate` takes; the codes then are those of activate(x, act), to the byte. None for x itself.
+    beside: (M, D) of x's type, rows any distance apart: stands before x, or before act(x), and K counts its columns.
     input_scale: fp32. For fp8 and int8 (M, 1), the scale of each row; for fp8_tensor () that of all; for nvfp4 () or
     (M, 1), its global scale. By default they follow from the amax of each token, for fp8_tensor of all.
     smooth, mean: (K,) fp32. hadamard: size of its blocks, 0 for none. down: (R, K) of x's type, of bfloat16 or float16
@@ -74,7 +77,7 @@ def quantize_activation(
     Raises ValueError for input that the kernels do not take.
     """
     name = "quantize_activation"
-    m, k = _check_rows(name, x, format, act)
+    m, k = _check_rows(name, x, format, act, beside)
     check_steps(name, k, format, hadamard, four_over_six, swizzled)
     shapes = _shapes(format, m, k, swizzled)
     codes, scale = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in list(shapes.values())[:2])
@@ -93,6 +96,7 @@ def quantize_activation(
         out,
         x,
         act=act,
+        beside=beside,
         scale_given=input_scale is not None,
         smooth=smooth,
         mean=mean,
@@ -124,10 +128,13 @@ def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> T
     return out
 
 
-def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None) -> str:
+def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None, beside: Tensor | None = None) -> str:
     """What kernels/tuned calls the tile for these arguments: whole rows and matrix products want other tiles."""
-    own_global = format.two_level and input_scale is None
-    return "down " * (down is not None) + format.name + " own global" * own_global
+    return _tuned_name(format, down is not None, beside is not None, format.two_level and input_scale is None)
+
+
+def _tuned_name(format: Format, down: bool, beside: bool, own_global: bool) -> str:
+    return "down " * down + format.name + "-beside" * beside + " own global" * own_global
 
 
 def quantize_into(
@@ -135,6 +142,7 @@ def quantize_into(
     x: Tensor,
     *,
     act: str | None = None,
+    beside: Tensor | None = None,
     scale_given: bool = False,
     smooth: Tensor | None = None,
     mean: Tensor | None = None,
@@ -145,7 +153,7 @@ def quantize_into(
     swizzled: bool = False,
     tile: Tile,
 ) -> None:
-    """Quantize x, or act(x), into the tensors of `out`, and x · down^T into h (M, R), all of them contiguous.
+    """Quantize x, or act(x), into the tensors of `out`, and its product with down^T into h (M, R), all contiguous.
 
     scale_given: `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
     swizzled: `out.scale` then is flat, of `swizzled_size` elements.
@@ -154,7 +162,7 @@ def quantize_into(
     name = "quantize_activation"
     row = out.format
     group = row.group_size
-    m, k = _check_rows(name, x, row, act)
+    m, k = _check_rows(name, x, row, act, beside)
     check_steps(name, k, row, hadamard, four_over_six, swizzled)
     _check_output(name, out, x, (m, k), scale_given, swizzled)
     for what, vector in (("smooth", smooth), ("mean", mean)):
@@ -164,6 +172,7 @@ def quantize_into(
     _check_tile(name, tile, row, hadamard, rank, swizzled)
     check_device(name, x.device)
     tiles = cdiv(k, tile.columns)
+    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
     what = {"ACT": act or "", "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
     size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
     options = {"num_warps": tile.warps} | EXACT
@@ -173,9 +182,12 @@ def quantize_into(
         amax = None
         if row.block[0] == 0 and not scale_given:
             amax = torch.zeros((), dtype=torch.int32, device=x.device)
-            tensor_amax_kernel[(programs,)](x, smooth, mean, amax, m, k, x.stride(0), **what, **size, **options)
+            tensor_amax_kernel[(programs,)](
+                x, beside, smooth, mean, amax, m, k, d, x.stride(0), stride_beside, **what, **size, **options
+            )
         quantize_rows_kernel[(programs,)](
             x,
+            beside,
             smooth,
             mean,
             down,
@@ -185,8 +197,10 @@ def quantize_into(
             h,
             m,
             k,
+            d,
             rank,
             x.stride(0),
+            stride_beside,
             row.block[0],
             **what,
             ELEMENT=row.element.name,
@@ -202,6 +216,7 @@ def quantize_into(
     per_token = out.global_scale is not None and out.global_scale.ndim == 2
     quantize_blocks_kernel[(programs, 1 if own_global or rank else tiles)](
         x,
+        beside,
         smooth,
         mean,
         down,
@@ -211,8 +226,10 @@ def quantize_into(
         h,
         m,
         k,
+        d,
         rank,
         x.stride(0),
+        stride_beside,
         int(per_token),
         **what,
         FORMAT=row.name,
@@ -226,8 +243,10 @@ def quantize_into(
     )
 
 
-def _check_rows(name: str, x: Tensor, format: Format | None, act: str | None) -> tuple[int, int]:
-    """(M, K) of x, or of act(x)."""
+def _check_rows(
+    name: str, x: Tensor, format: Format | None, act: str | None, beside: Tensor | None = None
+) -> tuple[int, int]:
+    """(M, K) of x, or of act(x), with what stands beside it."""
     if act is not None and act not in ACTS:
         raise ValueError(f"{name}: act is {act!r}, expected one of {', '.join(ACTS)}")
     if x.ndim != 2 or x.dtype not in _FLOATS:
@@ -240,6 +259,13 @@ def _check_rows(name: str, x: Tensor, format: Format | None, act: str | None) ->
     if act in GATED and k % 2:
         raise ValueError(f"{name}: x {(m, k)} has no two halves, expected (M, 2K) for {act}")
     k //= 2 if act in GATED else 1
+    if beside is not None:
+        check_beside(name, beside, x)
+        if beside.device != x.device:
+            raise ValueError(f"{name}: beside is on {beside.device}, x on {x.device}: move it")
+        if beside.shape[1] > 1 and beside.stride(1) != 1:
+            raise ValueError(f"{name}: beside has strides {beside.stride()}, expected rows of adjacent elements")
+        k += beside.shape[1]
     if format is not None:
         format.check_shape(m, k, f"{name}: x")
     return m, k
@@ -305,7 +331,8 @@ def _check_output(
 
 @triton.jit
 def quantize_rows_kernel(
-    x,  # (M, K), or (M, 2K) for activations of two halves
+    x,  # (M, K - D), or twice as wide for activations of two halves
+    beside,  # (M, D) or None
     smooth,  # (K,) fp32 or None
     mean,  # (K,) fp32 or None
     down,  # (R, K) or None
@@ -315,8 +342,10 @@ def quantize_rows_kernel(
     h,  # (M, R) or None
     M,
     K,
+    D,
     R,
     stride_x,  # between rows
+    stride_beside,
     stride_scale,  # 1, or 0 where all rows share a scale
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -337,13 +366,30 @@ def quantize_rows_kernel(
         step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
     else:
         bits, product = scan_rows(
-            x, smooth, mean, down, rows, M, K, R, stride_x, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R
+            x,
+            beside,
+            smooth,
+            mean,
+            down,
+            rows,
+            M,
+            K,
+            D,
+            R,
+            stride_x,
+            stride_beside,
+            ACT,
+            HADAMARD,
+            TILES,
+            ROWS,
+            COLUMNS,
+            BLOCK_R,
         )
         step = row_step(bits, LARGEST)
     if not OWN_AMAX:
         product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)
+        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None and not OWN_AMAX:
             product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
         values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
@@ -358,7 +404,8 @@ def quantize_rows_kernel(
 
 @triton.jit
 def quantize_blocks_kernel(
-    x,  # (M, K), or (M, 2K) for activations of two halves
+    x,  # (M, K - D), or twice as wide for activations of two halves
+    beside,  # (M, D) or None
     smooth,  # (K,) fp32 or None
     mean,  # (K,) fp32 or None
     down,  # (R, K) or None
@@ -368,8 +415,10 @@ def quantize_blocks_kernel(
     h,  # (M, R) or None
     M,
     K,
+    D,
     R,
     stride_x,  # between rows
+    stride_beside,
     stride_global,
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -392,13 +441,30 @@ def quantize_blocks_kernel(
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     if OWN_GLOBAL:
         bits, product = scan_rows(
-            x, smooth, mean, down, rows, M, K, R, stride_x, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R
+            x,
+            beside,
+            smooth,
+            mean,
+            down,
+            rows,
+            M,
+            K,
+            D,
+            R,
+            stride_x,
+            stride_beside,
+            ACT,
+            HADAMARD,
+            TILES,
+            ROWS,
+            COLUMNS,
+            BLOCK_R,
         )
         g = row_global(bits, FOUR_OVER_SIX)
     elif FORMAT == "nvfp4":
         g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
     for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-        taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)
+        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None and not OWN_GLOBAL:
             product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
         values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
@@ -414,13 +480,16 @@ def quantize_blocks_kernel(
 
 @triton.jit
 def tensor_amax_kernel(
-    x,  # (M, K), or (M, 2K) for activations of two halves
+    x,  # (M, K - D), or twice as wide for activations of two halves
+    beside,  # (M, D) or None
     smooth,  # (K,) fp32 or None
     mean,  # (K,) fp32 or None
     amax,  # () int32, zero before the launch
     M,
     K,
+    D,
     stride_x,
+    stride_beside,
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
     TILES: tl.constexpr,
@@ -429,7 +498,26 @@ def tensor_amax_kernel(
 ):
     """amax = bits of the largest |v| of all rows. A maximum of integers is the same in every order of its programs."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    bits, _ = scan_rows(x, smooth, mean, None, rows, M, K, 0, stride_x, ACT, HADAMARD, TILES, ROWS, COLUMNS, 1)
+    bits, _ = scan_rows(
+        x,
+        beside,
+        smooth,
+        mean,
+        None,
+        rows,
+        M,
+        K,
+        D,
+        0,
+        stride_x,
+        stride_beside,
+        ACT,
+        HADAMARD,
+        TILES,
+        ROWS,
+        COLUMNS,
+        1,
+    )
     tl.atomic_max(amax, tl.max(tl.where(rows < M, bits, 0), 0))
 
 
@@ -448,21 +536,24 @@ def activate_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    value = load_tile(x, rows, tl.program_id(1), M, K, stride_x, ACT, COLUMNS)
+    value = load_tile(x, None, rows, tl.program_id(1), M, K, 0, stride_x, 0, ACT, COLUMNS)
     tl.store(y + rows[:, None] * K + columns[None, :], value, mask=mask)
 
 
 @triton.jit
 def scan_rows(
     x,
+    beside,
     smooth,
     mean,
     down,
     rows,
     M,
     K,
+    D,
     R,
     stride_x,
+    stride_beside,
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
     TILES: tl.constexpr,
@@ -470,11 +561,11 @@ def scan_rows(
     COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Bits of max |v| of each row (ROWS,), and x · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
+    """Bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)
+        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None:
             product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
         values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
@@ -484,22 +575,33 @@ def scan_rows(
 
 
 @triton.jit
-def load_tile(x, rows, tile, M, K, stride_x, ACT: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tile'th COLUMNS columns of x, or of act(x) rounded as a layer of its own rounds; zeros beyond M and K."""
+def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile'th COLUMNS columns of a: of x, or of act(x) rounded as a layer of its own rounds; zeros beyond M and K.
+
+    Of columns before D they are those of `beside`, if there is one.
+    """
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    place = x + rows[:, None] * stride_x + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    if beside is None:
+        mask, place, other_half = inside, x + rows[:, None] * stride_x + columns[None, :], K
+    else:
+        mask = inside & (columns >= D)[None, :]
+        place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
     taken = tl.load(place, mask=mask, other=0.0)
     if ACT == "gelu_tanh":
         taken = gelu_tanh(taken.to(tl.float32)).to(taken.dtype)
     elif ACT == "gelu":
         taken = gelu(taken.to(tl.float32)).to(taken.dtype)
     elif ACT == "silu_mul":
-        other = tl.load(place + K, mask=mask, other=0.0)
+        other = tl.load(place + other_half, mask=mask, other=0.0)
         taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)
     elif ACT == "mul_silu":
-        other = tl.load(place + K, mask=mask, other=0.0)
+        other = tl.load(place + other_half, mask=mask, other=0.0)
         taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))
+    if beside is not None:
+        first = (columns < D)[None, :]
+        left = tl.load(beside + rows[:, None] * stride_beside + columns[None, :], mask=inside & first, other=0.0)
+        taken = tl.where(first, left, taken)
     return taken
 
 
@@ -540,15 +642,18 @@ def store_product(product, h, rows, M, R, BLOCK_R: tl.constexpr):
 
 
 _TYPES = {
-    **dict.fromkeys(("x", "y", "down", "h"), "*bf16"),
+    **dict.fromkeys(("x", "beside", "y", "down", "h"), "*bf16"),
     **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
-    **dict.fromkeys(("K", "R", "stride_x"), "i32:16"),
+    **dict.fromkeys(("K", "D", "R", "stride_x", "stride_beside"), "i32:16"),
     **dict.fromkeys(("M", "stride_scale", "stride_global"), "i32"),
     "amax": "*i32",
 }
-_PLAIN = {"smooth": None, "mean": None, "ACT": "", "HADAMARD": 0, "down": None, "h": None, "BLOCK_R": 1}
-_FUSED = {"ACT": "gelu_tanh", "HADAMARD": 7, "down": None, "h": None, "BLOCK_R": 1}
-_DOWN = {"ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
+_NO_DOWN = {"down": None, "h": None, "BLOCK_R": 1}
+_PLAIN = {"beside": None, "smooth": None, "mean": None, "ACT": "", "HADAMARD": 0} | _NO_DOWN
+_FUSED = {"beside": None, "ACT": "gelu_tanh", "HADAMARD": 7} | _NO_DOWN
+_DOWN = {"beside": None, "ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
+_BESIDE = {"ACT": "silu_mul", "HADAMARD": 7} | _NO_DOWN
+_BESIDE_DOWN = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
 
 
 def _row_cells(name: str, what: str = "", tiles: int = 1, **constants: Any) -> list[Cell]:
@@ -573,8 +678,10 @@ def _block_cells(name: str, what: str = "", **constants: Any) -> list[Cell]:
 
 def _cells(kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any]) -> list[Cell]:
     """A cell for each tile of kernels/tuned; `what` tells it from other cells of the format."""
-    down = constants.get("BLOCK_R", 1) > 1
-    tuned = "down " * down + name + " own global" * constants.get("OWN_GLOBAL", False)
+    down, beside = constants.get("BLOCK_R", 1) > 1, "beside" in kernel.arg_names and "beside" not in constants
+    tuned = name
+    if name in FORMATS:
+        tuned = _tuned_name(FORMATS[name], down, beside, constants.get("OWN_GLOBAL", False))
     constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
     types = {argument: kind for argument, kind in (_TYPES | types).items() if argument in kernel.arg_names}
     return [
@@ -607,5 +714,13 @@ CELLS = (
     *_block_cells("nvfp4", "", **_FUSED, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
     *_block_cells("nvfp4", "", **_DOWN, FOUR_OVER_SIX=True, TILES=24),
     *_block_cells("nvfp4", "", **_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=24),
+    *(cell for name in ("int8", "fp8", "fp8_tensor") for cell in _row_cells(name, "", 4, **_BESIDE)),
+    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _BESIDE | {"TILES": 4}),
+    *(cell for name in ("mxfp8", "mxfp4") for cell in _block_cells(name, **_BESIDE, SWIZZLED=True)),
+    *_block_cells("nvfp4", **_BESIDE, FOUR_OVER_SIX=True),
+    *_block_cells("nvfp4", **_BESIDE, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
+    *_row_cells("int8", "", 120, **_BESIDE_DOWN),
+    *_block_cells("nvfp4", **_BESIDE_DOWN, FOUR_OVER_SIX=True, TILES=120),
+    *_block_cells("nvfp4", **_BESIDE_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=120),
     *_cells(activate_kernel, "16bit", "", {}, {"ACT": "silu_mul"}),
 )

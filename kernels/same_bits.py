@@ -132,6 +132,7 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
     mean, smooth = torch.randn(k, generator=noise), torch.randn(k, generator=noise).exp()
     for name in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4"):
         row = FORMATS[name]
+        of = torch.nan_to_num(x, 0.0, 0.0, 0.0) if name == "fp8_tensor" else x  # one NaN would be everything
         steps: dict[str, dict[str, Any]] = {"": {}, " steps": {"mean": mean, "smooth": smooth, "hadamard": 128}}
         if not row.two_level and row.block == (1, 0):
             steps[" given"] = {"input_scale": torch.ones(len(x), 1)}
@@ -140,8 +141,8 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
             steps |= {" given": {"input_scale": given}, " 4 over 6": {"four_over_six": True}}
         if row.group_size:
             steps[" swizzled"] = {"swizzled": True}
+        steps[" beside"] = {"beside": of[:, :128]}
         for what, options in steps.items():
-            of = torch.nan_to_num(x, 0.0, 0.0, 0.0) if name == "fp8_tensor" else x  # one NaN would be everything
             yield Exact(f"quantize_activation {name}{what}", partial(_quantize, of, name, options))
     weights = torch.randn(len(x), min(k, 512), generator=noise) * torch.logspace(-4, 2, len(x))[:, None]
     for name in FORMATS:
@@ -163,7 +164,9 @@ def awkward() -> Tensor:
 
 def _quantize(x: Tensor, name: str, options: dict[str, Any], chip: str) -> QuantizedTensor:
     row = FORMATS[name]
-    tile = find_tile("quantize_activation", tuned_name(row, options.get("input_scale"), None), chip, len(x))
+    tile = find_tile(
+        "quantize_activation", tuned_name(row, options.get("input_scale"), None, options.get("beside")), chip, len(x)
+    )
     return quantize_activation(x, row, **options, tile=tile)[0]  # pyright: ignore[reportArgumentType]
 
 

@@ -3,6 +3,7 @@
     codes = quantize(norm(x + gate · branch) · (1 + scale) + shift)      one pass, for q, k, v and what else reads it
     q, k  = rope(norm(q)), rope(norm(k))                                 one pass
     codes = quantize(gelu(up)), quantize(silu(gate) · up)                one pass
+    codes = quantize([attention, gelu(up)])                              one pass, of single blocks
     y     = codes · W^T                                                  for each layer of the group
 
 A block keeps its modules and gets a subclass of its own class: copies, moves, hooks, adapters and saving find what they
@@ -40,11 +41,10 @@ from fluxq.quantize.fused_forms import (
     rounding_of,
     takers_of,
     why_alone,
-    why_whole,
 )
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.family import Family, FusableBlock, Stream
+from fluxq.recipes.family import Family, FusableBlock, Maker, Stream
 from fluxq.recipes.patterns import matches
 
 
@@ -64,11 +64,15 @@ class FusedPart:
 
 
 def optimize(
-    model: nn.Module, family: Family, device: str, lacks: Callable[[QuantLinear], str] = lambda layer: ""
+    model: nn.Module,
+    family: Family,
+    device: str,
+    lacks: Callable[[QuantLinear, Maker], str] = lambda layer, made_by: "",
 ) -> list[FusedPart]:
     """Fuse the blocks of a transformer of that family, in place; what was done to each, block by block.
 
-    device: type of the device that will compute. lacks: why it has no product of a layer's codes, empty if it has.
+    device: type of the device that will compute. lacks: why it does not make or multiply a layer's codes, by what makes
+    the layer's input; empty if it does.
     Called again, everything is decided anew. Raises ValueError for a family without a fused form, and where no block
     can be fused.
     """
@@ -249,7 +253,7 @@ def _is_library_class(kind: type, name: str) -> bool:
 
 
 def _describe(
-    block: nn.Module, row: FusableBlock, family: Family, device: str, lacks: Callable[[QuantLinear], str]
+    block: nn.Module, row: FusableBlock, family: Family, device: str, lacks: Callable[[QuantLinear, Maker], str]
 ) -> Fusion:
     groups = {
         group.members[0]: group
@@ -259,9 +263,9 @@ def _describe(
     layers = {first: {path: at(block, path) for path in group.members} for first, group in groups.items()}
     refused = {
         path: why
-        for held in layers.values()
+        for first, held in layers.items()
         for path, layer in held.items()
-        if isinstance(layer, QuantLinear) and not layer.weight.is_meta and (why := lacks(layer))
+        if isinstance(layer, QuantLinear) and not layer.weight.is_meta and (why := lacks(layer, groups[first].made_by))
     }
     return Fusion(row, groups, {first: _alike(held) for first, held in layers.items()}, refused, device)
 
@@ -341,12 +345,10 @@ def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> F
     ((name, layer),) = layers_of(block, fusion, stream.down).items()
     role, act = fusion.groups[stream.down].role, stream.act.removesuffix("_tanh").replace("_mul", " · up")
     why = why_alone(fusion, name, layer)
-    if not why and not stream.out:
-        why = why_whole(layer, at(block, fusion.row.attention).inner_dim)
     if why:
         return FusedPart(path, role, why_not=f"{name}: {why}")
-    joined = f"{act} + " if stream.out else f"attention beside {act}, each into "
-    return FusedPart(path, role, f"{joined}{_format_of({name: layer})} codes", (name,))
+    joined = act if stream.out else f"attention beside {act}"
+    return FusedPart(path, role, f"{joined} + {_format_of({name: layer})} codes", (name,))
 
 
 def _format_of(takers: dict[str, QuantLinear]) -> str:

@@ -36,8 +36,8 @@ class Fusion:
     """What a fused block knows of itself. groups: the input groups that it has, by their first Linear.
 
     alike: first Linear of a group -> layers whose calibrated vectors and scales of the input are the same tensors'
-    values. refused: layer -> why the device has no product of its codes. device: the type of device that all this was
-    decided for.
+    values. refused: layer -> why the device does not make or multiply its codes. device: the type of device that all
+    this was decided for.
     """
 
     row: FusableBlock
@@ -135,7 +135,7 @@ def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor
     q, k, v = _heads(attention, qkv, residual.shape[0])
     heads = [(*_normed(block, stream, q, k, given.rope.get(stream.name)), v)]
     attended = _attention(block, fusion, fusion.row.attention, heads, given.mask)
-    y = _down_side_by_side(block, fusion, stream, _tokens(attended), up, residual.shape[0])
+    y = _down(block, fusion, stream, up, residual.shape[0], _tokens(attended))
     y = _clipped(residual + gate.unsqueeze(1) * y.view(residual.shape), stream)
     return y if given.text_tokens is None else (y[:, : given.text_tokens], y[:, given.text_tokens :])
 
@@ -252,32 +252,19 @@ def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
     ]
 
 
-def _down(block: Any, fusion: Fusion, stream: Stream, up: Tensor, images: int) -> Tensor:
-    """What the feed-forward's last layer makes of act(up), up (M, N): (M, D)."""
+def _down(
+    block: Any, fusion: Fusion, stream: Stream, up: Tensor, images: int, attended: Tensor | None = None
+) -> Tensor:
+    """What the feed-forward's last layer makes of act(up), up (M, N), or of [attended, act(up)], attended (M, D)."""
     ((path, layer),) = layers_of(block, fusion, stream.down).items()
     if why_alone(fusion, path, layer):
-        return _called(layer, producers.ACTS[stream.act](up), images)
-    made, h = _activated(layer, up, stream.act, *_vectors(layer))
+        a = producers.ACTS[stream.act](up)
+        return _called(layer, a if attended is None else torch.cat([attended, a], dim=1), images)
+    made, h = _activated(layer, up, stream.act, attended)
     y = _multiplied(layer, made, up.dtype)
     if h is not None and layer.low_rank is not None:
         y += F.linear(h, layer.low_rank[1].to(up.dtype))
     return y
-
-
-def _down_side_by_side(block: Any, fusion: Fusion, stream: Stream, attended: Tensor, up: Tensor, images: int) -> Tensor:
-    """What a layer makes of [attended, act(up)], attended (M, D), up (M, N): codes side by side where they can be."""
-    ((path, layer),) = layers_of(block, fusion, stream.down).items()
-    if why_alone(fusion, path, layer) or why_whole(layer, attended.shape[1]):
-        return _called(layer, torch.cat([attended, producers.ACTS[stream.act](up)], dim=1), images)
-    input_scale, smooth, mean = _vectors(layer)
-    d = attended.shape[1]
-    (smooth, later_smooth), (mean, later_mean) = (
-        (None, None) if vector is None else (vector[:d], vector[d:]) for vector in (smooth, mean)
-    )
-    left = _quantized(layer, attended, input_scale, smooth, mean)
-    right, _ = _activated(layer, up, stream.act, input_scale, later_smooth, later_mean)
-    both = Codes(_beside(left.codes, right.codes), _beside(left.scale, right.scale), left.global_scale)
-    return _multiplied(layer, both, up.dtype)
 
 
 # --- attention
@@ -396,18 +383,6 @@ def product_of(layer: QuantLinear) -> str:
     return "scaled_matmul" if weights in SCALED else "block_scaled_matmul" if weights in BLOCK_SCALED else ""
 
 
-def why_whole(layer: QuantLinear, d: int) -> str:
-    """Why a layer's input must be whole before it is quantized, not D columns and the rest; empty if it need not."""
-    scheme, row = layer.scheme, layer.scheme.activations
-    if row is None or not row.group_size or (row.two_level and not scheme.static_input):
-        return "a token's scale depends on both of its parts"
-    if scheme.rank:
-        return "its low-rank branch reads both parts"
-    if d % max(row.group_size, scheme.hadamard):
-        return "a block would lie in both parts"
-    return "block scales are reordered for the matrix units" if _is_swizzled(layer) else ""
-
-
 def is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
@@ -444,18 +419,18 @@ def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
     return _tokens(layer(x.unflatten(0, (images, -1))))
 
 
-def _quantized(layer: QuantLinear, x: Tensor, *vectors: Tensor | None) -> Codes:
-    """x (M, K) in a layer's format; vectors: input_scale, smooth and mean, by default the layer's."""
+def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
+    """x (M, K) in a layer's format."""
     name, *steps = rounding_of(layer)
-    codes, *scales, _ = producers.quantize_activation(x, *(vectors or _vectors(layer)), None, name, *steps)
+    codes, *scales, _ = producers.quantize_activation(x, *_vectors(layer), None, name, *steps)
     return _codes(layer, codes, *scales)
 
 
-def _activated(layer: QuantLinear, up: Tensor, act: str, *vectors: Tensor | None) -> tuple[Codes, Tensor | None]:
-    """act(up) (M, K) in a layer's format, and times the first half of its low-rank branch."""
+def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
+    """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
     name, *steps = rounding_of(layer)
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    codes, *scales, h = producers.act_quantize(up, *vectors, down, name, act, *steps)
+    codes, *scales, h = producers.act_quantize(up, *_vectors(layer), down, name, act, *steps, attended)
     return _codes(layer, codes, *scales), None if down is None else h
 
 
@@ -494,8 +469,3 @@ def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
     return products.w4a8_matmul(
         made.codes, made.scale, *weight, global_scale, layer.stored("weight_row_scale"), *nothing_follows, *formats
     )
-
-
-def _beside(a: Tensor, b: Tensor) -> Tensor:
-    """Codes or scales of one byte, side by side."""
-    return torch.cat([a.view(torch.uint8), b.view(torch.uint8)], dim=1).view(a.dtype)

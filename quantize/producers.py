@@ -1,7 +1,8 @@
 """Activations to codes as torch.library ops, with the torch reference of each; device code is faster.
 
     fluxq::quantize_activation     a = x
-    fluxq::act_quantize            a = gelu(x), exact or tanh form; silu(x1) · x2 or x1 · silu(x2) for x = (x1, x2)
+    fluxq::act_quantize            a = gelu(x), exact or tanh form; silu(x1) · x2 or x1 · silu(x2) for x = (x1, x2);
+                                   with `beside` (M, D): a = (beside, act(x)), side by side
 
 and then, in fp32, each step left out where its argument is None or 0:
 
@@ -68,12 +69,20 @@ def act_quantize(
     hadamard: int,
     four_over_six: bool,
     swizzled: bool,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_activation` of act(x), which is rounded to x's dtype first; x is (M, 2K) for the gated ones."""
+    """`quantize_activation` of act(x), which is rounded to x's dtype first; for the gated ones x is twice as wide.
+
+    beside: (M, D) of x's dtype: the first D columns of what is quantized, act(x) makes the others.
+    """
     if act not in ACTS:
         raise ValueError(f"act_quantize: act is {act!r}, expected one of {', '.join(ACTS)}")
     with no_autocast(x):
-        return _produce(ACTS[act](x), input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled)
+        a = ACTS[act](x)
+        if beside is not None:
+            check_beside("act_quantize", beside, x)
+            a = torch.cat([beside, a], dim=1)
+        return _produce(a, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled)
 
 
 @quantize_activation.register_fake
@@ -82,8 +91,9 @@ def _(x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizz
 
 
 @act_quantize.register_fake
-def _(x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled):
-    return _empty(x, x.shape[1] // (2 if act in GATED else 1), input_scale, down, format, swizzled)
+def _(x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled, beside=None):
+    k = x.shape[1] // (2 if act in GATED else 1) + (0 if beside is None else beside.shape[1])
+    return _empty(x, k, input_scale, down, format, swizzled)
 
 
 def check_steps(name: str, k: int, format: Format, hadamard: int, four_over_six: bool, swizzled: bool) -> None:
@@ -98,6 +108,14 @@ def check_steps(name: str, k: int, format: Format, hadamard: int, four_over_six:
         raise ValueError(f"{name}: four_over_six chooses nvfp4's block scales, {format.name} has none: leave it out")
     if swizzled and not format.group_size:
         raise ValueError(f"{name}: swizzled is for block scales, {format.name} has none: leave it out")
+
+
+def check_beside(name: str, beside: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless `beside` has x's rows and dtype."""
+    if beside.ndim != 2 or beside.shape[0] != x.shape[0] or not beside.shape[1] or beside.dtype != x.dtype:
+        raise ValueError(
+            f"{name}: beside is {beside.dtype} {(*beside.shape,)}, expected {x.dtype} ({x.shape[0]}, D), the rows of x"
+        )
 
 
 def _produce(

@@ -303,6 +303,10 @@ def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     check_op(producers.quantize_activation, launch.quantize_activation, (x, *steps), exact=False)
     steps = (scale, None, None, None, kind, "gelu_tanh", 0, False, False)
     check_op(producers.act_quantize, launch.act_quantize, (x.abs().round(), *steps), exact=False)
+    check_op(producers.act_quantize, launch.act_quantize, (x.abs().round(), *steps, x[:, :64]), exact=False)
+    offers(quantize_activation=(kind,))
+    with pytest.raises(ValueError, match=f"act_quantize: no kernel for {kind}-beside on sm_100"):
+        launch.act_quantize(x, *steps, x[:, :64], chip="sm_100")
 
 
 @pytest.mark.parametrize("kind", ["", "fp8", "nvfp4"])

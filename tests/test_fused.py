@@ -95,23 +95,15 @@ def test_every_input_is_quantized_once() -> None:
     before = ops(model)
     fluxq.optimize(model)
     after = ops(model)
-    own = 2 + 2  # a double block's attention outputs, and each single block's concatenation: nothing to share
+    own = 2  # a double block's attention outputs: nothing to share
     modulations = 2 + 2  # the adaLN Linears
     assert before["quantized_linear"] == 12 + 2 * 5 + modulations
     assert after["quantized_linear"] == own + modulations
     assert after["adaln_quantize"] == 2 + 2 + 2  # before attention and feed-forward of both streams; single blocks
-    assert after["act_quantize"] == 2
-    assert after["scaled_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert after["act_quantize"] == 2 + 2  # of the feed-forwards; of single blocks, where attention is beside it
+    assert after["scaled_matmul"] == 6 + 2 + 2 + 2 * 5
     assert after["qk_norm_rope"] == 2 + 2
     assert after["quantize_activation"] == 0
-
-
-def test_attention_and_feed_forward_are_quantized_side_by_side_where_blocks_have_scales() -> None:
-    model = quantized("mxfp8-mxfp8")
-    fluxq.optimize(model)
-    after = ops(model)
-    assert after["quantize_activation"] == 2 and after["act_quantize"] == 2 + 2
-    assert after["block_scaled_matmul"] == 6 + 2 + 2 + 2 * 5
 
 
 def test_with_a_low_rank_branch_the_codes_are_still_shared() -> None:
@@ -119,7 +111,8 @@ def test_with_a_low_rank_branch_the_codes_are_still_shared() -> None:
     fluxq.optimize(model)
     after = ops(model)
     assert after["quantize_activation"] == after["adaln_quantize"] == 6
-    assert after["block_scaled_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert after["act_quantize"] == 2 + 2
+    assert after["block_scaled_matmul"] == 6 + 2 + 2 + 2 * 5
 
 
 def test_the_rows_say_what_was_done() -> None:
@@ -136,7 +129,7 @@ def test_the_rows_say_what_was_done() -> None:
     assert rows["transformer_blocks.0", "ff_down"].layers == ("ff.net.2",)
     single = rows["single_transformer_blocks.0", "single_in"]
     assert single.layers == ("attn.to_q", "attn.to_k", "attn.to_v") and single.why_not == "proj_mlp: 16 bit"
-    assert "depends on both of its parts" in rows["single_transformer_blocks.1", "mixed_out"].why_not
+    assert rows["single_transformer_blocks.1", "mixed_out"].fused == "attention beside gelu + int8 codes"
 
 
 def test_other_vectors_or_scales_are_not_shared() -> None:
@@ -157,7 +150,7 @@ def test_weights_of_four_bits_under_codes_of_eight(activations: str) -> None:
         prepare.add_row_scale(layer, (activations,))
     want = output(model)
     fluxq.optimize(model)
-    assert ops(model)["w4a8_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert ops(model)["w4a8_matmul"] == 6 + 2 + 2 + 2 * 5
     assert torch.equal(output(model), want)
 
 
@@ -166,7 +159,7 @@ def test_a_model_prepared_for_the_cpu() -> None:
     fluxq.prepare(model, device="cpu")
     want = output(model)
     fluxq.optimize(model)
-    assert ops(model)["scaled_matmul"] == 6 + 2 + 2 + 2 * 4
+    assert ops(model)["scaled_matmul"] == 6 + 2 + 2 + 2 * 5
     assert torch.equal(output(model), want)
 
 
@@ -507,6 +500,38 @@ def test_on_a_gpu_only_what_it_multiplies_is_shared(scheme: str, chip: str, shar
     with Calls() as calls:
         assert torch.equal(output(model), want)
     assert calls.fused == 0 and calls.reasons == {"optimized for cuda"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "chip", "said"),
+    [
+        ("int8-int8", "sm_90", ""),
+        ("int8-int8-r4", "sm_90", ""),
+        ("int8-int8-r4", "gfx942", "140 registers, limit 128"),  # of the kernel that multiplies by the branch as well
+        ("int8-int8-r5", "sm_90", "its low-rank branch has 5 ranks, the quantizers take 4"),
+        ("int8-int8", "without it", "no such kernel"),
+    ],
+)
+def test_on_a_gpu_attention_is_read_beside_the_feed_forward_where_a_kernel_can(
+    scheme: str, chip: str, said: str, monkeypatch
+) -> None:
+    pytest.importorskip("triton", reason="what a chip offers is in the tables of the Triton kernels")
+    from fluxq.kernels import dispatch
+
+    def without_beside(op: str, name: str, chip: str) -> dispatch.Offer:
+        return dispatch.Offer(None, "no such kernel") if "beside" in name else offer(op, name, chip)
+
+    offer = dispatch.offer
+    if chip == "without it":
+        chip = "sm_90"
+        monkeypatch.setattr(dispatch, "offer", without_beside)
+    monkeypatch.setattr("fluxq.kernels.chips.chip_of", lambda device: chip)
+    monkeypatch.setattr("fluxq.kernels.quantize_activation.LARGEST_RANK", 4)
+    rows = {row.part: row for row in fluxq.optimize(quantized(scheme), device="cuda")}
+    row = rows["mixed_out"]
+    assert row.fused == ("" if said else "attention beside gelu + int8 codes") and said in row.why_not
+    assert rows["ff_down"].fused == ("" if "branch" in said or "registers" in said else "gelu + int8 codes")
+    assert len(rows["qkv"].layers) == 3
 
 
 def test_what_cannot_be_fused_is_refused_by_name(pipe) -> None:

@@ -118,7 +118,7 @@ def test_on_a_gpu_every_op_of_a_block_is_its_reference_too(kind: str, case: str)
 
 def expected_calls(kind: str, case: str) -> dict[str, int]:
     """How often a block calls each op: once for an input that layers share, and for each layer that shares none."""
-    scheme, chip, decoded = CASES[case]
+    scheme, _, decoded = CASES[case]
     double = kind == "double"
     calls = {"adaln_quantize": 4 if double else 1, "qk_norm_rope": 2 if double else 1}
     if scheme == "16 bit":
@@ -127,9 +127,7 @@ def expected_calls(kind: str, case: str) -> dict[str, int]:
     product = "w4a8_matmul" if decoded else "block_scaled_matmul" if blocks_have_scales else "scaled_matmul"
     if double:  # alone are both modulations and the layers that read the attention
         return calls | {product: 2 * (3 + 1 + 1), "act_quantize": 2, "quantized_linear": 2 + 2}
-    if blocks_have_scales and chip != "sm_100":  # whose scales are reordered, so that codes cannot lie side by side
-        return calls | {product: 4 + 1, "act_quantize": 1, "quantize_activation": 1, "quantized_linear": 1}
-    return calls | {product: 4, "quantized_linear": 1 + 1}
+    return calls | {product: 4 + 1, "act_quantize": 1, "quantized_linear": 1}
 
 
 @torch.no_grad()
@@ -321,18 +319,15 @@ def check_rope(
         assert_within(f"qk_norm_rope: {name}", y, v64, bound, size)
 
 
-def check_quantized(kernels: Kernels, found, tile: Tile, x, down, **steps) -> None:
-    """To the bit."""
-    assert down is None
-    assert_codes("quantize_activation", found, x, (tile.rows, tile.columns), **steps)
+def check_activated(kernels: Kernels, found, tile: Tile, x, act, down, beside, **steps) -> None:
+    """To the bit those of the kernel's own gelu(x), which is within the bound of tests/test_kernels_act.py.
 
-
-def check_activated(kernels: Kernels, found, tile: Tile, x, act, down, **steps) -> None:
-    """To the bit those of the kernel's own gelu(x), which is within the bound of tests/test_kernels_act.py."""
+    In a single block attention stands beside it.
+    """
     assert down is None and act == "gelu_tanh"
     size = tile.rows, tile.columns
     a = kernels.activated(x, act, tile)
-    assert_codes("act_quantize", found, a, size, **steps)
+    assert_codes("act_quantize", found, a if beside is None else torch.cat([beside, a], dim=1), size, **steps)
     v = x.double()
     t = 2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
     y = v / (1 + torch.exp(-t))
@@ -413,7 +408,6 @@ def check_linear(
 CHECKS: dict[str, Callable[..., None]] = {
     "adaln_quantize": check_adaln,
     "qk_norm_rope": check_rope,
-    "quantize_activation": check_quantized,
     "act_quantize": check_activated,
     "attention_fp8": check_attention,
     "scaled_matmul": check_scaled,

@@ -183,8 +183,8 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
         gelu,
     ),
     "scale of x": (
-        "taken = load_tile(x, rows, tile, M, K, stride_x, ACT, COLUMNS)\n        if down is not None:",
-        'taken = load_tile(x, rows, tile, M, K, stride_x, "", COLUMNS)\n        if down is not None:',
+        "stride_beside, ACT, COLUMNS)\n        if down is not None:",
+        'stride_beside, "", COLUMNS)\n        if down is not None:',
         partial(check_fused, format="int8", act="gelu"),
     ),
 }

@@ -166,6 +166,7 @@ def check_steps(
     dtype: torch.dtype = torch.bfloat16,
     *,
     act: str | None = None,
+    beside: int = 0,
     given: bool = False,
     hadamard: int = 0,
     rank: int = 0,
@@ -173,17 +174,21 @@ def check_steps(
     swizzled: bool = False,
     tile: Tile = TILE,
 ) -> None:
-    """mean and smooth, then the other steps: the bytes of the reference, of the kernel's own act(x) if there is one."""
+    """mean and smooth, then the other steps: the bytes of the reference, of the kernel's own act(x) if there is one.
+
+    beside: that many columns are another matrix's, which is part of a wider one.
+    """
     k, row = 640, FORMATS[format]
-    x = awkward(m, k * (1 + (act in producers.GATED)), dtype)
-    if rank or format == "fp8_tensor":
-        x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4)  # one NaN would be everything, and sums are not to overflow
+    x, left = awkward(m, (k - beside) * (1 + (act in producers.GATED)), dtype), awkward(m, 2 * beside + 1, dtype)
+    if rank or format == "fp8_tensor":  # one NaN would be everything, and sums are not to overflow
+        x, left = (t.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4) for t in (x, left))
+    left = left[:, :beside]
     noise = torch.Generator().manual_seed(m)
     mean, smooth = 9 * torch.randn(k, generator=noise), torch.randn(k, generator=noise).exp()
     given_scale = None
     if given:
         given_scale = torch.rand(m, 1, generator=noise) if row.block[0] else torch.tensor(0.37)
-    a = kernels.activate(x, act, tile=TILE) if act else x
+    a = torch.cat([left, kernels.activate(x, act, tile=TILE) if act else x], dim=1)
     expected = producers.quantize_activation(
         a, given_scale, smooth, mean, None, format, hadamard, four_over_six, swizzled
     )
@@ -201,6 +206,7 @@ def check_steps(
         out,
         x,
         act=act,
+        beside=left if beside else None,
         scale_given=given,
         smooth=smooth,
         mean=mean,
@@ -381,6 +387,29 @@ def test_the_low_rank_product_of_other_types(dtype: torch.dtype) -> None:
     check_steps(quantize_activation, "int8", 5, dtype, rank=1)
 
 
+@pytest.mark.parametrize(("beside", "act", "m"), [(1, None, 5), (192, "gelu_tanh", 33), (333, "silu_mul", 5)])
+@pytest.mark.parametrize("format", PRODUCED)
+def test_what_stands_beside_x_makes_the_first_columns(format: str, beside: int, act: str | None, m: int) -> None:
+    check_steps(quantize_activation, format, m, act=act, beside=beside, hadamard=128)
+
+
+@pytest.mark.parametrize("format", PRODUCED)
+def test_beside_with_every_step_and_the_low_rank_product(format: str) -> None:
+    block, nvfp4 = FORMATS[format].group_size > 0, format == "nvfp4"
+    options = {"hadamard": 16, "rank": 17, "four_over_six": nvfp4, "swizzled": block}
+    check_steps(quantize_activation, format, 5, act="mul_silu", beside=256, **options)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp8_tensor", "nvfp4"])
+def test_beside_under_a_given_scale(format: str) -> None:
+    check_steps(quantize_activation, format, 5, act="gelu", beside=160, given=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_beside_in_other_types_and_in_one_tile(dtype: torch.dtype) -> None:
+    check_steps(quantize_activation, "int8", 5, dtype, act="gelu_tanh", beside=639, tile=Tile(1, 1024, 4))
+
+
 @pytest.mark.parametrize("format", ["int8", "mxfp4", "nvfp4"])
 def test_a_row_in_one_tile_is_quantized_alike(format: str) -> None:
     check_steps(quantize_activation, format, 5, hadamard=128, tile=Tile(1, 1024, 4))
@@ -457,6 +486,11 @@ BAD_INPUT = {
     ),
     "an unknown act": ((X, "fp8"), {"act": "relu"}, "act is 'relu', expected one of gelu, gelu_tanh"),
     "an act of two halves": ((X[:, :63], "fp8"), {"act": "silu_mul"}, r"no two halves, expected \(M, 2K\)"),
+    "beside of other rows": ((X, "fp8"), {"beside": X[:3]}, r"beside is torch.float32 \(3, 64\), expected .* \(4, D\)"),
+    "beside of another type": ((X, "fp8"), {"beside": X.half()}, "beside is torch.float16"),
+    "beside elsewhere": ((X, "fp8"), {"beside": X.to("meta")}, "beside is on meta, x on cpu: move it"),
+    "beside by columns": ((X, "fp8"), {"beside": torch.ones(64, 4).t()}, r"beside has strides \(1, 4\)"),
+    "a K tail beside": ((X, "mxfp8"), {"beside": X[:, :40]}, "multiples of 32"),
     "a tile that splits blocks": ((X, "mxfp8"), {"tile": Tile(4, 16, 1)}, "multiple of mxfp8's 32"),
 }
 
@@ -506,6 +540,7 @@ four_over_six = partial(check_steps, format="nvfp4", four_over_six=True)
 steps = partial(check_steps, format="mxfp8", hadamard=32)
 tensor_scale = partial(check_steps, format="fp8_tensor", m=130)
 low_rank = partial(check_steps, format="int8", rank=33)
+beside = partial(check_steps, format="int8", m=5, act="silu_mul", beside=192)
 codes_of = {name: partial(check_every_code_and_scale, format=name) for name in FORMATS}
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "nibbles swapped": (CODES, "low | (high << 4)", "high | (low << 4)", nvfp4),
@@ -556,6 +591,11 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     ),
     "tensor: rows that are not there": (QUANTIZE, "tl.where(rows < M, bits, 0)", "bits", check_rows_that_are_not_there),
     "tensor: amax of the last rows": (QUANTIZE, "tl.atomic_max(amax,", "tl.store(amax,", tensor_scale),
+    "beside: in the rows of x": (QUANTIZE, "rows[:, None] * stride_beside", "rows[:, None] * stride_x", beside),
+    "beside: one column more": (QUANTIZE, "first = (columns < D)", "first = (columns <= D)", beside),
+    "beside: columns of x that are under it": (QUANTIZE, "stride_x + (columns - D)", "stride_x + columns", beside),
+    "beside: halves as if it were x": (QUANTIZE, "(columns - D)[None, :], K - D", "(columns - D)[None, :], K", beside),
+    "beside: activated": (QUANTIZE, "tl.where(first, left,", "tl.where(first, silu(left.to(tl.float32)),", beside),
     "low rank: one tile": (QUANTIZE, "weights.T, product)", "weights.T)", low_rank),
     "low rank: columns of the first tile": (
         QUANTIZE,

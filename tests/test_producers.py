@@ -146,6 +146,18 @@ def test_act_quantize_is_the_activation_and_then_quantize_activation(act: str) -
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.parametrize("act", ["gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("format", PRODUCED)
+def test_what_stands_beside_is_quantized_as_if_it_were_concatenated(format: str, act: str) -> None:
+    left = noise(M, 160, dtype=torch.bfloat16)[:, :96]
+    x = noise(M, (K - 96) * (1 + (act in producers.GATED)), dtype=torch.bfloat16)
+    fused = producers.act_quantize(x, **everything(format), format=format, act=act, beside=left)
+    whole = torch.cat([left, producers.ACTS[act](x)], dim=1)
+    composed = producers.quantize_activation(whole, **everything(format), format=format)
+    for ours, theirs in zip(fused, composed, strict=True):
+        assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+
+
 def test_mul_silu_is_the_order_of_diffusers_and_silu_mul_that_of_flux2() -> None:
     activations = pytest.importorskip("diffusers.models.activations")
     flux2 = pytest.importorskip("diffusers.models.transformers.transformer_flux2")
@@ -167,6 +179,8 @@ def calls() -> dict[str, tuple]:
         if FORMATS[name].scale != "e8m0":
             given = {"input_scale": given_scale(name)}
             found[f"{name} given"] = found[name][0], found[name][1] | given
+    beside = {"x": gated[:, : 2 * (K - 96)], "beside": gated[:, :96].clone()}
+    found["beside"] = producers.act_quantize, {**beside, **everything("int8"), "format": "int8", "act": "silu_mul"}
     found["act"] = producers.act_quantize, {"x": gated, **everything("nvfp4"), "format": "nvfp4", "act": "silu_mul"}
     return found
 
@@ -183,7 +197,7 @@ def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
     torch.library.opcheck(op, (), arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("case", ["int8", "fp8_tensor given", "nvfp4", "mxfp4", "act"])
+@pytest.mark.parametrize("case", ["int8", "fp8_tensor given", "nvfp4", "mxfp4", "act", "beside"])
 def test_the_ops_compile_without_a_graph_break(case: str) -> None:
     op, arguments = CALLS[case]
 
@@ -200,7 +214,8 @@ def test_no_tokens_give_no_codes(case: str) -> None:
     op, arguments = CALLS[case]
     if arguments["input_scale"] is not None and arguments["input_scale"].ndim == 2:
         arguments = arguments | {"input_scale": arguments["input_scale"][:0]}
-    outputs = op(**arguments | {"x": arguments["x"][:0]})
+    rows = {name: arguments[name][:0] for name in ("x", "beside") if name in arguments}
+    outputs = op(**arguments | rows)
     assert outputs[0].shape[0] == 0
     assert all(t.numel() == 0 for t in outputs if t.ndim)
 
@@ -240,3 +255,9 @@ def test_what_does_not_fit_is_named(message: str) -> None:
 def test_an_unknown_act_is_named() -> None:
     with pytest.raises(ValueError, match="act is 'relu', expected one of gelu, gelu_tanh"):
         producers.act_quantize(noise(M, K), **NOTHING, format="int8", act="relu", **PLAIN)
+
+
+@pytest.mark.parametrize("beside", [noise(M - 1, K), noise(M, K).bfloat16(), noise(M), noise(M, 0)], ids=str)
+def test_what_cannot_stand_beside_is_named(beside: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"act_quantize: beside is .*, expected torch.float32 \(6, D\), the rows of x"):
+        producers.act_quantize(noise(M, K), **NOTHING, format="int8", act="gelu", **PLAIN, beside=beside)

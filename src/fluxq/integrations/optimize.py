@@ -21,7 +21,7 @@ from fluxq.quantize.fused import FusedPart
 from fluxq.quantize.fused_forms import product_of
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.family import Family
+from fluxq.recipes.family import Family, Maker
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 
@@ -75,17 +75,18 @@ def _device(model: nn.Module, device: str | torch.device | None) -> torch.device
     return torch.device("cuda", 0) if held.type in ("cpu", "meta") and torch.cuda.is_available() else held
 
 
-def _lacks(device: torch.device) -> Callable[[QuantLinear], str]:
-    """Why a device has no product of a layer's codes, empty if it has: a function of the layer.
+def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
+    """Why a device does not make or multiply a layer's codes, empty if it does: of the layer and what makes its input.
 
     Raises ValueError for a GPU that has no kernel for the norms, which every block needs.
     """
     if device.type != "cuda":
-        return lambda layer: ""
+        return lambda layer, made_by: ""
     if find_spec("triton") is None:
         raise ValueError(f"fluxq.optimize needs kernels in Triton for {device}: install triton")
     from fluxq.kernels import dispatch
     from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.quantize_activation import LARGEST_RANK
 
     chip = chip_of(device)
     for op in ("adaln_quantize", "qk_norm_rope"):
@@ -93,7 +94,7 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear], str]:
         if not offered.how:
             raise ValueError(f"fluxq.optimize needs {op}, which is not to be had on {chip}: {offered.reason}")
 
-    def lacks(layer: QuantLinear) -> str:
+    def lacks(layer: QuantLinear, made_by: Maker) -> str:
         scheme, with_rows = layer.scheme, hasattr(layer, "weight_row_scale")
         op = product_of(layer)
         if scheme.activations is None or not op:
@@ -104,9 +105,16 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear], str]:
         if choice.fallback:
             return f"{choice.implementation} on {chip} ({choice.reason})"
         activations = scheme.activations.name
-        needed = {"adaln_quantize": activations, "act_quantize": activations, "quantize_activation": activations}
-        needed[op] = f"{scheme.weights.name}-{activations}" if with_rows else activations
-        refused = (dispatch.offer(name, format_name, chip) for name, format_name in needed.items())
+        needed = [(name, activations) for name in ("adaln_quantize", "act_quantize", "quantize_activation")]
+        needed.append((op, f"{scheme.weights.name}-{activations}" if with_rows else activations))
+        if made_by == "concatenation":
+            needed.append(("act_quantize", f"{activations}-beside"))
+        if made_by in ("activation", "concatenation") and layer.low_rank is not None:
+            rank = len(layer.low_rank[0])
+            if rank > LARGEST_RANK:
+                return f"its low-rank branch has {rank} ranks, the quantizers take {LARGEST_RANK}"
+            needed.append(("quantize_activation", "down"))
+        refused = (dispatch.offer(name, format_name, chip) for name, format_name in needed)
         return next((offered.reason for offered in refused if not offered.how), "")
 
     return lacks
