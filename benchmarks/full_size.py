@@ -26,7 +26,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -51,7 +51,7 @@ from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, build_o
 from fluxq.quantize.finished import Outcome  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
 from fluxq.quantize.linear import QuantLinear  # noqa: E402
-from fluxq.quantize.nearest import pieces_of, round_pieces, sqnr  # noqa: E402
+from fluxq.quantize.nearest import Rounded, pieces_of, round_pieces, sqnr  # noqa: E402
 from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
 from fluxq.quantize.synthetic import draw  # noqa: E402
 from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
@@ -369,36 +369,58 @@ def on_disk(recipes: str, about: dict[str, Any], work: Path, out: Path) -> None:
         write_json(out, found)
         seconds = ", ".join(f"{part} {value:.1f} s" for part, value in row["seconds"].items())
         click.echo(f"{recipe}: {seconds}; {row['times_the_bound']:.2f} times the longer of the bounds")
-        click.echo(f"{recipe}: peak {row['peak_memory_bytes'] / 1e9:.2f} GB, one block {row['block']}")
+        peaks = ", ".join(f"{part} {value / 1e9:.2f} GB" for part, value in row["peak_memory_bytes"].items())
+        click.echo(f"{recipe}: peak of {peaks}; one block: {row['block']}")
 
 
 def measure_on_disk(source: Path, recipe: str, output: Path) -> dict[str, Any]:
     """A row of the result."""
     command = ["quantize", str(source), "--recipe", recipe, "--profile", "rtn", "--no-check", "-o", str(output)]
+    watch, peaks = Watch(), {}
     forget(source)
-    seconds, peak = run_command(*command, "--max-shard-size", "5GB")
+    with watch("quantize"):
+        peaks["quantize"] = run_command(*command, "--max-shard-size", "5GB")
     try:
-        verify_seconds, verify_peak = run_command("verify", str(output))
+        with watch("verify"):
+            peaks["verify"] = run_command("verify", str(output))
         block, size = open_a_block(source, output), tree_bytes(output)
         forget(source, output)
-        copied = copy_seconds(source, output)
+        with watch("copying alone"):
+            copy(source, output)
     finally:
         shutil.rmtree(output)
-    rounded = rounding_seconds(source, recipe)
+    with rounding(source, recipe) as pieces, watch("rounding alone"):
+        for _ in pieces:
+            pass
+    bound = max(watch.seconds["copying alone"], watch.seconds["rounding alone"])
     return {
         "bytes": size,
-        "peak_memory_bytes": peak,
-        "verify_peak_memory_bytes": verify_peak,
-        "seconds": {
-            "quantize": round(seconds, 1),
-            "copying alone": round(copied, 1),
-            "rounding alone": round(rounded, 1),
-            "verify": round(verify_seconds, 1),
-        },
-        "times_the_bound": round(seconds / max(copied, rounded), 3),
-        "gb_per_s": round(tree_bytes(source) / seconds / 1e9, 3),
+        "peak_memory_bytes": peaks,
+        "seconds": watch.seconds,
+        "cpu_seconds": watch.cpu_seconds,
+        "times_the_bound": round(watch.seconds["quantize"] / bound, 3),
+        "gb_per_s": round(tree_bytes(source) / watch.seconds["quantize"] / 1e9, 3),
         "block": block,
     }
+
+
+class Watch:
+    """Seconds by part, and those that this process and the commands it ran computed: others may be on the machine."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start, start_cpu = time.perf_counter(), self._cpu()
+        yield
+        self.seconds[part] = round(time.perf_counter() - start, 1)
+        self.cpu_seconds[part] = round(self._cpu() - start_cpu, 1)
+
+    def _cpu(self) -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def write_model(folder: Path, hidden: int, double: int, single: int) -> None:
@@ -445,9 +467,9 @@ def write_model(folder: Path, hidden: int, double: int, single: int) -> None:
     write_json(folder / "model_index.json", index)
 
 
-def run_command(*arguments: str) -> tuple[float, int]:
-    """(seconds, most bytes that it held) of a fluxq command; RuntimeError if it fails."""
-    start, peak = time.perf_counter(), 0
+def run_command(*arguments: str) -> int:
+    """Run a fluxq command; returns the most bytes that it held. RuntimeError if it fails."""
+    peak = 0
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen([sys.executable, "-m", "fluxq", *arguments], env=environment) as process:
         while process.poll() is None:
@@ -455,7 +477,7 @@ def run_command(*arguments: str) -> tuple[float, int]:
             time.sleep(0.1)
     if process.returncode:
         raise RuntimeError(f"fluxq {' '.join(arguments)} ended with {process.returncode}")
-    return time.perf_counter() - start, peak
+    return peak
 
 
 def open_a_block(source: Path, output: Path) -> dict[str, Any]:
@@ -477,8 +499,9 @@ def open_a_block(source: Path, output: Path) -> dict[str, Any]:
     return {"path": block, "output_sqnr_db": found}
 
 
-def rounding_seconds(source: Path, recipe: str) -> float:
-    """What the arithmetic takes when tensors need not be read and what comes of them is thrown away."""
+@contextmanager
+def rounding(source: Path, recipe: str) -> Iterator[Iterator[Rounded]]:
+    """The arithmetic alone: pieces of the model, of which the tensors need not be read."""
     folder, loaded = ModelFolder(source.name, source), load_recipe(recipe, profile="rtn")[1]
     entry = loaded.components[COMPONENT]
     linears = list_linears(folder, COMPONENT)
@@ -486,10 +509,8 @@ def rounding_seconds(source: Path, recipe: str) -> float:
     weights = OneOfEachShape(SourceWeights(folder, COMPONENT))
     blocks = blocks_of(plan, weights, source)
     pieces = [piece for block in blocks for piece in pieces_of(block.layers, block.names)]
-    start = time.perf_counter()
-    for _ in round_pieces(pieces, weights, torch.bfloat16, {}):
-        pass
-    return time.perf_counter() - start
+    with closing(round_pieces(pieces, weights, torch.bfloat16, {})) as rounded:
+        yield rounded
 
 
 class OneOfEachShape(SourceWeights):
@@ -517,14 +538,12 @@ class OneOfEachShape(SourceWeights):
         return self.source.stays_fp32(name)
 
 
-def copy_seconds(*folders: Path) -> float:
-    """Of reading every file and writing it again, beside itself, one after the other."""
-    start = time.perf_counter()
+def copy(*folders: Path) -> None:
+    """Read every file and write it again, beside itself, one after the other."""
     for file in [file for folder in folders for file in folder.rglob("*") if file.is_file()]:
-        copy = file.with_suffix(".copy")
-        shutil.copyfile(file, copy)
-        copy.unlink()
-    return time.perf_counter() - start
+        again = file.with_suffix(".copy")
+        shutil.copyfile(file, again)
+        again.unlink()
 
 
 def forget(*folders: Path) -> None:
