@@ -4,6 +4,7 @@
     python benchmarks/full_size.py --device cpu --hidden 256 --blocks 1+1 --pixels 128 --text 32       that it runs
     python benchmarks/full_size.py --layers                                      layer_times.json: one CPU thread
     python benchmarks/full_size.py --family flux --profile rtn                   full_size_rtn.json: files, no GPU
+    python benchmarks/full_size.py --family flux --blocks 1+1                    full_size_balanced.json: fitted, no GPU
 
 Nothing is downloaded: weights, prompts and noise are random numbers. All the rest is what `fluxq quantize` does, by its
 own functions: calls are captured, noise levels weighed, blocks replayed, groups fitted. Outputs of blocks stay in the
@@ -11,7 +12,9 @@ memory of the device. The result file is written again after each part.
 
 With --family the model is a folder on disk, made as it is written, and `fluxq quantize` and `fluxq verify` are commands
 in processes of their own, whose memory is watched. What they took is held against two bounds that are measured beside
-them: the time to copy what was read and written, and the time to round tensors that are in memory already.
+them: the time to copy what was read and written, and the time to round tensors that are in memory already. A profile
+that fits layers needs a pipeline to run: text encoders, VAE and tokenizers are then the embedded pipeline's, and the
+transformer reads what these make.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import tempfile
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from math import prod
@@ -40,7 +43,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from fluxq.base.files import write_json  # noqa: E402
-from fluxq.base.model import ModelFolder  # noqa: E402
+from fluxq.base.model import GENERATION_FILE, ModelFolder, resolve_model  # noqa: E402
 from fluxq.base.provenance import commit, cpu_name, versions  # noqa: E402
 from fluxq.base.tensors import Stored, word_for, write_weights  # noqa: E402
 from fluxq.calibrate.blocks import Replay, block_names  # noqa: E402
@@ -73,6 +76,8 @@ LAYERS: tuple[tuple[int, int, str, Maker], ...] = (  # N, K, family of synthetic
 ROUNDED = (4096, 4096)  # the weight that is rounded to nearest
 REPEATS = 5
 SHARD = 10 * 10**9  # bytes of a weight file of the random model
+READ = ("in_channels", "joint_attention_dim", "pooled_projection_dim")  # what the transformer reads of other models
+PIXELS = 32  # height and width of an image that the embedded pipeline's VAE makes: 64 tokens
 DRAWN = (1 << 25) + 1  # random numbers that all its tensors are made of; odd, so that none repeats another's
 
 
@@ -106,13 +111,12 @@ def main(
     """Quantize random weights of real shapes and say how long it took."""
     double, _, single = blocks.partition("+")
     if family:
-        if profile != "rtn":
-            raise click.UsageError("--family: a transformer alone cannot be calibrated; give --profile rtn")
-        about = {"commit": commit(), "family": family, "hidden": hidden, "blocks": [int(double), int(single)]}
-        target = out or ROOT / "benchmarks" / "full_size_rtn.json"
+        about = {"commit": commit(), "family": family, "profile": profile, "machine": cpu_name()}
+        shape = {"hidden": hidden, "blocks": [int(double), int(single)]}
+        target = out or ROOT / "benchmarks" / f"full_size_{profile}.json"
         with ExitStack() as stack:
             folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            on_disk(recipe, about | {"versions": versions()}, folder, target)
+            on_disk(recipe, profile, about | shape | {"versions": versions()}, folder, target)
         return
     name, loaded = load_recipe(recipe, profile=profile)
     asked = {"commit": commit(), "torch": torch.__version__, "recipe": name, "profile": loaded.profile}
@@ -263,6 +267,9 @@ class ModelWeights(SourceWeights):
         tensor = self.tensors[name]
         return Stored(word_for(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
 
+    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return {}
+
     def stays_fp32(self, name: str) -> bool:
         return False
 
@@ -358,14 +365,16 @@ def mean_sqnr(outcome: Outcome) -> list[float]:
 # --- on disk
 
 
-def on_disk(recipes: str, about: dict[str, Any], work: Path, out: Path) -> None:
+def on_disk(recipes: str, profile: str, about: dict[str, Any], work: Path, out: Path) -> None:
     """Write the model, then quantize, verify and open it under each recipe; all but the model is removed."""
     double, single = about["blocks"]
     source = work / f"{about['family']}-{about['hidden']}-{double}-{single}"
-    write_model(source, about["hidden"], double, single)
+    if profile != "rtn":
+        source = source.with_name(f"{source.name}-pipeline")
+    write_model(source, about["hidden"], double, single, runs=profile != "rtn")
     found = about | {"bytes": tree_bytes(source), "threads": torch.get_num_threads(), "recipes": {}}
     for recipe in recipes.split(","):
-        row = found["recipes"][recipe] = measure_on_disk(source, recipe, work / f"{source.name}-{recipe}")
+        row = found["recipes"][recipe] = measure_on_disk(source, recipe, profile, work / f"{source.name}-{recipe}")
         write_json(out, found)
         seconds = ", ".join(f"{part} {value:.1f} s" for part, value in row["seconds"].items())
         click.echo(f"{recipe}: {seconds}; {row['times_the_bound']:.2f} times the longer of the bounds")
@@ -373,9 +382,9 @@ def on_disk(recipes: str, about: dict[str, Any], work: Path, out: Path) -> None:
         click.echo(f"{recipe}: peak of {peaks}; one block: {row['block']}")
 
 
-def measure_on_disk(source: Path, recipe: str, output: Path) -> dict[str, Any]:
+def measure_on_disk(source: Path, recipe: str, profile: Any, output: Path) -> dict[str, Any]:
     """A row of the result."""
-    command = ["quantize", str(source), "--recipe", recipe, "--profile", "rtn", "--no-check", "-o", str(output)]
+    command = ["quantize", str(source), "--recipe", recipe, "--profile", profile, "--no-check", "-o", str(output)]
     watch, peaks = Watch(), {}
     forget(source)
     with watch("quantize"):
@@ -423,14 +432,26 @@ class Watch:
         return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def write_model(folder: Path, hidden: int, double: int, single: int) -> None:
-    """A pipeline folder with nothing but FLUX.1-dev's transformer, cut down as asked; left alone if it is there.
+def write_model(folder: Path, hidden: int, double: int, single: int, *, runs: bool) -> None:
+    """A pipeline folder with FLUX.1-dev's transformer, cut down as asked; left alone if it is there.
 
-    Its tensors are random bf16 numbers, the same ones each time, made as they are written.
+    Its tensors are random bf16 numbers, the same ones each time, made as they are written. runs: all else that a
+    pipeline needs is the embedded one's, and the transformer's embedders read what that makes; else there is nothing
+    else.
     """
     if (folder / "model_index.json").is_file():
         return
+    index = {"_class_name": "FluxPipeline", COMPONENT: ["diffusers", "FluxTransformer2DModel"]}
+    around: dict[str, Any] = {}
+    if runs:
+        tiny = resolve_model("tiny")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tiny.path, folder, ignore=shutil.ignore_patterns(COMPONENT, "model_index.json"))
+        write_json(folder / GENERATION_FILE, {**tiny.generation_defaults, "height": PIXELS, "width": PIXELS})
+        index = tiny.index
+        around = {key: tiny.config(COMPONENT)[key] for key in READ}
     config = {
+        **around,
         "num_layers": double,
         "num_single_layers": single,
         "num_attention_heads": hidden // HEAD,
@@ -463,7 +484,6 @@ def write_model(folder: Path, hidden: int, double: int, single: int) -> None:
     weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
     write_json(component / f"{stem}.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     write_json(component / "config.json", {"_class_name": "FluxTransformer2DModel", **config})
-    index = {"_class_name": "FluxPipeline", COMPONENT: ["diffusers", "FluxTransformer2DModel"]}
     write_json(folder / "model_index.json", index)
 
 
@@ -533,6 +553,9 @@ class OneOfEachShape(SourceWeights):
 
     def stored(self, name: str) -> Stored:
         return self.source.stored(name)
+
+    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return {}
 
     def stays_fp32(self, name: str) -> bool:
         return self.source.stays_fp32(name)

@@ -9,9 +9,11 @@ The same prompts and noise go through the 16-bit pipeline and each quantized one
     NAME rtn       its formats rounded to nearest, where that is something else
     NAME as int8   the checkpoint after `fluxq.prepare` on the CPU: 8-bit weights, and x still centered and smoothed
     NAME + fp8 attention   the checkpoint with `fluxq.set_attention(pipe, "fp8")`, as `attention: fp8` in a recipe does
+    NAME + first 1, last 2 in 16 bit   with `fluxq.keep_steps(pipe, first=1, last=2)`, as `steps` in a recipe does
 
 Velocity error: |v^ - v| / |v| of the transformer's output, on inputs that the 16-bit pipeline gave it. Modelled: what
-recipes/cost.py makes of FLUX.1-dev's layers, had every one kept what its counterpart here has kept.
+recipes/cost.py makes of FLUX.1-dev's layers, had every one kept what its counterpart here has kept; where steps are
+kept in 16 bit, the mean over as many steps as an image takes here.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ GPUS = ("h200", "b200")
 FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of it is the class's own default
 REENCODED = "nvfp4-max"  # the recipe whose checkpoint is also measured in 8 bits
 ATTENDING = ("fp8", "nvfp4")  # recipes whose checkpoints are also measured with attention in fp8
-RTN, AS_INT8, IN_FP8 = " rtn", " as int8", " + fp8 attention"
+KEEPING = {"nvfp4": ((1, 0), (0, 1), (2, 0), (0, 2), (1, 2))}  # and with these first and last steps kept in 16 bit
+RTN, AS_INT8, IN_FP8, IN_16_BIT = " rtn", " as int8", " + fp8 attention", " in 16 bit"
 
 
 @click.command()
@@ -102,6 +105,7 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
             record = jobs.quantize(jobs.prepare(options))
             checkpoint = ModelFolder(label, Path(str(options.output)))
             again = [label + AS_INT8] * (label == REENCODED) + [label + IN_FP8] * (label in ATTENDING)
+            again += [label + keeping(*steps) for steps in KEEPING.get(label, ())]
             for name in (label, *again):
                 measured[name] = judge.measure(name, record, load_pipeline(checkpoint))
                 click.echo(json.dumps(measured[name].row))
@@ -133,22 +137,26 @@ class Judge:
             fluxq.prepare(pipe, device="cpu")
         if label.endswith(IN_FP8):
             fluxq.set_attention(pipe, "fp8")
+        first, last = kept_steps(label)
+        kept = fluxq.keep_steps(pipe, first=first, last=last) if first or last else None
         images = generate(pipe, self.reference.items, tiny.CALL_KWARGS, description=label)
         agreement = fidelity(self.reference, images)
         psnr, sqnr = (per_prompt(values, self.seeds) for values in (agreement.psnr_db, agreement.latent_sqnr_db))
         part = record["components"][0]
         schemes = {name: layer.scheme for name, layer in quant_layers(getattr(pipe, COMPONENT))}
-        is_stored, is_first = not label.endswith(AS_INT8), not label.endswith((AS_INT8, IN_FP8))
+        is_stored, is_first = not label.endswith(AS_INT8), not label.endswith((AS_INT8, IN_FP8, IN_16_BIT))
         row = {
             "recipe": label,
             **sizes(part, schemes, is_stored),
             "held_out_sqnr_db": held_out(part) if is_first else None,
             "psnr_db": limits(paired_interval(psnr)),
             "latent_sqnr_db": limits(paired_interval(sqnr)),
-            "velocity_error": round(self.velocity_error(getattr(pipe, COMPONENT)), 5),
+            "velocity_error": None if kept else round(self.velocity_error(getattr(pipe, COMPONENT)), 5),
             "seconds": record["seconds"] if is_first else None,
             "modelled_ms": modelled_ms(label, schemes),
         }
+        if kept:
+            row["share_of_steps_in_16_bit"] = round(kept.calls_in_16_bit / kept.calls, 4)
         return Measured(row, psnr, images.images)
 
     @torch.no_grad()
@@ -199,7 +207,21 @@ def held_out(part: Mapping[str, Any]) -> list[float] | None:
 def modelled_ms(label: str, schemes: Mapping[str, Scheme]) -> dict[str, float]:
     """GPU -> modelled ms of FLUX.1-dev's core Linears in one step at 1024x1024: making their inputs and products."""
     full = at_full_size(flux_dev_plan(label.split()[0]), schemes)
-    return {gpu: round(core_ms(full, gpu), 2) for gpu in GPUS}
+    share = min(sum(kept_steps(label)) / tiny.CALL_KWARGS["num_inference_steps"], 1.0)
+    plain = in_16_bit(full)
+    return {gpu: round((1 - share) * core_ms(full, gpu) + share * core_ms(plain, gpu), 2) for gpu in GPUS}
+
+
+def keeping(first: int, last: int) -> str:
+    """What the label of a row with steps in 16 bit ends in."""
+    said = [f"{end} {count}" for end, count in (("first", first), ("last", last)) if count]
+    return f" + {', '.join(said)}{IN_16_BIT}"
+
+
+def kept_steps(label: str) -> tuple[int, int]:
+    """(first, last) steps in 16 bit of a row."""
+    first, last = (re.search(rf"{end} (\d+).*{IN_16_BIT}$", label) for end in ("first", "last"))
+    return int(first[1]) if first else 0, int(last[1]) if last else 0
 
 
 def at_full_size(plan: Plan, kept: Mapping[str, Scheme]) -> Plan:
@@ -268,7 +290,12 @@ def result_of(measured: Mapping[str, Measured], prompts: int, seeds: int) -> dic
     """What the result file holds."""
     ranked = sorted(measured, key=lambda name: -measured[name].row["psnr_db"][0])
     shipped = [name for name in ranked if " " not in name]
-    pairs = [*pairwise(shipped), *((name.removesuffix(RTN), name) for name in ranked if name.endswith(RTN)), *CLAIMS]
+    pairs = [
+        *pairwise(shipped),
+        *((name.removesuffix(RTN), name) for name in ranked if name.endswith(RTN)),
+        *CLAIMS,
+        *COMPARED,
+    ]
     pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= measured.keys()]
     plain = in_16_bit(flux_dev_plan("fp8"))
     return {
@@ -354,7 +381,7 @@ def recipes_table(found: Mapping[str, Any]) -> str:
             f"{row['fitted_bits']:.2f}",
             f"{sqnr[0]:.1f} → {sqnr[1]:.1f}" if sqnr else "",
             _interval(row["psnr_db"]),
-            f"{row['velocity_error']:.2%}",
+            "" if row["velocity_error"] is None else f"{row['velocity_error']:.2%}",
             "" if row["seconds"] is None else f"{row['seconds']:.1f}",
             *(f"{row['modelled_ms'][gpu]:.1f}" for gpu in GPUS),
         ]
@@ -395,6 +422,8 @@ CLAIMS = (
     ("fp8", "mxfp8"),
     *((name, name + IN_FP8) for name in ATTENDING),
 )
+# And pairs that its text names, which the result file holds beside them.
+COMPARED = tuple((name + keeping(*steps), name) for name, found in KEEPING.items() for steps in found)
 TABLES = {ROOT / "README.md": ("quality", quality_table), ROOT / "recipes" / "README.md": ("recipes", recipes_table)}
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import read_json, sha256_json, write_json
+from fluxq.base.linears import channels_last, linear_size
+from fluxq.base.ranks import ALONE, Ranks
+from fluxq.base.residence import device_of, residence_of
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
@@ -50,7 +53,8 @@ class Replay:
     model: as it was captured, on any device; blocks already done hold what `LiveBlock.advance` is to run through.
     folder: where outputs of blocks are kept; None keeps them in memory, on the model's device. weights: denoising
     step -> weight of its tokens, 1 where it says nothing. digest: hash of whatever else decides the outputs (recipe,
-    profile), so that outputs of another job are not taken for this one's.
+    profile), so that outputs of another job are not taken for this one's. ranks: processes with the same calls that
+    share the folder: all of them go from block to block, and `advance` shares out the calls.
     """
 
     def __init__(
@@ -61,14 +65,19 @@ class Replay:
         *,
         weights: Mapping[int, float] | None = None,
         digest: str = "",
+        ranks: Ranks = ALONE,
     ) -> None:
+        if ranks.world > 1 and folder is None:
+            raise ValueError("processes that replay together need a folder for the outputs of blocks")
+        self.ranks = ranks
         self.model, self.calls, self.weights = model, calls, dict(weights or {})
         self.blocks = calls.blocks
         self.modules = [model.get_submodule(name) for name in self.blocks]
-        self.device = next(model.parameters()).device
+        self.device, self.residence = device_of(model), residence_of(model)
         self.needs = _dependencies(model, self.modules, calls.calls[0], self.device)
         self.current = calls.calls[0]
         self.turn = 0
+        self.oldest: int | None = None  # block before the current one whose inputs are still wanted
         self._blank = nested.blank(self.device)
         digest = sha256_json([calls.digest, digest])
         self._outputs = _InMemory() if folder is None else _OnDisk(folder, digest)
@@ -77,21 +86,30 @@ class Replay:
         """Blocks in the order in which they run. ValueError if one was left without `advance`."""
         while self.turn < len(self.blocks):
             block = LiveBlock(self, self.turn)
+            if self.residence is not None:
+                self.residence.focus(block.module)
             yield block
             if block.is_needed and not block.advanced:
                 raise ValueError(f"{block.name}: was not advanced, and later blocks need its output; call advance()")
             self.turn += 1
+            if self.residence is not None:
+                for module in self.modules[: self._first_open]:
+                    self.residence.drop(module)
             for old in range(self.turn):
-                if self.last_use(old) < self.turn:
+                if self.ranks.leads and self.last_use(old) < self._first_open:
                     self._outputs.drop(old)
 
     @property
     def resumable(self) -> int:
         """Number of blocks whose outputs lie on disk and need not be made again, for `skip_to`."""
-        return max(index for index in range(len(self.blocks)) if all(map(self._outputs.has, self._kept_for(index))))
+        return max(index for index in range(len(self.blocks)) if self.can_start(index))
+
+    def can_start(self, index: int) -> bool:
+        """Whether the outputs lie there that block `index` and later ones need of blocks before it."""
+        return all(map(self._outputs.has, self._kept_for(index)))
 
     def skip_to(self, index: int) -> None:
-        """Go on at block `index`; the caller has put the finished blocks' layers back. ValueError if that cannot be."""
+        """Go on at block `index`; those before it do not run again. ValueError if their outputs are not there."""
         missing = [self.blocks[i] for i in sorted(self._kept_for(index)) if not self._outputs.has(i)]
         if missing:
             raise ValueError(f"{missing[0]}: its outputs are not there, or another job's; go on at an earlier block")
@@ -128,13 +146,26 @@ class Replay:
                 return finished.output
         raise ValueError(f"{self.blocks[index]}: a captured call does not reach this block; capture again")
 
-    def keep(self, index: int, outputs: Iterator[Any]) -> None:
-        """Store the outputs of block `index`, call by call."""
+    def keep(self, index: int, calls: Sequence[int], outputs: Iterator[Any]) -> None:
+        """Store the outputs of block `index`, call by call: those of `calls`, which other processes complete."""
         name = f"output of {self.blocks[index]}"
-        self._outputs.begin(index)
-        for at, output in enumerate(outputs):
+        if self.ranks.leads:
+            self._outputs.begin(index)
+        self.ranks.meet()
+        for at, output in zip(calls, outputs, strict=True):
             self._outputs.save(index, at, output, name, self.device)
-        self._outputs.finish(index)
+        self.ranks.meet()
+        if self.ranks.leads:
+            self._outputs.finish(index)
+
+    def is_open(self, index: int) -> bool:
+        """Whether the inputs of block `index` can be had."""
+        return self._first_open <= index <= self.turn
+
+    @property
+    def _first_open(self) -> int:
+        """The first block whose inputs may still be asked for."""
+        return self.turn if self.oldest is None else self.oldest
 
     def _kept_for(self, index: int) -> set[int]:
         """Blocks before `index` whose outputs it or a later one needs."""
@@ -186,7 +217,8 @@ class LiveBlock:
 
         groups: group -> path of one of its Linears, from the model's root. segments: group -> sizes along K that its
         Gram is block-diagonal over. without_gram: groups that need none. advance: also keep the outputs, in the same
-        pass; what is quantized afterwards is then not seen by later blocks. `GroupInputs.tokens` runs the calls again,
+        pass; what is quantized afterwards is then not seen by later blocks. Where processes share out that pass,
+        `advance` comes first instead, as it may for one. `GroupInputs.tokens` runs the calls again,
         through the block as it is then, until the loop goes on to the next block. ValueError naming the group for NaN,
         infinity and inputs that never came.
         """
@@ -194,7 +226,7 @@ class LiveBlock:
         builders = {
             group: InputsBuilder(
                 group,
-                layer.in_features,
+                linear_size(layer)[1],
                 (segments or {}).get(group, ()),
                 device=self.replay.device,
                 wants_gram=group not in without_gram,
@@ -210,23 +242,25 @@ class LiveBlock:
             builders[group].add(x, self.replay.weight(call), call.held, call.step)
 
         with _watched(layers, see):
-            if advance and self.is_needed:
+            if advance and self.is_needed and not self.advanced and self.replay.ranks.world == 1:
                 self.advance()
             elif groups:
                 for at in range(len(self.replay.calls.calls)):
                     self.replay.run(at, self.index)
+        if self.replay.residence is not None:
+            self.replay.residence.rest()  # what the groups are fitted with wants the room
         return {group: builder.finish(self._tokens(layers[group])) for group, builder in builders.items()}
 
     def advance(self) -> None:
         """Run the calls through the block as it is now and keep its outputs for the blocks to come."""
         if self.is_needed:
-            calls = range(len(self.replay.calls.calls))
-            self.replay.keep(self.index, (self.replay.run(at, self.index) for at in calls))
+            calls = self.replay.ranks.share(range(len(self.replay.calls.calls)))
+            self.replay.keep(self.index, calls, (self.replay.run(at, self.index) for at in calls))
         self.advanced = True
 
     def _tokens(self, layer: nn.Module) -> Callable[[], Iterator[tuple[Tensor, float]]]:
         def tokens() -> Iterator[tuple[Tensor, float]]:
-            if self.index != self.replay.turn:
+            if not self.replay.is_open(self.index):
                 raise ValueError(
                     f"{self.name}: its tokens cannot be had again, the replay has gone on to a later block"
                 )
@@ -305,10 +339,10 @@ def _leaves_of(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """see(group, x) is called before a group's layer computes with x."""
+    """see(group, x (…, K)) is called before a group's layer computes with x."""
 
     def hook(group: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _module, args: see(group, args[0])
+        return lambda module, args: see(group, channels_last(module, args[0]))
 
     handles = [layer.register_forward_pre_hook(hook(group)) for group, layer in layers.items()]
     try:
@@ -363,9 +397,15 @@ class _OnDisk:
 
     def load(self, index: int, at: int, device: torch.device) -> Any:
         with TensorFile(self._file(index, at)) as stream:
-            layout = json.loads((stream.metadata() or {})[_HEADER])
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
+        try:
+            layout = json.loads(stream.metadata().get(_HEADER, ""))
+            nested.require_sound(layout)
             return nested.unpack(layout, nested.stored(tensors, device))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{stream.path}: not what a block returned ({error}); remove {self.folder}, and start again"
+            ) from None
 
     def has(self, index: int) -> bool:
         path = self._of(index) / _DONE

@@ -1,10 +1,11 @@
 """Calls of a pipeline's transformers, kept on disk: what went in, and which blocks ran in which order.
 
-    calls.json                                what was asked for (a hash); the trajectory once all is there
+    calls.json                                what was asked for, as a hash
     batch-0003.json                           the calls of one batch of images, written when it is complete
     batch-0003-transformer-000.safetensors    the tensors among the arguments of one call
 
-A capture that was interrupted goes on at the first batch that is missing; a finished one runs nothing.
+A capture that was interrupted goes on at the first batch that is missing; a finished one runs nothing. Of several
+processes each makes whole batches, and all of them read the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
-from fluxq.base.console import progress
+from fluxq.base.console import first_line, progress
 from fluxq.base.files import atomic_path, read_json, sha256_json, write_json, write_text
+from fluxq.base.ranks import ALONE, Ranks
+from fluxq.base.residence import device_of
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import (
@@ -35,6 +39,7 @@ from fluxq.calibrate.capture import (
 )
 
 _HEADER = "fluxq_call"
+_AGAIN = "remove the folder, and calibrate again"
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,13 @@ class Call:
     outputs: dict[str, Any]
 
     def load(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keyword arguments, as the transformer got them."""
+        """Arguments and keyword arguments, as the transformer got them; ValueError naming a file of another call."""
         with TensorFile(self.file) as stream:
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
+        try:
             return nested.unpack(self.arguments, nested.stored(tensors, device))
+        except ValueError as error:
+            raise ValueError(f"{self.file}: not the arguments of its call ({error}); {_AGAIN}") from None
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,14 @@ def capture_calls(
     folder: Path,
     batch_size: int | None = None,
     most: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Calls]:
     """Run the pipeline on both sets of items and keep every call of its transformers at `steps` denoising steps.
 
     blocks: component -> paths of its blocks, see `block_names`. digests: component -> digest of its weights. most:
     batches times steps to keep at most, for fitting; each batch then keeps some of the steps, all steps as often.
-    Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does not
-    run exactly once in every call.
+    ranks: processes that share the folder and the work. Raises ValueError if the folder holds another capture, if an
+    argument cannot be stored, and if a block does not run exactly once in every call.
     """
     if not items_fit:
         raise ValueError("no images to fit on: give at least one prompt")
@@ -106,16 +115,20 @@ def capture_calls(
     trajectory = trajectory_of(pipe, {name: digests[name] for name in blocks}, [*items_fit, *items_held], call, seen)
     size = batch_size or images_per_batch(call)
     asked = sha256_json([asdict(trajectory), len(items_held), {k: list(v) for k, v in blocks.items()}, size, most])
-    record = _begun(folder, asked)
+    if ranks.leads:
+        _begin(folder, asked)
     runs = list(_runs(items_fit, items_held, call, seen, batch_size, most))
-    if record["trajectory"] is None:
-        for index, run in enumerate(progress(runs, "Capturing")):
-            if not (folder / f"batch-{index:04}.json").is_file():
-                _capture_batch(pipe, blocks, call, run, folder / f"batch-{index:04}")
-        sigmas = read_json(folder / "batch-0000.json")["sigmas"]
-        record["trajectory"] = asdict(replace(trajectory, sigmas=tuple(sigmas[step] for step in seen)))
-        write_json(folder / "calls.json", record)
-    return _read(folder, tuple(blocks), len(runs), len(items_held))
+    stems = [folder / f"batch-{index:04}" for index in range(len(runs))]
+    missing = ranks.agree([index for index, stem in enumerate(stems) if not stem.with_suffix(".json").is_file()])
+    for index in progress(ranks.share(missing), "Capturing"):
+        _capture_batch(pipe, blocks, call, runs[index], stems[index])
+    ranks.meet()
+    first = stems[0].with_suffix(".json")
+    sigmas = _record(first).sigmas
+    if seen[-1] >= len(sigmas):
+        raise ValueError(f"{first}: says {len(sigmas)} noise levels of at least {seen[-1] + 1}; {_AGAIN}")
+    trajectory = replace(trajectory, sigmas=tuple(sigmas[step] for step in seen))
+    return _read(stems, tuple(blocks), json.loads(json.dumps(asdict(trajectory))), len(items_held))
 
 
 @dataclass(frozen=True)
@@ -145,18 +158,16 @@ def _runs(
                 yield _Run(batch, held, steps)
 
 
-def _begun(folder: Path, asked: str) -> dict[str, Any]:
-    """What calls.json says; written if it is not there. ValueError if it is of another capture."""
+def _begin(folder: Path, asked: str) -> None:
+    """Make the folder, or ValueError if it holds another capture."""
     path = folder / "calls.json"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"asked": asked, "trajectory": None})
-    record = read_json(path)
-    if record.get("asked") != asked:
+        write_json(path, {"asked": asked})
+    if read_json(path).get("asked") != asked:
         raise ValueError(
             f"{folder}: holds calls of another model, other prompts, steps or arguments; give another folder"
         )
-    return record
 
 
 def _capture_batch(
@@ -181,7 +192,7 @@ class _CallRecorder:
 
     def __init__(self, component: str, model: nn.Module, blocks: Sequence[str], run: _Run, stem: Path) -> None:
         self.component, self.model, self.blocks, self.run, self.stem = component, model, blocks, run, stem
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.step = 0
         self.calls: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None
@@ -232,20 +243,72 @@ def _attached(recorders: Sequence[_CallRecorder]) -> Iterator[None]:
             handle.remove()
 
 
-def _read(folder: Path, components: Sequence[str], count: int, items_held: int) -> dict[str, Calls]:
-    trajectory = read_json(folder / "calls.json")["trajectory"]
-    records = [read_json(folder / f"batch-{index:04}.json") for index in range(count)]
+@dataclass(frozen=True)
+class _Made:
+    """A `Call`, as a batch's file has it; `file` by name."""
+
+    file: str
+    step: int
+    arguments: Any
+    outputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a batch's file says."""
+
+    sigmas: list[float]
+    held: bool
+    calls: dict[str, list[_Made]]
+
+
+_RECORD = TypeAdapter(_Record)
+
+
+def _record(path: Path) -> _Record:
+    """What a batch's file says; ValueError naming it where it is damaged or names files elsewhere."""
+    read_json(path)  # its errors, of sizes among others, come first
+    try:
+        record = _RECORD.validate_json(path.read_bytes(), strict=True)
+        for made in (made for calls in record.calls.values() for made in calls):
+            if not made.file.startswith(f"{path.stem}-") or Path(made.file).name != made.file:
+                raise ValueError(f"it names a file {made.file[:80]!r} that is not beside it")
+            if made.step not in range(len(record.sigmas)):
+                raise ValueError(f"it has a call at step {made.step} of {len(record.sigmas)}")
+            _require_arguments(made.arguments)
+            nested.require_sound({"dict": made.outputs})
+    except (ValueError, RecursionError) as error:  # pydantic's is a ValueError
+        raise ValueError(f"{path}: not the calls of a batch ({first_line(error)}); {_AGAIN}") from None
+    return record
+
+
+def _require_arguments(layout: Any) -> None:
+    nested.require_sound(layout)
+    both = layout.get("tuple", ()) if isinstance(layout, dict) else ()
+    if [next(iter(part), "") if isinstance(part, dict) else "" for part in both] != ["tuple", "dict"]:
+        raise ValueError("its arguments are not some by place and some by name")
+
+
+def _read(
+    stems: Sequence[Path], components: Sequence[str], trajectory: dict[str, Any], items_held: int
+) -> dict[str, Calls]:
+    records = [_record(stem.with_suffix(".json")) for stem in stems]
     digest = sha256_json([trajectory, items_held])
     found = {}
     for component in components:
         calls = tuple(
-            Call(folder / made["file"], made["step"], record["held"], made["arguments"], made["outputs"])
-            for record in records
-            for made in record["calls"][component]
+            Call(stem.with_name(made.file), made.step, record.held, made.arguments, made.outputs)
+            for stem, record in zip(stems, records, strict=True)
+            for made in record.calls.get(component, ())
         )
         if all(call.held for call in calls):
-            raise ValueError(f"{component}: was not called at the steps looked at; look at more steps")
+            raise ValueError(
+                f"{component}: was not called at the steps looked at; look at more steps (calls: {stems[0].parent})"
+            )
         if len({tuple(call.outputs) for call in calls}) > 1:
-            raise ValueError(f"{component}: its blocks run in another order in some calls; they cannot be replayed")
+            raise ValueError(
+                f"{component}: its blocks run in another order in some calls; they cannot be replayed (calls: "
+                f"{stems[0].parent})"
+            )
         found[component] = Calls(component, calls, trajectory, sha256_json([digest, component]))
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger, progress
 from fluxq.base.files import sha256_json
+from fluxq.base.linears import channels_last
+from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import ImageFile, Row
 from fluxq.calibrate.statistics import GroupSums, Statistics
 
 _PIXELS_PER_BATCH = 1 << 20
 _MAX_BATCH = 64
 _BINS = 8
+_SHARES = 16  # of a set of images, which processes take and which are kept on disk: more would take more disk
 _FEW_STEPS = 8  # of schnell, Turbo and Lightning models: no two of their steps are alike
 
 # What one image is made from: a prompt, or one with arguments of its own, and the seed of its noise.
@@ -138,12 +142,17 @@ def capture_statistics(
     steps: int,
     digests: Mapping[str, str],
     batch_size: int | None = None,
+    folder: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Statistics:
     """Run the pipeline on `items` and gather per-channel statistics of each input group.
 
     groups: component -> group -> path of one Linear of the group in `pipe.<component>`. steps: how many denoising
     steps to look at. digests: of each component's weights. Of several components the group names start with the
-    component's, see `Statistics.of_component`. Raises ValueError naming the layer if its input is not finite.
+    component's, see `Statistics.of_component`. Images are gathered in shares, whose sums are then added in their order,
+    so one process and several give the same bytes. folder: where finished shares are kept, for an interrupted run of
+    the same job to go on with and for other processes, which take a part of the shares each. Raises ValueError naming
+    the layer if its input is not finite.
     """
     several = len(groups) > 1
     layers = {
@@ -151,24 +160,35 @@ def capture_statistics(
         for component, paths in groups.items()
         for group, path in paths.items()
     }
-    total = number_of_steps(pipe, call)
-    seen = spread(steps, total)
-    recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
-    handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in layers.items()]
-    count = len(list(batches(items, batch_size, call)))
+    seen = spread(steps, number_of_steps(pipe, call))
+    trajectory = trajectory_of(pipe, digests, items, call, seen)
+    made = _Gathering(pipe, layers, trajectory, call)
+    every = list(batches(items, batch_size, call))
+    count = min(_SHARES, len(every))
+    shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
+    if folder is None:
+        if ranks.world > 1:
+            raise ValueError("statistics of several processes meet in a folder: give one that all of them see")
+        parts = (made.of(share) for share in progress(shares, "Calibrating"))
+    else:
+        what = [asdict(trajectory), list(layers), batch_size]
+        files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
+        missing = ranks.agree([index for index, file in enumerate(files) if not file.is_file()])
+        for index in progress(ranks.share(missing), "Calibrating"):
+            made.of(shares[index]).save(files[index])
+        ranks.meet()
+        parts = (Statistics.load(file) for file in files)
+    sums: dict[str, GroupSums] = {}
     sigmas: tuple[float, ...] = ()
-    try:
-        run = run_pipeline(pipe, items, call, batch_size=batch_size, on_step=recorder.at_step)
-        for _ in progress(run, "Calibrating", total=count):
-            sigmas = sigmas or noise_levels(pipe)
-    finally:
-        for handle in handles:
-            handle.remove()
-    silent = [name for name in layers if name not in recorder.sums]
+    for part in parts:
+        sums |= {name: sums[name].merge(own) if name in sums else own for name, own in part.groups.items()}
+        sigmas = sigmas or tuple(part.trajectory["sigmas"])
+    ranks.meet()  # all have read the files, which may be removed now
+    silent = [name for name in layers if name not in sums]
     if silent:
         raise ValueError(f"{silent[0]}: no activation reached this layer during calibration; look at more steps")
-    trajectory = replace(trajectory_of(pipe, digests, items, call, seen), sigmas=tuple(sigmas[step] for step in seen))
-    return Statistics({name: recorder.sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
+    trajectory = replace(trajectory, sigmas=sigmas)
+    return Statistics({name: sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
 
 
 def trajectory_of(
@@ -198,6 +218,33 @@ def noise_levels(pipe: Any) -> tuple[float, ...]:
     return tuple(float(sigma) for sigma in pipe.scheduler.sigmas)
 
 
+@dataclass(frozen=True)
+class _Gathering:
+    """Statistics of a share of the images at a time. layers: group -> the Linear whose input is looked at."""
+
+    pipe: Any
+    layers: Mapping[str, nn.Module]
+    trajectory: Trajectory
+    call: Mapping[str, Any]
+
+    def of(self, share: Sequence[Sequence[Item]]) -> Statistics:
+        """What flows while the pipeline makes these batches."""
+        seen = self.trajectory.steps_seen
+        recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
+        handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in self.layers.items()]
+        sigmas: tuple[float, ...] = ()
+        try:
+            for batch in share:
+                for _ in run_pipeline(self.pipe, batch, self.call, batch_size=len(batch), on_step=recorder.at_step):
+                    sigmas = sigmas or tuple(noise_levels(self.pipe)[step] for step in seen)
+        finally:
+            for handle in handles:
+                handle.remove()
+        items = tuple(_row(prompt).described(seed) for batch in share for prompt, seed in batch)
+        own = replace(self.trajectory, items=items, sigmas=sigmas)
+        return Statistics(recorder.sums, asdict(own), own.digest)
+
+
 class _Recorder:
     """Adds every activation of a chosen step to its group's sums."""
 
@@ -210,10 +257,11 @@ class _Recorder:
         self.step = step
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def record(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self.step not in self.bin_of_step:
                 return
-            x = args[0].reshape(-1, args[0].shape[-1])  # (tokens, K)
+            x = channels_last(module, args[0])
+            x = x.reshape(-1, x.shape[-1])  # (tokens, K)
             if not torch.isfinite(x).all():
                 raise ValueError(f"{name}: its input holds NaN or infinity at step {self.step} of the 16-bit model")
             sums = self.sums.setdefault(name, GroupSums.zeros(self.bins, x.shape[-1]))

@@ -8,10 +8,16 @@ Strides are part of the layout: a matrix product over rows that lie apart rounds
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fluxq.base.tensors import DTYPES
+
+_MOST = 1 << 33  # elements of a tensor; what a video model's block reads or returns has a tenth of them
+_FARTHEST, _SPREAD = 1 << 26, 64  # elements, and times as many as there are, that the strides of a tensor reach over
 
 
 def pack(value: Any, name: str, device: torch.device, to: torch.device | str) -> tuple[Any, dict[str, Tensor]]:
@@ -30,6 +36,39 @@ def layout_of(value: Any, name: str, device: torch.device) -> Any:
     return _layout(value, name, device, {})
 
 
+def require_sound(layout: Any) -> None:
+    """ValueError for a layout, from a file, that `pack` cannot have made."""
+    if not isinstance(layout, dict):
+        if layout is not None and not isinstance(layout, (bool, int, float, str)):
+            raise ValueError(f"its layout has a {type(layout).__name__}")
+        return
+    (word, held), *others = layout.items() or [("", None)]
+    if not others and word in ("tuple", "list", "dict"):
+        kind = dict if word == "dict" else list
+        if not isinstance(held, kind):
+            raise ValueError(f"its layout has a {word} that is a {type(held).__name__}")
+        for item in held.values() if isinstance(held, dict) else held:
+            require_sound(item)
+        return
+    if layout.keys() != {"tensor", "shape", "strides", "dtype", "host"} or not isinstance(layout["tensor"], str):
+        raise ValueError(f"its layout has {', '.join(layout)[:80]!r}, which is no tensor's")
+    _require_place(layout["shape"], layout["strides"])
+    if layout["dtype"] not in {name for name, _ in DTYPES.values()} or type(layout["host"]) is not bool:
+        raise ValueError(f"its layout has a tensor of dtype {str(layout['dtype'])[:80]!r}")
+
+
+def _require_place(shape: Any, strides: Any) -> None:
+    """ValueError for what are no sizes and strides, and for such as no memory has room for."""
+    for given in (shape, strides):
+        if not isinstance(given, list) or not all(type(size) is int and size >= 0 for size in given):
+            raise ValueError(f"its layout has {str(given)[:80]} in place of sizes")
+    if len(shape) != len(strides) or prod(max(size, 1) for size in shape) > _MOST:
+        raise ValueError(f"its layout has a tensor of shape {str(shape)[:80]} and strides {str(strides)[:80]}")
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+    if reach > max(_FARTHEST, _SPREAD * prod(shape)):
+        raise ValueError(f"its layout spreads {prod(shape)} elements over {reach}")
+
+
 def unpack(layout: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
     """The value of a layout, its tensors made by tensor(entry); see `stored` and `blank`."""
     if not isinstance(layout, dict):
@@ -44,10 +83,15 @@ def unpack(layout: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
 
 
 def stored(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[dict[str, Any]], Tensor]:
-    """For `unpack`: copies of packed tensors where and as they lay, which the caller may write to."""
+    """For `unpack`: copies of packed tensors where and as they lay, which the caller may write to.
+
+    ValueError where the layout is another one's.
+    """
 
     def make(entry: dict[str, Any]) -> Tensor:
-        tensor, strides = tensors[entry["tensor"]], entry["strides"]
+        tensor, strides = tensors.get(entry["tensor"]), entry["strides"]
+        if tensor is None or list(tensor.shape) != entry["shape"]:
+            raise ValueError(f"its tensor {entry['tensor']!r} of shape {entry['shape']} is not there")
         sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, strides, strict=True)]
         place = torch.device("cpu") if entry["host"] else device
         copy = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=place)

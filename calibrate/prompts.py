@@ -29,6 +29,7 @@ COLUMNS = ("prompt", "prompts", "caption", "captions", "text", "sentences")
 
 _BUNDLED = Path(__file__).parent / "default_prompts.txt"
 _MAX_CHARACTERS = 10_000  # no text encoder reads a tenth of it
+_MAX_DEPTH = 10  # of lists and mappings in YAML; two are a file of prompts
 _MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
 _NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
@@ -203,6 +204,8 @@ def _prompt(value: object, place: str) -> str:
     text = value.strip()
     if not text:
         raise ValueError(f"{place}: the prompt is empty; fill it in, or take the row out")
+    if not _is_text(text):
+        raise ValueError(f"{place}: the prompt holds half of a surrogate pair, which is no text; write it again")
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(
             f"{place}: a prompt of {len(text)} characters, and text encoders read some hundred words; shorten it to "
@@ -251,7 +254,7 @@ def _nearest(column: str) -> str | None:
 
 
 def _read_words(value: object, where: str, _folder: Path) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_CHARACTERS:
+    if not isinstance(value, str) or len(value) > _MAX_CHARACTERS or not _is_text(value):
         raise ValueError(f"{where}: expected a text of at most {_MAX_CHARACTERS} characters, found {_shown(value)}")
     return value
 
@@ -283,7 +286,7 @@ def _read_mask(value: object, where: str, folder: Path) -> ImageFile:
 
 def _image_file(value: object, where: str, folder: Path, mode: str) -> ImageFile:
     """The image at a path relative to `folder`, decoded once to see that it can be."""
-    if not isinstance(value, str) or not value or "\0" in value:
+    if not isinstance(value, str) or not value or "\0" in value or not _is_text(value):
         raise ValueError(f"{where}: expected the path of an image file, found {_shown(value)}")
     parts = PureWindowsPath(value)  # which knows the roots, drives and separators of other systems too
     path = folder / value
@@ -319,6 +322,15 @@ def _decoded(path: Path, mode: str) -> Image.Image:
     raise ValueError(f"{path}: an image of {size}; at most {_MAX_PIXELS} are read: make it smaller")
 
 
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 has it: JSON can name half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _shown(value: object) -> str:
     """A number or a short text as it stands, of anything else the type."""
     return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 80 else type(value).__name__
@@ -346,8 +358,8 @@ def _read_jsonl(path: Path) -> Iterator[Entry]:
     for place, line, _ in _read_text(path):
         try:
             row = json.loads(str(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: not a JSON object ({error.msg})") from None
+        except (ValueError, RecursionError) as error:  # bad JSON, a number of thousands of digits, nesting
+            raise ValueError(f"{place}: not a JSON object ({first_line(error)})") from None
         yield place, *_entry(row, place)
 
 
@@ -356,15 +368,22 @@ def _read_json(path: Path) -> Iterator[Entry]:
         value = json.loads("\n".join(_lines(path)))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting
+        raise ValueError(f"{path}: not JSON ({first_line(error)})") from None
     yield from _entries(value, path)
 
 
 def _read_yaml(path: Path) -> Iterator[Entry]:
     import yaml
 
+    text, depth = "\n".join(_lines(path)), 0
     try:
-        value = yaml.safe_load("\n".join(_lines(path)))
-    except yaml.YAMLError as error:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # of numbers, dates and nesting
         raise ValueError(f"{path}: not YAML ({first_line(error)})") from None
     yield from _entries(value, path)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import progress
+from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.blocks import replaced_forwards
 from fluxq.calibrate.capture import Item, run_pipeline
 
@@ -35,24 +36,27 @@ def noise_level_weights(
     items: Sequence[Item],
     call: Mapping[str, Any],
     steps: Sequence[int],
+    ranks: Ranks = ALONE,
 ) -> dict[int, float]:
     """Weight of each of `steps`, positive, mean 1. components: the transformers. items: `IMAGES` of them are enough.
 
-    ValueError if the final latents are not finite, or if no transformer is called at a step.
+    ranks: processes that take a part of the steps each. ValueError if the final latents are not finite, or if no
+    transformer is called at a step.
     """
     models = [getattr(pipe, component) for component in components]
     plain = _Run()
     undisturbed = _latents(pipe, models, items, call, plain)
     if not torch.isfinite(undisturbed).all():
         raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
-    effects = []
-    for step in progress(steps, "Weighing noise levels"):
+    effects = torch.zeros(len(steps), dtype=torch.float64)
+    for at in progress(ranks.share(range(len(steps))), "Weighing noise levels"):
+        step = steps[at]
         disturbed = _Run(step, plain.outputs)
         change = (_latents(pipe, models, items, call, disturbed) - undisturbed).square().sum()
         if not disturbed.noise > 0:
             raise ValueError(f"step {step}: no call of {', '.join(components)}, or only zeros come out of it")
-        effects.append(change / disturbed.noise)
-    weights = torch.stack(effects)
+        effects[at] = change / disturbed.noise
+    weights = ranks.sum(effects)
     if not torch.isfinite(weights).all():
         raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
     weights = torch.maximum(weights, _SMALLEST * weights.mean())

@@ -106,9 +106,14 @@ class Statistics:
         return self.groups[group]
 
     def merge(self, other: Statistics) -> Statistics:
-        """Statistics of both sets of images; ValueError unless all but the images is the same."""
+        """Statistics of both sets of images; ValueError unless all but the images is the same.
+
+        Sigmas are those of the first image. Of images with arguments of their own, a size among them, they may differ.
+        """
         mine, theirs = dict(self.trajectory), dict(other.trajectory)
         items = [*mine.pop("items"), *theirs.pop("items")]
+        if _json(self.trajectory["items"][0][2:]) != _json(other.trajectory["items"][0][2:]):
+            mine.pop("sigmas", None), theirs.pop("sigmas", None)
         differing = sorted(key for key in mine.keys() | theirs.keys() if _json(mine.get(key)) != _json(theirs.get(key)))
         if differing or self.groups.keys() != other.groups.keys():
             raise ValueError(f"statistics cannot be merged: they differ in {', '.join(differing) or 'the groups seen'}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.eval.figures import limits, mark
 from fluxq.eval.markdown import code, escaped, facts, metric_table
 from fluxq.eval.schema import Metric, Report, Run
+from fluxq.recipes.recipe import Steps
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -38,6 +39,7 @@ def model_card(record: dict[str, Any]) -> str:
         "from diffusers import DiffusionPipeline",
         "",
         f'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder", dtype=torch.{record["identity"]["dtype"]})',
+        *(["fluxq.keep_steps(pipe)"] if recipe.get("steps") else []),
         "```",
         "",
         "## Size",
@@ -52,6 +54,7 @@ def model_card(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
         *(row for part in parts for row in _scope_rows(part)),
         "",
+        *(line for part in parts for note in part.get("notes", ()) for line in (f"`{part['component']}`: {note}", "")),
         "## Measured quality",
         "",
         *_check_lines(check),
@@ -59,6 +62,7 @@ def model_card(record: dict[str, Any]) -> str:
         "## How it was made",
         "",
         f"- recipe `{recipe['name']}`, profile `{recipe['profile']}`, SHA-256 `{record['identity']['recipe'][:16]}`",
+        *_steps_lines(recipe.get("steps")),
         *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
         f"- prompts: {record['prompts']['source']}, SHA-256 `{record['prompts']['digest'][:16]}`",
         f"- calibration: {_calibration(record)}",
@@ -167,8 +171,16 @@ def _with_section(text: str, section: str) -> str:
     return f"{text.rstrip()}\n\n{section}\n"
 
 
+def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
+    if steps is None:
+        return []
+    kept = Steps.model_validate(steps)
+    return [f"- kept in 16 bit: {kept} of every call, by `fluxq.keep_steps(pipe)` and the base model's weights"]
+
+
 def _lora(lora: dict[str, Any]) -> str:
-    return f"`{PurePath(lora['file']).name}` at weight {lora['weight']:g}"
+    into = lora.get("component", "transformer")
+    return f"`{PurePath(lora['file']).name}` at weight {lora['weight']:g} in `{into}`"
 
 
 def _base(model: dict[str, Any]) -> str:

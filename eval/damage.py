@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.eval.trace import module_of, moved
-from fluxq.recipes.families import family_of
+from fluxq.quantize.structure import model_family
 
 Unit = tuple[str, ...]  # layers that are quantized, or kept, together
 Run = Callable[[Any], Tensor]
@@ -141,7 +141,7 @@ def blocks_of(pipe: Any, names: Sequence[str]) -> dict[str, Unit]:
 def locate(pipe: Any, name: str) -> tuple[str, str, str]:
     """(role, block, name of the input group) of a layer "component.path", as its family's row has them."""
     component, _, path = name.partition(".")
-    found = family_of(type(getattr(pipe, component)).__name__).locate(path)
+    found = model_family(getattr(pipe, component)).locate(path)
     if found is None:
         return "other", name, name
     group, block = found
@@ -149,7 +149,7 @@ def locate(pipe: Any, name: str) -> tuple[str, str, str]:
 
 
 @contextmanager
-def replaced(pipe: Any, layers: Mapping[str, nn.Linear]) -> Iterator[None]:
+def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator[None]:
     """The pipeline with other modules in the place of its own, moved to where those are; all is put back."""
     own = {name: module_of(pipe, name) for name in layers}
     with ExitStack() as stack:
@@ -180,7 +180,7 @@ def _each(
     errors: dict[Unit, float],
     units: Collection[Unit],
     pipe: Any,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, nn.Linear | nn.Conv2d],
     run: Run,
     latents: Tensor,
     description: str,

@@ -35,7 +35,7 @@ from fluxq.eval.stored import stored_fault
 from fluxq.eval.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
 from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.linear import QuantLinear
-from fluxq.recipes.families import family_of
+from fluxq.quantize.structure import model_family
 from fluxq.recipes.recipe import Recipe
 
 NOISE_FACTOR = 3.0  # an error so many times the floor's has left it
@@ -213,7 +213,7 @@ def _trace(
 
 
 def _makes_latents(pipe: Any, name: str) -> bool:
-    return family_of(type(getattr(pipe, name.partition(".")[0])).__name__).kind != "vae"
+    return model_family(getattr(pipe, name.partition(".")[0])).kind != "vae"
 
 
 def _faults(
@@ -233,7 +233,7 @@ def _faults(
             add(name, f"its kernel is {off} the torch reference on the same input, which is no quantization error")
     for name in progress(traces.order, "Comparing stored weights"):
         with moved(layers[name], torch.device(device)) as layer:
-            fault = stored_fault(layer, module_of(reference, name).weight.detach().to(device))
+            fault = stored_fault(layer, module_of(reference, name).weight.detach().flatten(1).to(device))
         if fault:
             add(name, fault)
     for name in traces.order:

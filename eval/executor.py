@@ -30,7 +30,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,6 +43,7 @@ from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches
 from fluxq.eval.generate import Batch, device_name, generate_batch, images_digest
@@ -528,82 +528,34 @@ def _local(_workers: int | None, _address: str | None) -> Iterator[Engine]:
 
 
 class _Torchrun:
-    """The processes that torchrun started, or `accelerate launch` on several GPUs.
+    """The processes that torchrun started, or `accelerate launch` on several GPUs; each makes its share of chunks."""
 
-    Rank r makes every world-th chunk from the r-th.
-    """
-
-    def __init__(self, rank: int, world: int, local_rank: int, group: Any) -> None:
-        self.rank, self.world, self.local_rank, self.group = rank, world, local_rank, group
-        self.leads = rank == 0
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.leads = ranks, ranks.leads
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
-        pending = self._agree(work, pending)
-        own = pending[self.rank :: self.world]
+        pending = self.ranks.agree(list(pending))  # what the first found to be missing
+        own = self.ranks.share(pending)
         if own:
             with cpu_threads(work.device_type, work.threads):
-                worker = Worker(work, f"rank-{self.rank}", self._device(work))
+                worker = Worker(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device))
                 for index in own:
                     worker.make(index)
                     yield index
-        self._meet()
+        self.ranks.meet()
         yield from (index for index in pending if index not in set(own))
-
-    def _agree(self, work: Work, pending: Sequence[int]) -> list[int]:
-        """What rank 0 found to be missing, on every rank."""
-        mask = torch.zeros(len(work.chunks), dtype=torch.uint8)
-        mask[list(pending)] = 1
-        with _other_ranks():
-            torch.distributed.broadcast(mask, src=0, group=self.group)
-        return mask.nonzero().flatten().tolist()
-
-    def _meet(self) -> None:
-        with _other_ranks():
-            torch.distributed.barrier(group=self.group)
-
-    def _device(self, work: Work) -> str:
-        if work.device_type != "cuda":
-            return work.device
-        if self.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"process {self.local_rank} of this machine has no GPU of its own: start at most "
-                f"{torch.cuda.device_count()} processes here"
-            )
-        return f"cuda:{self.local_rank}"
-
-
-@contextmanager
-def _other_ranks() -> Iterator[None]:
-    """Name what a broken connection means."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"another process of this run has failed, its own message says why ({first_line(error)})"
-        ) from None
 
 
 @contextmanager
 def _torchrun(_workers: int | None, _address: str | None) -> Iterator[Engine]:
-    from torch import distributed
-
     unset = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if unset:
         raise ValueError(
             "engine torchrun runs in the processes that torchrun starts (or `accelerate launch`, on several GPUs), and "
             f"{unset[0]} is not set: `torchrun --nproc-per-node 2 -m fluxq eval OUT --engine torchrun`"
         )
-    is_ours = not distributed.is_initialized()
-    patience = timedelta(days=30)  # a rank with a slow device is waited for
-    if is_ours:
-        distributed.init_process_group("gloo", timeout=patience)
-    try:
-        group = distributed.new_group(backend="gloo", timeout=patience)  # where the caller's own has another backend
-        rank, world = distributed.get_rank(), distributed.get_world_size()
-        yield _Torchrun(rank, world, int(os.environ.get("LOCAL_RANK", rank)), group)
-    finally:
-        if is_ours:
-            distributed.destroy_process_group()
+    with connected() as ranks:
+        yield _Torchrun(ranks)
 
 
 class _Actor:

@@ -100,7 +100,7 @@ def generate(
         latents=torch.stack(latents),
         finite=torch.stack(finite),
         seconds=seconds,
-        device=device_name(torch.device(pipe.device)),
+        device=device_name(torch.device(getattr(pipe, "_execution_device", pipe.device))),  # weights may wait elsewhere
     )
 
 

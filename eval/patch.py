@@ -25,8 +25,9 @@ from fluxq.eval.damage import Damages, Run, locate, placed, replaced, squared_er
 from fluxq.eval.schema import Patch
 from fluxq.eval.trace import decibels, module_of
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.pointwise import in_place_of
+from fluxq.quantize.structure import model_family
 from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.recipes.families import family_of
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.plan import component_recipe
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
@@ -92,7 +93,7 @@ def candidates(pipe: Any, layers: Mapping[str, QuantLinear], found: Damages, bet
     """The groups of transformers whose layers were all measured and do damage."""
     groups: dict[str, list[str]] = {}
     for name in layers:
-        if family_of(type(getattr(pipe, name.partition(".")[0])).__name__).kind == "transformer":
+        if model_family(getattr(pipe, name.partition(".")[0])).kind == "transformer":
             groups.setdefault(locate(pipe, name)[2], []).append(name)
     made = []
     for names in groups.values():
@@ -133,12 +134,13 @@ def choose(groups: Sequence[Candidate], bits: float) -> list[Candidate]:
     return chosen
 
 
-def improved(linear: nn.Linear, scheme: Scheme | None) -> nn.Linear:
+def improved(linear: nn.Linear | nn.Conv2d, scheme: Scheme | None) -> nn.Linear | nn.Conv2d:
     """A 16-bit layer rounded to nearest under a scheme; itself under None."""
     if scheme is None:
         return linear
-    weight = QuantizedTensor.quantize(linear.weight.detach(), scheme.weights)
-    return QuantLinear.from_quantized(weight, None if linear.bias is None else linear.bias.detach(), scheme)
+    weight = QuantizedTensor.quantize(linear.weight.detach().flatten(1), scheme.weights)
+    bias = None if linear.bias is None else linear.bias.detach()
+    return in_place_of(linear, QuantLinear.from_quantized(weight, bias, scheme))
 
 
 def patched_recipe(
@@ -152,7 +154,7 @@ def patched_recipe(
     whole = recipe.model_dump(mode="json", exclude_defaults=True)
     entries: dict[str, Any] = {}
     for component in dict.fromkeys(layer.partition(".")[0] for layer in schemes):
-        family = family_of(type(getattr(pipe, component)).__name__)
+        family = model_family(getattr(pipe, component))
         entry = component_recipe(recipe, component, family).model_dump(mode="json", exclude_defaults=True)
         overrides = [
             *entry.get("overrides", ()),

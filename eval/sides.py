@@ -13,34 +13,37 @@ from pathlib import Path
 from typing import Any
 
 from fluxq.base.model import ModelFolder, load_pipeline
+from fluxq.eval.denoiser import denoisers
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.lora import LoraFile, fuse_into, read_updates
+from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
 from fluxq.quantize.prepare import Origin, reencode_layer
+from fluxq.quantize.steps import about_to_keep, keep_recorded_steps
 
 
 @dataclass(frozen=True)
 class Side:
     """name: what the report calls it. folder: of the pipeline. digest: of all its weights, LoRA files included.
 
-    loras: (file, weight) of adapters that are fused into the transformer first. backend: a key of BACKENDS. cache:
-    threshold of diffusers' FirstBlockCache, None without. attention: an attention backend of diffusers by name, None
-    for its default.
+    loras: (file, weight, component) of adapters that are fused first. backend: a key of BACKENDS. cache: threshold of
+    diffusers' FirstBlockCache, None without. attention: an attention backend of diffusers by name, None for its
+    default. source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit.
     """
 
     name: str
     folder: str
     digest: str
     dtype: str = "bfloat16"
-    loras: tuple[tuple[str, float], ...] = ()
+    loras: tuple[tuple[str, float, str], ...] = ()
     backend: str = "native"
     cache: float | None = None
     attention: str | None = None
+    source: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """What decides the bits of its images, for hashing: neither its name nor where its files lie."""
         facts = asdict(self)
-        del facts["name"], facts["folder"]
-        facts["loras"] = [weight for _, weight in self.loras]  # the files are in the digest
+        del facts["name"], facts["folder"], facts["source"]
+        facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
         return facts
 
     def open(self, device: str = "cpu") -> Any:
@@ -48,16 +51,18 @@ class Side:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
         folder = ModelFolder(self.name, Path(self.folder))
-        pipe: Any = load_pipeline(folder, self.dtype, device)
-        updates = [read_updates(LoraFile(Path(file), weight), folder, "transformer") for file, weight in self.loras]
-        if updates:
-            fuse_into(pipe.transformer, updates)
+        with about_to_keep():
+            pipe: Any = load_pipeline(folder, self.dtype, device)
+        loras = (LoraFile(Path(file), weight, component) for file, weight, component in self.loras)
+        for component, updates in updates_of(loras, folder).items():
+            fuse_into(getattr(pipe, component), updates)
         if BACKENDS[self.backend]:
             reencode_pipeline(pipe, BACKENDS[self.backend], folder)
         if self.attention is not None:
             _set_attention(pipe, self.attention)
         if self.cache is not None:
             _cache_steps(pipe, self.cache)
+        keep_recorded_steps(pipe, self.source)
         return pipe
 
 
@@ -93,7 +98,7 @@ def _changes(layer: QuantLinear, targets: tuple[str, ...]) -> bool:
 
 
 def _set_attention(pipe: Any, backend: str) -> None:
-    """Of this transformer alone: diffusers would also make it the default of all models of this process.
+    """Of these models alone: diffusers would also make it the default of all models of this process.
 
     Without its warning that the way to choose one is experimental, which no user of fluxq chose.
     """
@@ -105,7 +110,9 @@ def _set_attention(pipe: Any, backend: str) -> None:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        pipe.transformer.set_attention_backend(backend)
+        models: dict[str, Any] = denoisers(pipe)
+        for model in models.values():
+            model.set_attention_backend(backend)
     finally:
         log.setLevel(level)
         registry.set_active_backend(default)
@@ -114,9 +121,11 @@ def _set_attention(pipe: Any, backend: str) -> None:
 def _cache_steps(pipe: Any, threshold: float) -> None:
     from diffusers.hooks import FirstBlockCacheConfig
 
-    if not hasattr(pipe.transformer, "enable_cache"):
-        raise ValueError(f"{type(pipe.transformer).__name__} takes no step cache in this diffusers: leave out --cache")
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    models: dict[str, Any] = denoisers(pipe)
+    for model in models.values():
+        if not hasattr(model, "enable_cache"):
+            raise ValueError(f"{type(model).__name__} takes no step cache in this diffusers: leave out --cache")
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
 
 
 # name -> what 8-bit formats layers are re-encoded to, each to what adds the least error; none: computed as stored.

@@ -34,12 +34,13 @@ from fluxq.eval.machine import POWER_LIMIT, Machine, machine_of
 from fluxq.eval.schema import Card, Estimate, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.statistics import paired_interval
 from fluxq.quantize.attention import attention_of
+from fluxq.quantize.checkpoint import convolutions_of, shapes_of
 from fluxq.quantize.graphs import capture
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.structure import model_family
 from fluxq.recipes.cost import forward_pass, steps
 from fluxq.recipes.devices import DEVICES, Device, Efficiency
-from fluxq.recipes.families import family_of
-from fluxq.recipes.plan import LinearShape, Plan, make_plan
+from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import load_recipe
 
 SPREAD = 0.05
@@ -499,7 +500,7 @@ def step_at_peak(
     component, model = next(iter(denoisers(pipe).items()))
     config: Any = model.config
     try:
-        family = family_of(type(model).__name__)
+        family = model_family(model)
         forward = forward_pass(
             family.name,
             dict(config),
@@ -509,6 +510,7 @@ def step_at_peak(
             text=call.get("max_sequence_length"),
             batch=sequences,
             vae=dict(pipe.vae.config) if "vae" in pipe.components else None,
+            convolutions=convolutions_of(model),
         )
     except ValueError:
         return None
@@ -521,11 +523,9 @@ def step_at_peak(
 
 def _plan_of(component: str, model: nn.Module) -> Plan:
     """The plan that a model in memory amounts to: roles from its family, schemes from its layers."""
-    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    shapes = [LinearShape(name, layer.out_features, layer.in_features) for name, layer in linears.items()]
     any_recipe = load_recipe("fp8")[1].components["transformer"]  # whose formats are replaced
-    plan = make_plan(family_of(type(model).__name__), component, any_recipe, shapes, static_inputs=False)
-    schemes = {name: layer.scheme for name, layer in linears.items() if isinstance(layer, QuantLinear)}
+    plan = make_plan(model_family(model), component, any_recipe, shapes_of(model), static_inputs=False)
+    schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     layers = tuple(replace(layer, scheme=schemes.get(layer.name)) for layer in plan.layers)
     return replace(plan, layers=layers, attention=attention_of(model))
 

@@ -19,18 +19,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fluxq.base.linears import channels_last
 from fluxq.calibrate.capture import batches, images_per_batch, run_pipeline
 from fluxq.eval.arithmetic import health, kernel_error
 from fluxq.quantize.linear import QuantLinear
 
-L = TypeVar("L", bound=nn.Linear)
+L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
 
 ROWS = 32  # of each image's output that are kept
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One call of a layer, in the batch number `batch` of so many images: x (…, K) and y (…, N)."""
+    """One call of a layer, in the batch number `batch` of so many images: x (…, K) and y (…, N), channels last."""
 
     name: str
     step: int
@@ -65,7 +66,8 @@ def watch(
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         def see(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
             if now["step"] in steps:
-                seen = Seen(name, now["step"], now["batch"], counts[now["batch"]], layer, args[0], y)
+                x, y = channels_last(layer, args[0]), channels_last(layer, y)
+                seen = Seen(name, now["step"], now["batch"], counts[now["batch"]], layer, x, y)
                 for observer in observers:
                     observer(seen)
 
@@ -155,7 +157,7 @@ class Local:
 
     def __call__(self, seen: Seen) -> None:
         with moved(self.layers[seen.name], seen.x.device) as layer:
-            y = layer(seen.x)
+            y = layer.of_tokens(seen.x)
             if seen.name not in self.kernel_errors:
                 self.kernel_errors[seen.name] = kernel_error(layer, seen.x, y)
         self.powers.add(seen.name, seen.step, seen.y, y)

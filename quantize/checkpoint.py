@@ -14,24 +14,29 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fluxq.base.files import read_json, write_json
-from fluxq.base.model import PICKLES, ModelFolder
-from fluxq.base.tensors import Stored, TensorFile, join_weights
-from fluxq.quantize.linear import QuantLinear
+from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
+from fluxq.base.linears import is_linear, linear_size, linears_of
+from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, module_of
+from fluxq.base.tensors import Stored, TensorFile, join_weights, sha256_of
+from fluxq.quantize.pointwise import placeholder
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LinearShape, Plan
-from fluxq.recipes.recipe import ATTENTIONS, Attention
+from fluxq.recipes.recipe import ATTENTIONS, Attention, Steps
+from fluxq.recipes.workloads import Convolution
 
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
@@ -50,24 +55,27 @@ _WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"
 class QuantizationConfig:
     """`quantization_config` of a component's config.json. layers: scheme -> full module names.
 
-    attention: what self-attention is computed in. It is no feature that loading requires: where fp8 cannot be had, 16
-    bit is nearer to the original.
+    attention: what self-attention is computed in. steps: that are kept in 16 bit (`steps.py`). Neither is a feature
+    that loading requires: where fp8 cannot be had 16 bit is nearer to the original, and a model alone knows no steps.
     """
 
     layers: dict[str, list[str]]
     required_features: tuple[str, ...]
     format_version: int = FORMAT_VERSION
     attention: Attention = "16bit"
+    steps: Steps | None = None
 
     @classmethod
-    def of(cls, schemes: Iterable[tuple[str, Scheme]], attention: Attention = "16bit") -> QuantizationConfig:
+    def of(
+        cls, schemes: Iterable[tuple[str, Scheme]], attention: Attention = "16bit", steps: Steps | None = None
+    ) -> QuantizationConfig:
         """What the checkpoint of these layers (module name, scheme) says."""
         layers: dict[str, list[str]] = {}
         features: set[str] = set()
         for name, scheme in schemes:
             layers.setdefault(str(scheme), []).append(name)
             features.update(scheme.features)
-        return cls(layers, tuple(sorted(features)), attention=attention)
+        return cls(layers, tuple(sorted(features)), attention=attention, steps=steps)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> QuantizationConfig:
@@ -95,11 +103,13 @@ class QuantizationConfig:
         if attention not in ATTENTIONS:
             raise ValueError(f"checkpoint computes attention in {attention!r}, unknown to this version: update fluxq")
         named = {str(scheme): list(members) for scheme, members in layers.items()}
-        return cls(named, features, version, attention)
+        return cls(named, features, version, attention, _steps(config.get("steps")))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, `quant_method` included; attention only where it is not 16 bit."""
-        chosen = {} if self.attention == "16bit" else {"attention": self.attention}
+        """The JSON form, `quant_method` included; attention only where it is not 16 bit, steps where some are kept."""
+        chosen: dict[str, Any] = {} if self.attention == "16bit" else {"attention": self.attention}
+        if self.steps is not None:
+            chosen["steps"] = self.steps.model_dump(mode="json")
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.format_version,
@@ -114,6 +124,19 @@ class QuantizationConfig:
         return {name: Scheme.parse(text) for text, members in self.layers.items() for name in members}
 
 
+def _steps(said: Any) -> Steps | None:
+    """The steps that a config.json says are kept; ValueError for what is none that this version knows."""
+    if said is None:
+        return None
+    try:
+        return Steps.model_validate(said)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise ValueError(
+            f"checkpoint keeps steps {str(said)[:80]}, which this version does not know ({why}): update fluxq"
+        ) from None
+
+
 class SourceWeights:
     """The tensors of a component's safetensors files, read one at a time by their name in the model.
 
@@ -123,10 +146,9 @@ class SourceWeights:
     def __init__(self, folder: ModelFolder, component: str) -> None:
         self.folder = folder.path / component
         self._files: dict[str, tuple[TensorFile, str]] = {}
-        library = library_of(folder, component)
-        kept = getattr(_model_class(library, folder.components[component]), "_keep_in_fp32_modules", None)
-        self._fp32_modules = frozenset(kept or ())
-        names_in = _transformers_names(folder, component) if library == "transformers" else None
+        model_class = model_class_of(library_of(folder, component), folder.components[component])
+        self._fp32_modules = frozenset(getattr(model_class, "_keep_in_fp32_modules", None) or ())
+        names_in = _transformers_names(folder, component) if _is_of_transformers(model_class) else None
         for path in folder.weight_files(component):
             stream = TensorFile(path)
             for name in stream.keys():
@@ -154,6 +176,10 @@ class SourceWeights:
         stream, name_in_file = self._files[name]
         return stream.stored[name_in_file]
 
+    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Name in the file -> SHA-256, for `ModelFolder.digest`, of tensors that were read from here just now."""
+        return {self._files[name][1]: sha256_of(tensor) for name, tensor in tensors.items()}
+
     def stays_fp32(self, name: str) -> bool:
         """Whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms, for one)."""
         return not self._fp32_modules.isdisjoint(name.split("."))
@@ -165,11 +191,14 @@ class SourceWeights:
 
 
 def library_of(folder: ModelFolder, component: str) -> str:
-    """Which library a component's class is of, "diffusers" or "transformers"; ValueError if there is no such one."""
+    """The module of diffusers or transformers that a component's class is of; ValueError if there is no such one."""
     if component not in folder.components:
         held = ", ".join(folder.components)
         raise ValueError(f"{folder.name} has no component {component!r}; it has {held}, says model_index.json")
-    return folder.index[component][0]
+    module = module_of(folder.index[component][0])
+    if module is None:
+        raise ValueError(f"{folder.path}: component {component!r} is of neither diffusers nor transformers")
+    return module
 
 
 def build_on_meta(library: str, class_name: str, config: dict[str, Any]) -> nn.Module:
@@ -178,9 +207,9 @@ def build_on_meta(library: str, class_name: str, config: dict[str, Any]) -> nn.M
     ValueError if the library lacks the class, and for more than `_MOST_MODULES`: two digits more in a config.json would
     otherwise fill any memory.
     """
-    model_class = _model_class(library, class_name)
+    model_class = model_class_of(library, class_name)
     with _few_modules(), torch.device("meta"):
-        if library == "transformers":
+        if _is_of_transformers(model_class):
             return model_class(model_class.config_class.from_dict(config))
         return model_class.from_config(config)
 
@@ -201,9 +230,29 @@ def _few_modules() -> Iterator[None]:
 
 
 def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
-    """Every nn.Linear of a component in the model's order, from its configuration: no weights are read."""
-    modules = model_on_meta(folder, component).named_modules()
-    return [LinearShape(name, m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)]
+    """Every Linear of a component in the model's order, from its configuration: no weights are read."""
+    return shapes_of(model_on_meta(folder, component))
+
+
+def shapes_of(model: nn.Module) -> list[LinearShape]:
+    """Every Linear of a model in its order, 1x1 convolutions included."""
+    return [LinearShape(name, *linear_size(module)) for name, module in linears_of(model).items()]
+
+
+def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
+    """Every convolution of a model that is no Linear, in its order, for `forward_pass`."""
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
+    return tuple(
+        Convolution(
+            name,
+            m.out_channels,
+            m.in_channels // m.groups * prod(m.kernel_size),
+            m.in_channels,
+            stride=m.stride[0],
+            depthwise=m.groups == m.in_channels,
+        )
+        for name, m in found
+    )
 
 
 def filed_shape(library: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -223,8 +272,18 @@ def write_component(
     in the order of the blocks until the next one does not fit; one that is larger than a shard has one of its own.
     Shards are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
     """
-    library = library_of(source, plan.component)
-    stem, codes = _WEIGHTS_NAME[library], {f"{layer.name}.weight" for layer in plan.quantized}
+    library, codes = library_of(source, plan.component), {f"{layer.name}.weight" for layer in plan.quantized}
+    total = write_shards(target, library, files, codes, max_shard_bytes)
+    quantization = QuantizationConfig.of(plan.schemes(), plan.attention, plan.steps).to_dict()
+    write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
+    return total
+
+
+def write_shards(
+    target: Path, library: str, files: Iterable[Path], codes: Collection[str], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> int:
+    """`write_component` without the config. codes: names of the tensors that are filed under `filed_shape`."""
+    stem = _WEIGHTS_NAME[library]
     shards: list[dict[str, tuple[Path, Stored]]] = [{}]
     total = size = 0
     for file in files:
@@ -245,8 +304,6 @@ def write_component(
         weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(target / f"{stem}.safetensors.index.json", index)
-    quantization = QuantizationConfig.of(plan.schemes(), plan.attention).to_dict()
-    write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     return total
 
 
@@ -256,12 +313,32 @@ def copy_rest(target: Path, source: ModelFolder, components: Iterable[str]) -> N
     for component in source.components:
         if component not in quantized and (source.path / component).is_dir():
             shutil.copytree(source.path / component, target / component, ignore=_never_copied)
+    for path in _copied_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def digest_rest(source: ModelFolder, components: Iterable[str]) -> dict[str, str]:
+    """Component or file -> SHA-256 of what `copy_rest` copies of it."""
+    quantized = set(components)
+    found = {path.name: [path] for path in _copied_files(source)}
+    for component in source.components:
+        if component not in quantized and (source.path / component).is_dir():
+            files = sorted(path for path in (source.path / component).rglob("*") if path.is_file())
+            found[component] = [path for path in files if not _never_copied("", [path.name])]
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        hashes = {name: pool.map(sha256_file, files) for name, files in found.items()}
+        return {
+            name: sha256_json(list(zip([str(file.relative_to(source.path)) for file in found[name]], own, strict=True)))
+            for name, own in hashes.items()
+        }
+
+
+def _copied_files(source: ModelFolder) -> Iterator[Path]:
+    """Files beside the components that a checkpoint has too."""
     for path in sorted(source.path.iterdir()):
-        if path.is_file() and (
-            path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
-        ):
-            if path.name != PLAN_FILE:
-                shutil.copyfile(path, target / path.name)
+        known = path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
+        if known and path.is_file() and path.name != PLAN_FILE:
+            yield path
 
 
 def read_plan_file(folder: Path) -> dict[str, Any] | None:
@@ -270,21 +347,30 @@ def read_plan_file(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def _model_class(library: str, class_name: str) -> Any:
+def model_class_of(library: str, class_name: str) -> Any:
+    """A model class of a module that `library_of` named; ValueError for what is none."""
     package = importlib.import_module(library)
     model_class = getattr(package, class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        version = importlib.import_module(library.partition(".")[0]).__version__
         raise ValueError(
-            f"model_index.json: {class_name} is no model class of this {library} ({package.__version__}): it is a "
+            f"model_index.json: {class_name} is no model class of this {library} ({version}): it is a "
             f"component without weights, or one that a newer {library} has"
         )
     return model_class
 
 
+def _is_of_transformers(model_class: type) -> bool:
+    """Whether transformers makes and loads it; some of those are defined in pipelines of diffusers."""
+    from transformers import PreTrainedModel
+
+    return issubclass(model_class, PreTrainedModel)
+
+
 def model_on_meta(folder: ModelFolder, component: str) -> nn.Module:
     """The component's 16-bit model on the meta device; ValueError naming the file that is at fault."""
     library, class_name = library_of(folder, component), folder.components[component]
-    _model_class(library, class_name)  # so that its error is not taken for one of the file
+    model_class_of(library, class_name)  # so that its error is not taken for one of the file
     config = folder.config(component)
     if "quantization_config" in config:
         raise ValueError(f"{folder.path / component} is already quantized; start from the 16-bit model")
@@ -313,14 +399,13 @@ def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
         model = build_on_meta(library, class_name, config)
     except Exception as error:  # whatever a constructor makes of values that it did not expect
         raise ValueError(f"{where}: no {class_name} can be built from it ({error}); copy it again") from error
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = linears_of(model)
     for name, scheme in schemes.items():
         old = linears.get(name)
         if old is None:
             raise ValueError(f"{where}: quantizes {name!r}, which is no Linear of {class_name}; copy it again")
         try:
-            with torch.device("meta"):
-                new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, torch.bfloat16)
+            new = placeholder(old, scheme, torch.bfloat16)
         except ValueError as error:
             raise ValueError(f"{where}: {name}: {error}") from None
         model.set_submodule(name, new)

@@ -43,10 +43,10 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.quantize import peers
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.group import GroupLayer, fit_group, price_on
+from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.quantize.synthetic import draw
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device, find_device
-from fluxq.recipes.families import family_of
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, LinearShape, component_recipe, make_plan, with_method
@@ -54,7 +54,7 @@ from fluxq.recipes.recipe import Component, Gate, LowRank, Recipe, Rounding, loa
 
 T = TypeVar("T")
 
-COMPONENT = "transformer"
+COMPONENT = "transformer"  # the entry of a recipe that serves every denoiser
 MADE_BY: dict[str, Maker] = {"adaln": "norm", "ffn": "activation", "attn": "attention"}  # the families compared
 FIT_TOKENS = 8192  # of a synthetic layer
 GATE_TOKENS = JUDGE_TOKENS = 1024  # at most, of a model's layer
@@ -290,21 +290,23 @@ class Model:
     """A model's Linears, block by block, with the inputs that they get in 16 bit. Tokens of all steps count alike."""
 
     def __init__(self, folder: ModelFolder, images: int, device: str) -> None:
-        if COMPONENT not in folder.components:
-            raise ValueError(f"{folder.name}: has no component called {COMPONENT}")
+        denoisers = denoisers_of(folder)
+        if not denoisers:
+            raise ValueError(f"{folder.name}: has no transformer or UNet; it has {', '.join(folder.components)}")
         self.folder, self.images, self.device = folder, images, device
-        self.family = family_of(folder.components[COMPONENT])
-        self.linears: list[LinearShape] = list_linears(folder, COMPONENT)
+        self.component = denoisers[0]  # of two experts the first
+        self.family = component_family(folder, self.component)
+        self.linears: list[LinearShape] = list_linears(folder, self.component)
         self.columns = tuple(role for role in self.family.roles if role != "modulation")
 
     def describe(self) -> dict[str, object]:
         return {"layers": self.folder.name, "images": self.images, "steps": STEPS}
 
     def planned(self, recipe: Recipe) -> Planned:
-        part = component_recipe(recipe, COMPONENT, self.family)
+        part = component_recipe(recipe, self.component, self.family)
         plan = make_plan(
             self.family,
-            COMPONENT,
+            self.component,
             part,
             self.linears,
             static_inputs=recipe.profile != "rtn" and recipe.needs_data(part),
@@ -319,7 +321,7 @@ class Model:
             for name, layers in plan.items():
                 groups.setdefault(name, {}).update({layer.name: layer for layer in layers})
         pipe: Any = load_pipeline(self.folder, device=self.device)
-        model = getattr(pipe, COMPONENT)
+        model = getattr(pipe, self.component)
         half = max(1, self.images // 4)  # of the images held out: for the gate, and to judge by
         call = self.folder.generation_defaults
         prompts = load_prompts("default", self.folder).take(self.images + 2 * half)
@@ -327,15 +329,15 @@ class Model:
         with tempfile.TemporaryDirectory() as folder:
             calls = capture_calls(
                 pipe,
-                {COMPONENT: block_names(self.family, model)},
+                {self.component: block_names(self.family, model)},
                 items[: self.images],
                 items[self.images :],
                 call,
                 steps=STEPS,
-                digests={COMPONENT: self.folder.digest(COMPONENT)},
+                digests={self.component: self.folder.digest(self.component)},
                 folder=Path(folder) / "calls",
                 batch_size=math.gcd(images_per_batch(call), half),  # so that each half is whole calls
-            )[COMPONENT]
+            )[self.component]
             replay = Replay(model, calls, Path(folder) / "outputs")
             for block in progress(replay, "Comparing", len(replay.blocks)):
                 own = {name: list(of.values()) for name, of in groups.items() if name.startswith(f"{block.name}.")}

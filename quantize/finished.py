@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from fluxq.base.console import logger
+from fluxq.base.console import first_line, logger
 from fluxq.base.files import atomic_path
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.quantize.group import FittedGroup, Stage
@@ -44,24 +45,25 @@ class GroupOutcome:
 class Outcome:
     """What became of a block, or of a component.
 
-    schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name.
+    schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name. hashed:
+    SHA-256 of the source tensors that only rounding read, for `ModelFolder.digest`.
     """
 
     schemes: dict[str, Scheme] = field(default_factory=dict)
     weight_sqnr: dict[str, float] = field(default_factory=dict)
     groups: dict[str, GroupOutcome] = field(default_factory=dict)
+    hashed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Self:
-        """What the headers of finished blocks say together."""
+        """What the headers of finished blocks say together; ValueError naming a file whose header is damaged."""
         whole = cls()
         for file in files:
-            said = json.loads(TensorFile(file).metadata()[_HEADER])
-            whole.schemes |= {name: Scheme.parse(text) for name, text in said["schemes"].items()}
-            whole.weight_sqnr |= said["weight_sqnr"]
-            for name, group in said["groups"].items():
-                stages = tuple(Stage(**stage) for stage in group["stages"])
-                whole.groups[name] = GroupOutcome(tuple(group["layers"]), stages, group["plain_db"], group["db"])
+            said = _said(TensorFile(file))
+            whole.schemes |= {name: Scheme.parse(text) for name, text in said.schemes.items()}
+            whole.weight_sqnr |= said.weight_sqnr
+            whole.groups |= said.groups
+            whole.hashed |= said.hashed
         return whole
 
     def to_json(self) -> str:
@@ -70,6 +72,7 @@ class Outcome:
             "schemes": {name: str(scheme) for name, scheme in self.schemes.items()},
             "weight_sqnr": self.weight_sqnr,
             "groups": {name: asdict(group) for name, group in self.groups.items()},
+            "hashed": self.hashed,
         }
         return json.dumps(said)
 
@@ -82,6 +85,30 @@ class Outcome:
             reason = f"{layer.reason}; kept: {', '.join(kept)}" if kept else layer.reason
             layers.append(replace(layer, scheme=self.schemes.get(layer.name, layer.scheme), reason=reason))
         return replace(plan, layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A block's header, as `Outcome.to_json` writes it."""
+
+    schemes: dict[str, str]
+    weight_sqnr: dict[str, float]
+    groups: dict[str, GroupOutcome]
+    hashed: dict[str, str]
+
+
+_SAID = TypeAdapter(_Said)
+
+
+def _said(file: TensorFile) -> _Said:
+    try:
+        said = _SAID.validate_json(file.metadata().get(_HEADER, ""), strict=True)
+        for text in said.schemes.values():
+            Scheme.parse(text)
+    except ValueError as error:  # pydantic's is one
+        why = f"{first_line(error)}; remove the file, and the same command makes it again"
+        raise ValueError(f"{file.path}: the header of this finished block is damaged: {why}") from None
+    return said
 
 
 def block_files(folder: Path, count: int) -> list[Path]:
@@ -100,11 +127,21 @@ def is_finished(file: Path) -> bool:
     if not file.is_file():
         return False
     try:
-        TensorFile(file)
+        _said(TensorFile(file))
     except ValueError as error:
         logger.warning("%s: this block is made again", error)
         return False
     return True
+
+
+def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, Tensor], Outcome]:
+    """Tensors and outcome of a block whose groups were fitted in several files, as of one that fitted all in order."""
+    stored, whole = [TensorFile(file) for file in files], Outcome.read(files)
+    tensors = {key: part.get_tensor(key) for part in stored for key in part.keys()}
+    layers = [name for group in groups for name in whole.groups[group].layers]
+    schemes = {name: whole.schemes[name] for name in layers}
+    lost = {name: whole.weight_sqnr[name] for name in layers}
+    return tensors, Outcome(schemes, lost, {name: whole.groups[name] for name in groups})
 
 
 def layer_tensors(file: Path, layers: Sequence[str]) -> dict[str, dict[str, Tensor]]:

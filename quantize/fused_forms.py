@@ -361,6 +361,8 @@ def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
     if type(layer) is not QuantLinear:
         kind = type(layer).__name__
         return "16 bit" if kind == "Linear" else f"it is a {kind}, which computes with the input itself"
+    if layer.instead is not None:
+        return "it computes in 16 bit at this step"
     scheme = layer.scheme
     if scheme.activations is None:
         return "16-bit activations"

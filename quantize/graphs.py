@@ -39,6 +39,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from fluxq.base.console import first_line, logger
 from fluxq.quantize.modulation import HoistedModulation
+from fluxq.quantize.steps import why_not_captured
 from fluxq.recipes.formats import Scheme
 
 WARM_UPS = 3
@@ -64,7 +65,7 @@ def capture(pipe: Any, *, max_graphs: int = 4) -> CapturedSteps:
     if max_graphs < 1:
         raise ValueError(f"max_graphs is {max_graphs}, expected at least 1")
     for model in denoisers.values():
-        if isinstance(vars(model).get(_place(model)), _Step):
+        if is_captured(model):
             raise ValueError(f"the step of this {type(model).__name__} is captured already: remove() that first")
         why = why_not(model)
         if why:
@@ -411,6 +412,9 @@ def why_not(model: nn.Module) -> str:
     hoisted = [getattr(vars(module).get("forward"), "hoisted", None) for module in modules.values()]
     if any(isinstance(each, HoistedModulation) and each.on for each in hoisted):
         return "its modulation is hoisted, and looking a step up waits for the device: have one or the other"
+    kept = why_not_captured(model)
+    if kept:
+        return kept
     for path, module in modules.items():
         if hasattr(module, "_hf_hook"):
             return (
@@ -437,6 +441,12 @@ def why_not(model: nn.Module) -> str:
     if tensors[0].device.type != CudaGraphs.kind:
         return f"it is on {places[0]}, and graphs need a CUDA device: pipe.to('cuda') first"
     return ""
+
+
+def is_captured(model: nn.Module) -> bool:
+    """Whether a denoiser's step is replayed."""
+    step = vars(model).get(_place(model))
+    return isinstance(step, _Step) and step._on
 
 
 def _denoisers(pipe: Any) -> Iterator[tuple[str, nn.Module]]:

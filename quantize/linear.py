@@ -6,7 +6,7 @@ Parameter, never a buffer: accelerate's disk offload leaves buffers behind on th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -52,10 +52,12 @@ class QuantLinear(nn.Linear):
     centers always has; what the scheme does to x before it is rounded, `pre_quant_mean` and `pre_quant_scale` (K,),
     `deflate_basis` (d, K) and `deflate_out` (N, d); and where it has a rank R the low-rank branch `svdquant_lora_a`
     (R, K) and `svdquant_lora_b` (N, R), which adds B A to W. ops.py says what is computed from them.
-    `prepared` says what was changed for one GPU; `scheme` always says what the layer is now.
+    `prepared` says what was changed for one GPU; `scheme` always says what the layer is now. `instead` computes for the
+    layer, of it and its input, in the steps that steps.py keeps in 16 bit.
     """
 
     prepared: Prepared | None = None
+    instead: Callable[[QuantLinear, Tensor], Tensor] | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
@@ -199,18 +201,21 @@ class QuantLinear(nn.Linear):
             else:
                 delattr(self, name)
 
-    def dequantized(self, dtype: torch.dtype) -> nn.Linear:
+    def dequantized(self, dtype: torch.dtype) -> nn.Linear | nn.Conv2d:
         """A plain Linear that computes the same without rounding x: transforms and low-rank branch are in its weight.
 
         Weight and bias are rounded to `dtype`.
         """
         weight, bias = self.collapsed()
-        with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, bias is not None, dtype=dtype)
-        linear.weight = _frozen(weight.to(dtype))
+        plain = self.plain(bias is not None, dtype)
+        plain.weight = _frozen(weight.reshape(plain.weight.shape).to(dtype))
         if bias is not None:
-            linear.bias = _frozen(bias.data.to(dtype))
-        return linear
+            plain.bias = _frozen(bias.data.to(dtype))
+        return plain
+
+    def plain(self, bias: bool, dtype: torch.dtype) -> nn.Linear | nn.Conv2d:
+        """A module of the kind that this layer stands for, on the meta device."""
+        return nn.Linear(self.in_features, self.out_features, bias, dtype=dtype, device="meta")
 
     def collapsed(self) -> tuple[Tensor, Tensor | None]:
         """(W (N, K) in fp32, bias) of y = x W^T + b, what this layer computes but for the rounding of x.
@@ -264,8 +269,14 @@ class QuantLinear(nn.Linear):
             *(getattr(self, name, None) for name in TRANSFORMS),
         )
 
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """x (…, K) -> (…, N), however `forward` takes its input."""
+        if self.instead is not None:
+            return self.instead(self, x)
+        return ops.quantized_linear(x, *self.operands)
+
     def forward(self, input: Tensor) -> Tensor:
-        return ops.quantized_linear(input, *self.operands)
+        return self.of_tokens(input)
 
     def _apply(self, fn, recurse: bool = True):
         """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused.

@@ -3,6 +3,9 @@
 diffusers reads the file (it knows the key names of every trainer) and PEFT finds the layers and their scaling, both
 on a model without weights. What neither of them takes is an error here: a key that changes nothing is a typing error
 or a LoRA of another model.
+
+Which denoiser a file changes, its keys say (`transformer.…`, `unet.…`). Where a pipeline has two, files name the first
+one, as diffusers reads them too; `transformer_2=FILE` is what `load_into_transformer_2` is in diffusers.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import sha256_file
+from fluxq.base.linears import is_linear
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import SourceWeights, model_on_meta
@@ -28,19 +32,24 @@ from fluxq.quantize.checkpoint import SourceWeights, model_on_meta
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A safetensors file and the weight of its adapter."""
+    """A safetensors file, the weight of its adapter, and the component that it changes, "" while that is not known."""
 
     path: Path
     weight: float
+    component: str = ""
 
     @classmethod
     def parse(cls, text: str) -> LoraFile:
-        """`FILE` or `FILE:weight`; ValueError or FileNotFoundError for anything else."""
-        name, colon, weight = text.rpartition(":")
-        if not colon or Path(text).is_file():
-            name, weight = text, "1"
+        """`FILE`, `FILE:weight` or either after `COMPONENT=`; ValueError or FileNotFoundError for anything else."""
+        component, equals, rest = text.partition("=")
+        is_file = Path(text).is_file() or Path(text.rpartition(":")[0]).is_file()
+        if not equals or not component.isidentifier() or is_file:
+            component, rest = "", text
+        name, colon, weight = rest.rpartition(":")
+        if not colon or Path(rest).is_file():
+            name, weight = rest, "1"
         try:
-            lora = cls(Path(name).expanduser(), float(weight))
+            lora = cls(Path(name).expanduser(), float(weight), component)
         except ValueError:
             example = "write FILE:weight with a number as weight, as in style.safetensors:0.8"
             raise ValueError(f"LoRA {text!r}: {example}") from None
@@ -60,12 +69,20 @@ class LoraFile:
 
     def describe(self) -> dict[str, Any]:
         """As it is recorded in the checkpoint."""
-        return {"file": str(self.path.resolve()), "weight": self.weight, "sha256": self.digest}
+        return {
+            "file": str(self.path.resolve()),
+            "weight": self.weight,
+            "sha256": self.digest,
+            "component": self.component,
+        }
 
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What a LoRA adds to one layer's weight (N, K): scale · b a, with a (r, K) and b (N, r)."""
+    """What a LoRA adds to one layer's weight (N, K): scale · b a, with a (r, K) and b (N, r).
+
+    Of a convolution K is the channels times the kernel's elements, as its weight holds them.
+    """
 
     a: Tensor
     b: Tensor
@@ -87,10 +104,13 @@ class FusedWeights(SourceWeights):
         super().__init__(folder, component)
         self._updates = {f"{layer}.weight": [u[layer] for u in updates if layer in u] for u in updates for layer in u}
 
+    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return super().hashed({name: tensor for name, tensor in tensors.items() if name not in self._updates})
+
     def __getitem__(self, name: str) -> Tensor:
         tensor = super().__getitem__(name)
         for update in self._updates.get(name, ()):
-            tensor = tensor.float() + update.delta
+            tensor = tensor.float() + update.delta.view_as(tensor)
         return tensor
 
 
@@ -98,26 +118,62 @@ def fuse_into(model: nn.Module, updates: Sequence[Updates]) -> None:
     """Add updates to the weights of a loaded 16-bit model, each sum rounded once to the weight's dtype."""
     for layer in {layer for found in updates for layer in found}:
         weight = model.get_submodule(layer).get_parameter("weight")
-        deltas = [found[layer].delta.to(weight.device) for found in updates if layer in found]
-        weight.data = (weight.data.float() + sum(deltas)).to(weight.dtype)
+        weight.data = fused(weight.data, [found[layer] for found in updates if layer in found])
+
+
+def fused(weight: Tensor, updates: Sequence[LowRankUpdate]) -> Tensor:
+    """A weight with updates of its layer added, the sum rounded once to the weight's dtype."""
+    deltas = [update.delta.to(weight.device).view_as(weight) for update in updates]
+    return (weight.float() + sum(deltas)).to(weight.dtype)
+
+
+def of_component(lora: LoraFile, folder: ModelFolder, denoisers: Sequence[str]) -> LoraFile:
+    """The file with the component that it changes: the one asked for, else the one that its keys name.
+
+    denoisers: the components that can be adapted. ValueError for another one, and for keys of several.
+    """
+    if lora.component and lora.component not in denoisers:
+        raise ValueError(
+            f"{lora.path}: {lora.component!r} cannot take it; {folder.name} computes with {', '.join(denoisers)} at "
+            "every step: name one of these, or none"
+        )
+    if lora.component:
+        return lora
+    prefixes = {key.partition(".")[0] for key in _read(lora, folder)[0]}
+    named = [name for name in denoisers if name in prefixes]
+    if len(named) > 1:
+        raise ValueError(f"{lora.path}: has keys of {' and '.join(named)}; save the LoRA of each in a file of its own")
+    return replace(lora, component=(named or [*denoisers, "transformer"])[0])
+
+
+def updates_of(loras: Iterable[LoraFile], folder: ModelFolder) -> dict[str, tuple[Updates, ...]]:
+    """Component -> what files, each of a known component, add to its weights; see `read_updates`."""
+    updates: dict[str, tuple[Updates, ...]] = {}
+    for lora in loras:
+        found = read_updates(lora, folder, lora.component)
+        updates[lora.component] = (*updates.get(lora.component, ()), found)
+    return updates
 
 
 def read_updates(lora: LoraFile, folder: ModelFolder, component: str) -> Updates:
-    """Module path -> update of every Linear of `component` that the file adapts.
+    """Module path -> update of every Linear and convolution of `component` that the file adapts.
 
-    Raises ValueError naming the keys for those that match no Linear of the component, that belong to another
-    component, and for what is no plain LoRA (DoRA magnitudes, biases, norms).
+    Raises ValueError naming the keys for those that match none of the component, that belong to another component,
+    and for what is no plain LoRA (DoRA magnitudes, biases, norms, grouped convolutions).
     """
+    from peft.tuners.lora import Conv2d as AdaptedConvolution
     from peft.tuners.lora import Linear as AdaptedLinear
 
-    state, scaling = _read(lora, folder)
+    state, scaling = _for_component(*_read(lora, folder), component)
+    _refuse(lora, sorted(key for key in state if key.startswith("text_encoder")), _TEXT_ENCODERS)
     foreign = sorted(key for key in state if not key.startswith(f"{component}."))
     _refuse(lora, foreign, f"belong to no part of {component}, the component that is quantized")
     model: Any = model_on_meta(folder, component)
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adaptable = {name for name, module in model.named_modules() if _is_adaptable(module)}
     layers = {key: key.removeprefix(f"{component}.").rsplit(".", 2)[0] for key in state}
-    strange = sorted(key for key, layer in layers.items() if layer not in linears)
-    _refuse(lora, strange, f"match no Linear of {folder.name}'s {component}")  # PEFT would read them as expressions
+    strange = sorted(key for key, layer in layers.items() if layer not in adaptable)
+    nothing = f"match no Linear or convolution of {folder.name}'s {component}"
+    _refuse(lora, strange, nothing)  # PEFT would read them as expressions
     if "metadata" in scaling:
         scaling["metadata"] = _scaling(lora, scaling["metadata"], component, set(layers.values()))
     try:
@@ -127,15 +183,49 @@ def read_updates(lora: LoraFile, folder: ModelFolder, component: str) -> Updates
     updates: Updates = {}
     taken = set()
     for name, module in model.named_modules():
-        if isinstance(module, AdaptedLinear):
+        if isinstance(module, (AdaptedLinear, AdaptedConvolution)):
             a, b = (f"{component}.{name}.lora_{letter}.weight" for letter in "AB")
             if a in state and b in state:
                 taken |= {a, b}
-                updates[name] = LowRankUpdate(state[a], state[b], lora.weight * float(module.scaling["fused"]))
+                down, up = state[a].flatten(1), state[b].flatten(1)  # of a convolution (r, C, h, w) and (N, r, 1, 1)
+                updates[name] = LowRankUpdate(down, up, lora.weight * float(module.scaling["fused"]))
                 if not (torch.isfinite(state[a]).all() and torch.isfinite(state[b]).all()):
                     raise ValueError(f"{lora.path}: {name}: holds NaN or infinity; get the file again")
-    _refuse(lora, sorted(state.keys() - taken), f"match no Linear of {folder.name}'s {component}")
+    _refuse(lora, sorted(state.keys() - taken), nothing)
     return updates
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    return is_linear(module) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+
+
+def _for_component(
+    state: dict[str, Tensor], scaling: dict[str, Any], component: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What was read under PEFT's names, for a second transformer under its own: files say `transformer` of either."""
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
+    if not any(".lora_A." in key for key in state):  # names that diffusers gave a UNet's layers before it took PEFT's
+        state = convert_unet_state_dict_to_peft(state)
+    if component == _FIRST or not component.startswith(_FIRST) or any(key.startswith(f"{component}.") for key in state):
+        return state, scaling
+
+    def renamed(held: dict[str, Any]) -> dict[str, Any]:
+        return {re.sub(rf"^{_FIRST}\.", f"{component}.", key): value for key, value in held.items()}
+
+    return renamed(state), {kind: renamed(held) for kind, held in scaling.items()}
+
+
+def recorded_loras(record: dict[str, Any]) -> Iterator[LoraFile]:
+    """The LoRA files that were fused into a checkpoint; ValueError for one that is gone or has changed."""
+    for recorded in record.get("loras", []):
+        lora = LoraFile(Path(recorded["file"]), recorded["weight"], recorded.get("component", _FIRST))
+        if not lora.path.is_file() or lora.digest != recorded["sha256"]:
+            raise ValueError(
+                f"{lora.path}: this LoRA was fused into the checkpoint, so the 16-bit images need it; the file is gone "
+                f"or another one (SHA-256 {recorded['sha256'][:16]}…): put it back"
+            )
+        yield lora
 
 
 def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -146,7 +236,9 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
     if not hasattr(pipeline, "lora_state_dict"):
         raise ValueError(f"{pipeline.__name__} takes no LoRA in this diffusers ({diffusers.__version__})")
     wants_alphas = "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters
-    options = {"return_alphas": True} if wants_alphas else {}
+    options: dict[str, Any] = {"return_alphas": True} if wants_alphas else {}
+    if "unet" in folder.components:  # by which names that count blocks in another way are read
+        options["unet_config"] = model_on_meta(folder, "unet").config
     try:
         with _warnings_are_errors():
             state, *rest = pipeline.lora_state_dict(
@@ -159,7 +251,7 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
             )
     except Exception as error:  # whatever a converter makes of keys and shapes that it did not expect
         raise ValueError(f"{lora.path}: diffusers cannot read this LoRA ({error}); is it one for this model?") from None
-    alphas, metadata = rest if wants_alphas else (None, *rest)
+    alphas, metadata = rest if len(rest) > 1 else (None, *rest)  # pipelines with a UNet return alphas unasked
     given = {"network_alphas": alphas, "metadata": metadata}
     return state, {key: value for key, value in given.items() if value}
 
@@ -213,6 +305,11 @@ def _refuse(lora: LoraFile, keys: list[str], why: str) -> None:
         raise ValueError(f"{lora.path}: keys {', '.join(keys[:3])}{more} {why}; nothing of a LoRA is left out silently")
 
 
+_FIRST = "transformer"
+_TEXT_ENCODERS = (
+    "adapt a text encoder, whose part fluxq does not fuse: leave these keys out of the file, or let diffusers fuse it "
+    "(load_lora_weights, fuse_lora, unload_lora_weights, save_pretrained) and quantize what it saved"
+)
 _LARGEST = 1e9  # of a rank or an alpha
 
 # Key of a PEFT configuration that scaling depends on -> what its value has to be.

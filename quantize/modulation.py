@@ -289,14 +289,15 @@ class _Modulation(_Placed):
             return self.plain(x)
 
     def _weight_state(self) -> tuple:
-        """Changes with the weight: when it is written to, and when adapters are merged into it or taken out.
+        """Changes with the weight: when it is written to, another one takes its place, or adapters are merged.
 
         Merging goes through `.data`, which counts nothing.
         """
         weight = self.module.get_parameter("weight")
         version = 0 if weight.is_inference() or weight.is_meta else weight._version
         adapted = self.model.get_submodule(self.path)  # by now something of PEFT's, if adapters were loaded
-        return version, tuple(getattr(adapted, "merged_adapters", ()))
+        in_16_bit = getattr(self.module, "instead", None) is not None  # at steps that are kept so
+        return version, tuple(getattr(adapted, "merged_adapters", ())), in_16_bit
 
 
 def _modulations(transformer: nn.Module, family: Family) -> Iterator[tuple[str, tuple[nn.Linear, nn.SiLU]]]:

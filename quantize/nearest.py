@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -47,10 +47,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rounded:
-    """tensors: by their name in the checkpoint. weight_sqnr: dB, by layer."""
+    """tensors: by their name in the checkpoint. weight_sqnr: dB, by layer. hashed: SHA-256, by source tensor."""
 
     tensors: dict[str, Tensor]
     weight_sqnr: dict[str, float]
+    hashed: dict[str, str] = field(default_factory=dict)
 
 
 def pieces_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[Piece]:
@@ -107,13 +108,18 @@ def in_order(
         torch.set_num_threads(before)
 
 
+def most_at_once(sizes: Sequence[int], workers: int = _MOST_WORKERS) -> int:
+    """The most of items of these sizes that `in_order` holds: those read ahead, and the one that is taken."""
+    span = _AHEAD * workers + 1
+    return max((sum(sizes[at : at + span]) for at in range(len(sizes))), default=0)
+
+
 def quantize_weight(w: Tensor, layer: LayerPlan, global_scale: Tensor | None = None) -> QuantizedTensor:
-    """Round one weight (N, K) as its plan says."""
+    """Round one weight (N, K), or (N, K, 1, 1) of a convolution, as its plan says."""
     if layer.scheme is None:
         raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
-    require_shape(w, layer)
     return QuantizedTensor.quantize(
-        w,
+        weight_matrix(w, layer),
         layer.scheme.weights,
         global_scale=global_scale,
         four_over_six=layer.method.weights_46,
@@ -131,7 +137,7 @@ def joined_global_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
     """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost.
 
-    A few rows at a time, in double where the approximation lies.
+    A few rows at a time, where the approximation lies.
     """
     rows = _rows_at_once(reference)
     return _sqnr(zip(reference.split(rows), approximation.split(rows), strict=True))
@@ -143,10 +149,14 @@ def weight_sqnr(w: Tensor, q: QuantizedTensor) -> float:
     return _sqnr((w[at : at + rows], q.rows(at, at + rows).dequantize()) for at in range(0, w.shape[0], rows))
 
 
-def require_shape(w: Tensor, layer: LayerPlan) -> None:
-    """ValueError for a weight that is not what config.json implies."""
-    if tuple(w.shape) != (layer.n, layer.k):
+def weight_matrix(w: Tensor, layer: LayerPlan) -> Tensor:
+    """A weight as (N, K), a view; that of a 1x1 convolution is (N, K, 1, 1).
+
+    ValueError for one that is not what config.json implies.
+    """
+    if tuple(w.shape) not in ((layer.n, layer.k), (layer.n, layer.k, 1, 1)):
         raise ValueError(f"{layer.name}: weight has shape {tuple(w.shape)}, config.json implies {(layer.n, layer.k)}")
+    return w.flatten(1)
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
@@ -181,13 +191,13 @@ def _rounded(
                 require_finite(f"{layer.name}.weight", w)
     for layer, w in zip(piece.layers, weights, strict=True):
         q = quantize_weight(w, layer, shared)
-        lost[layer.name] = weight_sqnr(w, q)
+        lost[layer.name] = weight_sqnr(w.flatten(1), q)
         tensors |= {f"{layer.name}.{part}": tensor for part, tensor in q.tensors().items()}
         if layer.scheme is not None and layer.scheme.static_input:
             tensors[f"{layer.name}.input_scale"] = input_scales[layer.name]
     for name in piece.plain:
         tensors[name] = _cast(name, source_tensors[name], source, dtype)
-    return Rounded(tensors, lost)
+    return Rounded(tensors, lost, source.hashed(source_tensors))
 
 
 def _cast(name: str, tensor: Tensor, source: SourceWeights, dtype: torch.dtype) -> Tensor:
@@ -202,12 +212,12 @@ def _cast(name: str, tensor: Tensor, source: SourceWeights, dtype: torch.dtype) 
 
 
 def _sqnr(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of (rows, their approximation)."""
+    """Of (rows, their approximation): in fp32 within them, where torch adds in pairs, and in double across them."""
     signal = noise = torch.zeros((), dtype=torch.float64)
     for r, a in pairs:
         r = r.to(a)
-        signal = signal.to(a.device) + r.double().square().sum()
-        noise = noise.to(a.device) + (a - r).double().square().sum()
+        signal = signal.to(a.device) + r.square().sum()
+        noise = noise.to(a.device) + (a - r).square().sum()
     return float(10 * torch.log10(signal / noise))
 
 

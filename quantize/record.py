@@ -69,6 +69,7 @@ class Lora(_Part):
     file: str
     weight: float
     sha256: str
+    component: str = "transformer"
 
 
 class Record(_Part):

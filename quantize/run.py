@@ -6,11 +6,16 @@
                global scale asks for it (nearest.py)
 
 Either way a block is one file as soon as it is done (finished.py), and what is done is not done again.
+
+Of several processes, which share the folder, each rounds whole blocks. Fitted blocks depend on each other: each process
+fits some of a block's groups, the files say to all what became of the others, and the block's outputs are made by all,
+some calls each. Where blocks are fitted to 16-bit ones, each fits a block of its own. No sum is split, so the files are
+those of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,17 +25,27 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import blocks_progress, logger
+from fluxq.base.linears import channels_last, linear_size
+from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.blocks import LiveBlock, Replay
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.statistics import Statistics
 from fluxq.quantize import encode
 from fluxq.quantize.checkpoint import SourceWeights
-from fluxq.quantize.finished import GroupOutcome, Outcome, block_files, finish, is_finished, layer_tensors
+from fluxq.quantize.finished import (
+    GroupOutcome,
+    Outcome,
+    block_files,
+    finish,
+    is_finished,
+    layer_tensors,
+    read_parts,
+)
 from fluxq.quantize.group import FittedGroup, GroupLayer, fit_group, price_on
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.nearest import Rounded, pieces_of, require_finite, require_shape, round_pieces, sqnr
+from fluxq.quantize.nearest import Rounded, pieces_of, require_finite, round_pieces, sqnr, weight_matrix
+from fluxq.quantize.pointwise import in_place_of
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
@@ -72,12 +87,14 @@ def quantize_component(
     folder: Path,
     fitting: Fitting | None = None,
     workers: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Path]:
     """Quantize every block of a component into a file of `folder`, those excepted that are there; returns all files.
 
     They hold every tensor of the quantized component: those of its quantized layers, the rest cast to `dtype`, but for
     what the model's class keeps in fp32, which stays as it is in the source. `Outcome.read` says what became of the
     layers. fitting: needed where the plan has layers to be fitted. workers: that round to nearest, see `round_pieces`.
+    ranks: processes that call this with the same arguments and share the folder; all files are there when it returns.
     Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,26 +103,28 @@ def quantize_component(
     fitted = {layer.name for block in blocks[: len(first)] for layer in block.layers if layer.is_observed}
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in fitted))
     rounding = _Rounding(source, dtype, _input_scales(rest, statistics), workers)
-    there = {block.path for block in blocks if is_finished(block.file)}
+    there = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file)]))
     known = [block.nbytes for block in blocks if block.path in there]
     sizes = [block.nbytes for block in blocks]
     with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(known), sum(known)) as advance:
         if fitting is not None and not there.issuperset(first):
-            for block, groups in _fitted(plan, blocks[: len(first)], there, source, dtype, fitting):
-                _finish_fitted(block, groups, source, rounding)
-                advance(block.nbytes)
+            _Fitter(plan, blocks[: len(first)], source, dtype, fitting, rounding, ranks).fit(there, advance)
         todo = [block for block in blocks[len(first) :] if block.path not in there]
-        with closing(rounding.blocks([(block.layers, block.names) for block in todo])) as done:
-            for block, rounded in zip(todo, done, strict=True):
-                finish(block.file, rounded.tensors, Outcome(weight_sqnr=rounded.weight_sqnr))
+        own = ranks.share(todo)
+        with closing(rounding.blocks([(block.layers, block.names) for block in own])) as done:
+            for block, rounded in zip(own, done, strict=True):
+                finish(block.file, rounded.tensors, Outcome(weight_sqnr=rounded.weight_sqnr, hashed=rounded.hashed))
+                advance(block.nbytes)
+        ranks.meet()
+        for block in todo:
+            if block not in own:
                 advance(block.nbytes)
     return [block.file for block in blocks]
 
 
 def blocks_of(plan: Plan, source: SourceWeights, folder: Path, first: Sequence[str] = ()) -> list[Block]:
     """The blocks of a component: those at the paths `first`, the family's others in the plan's order, then the rest."""
-    located = (FAMILIES[plan.family].locate(layer.name) for layer in plan.layers)
-    paths = dict.fromkeys([*first, *(found[1] for found in located if found)])
+    paths = dict.fromkeys([*first, *(layer.block for layer in plan.layers if layer.block)])
     names: dict[str, list[str]] = {path: [] for path in paths}
     layers: dict[str, list[LayerPlan]] = {}
     for name in source.names:
@@ -149,56 +168,125 @@ class _Rounding:
             for part in pieces:
                 done = [next(rounded) for _ in part]
                 tensors = {name: tensor for piece in done for name, tensor in piece.tensors.items()}
-                yield Rounded(tensors, {name: db for piece in done for name, db in piece.weight_sqnr.items()})
+                lost = {name: db for piece in done for name, db in piece.weight_sqnr.items()}
+                yield Rounded(tensors, lost, {name: digest for piece in done for name, digest in piece.hashed.items()})
 
 
-def _fitted(
-    plan: Plan,
-    blocks: Sequence[Block],
-    there: Collection[str],
-    source: SourceWeights,
-    dtype: torch.dtype,
-    fitting: Fitting,
-) -> Iterator[tuple[Block, dict[str, FittedGroup]]]:
-    """The fitted groups of each block that has no file yet; those that have one are put into the model from it.
+@dataclass(frozen=True)
+class _Fitter:
+    """Fits `blocks`, those of the replay in their order, and writes their files."""
 
-    Where outputs of finished blocks are gone, they are made again.
-    """
-    replay, groups = fitting.replay, plan.statistics_groups()
-    done = next(index for index, block in enumerate(blocks) if block.path not in there)
-    known = min(done, replay.resumable)
-    for block in blocks[:known]:
-        _put_into(replay, _read_layers(block))
-    replay.skip_to(known)
-    for live in replay:
-        block = blocks[live.index]
-        if live.index < done:
-            if fitting.parallel:
+    plan: Plan
+    blocks: Sequence[Block]
+    source: SourceWeights
+    dtype: torch.dtype
+    fitting: Fitting
+    rounding: _Rounding
+    ranks: Ranks
+
+    def fit(self, there: Collection[str], advance: Callable[[int], None]) -> None:
+        """All blocks whose file is not `there`; each goes into the model from its file, as those do that have one.
+
+        Where outputs of finished blocks are gone, they are made again. advance: is told the bytes of each block done.
+        """
+        replay = self.fitting.replay
+        missing = [index for index, block in enumerate(self.blocks) if block.path not in there]
+        start = self.ranks.agree(max(index for index in range(missing[0] + 1) if replay.can_start(index)))
+        replay.skip_to(start)
+        waiting: list[LiveBlock] = []  # to be fitted to 16-bit blocks, one by each process
+        for live in replay:
+            block = self.blocks[live.index]
+            if not self.fitting.parallel:
+                if live.index in missing:
+                    self._fit_block_together(live)
+                    advance(block.nbytes)
+                self._put_into_model(block)
                 live.advance()
-            _put_into(replay, _read_layers(block))
-        else:
-            own = {name: members for name, members in groups.items() if name.startswith(f"{block.path}.")}
-            fitted = _fit_block(live, own, source, dtype, fitting)
-            _put_into(replay, {name: layer for group in fitted.values() for name, layer in group.layers.items()})
-            yield block, fitted
-        if not live.advanced:
-            live.advance()
+                continue
+            if self.ranks.world > 1 or live.index not in missing:
+                live.advance()
+            if live.index in missing:
+                waiting.append(live)
+                replay.oldest = waiting[0].index
+            else:
+                self._put_into_model(block)
+            if waiting and (len(waiting) == self.ranks.world or live.index == missing[-1]):
+                for own in self.ranks.share(waiting):
+                    self._finish(self.blocks[own.index], *self._made(own, self._groups_of(own)))
+                self.ranks.meet()
+                for each in waiting:
+                    self._put_into_model(self.blocks[each.index])
+                    advance(self.blocks[each.index].nbytes)
+                waiting, replay.oldest = [], None
+
+    def _fit_block_together(self, live: LiveBlock) -> None:
+        """Each process fits some of the block's groups; the first writes the block when all are done."""
+        block, groups = self.blocks[live.index], self._groups_of(live)
+        owners = _owners(groups, self.ranks.world)
+        own = {name: members for name, members in groups.items() if owners[name] == self.ranks.rank}
+        tensors, outcome = self._made(live, own)
+        if self.ranks.world > 1:
+            parts = [block.file.with_name(f".{block.file.name}.{rank}.part") for rank in range(self.ranks.world)]
+            finish(parts[self.ranks.rank], tensors, outcome)
+            self.ranks.meet()
+            if self.ranks.leads:
+                tensors, outcome = read_parts(parts, list(groups))
+        if self.ranks.leads:
+            self._finish(block, tensors, outcome)
+            for part in block.file.parent.glob(f".{block.file.name}.*.part"):
+                part.unlink()
+        self.ranks.meet()
+
+    def _groups_of(self, live: LiveBlock) -> dict[str, tuple[LayerPlan, ...]]:
+        prefix = f"{self.blocks[live.index].path}."
+        return {name: own for name, own in self.plan.statistics_groups().items() if name.startswith(prefix)}
+
+    def _made(self, live: LiveBlock, groups: Mapping[str, tuple[LayerPlan, ...]]) -> tuple[dict[str, Tensor], Outcome]:
+        """The tensors of these groups of a block, fitted, and what became of them."""
+        fitted = _fit_block(live, groups, self.source, self.dtype, self.fitting)
+        layers = {name: layer for group in fitted.values() for name, layer in group.layers.items()}
+        tensors = {f"{name}.{part}": t.data for name, layer in layers.items() for part, t in layer.named_parameters()}
+        outcome = Outcome(
+            {name: layer.scheme for name, layer in layers.items()},
+            {
+                name: sqnr(self.source[f"{name}.weight"].flatten(1), layer.collapsed()[0])
+                for name, layer in layers.items()
+            },
+            {name: GroupOutcome.of(group) for name, group in fitted.items()},
+        )
+        return tensors, outcome
+
+    def _finish(self, block: Block, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
+        """Write a block whose groups are fitted; what else is in it is rounded."""
+        others = [layer for layer in block.layers if layer.name not in outcome.schemes]
+        with closing(self.rounding.blocks([(others, [name for name in block.names if name not in tensors])])) as done:
+            rounded = next(done)
+        whole = replace(outcome, weight_sqnr={**outcome.weight_sqnr, **rounded.weight_sqnr})
+        finish(block.file, {**tensors, **rounded.tensors}, whole)
+
+    def _put_into_model(self, block: Block) -> None:
+        """The fitted layers of a finished block."""
+        replay, schemes = self.fitting.replay, Outcome.read([block.file]).schemes
+        shapes = {layer.name: (layer.n, layer.k) for layer in block.layers}
+        held = layer_tensors(block.file, list(schemes))
+        for name, scheme in schemes.items():
+            layer = QuantLinear.from_tensors(held[name], shapes[name], scheme)
+            layer = in_place_of(replay.model.get_submodule(name), layer)
+            replay.model.set_submodule(name, layer.to(replay.device))
 
 
-def _finish_fitted(block: Block, groups: Mapping[str, FittedGroup], source: SourceWeights, rounding: _Rounding) -> None:
-    """Write a block whose groups are fitted; what else is in it is rounded."""
-    layers = {name: layer for group in groups.values() for name, layer in group.layers.items()}
-    tensors = {f"{name}.{part}": t.data for name, layer in layers.items() for part, t in layer.named_parameters()}
-    others = [layer for layer in block.layers if layer.name not in layers]
-    with closing(rounding.blocks([(others, [name for name in block.names if name not in tensors])])) as done:
-        rounded = next(done)
-    lost = {name: sqnr(source[f"{name}.weight"], layer.collapsed()[0]) for name, layer in layers.items()}
-    outcome = Outcome(
-        {name: layer.scheme for name, layer in layers.items()},
-        {**lost, **rounded.weight_sqnr},
-        {name: GroupOutcome.of(group) for name, group in groups.items()},
-    )
-    finish(block.file, {**tensors, **rounded.tensors}, outcome)
+def _owners(groups: Mapping[str, Sequence[LayerPlan]], count: int) -> dict[str, int]:
+    """Group -> which of `count` processes fits it: the dearest first, each to the one with the least to do."""
+
+    def cost(name: str) -> int:
+        n, k = sum(layer.n for layer in groups[name]), groups[name][0].k
+        return k * n if groups[name][0].method.is_plain else k * k * (k + n)  # of the Gram and of error feedback
+
+    load, owners = [0] * count, {}
+    for name in sorted(groups, key=cost, reverse=True):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += cost(name)
+    return owners
 
 
 def _fit_block(
@@ -248,26 +336,16 @@ def _fit(
     return fitted
 
 
-def _put_into(replay: Replay, layers: Mapping[str, QuantLinear]) -> None:
-    for name, layer in layers.items():
-        replay.model.set_submodule(name, layer.to(replay.device))
-
-
-def _read_layers(block: Block) -> dict[str, QuantLinear]:
-    """The fitted layers of a finished block."""
-    schemes, shapes = Outcome.read([block.file]).schemes, {layer.name: (layer.n, layer.k) for layer in block.layers}
-    held = layer_tensors(block.file, list(schemes))
-    return {name: QuantLinear.from_tensors(held[name], shapes[name], scheme) for name, scheme in schemes.items()}
-
-
 def require_finite_weights(source: SourceWeights) -> None:
     """ValueError naming the first tensor that holds NaN or infinity."""
     for name in source.names:
         require_finite(name, source[name])
 
 
-def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> QuantLinear:
+def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component | str) -> QuantLinear:
     """Try a recipe on one layer: `linear` (N, K) quantized as a recipe's main format, fitted to x (…, K).
+
+    A 1x1 convolution is one too, and its x is (B, K, H, W).
 
     recipe: a `Component`, or the name or path of a recipe, whose transformer component is taken. The last eighth of x's
     tokens decides what is kept. Returns a QuantLinear on the same device; compare its output with `linear(x)`.
@@ -279,7 +357,8 @@ def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> Qu
         recipe = whole.components.get("transformer") or next(iter(whole.components.values()))
     activations = recipe.activations.row if recipe.activations else None
     scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.two_level))
-    n, k = linear.weight.shape
+    n, k = linear_size(linear)
+    x = channels_last(linear, x)
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} channels, the layer takes {k}")
     if activations is not None:
@@ -293,20 +372,18 @@ def quantize_linear(linear: nn.Linear, x: Tensor, recipe: Component | str) -> Qu
     builder.add(tokens[len(tokens) - held :], held=True)
     bias = None if linear.bias is None else linear.bias.detach()
     group = fit_group(
-        [GroupLayer("linear", linear.weight.detach(), bias, scheme)],
+        [GroupLayer("linear", linear.weight.detach().flatten(1), bias, scheme)],
         builder.finish(),
         method,
         price=price_on(find_device(gate.gpu), [(n, k)], gate.tokens, "norm"),
         rate=gate.db_per_percent,
         dtype=linear.weight.dtype,
     )
-    return group.layers["linear"]
+    return in_place_of(linear, group.layers["linear"])
 
 
 def _weight(source: SourceWeights, layer: LayerPlan) -> Tensor:
-    w = source[f"{layer.name}.weight"]
-    require_shape(w, layer)
-    return w
+    return weight_matrix(source[f"{layer.name}.weight"], layer)
 
 
 def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fluxq.quantize import encode, ops
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.pointwise import QuantPointwise
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import Format, Scheme
 
@@ -31,7 +32,8 @@ def shard(
     Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K. parts: sizes along the
     axis of what is concatenated there, each cut by itself (a FLUX single block's proj_out reads [attention, MLP]).
     Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer that deflates its input,
-    and for a layer that fluxq.prepare changed; shards can be prepared, on every rank for the same chip.
+    for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared, on every rank for the same
+    chip.
     """
     if layer.prepared is not None:
         raise ValueError(
@@ -44,6 +46,8 @@ def shard(
         raise ValueError(
             f"this {layer.scheme} layer deflates its input, along directions that cross all of K: shard it on axis N"
         )
+    if isinstance(layer, QuantPointwise):
+        raise ValueError("this layer is a 1x1 convolution and takes images: only layers that take tokens are sharded")
     q = layer.quantized_weight
     n, k = q.shape
     size, unit = (n, 1) if axis == "N" else (k, _block(layer.scheme))

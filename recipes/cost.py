@@ -18,51 +18,33 @@ t = x·basisᵀ, a second one reads it again and quantizes it. A norm has the ro
 16 bit; only `ideal` keeps it on chip. Where the weight is re-encoded at load, all of this but mean and factors is
 collapsed into the weight and costs nothing.
 
-Left out: launches, which small images wait for, biases, embeddings, the last norm, and what decoding 4-bit weights in
-a matmul costs. Nothing here reads weights or imports torch.
+Convolutions of UNets and SANA stay in 16 bit and are priced as products, with the norm and the activation before each;
+one of single channels is done outside the matrix units, and so is linear attention, in fp32. An expert is priced with
+its share of the tokens, gathering them as a norm.
+
+Left out: launches, which small images wait for, biases, embeddings, other convolutions, routers, the last norm, skip
+connections of a UNet, and what decoding 4-bit weights in a matmul costs. Nothing here reads weights or imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from fluxq.recipes.devices import Device, Efficiency
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan
+from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.recipe import Attention
+from fluxq.recipes.workloads import STREAMS as STREAMS
+from fluxq.recipes.workloads import WORKLOADS, Convolution, ForwardPass, passes_before, stream_of
+from fluxq.recipes.workloads import forward_pass as forward_pass
 
 Level = Literal["unfused", "fused", "ideal"]
 Prefer = Literal["speed", "memory"]
 LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """The tokens of one forward pass. image, text, vision: of one sequence, by stream; batch: sequences.
-
-    vision: tokens of an encoded first frame, which image-to-video models also attend to. modulations: rows that the
-    network sees that makes the modulation of all blocks, of one sequence. normalised: whether queries
-    and keys are normalised. gated: whether the activation multiplies two halves of what it reads.
-    """
-
-    family: str
-    image: int
-    text: int
-    vision: int = 0
-    batch: int = 1
-    modulations: int = 1
-    normalised: bool = True
-    gated: bool = False
-
-    def tokens(self, stream: str) -> int:
-        """Tokens of one sequence in a stream: "image", "text", "both", "vision", "modulations", or "one" (a row)."""
-        both = self.image + self.text
-        streams = {"image": self.image, "text": self.text, "both": both, "vision": self.vision}
-        return {**streams, "modulations": self.modulations, "one": 1}[stream]
 
 
 @dataclass(frozen=True)
@@ -182,59 +164,17 @@ class Cost:
         }
 
 
-def forward_pass(
-    family: str,
-    config: Mapping[str, Any],
-    *,
-    height: int | None = None,
-    width: int | None = None,
-    frames: int | None = None,
-    text: int | None = None,
-    batch: int = 1,
-    vae: Mapping[str, Any] | None = None,
-) -> ForwardPass:
-    """The tokens that an image (or video) of that size makes.
-
-    config: of the transformer; vae: of the VAE, None for the usual factor 8. height, width: pixels. text: tokens of
-    the prompt after padding. None takes what the family's pipeline takes by itself. batch: images; twice as many
-    sequences where guidance runs the model twice. ValueError for a family that is not modelled.
-    """
-    if family not in WORKLOADS:
-        raise ValueError(f"{family}: its cost is not modelled; known: {', '.join(WORKLOADS)}")
-    row = WORKLOADS[family]
-    default_height, default_width, default_frames = row.size
-    if frames is not None and default_frames == 1:
-        raise ValueError(f"{family} makes images, not video: leave out the frames")
-    patch = row.patch or config.get("patch_size", 2)
-    pixels = (_vae_factor(vae) if vae else row.vae_factor) * (patch if isinstance(patch, int) else patch[-1])
-    rows, columns = (height or default_height) // pixels, (width or default_width) // pixels
-    latent_frames = ((frames or default_frames) - 1) // row.frames_per_latent + 1
-    if rows * columns < 1 or batch < 1 or (frames or 1) < 1:
-        raise ValueError(
-            f"{family}: {height}x{width}, {batch} images of {frames or 1} frames make no token; one is {pixels} pixels"
-        )
-    return ForwardPass(
-        family,
-        image=rows * columns * latent_frames,
-        text=(text or row.text) + row.extra_text,
-        vision=row.vision if config.get("added_kv_proj_dim") else 0,
-        batch=batch,
-        modulations=_modulations(config) if family == "chroma" else 1,
-        normalised=bool(config.get("qk_norm", row.normalised)),
-        gated=row.gated,
-    )
-
-
 def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> Cost:
     """What one forward pass of a plan costs. prefer: whether 4-bit weights that a chip cannot multiply become 8 bit."""
     routes = {str(layer.scheme): route(layer.scheme, device.chip, prefer) for layer in plan.quantized}
     found = list(steps(plan, forward, device.chip, prefer))
     plain = list(steps(in_16_bit(plan), forward, device.chip, prefer))
-    order = [*dict.fromkeys(PARTS.values()), "other", "attention", "elementwise"]
+    order = [*dict.fromkeys(PARTS.values()), "other", CONVOLUTIONS, "attention", "elementwise"]
     parts = []
     for name in sorted({step.part for step in found}, key=order.index):
         layers = [layer for layer in plan.layers if _part(layer) == name]
         parts.append(_sum(name, layers, found, plain, device, prefer))
+    parts = [_with_weights(part, forward.convolutions) if part.name == CONVOLUTIONS else part for part in parts]
     total = Part(
         "total",
         sum(part.layers for part in parts),
@@ -326,6 +266,30 @@ def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> flo
     return layer.stored_bits / 8
 
 
+def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
+    """Bytes of activations that live at once in an eager forward pass in 16 bit, about: a few percent more or less, and
+    up to a third more where q and k are rotated in fp32.
+
+    Of the widest step: a stream twice, what was made of it and outputs before and after what is done to them; or an
+    activation's input and output, and a stream. And what a UNet keeps for its way up.
+    """
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        groups.setdefault(layer.group or layer.name, []).append(layer)
+    widest = 0.0
+    for layers in groups.values():
+        m = forward.tokens(stream_of(layers[0].name, layers[0].role, forward.family))
+        k, n = layers[0].k, sum(layer.n for layer in layers)
+        is_activation = layers[0].made_by in ("activation", "concatenation")
+        widest = max(widest, m * (2 * k + 3 * n if is_activation else 3 * k + 2 * n))
+    kept = 0.0
+    for each in forward.convolutions:
+        m = forward.tokens(stream_of(each.name, "", forward.family))
+        widest = max(widest, m * ((2 if each.depthwise else 3) * each.stride**2 * each.channels + each.n))
+        kept += m * each.n * any(matches(pattern, each.name) for pattern in SKIPPED)
+    return 2 * forward.batch * (widest + kept)
+
+
 def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
     """Every step of one forward pass on a chip."""
     groups: dict[str, list[LayerPlan]] = {}
@@ -336,14 +300,21 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
     for layer in plan.layers:
         for pattern, queries, keys in WORKLOADS[forward.family].attention:
             if matches(pattern, layer.name):
+                own = stream_of(layer.name, layer.role, forward.family)
+                queries, keys = (own if stream == "own" else stream for stream in (queries, keys))
+                if keys == "linear":
+                    yield _linear_attention(layer, forward, queries)
+                    continue
                 in_fp8 = queries == keys and attention_route(plan.attention, chip).activations
                 yield from (_fp8_attention if in_fp8 else _attention)(layer, forward, queries, keys, chip)
+    for convolution in forward.convolutions:
+        yield from _convolution_steps(convolution, forward)
 
 
 def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Prefer) -> Iterator[Step]:
     """The Linears that share an input, what makes that input, and what follows them."""
     first = layers[0]
-    m = forward.batch * forward.tokens(_stream(first, forward.family))
+    m = forward.batch * forward.tokens(stream_of(first.name, first.role, forward.family))
     yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers}, forward.gated)
     for layer in layers:
         yield from _linear_steps(layer, m, chip, prefer)
@@ -360,7 +331,7 @@ class _Input:
     hadamard: int = 0
     four_over_six: bool = False
 
-    def bytes(self, m: int, k: int) -> float:
+    def bytes(self, m: float, k: int) -> float:
         return code_bytes(self.format, m, k) if self.format else 2 * m * k
 
 
@@ -376,7 +347,7 @@ def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
     return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
 
 
-def _input_steps(layer: LayerPlan, m: int, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
+def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
     """What makes a Linear's input (m, K), and its quantization: once for each form that the group's Linears read."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
     made = sorted((found for found in inputs if found != _PLAIN), key=str)
@@ -411,7 +382,7 @@ def _input_steps(layer: LayerPlan, m: int, inputs: set[_Input], gated: bool = Fa
         yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=tries)
 
 
-def _linear_steps(layer: LayerPlan, m: int, chip: str, prefer: Prefer) -> Iterator[Step]:
+def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iterator[Step]:
     """The product (m, N) = (m, K) · (N, K)ᵀ, and what is added to it: low-rank branch, deflated directions."""
     n, k = layer.n, layer.k
     found = route(layer.scheme, chip, prefer)
@@ -428,7 +399,7 @@ def _linear_steps(layer: LayerPlan, m: int, chip: str, prefer: Prefer) -> Iterat
         yield Step(_part(layer), "low rank", layer.name, "bf16", 2 * m * (rank * (n + k) + deflate * n), sizes)
 
 
-def _output_steps(layer: LayerPlan, m: int, forward: ForwardPass) -> Iterator[Step]:
+def _output_steps(layer: LayerPlan, m: float, forward: ForwardPass) -> Iterator[Step]:
     """What is done to a Linear's output (m, N) before anything multiplies it."""
     out = 2 * m * layer.n
     if layer.role in RESIDUAL_ROLES:
@@ -458,6 +429,41 @@ def _fp8_attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: s
     yield Step("attention", "attention", layer.name, arithmetic, 4 * channels * m * s, sizes)
 
 
+def _linear_attention(layer: LayerPlan, forward: ForwardPass, queries: str) -> Step:
+    """q(Σ kᵀv) of N channels in fp32, and a column of ones for the sum of weights: SANA's, after a ReLU.
+
+    Bytes: ReLU of q and k, casts of q, k and v, the column, two products, a division and a cast, each a kernel.
+    """
+    m = forward.batch * forward.tokens(queries)
+    elements = m * layer.n
+    unfused = elements * (2 * 4 + 3 * 6 + 8 + 8 + 8 + 8 + 6)
+    sizes: dict[Level, float] = {"unfused": unfused, "fused": unfused, "ideal": 4 * 2 * elements}
+    return Step("attention", "attention", layer.name, "", 0, sizes, scalar_flops=4 * elements * (forward.head + 1))
+
+
+def _convolution_steps(convolution: Convolution, forward: ForwardPass) -> Iterator[Step]:
+    """A convolution in 16 bit as a product (m, N) = (m, k) · (N, k)ᵀ, and norm and activation before it."""
+    m = forward.batch * forward.tokens(stream_of(convolution.name, "", forward.family))
+    x = 2 * m * convolution.stride**2 * convolution.channels
+    size = x + 2 * (m * convolution.n + convolution.n * convolution.k)
+    flops = 2 * m * convolution.n * convolution.k
+    alone = convolution.depthwise
+    yield Step(
+        CONVOLUTIONS,
+        "convolution",
+        convolution.name,
+        "" if alone else "bf16",
+        0 if alone else flops,
+        dict.fromkeys(LEVELS, size),
+        flops if alone else 0,
+    )
+    before = passes_before(convolution, forward.family) * x
+    if before:
+        ideal = 0 if alone else 2 * x  # the product before can end with an activation, not with a norm
+        sizes: dict[Level, float] = {"unfused": before, "fused": before, "ideal": ideal}
+        yield Step("elementwise", "norm and activation", convolution.name, "", 0, sizes)
+
+
 def _pass(kind: str, layer: LayerPlan, unfused: float, fused: float, ideal: float) -> Step:
     return Step("elementwise", kind, layer.name, "", 0, {"unfused": unfused, "fused": fused, "ideal": ideal})
 
@@ -477,9 +483,15 @@ def _sum(
     )
 
 
-def code_bytes(name: str, rows: int, k: int) -> float:
+def _with_weights(part: Part, convolutions: Sequence[Convolution]) -> Part:
+    """The row of the convolutions, whose weights no plan knows."""
+    size = sum(2 * each.n * each.k for each in convolutions)
+    return replace(part, layers=len(convolutions), stored_bytes=size, resident_bytes=size)
+
+
+def code_bytes(name: str, rows: float, k: int) -> float:
     """Bytes of codes and scales of a (rows, k) matrix in the format called `name`."""
-    return FORMATS[name].stored_bits(rows, k) / 8
+    return FORMATS[name].stored_bits(round(rows), k) / 8
 
 
 def _widened(scheme: Scheme | None, times: float) -> Scheme | None:
@@ -493,57 +505,6 @@ def _kind(format: Format) -> str:
 
 def _part(layer: LayerPlan) -> str:
     return PARTS.get(layer.role, "other")
-
-
-def _stream(layer: LayerPlan, family: str) -> str:
-    """Which tokens a Linear sees: what its family says of its path, else what its role or its path says."""
-    if layer.role != MODULATION_ROLE:
-        for pattern, stream in WORKLOADS[family].streams.items():
-            if matches(pattern, layer.name):
-                return stream
-    if layer.role in STREAMS:
-        return STREAMS[layer.role]
-    return next((stream for pattern, stream in KEPT_STREAMS.items() if matches(pattern, layer.name)), "image")
-
-
-def _modulations(config: Mapping[str, Any]) -> int:
-    """Vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
-    return 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2
-
-
-def _vae_factor(vae: Mapping[str, Any]) -> int:
-    """Pixels that a latent spans on a side: as Wan's VAE says, or a halving for each step down of the others."""
-    if "scale_factor_spatial" in vae:
-        return vae["scale_factor_spatial"]
-    if "spatio_temporal_scaling" in vae:  # LTX patches before it halves
-        return vae["patch_size"] * 2 ** sum(vae["spatio_temporal_scaling"])
-    if "temperal_downsample" in vae:  # Qwen-Image's VAE spells it so
-        return 2 ** len(vae["temperal_downsample"])
-    return 2 ** (len(vae["block_out_channels"]) - 1) if "block_out_channels" in vae else 8
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a family's pipeline feeds its transformer; a row of WORKLOADS.
-
-    size: height, width and frames if nobody says otherwise. text: tokens that a prompt is padded to; extra_text: more
-    of a second encoder. patch: latents that a token spans on a side, None where the configuration says so.
-    attention: pattern of a Linear with as many outputs as the attention has channels (it makes the queries, or keys of
-    its own; where those are fused with others, it reads the attention), streams of queries and of keys. streams:
-    pattern -> stream, where the role alone does not say it. vae_factor: of the family's VAE.
-    """
-
-    size: tuple[int, int, int]
-    text: int
-    attention: tuple[tuple[str, str, str], ...]
-    extra_text: int = 0
-    patch: int | None = None
-    frames_per_latent: int = 4
-    vision: int = 0
-    normalised: bool = True
-    gated: bool = False
-    streams: Mapping[str, str] = field(default_factory=dict)
-    vae_factor: int = 8
 
 
 _PLAIN = _Input()
@@ -579,139 +540,18 @@ EIGHT_BIT = {
 PARTS = {
     **dict.fromkeys(("qkv", "text_qkv", "attn_out", "text_attn_out"), "attention projections"),
     **dict.fromkeys(("cross_q", "cross_kv", "image_kv", "cross_out"), "cross-attention projections"),
-    **dict.fromkeys(("ff_up", "text_ff_up", "ff_down", "text_ff_down"), "feed-forward"),
+    **dict.fromkeys(("ff_up", "text_ff_up", "ff_down", "text_ff_down", "expert_up", "expert_down"), "feed-forward"),
     **dict.fromkeys(("single_in", "mixed_out"), "single blocks"),
     "modulation": "modulation",
     "kept": "kept in 16 bit",
 }
 
-RESIDUAL_ROLES = ("attn_out", "text_attn_out", "cross_out", "ff_down", "text_ff_down", "mixed_out")
+CONVOLUTIONS = "convolutions"  # another row
+
+# Convolutions of a UNet whose outputs wait for its way up.
+SKIPPED = ("conv_in", "down_blocks.*.resnets.*.conv2", "down_blocks.*.downsamplers.*.conv")
+
+RESIDUAL_ROLES = ("attn_out", "text_attn_out", "cross_out", "ff_down", "text_ff_down", "mixed_out", "expert_down")
 ROTATED_ROLES = ("qkv", "text_qkv", "cross_q", "cross_kv", "single_in")
-QUERY_AND_KEY = (".to_q", ".to_k", ".add_q_proj", ".add_k_proj")
+QUERY_AND_KEY = (".to_q", ".to_k", ".add_q_proj", ".add_k_proj", ".to_q_t", ".to_k_t")
 FUSED_QKV = (".to_qkv_mlp_proj",)
-
-# Role -> tokens that it sees; every other role sees the image.
-STREAMS = {
-    **dict.fromkeys(("text_qkv", "text_attn_out", "text_ff_up", "text_ff_down", "cross_kv"), "text"),
-    **dict.fromkeys(("single_in", "mixed_out"), "both"),
-    "image_kv": "vision",
-    "modulation": "one",
-}
-# The same for Linears without a role; the first that matches.
-KEPT_STREAMS = {
-    "txt_in": "text",
-    "condition_embedder.text_embedder.**": "text",
-    "condition_embedder.image_embedder.**": "vision",
-    "condition_embedder.**": "one",
-    "time_text_embed.**": "one",
-    "time_guidance_embed.**": "one",
-    "*_modulation*.linear": "one",
-    "distilled_guidance_layer.**": "modulations",
-    "context_embedder.time_text_embed.**": "one",
-    "context_embedder.token_refiner.refiner_blocks.*.norm_out.linear": "one",
-    "context_embedder.**": "text",
-    "cap_embedder.**": "text",
-    "caption_projection.**": "text",
-    "t_embedder.**": "one",
-    "all_final_layer.*.adaLN_modulation.*": "one",
-    "all_final_layer.*.linear": "both",
-    "adaln_single.**": "one",
-    "time_embed.**": "one",
-    "norm_out.linear": "one",
-}
-
-WORKLOADS = {
-    "flux": Workload(
-        size=(1024, 1024, 1),
-        text=512,
-        patch=2,  # the pipeline packs 2 x 2 latents, the configuration says 1
-        attention=(
-            ("transformer_blocks.*.attn.to_q", "both", "both"),
-            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
-        ),
-    ),
-    "flux2": Workload(
-        size=(1024, 1024, 1),
-        text=512,
-        patch=2,  # as for FLUX.1
-        gated=True,
-        attention=(
-            ("transformer_blocks.*.attn.to_q", "both", "both"),
-            ("single_transformer_blocks.*.attn.to_out", "both", "both"),
-        ),
-    ),
-    "sd3": Workload(
-        size=(1024, 1024, 1),
-        text=256,
-        extra_text=77,
-        normalised=False,
-        attention=(
-            ("transformer_blocks.*.attn.to_q", "both", "both"),
-            ("transformer_blocks.*.attn2.to_q", "image", "image"),
-        ),
-    ),
-    "qwen_image": Workload(
-        size=(1024, 1024, 1),
-        text=512,
-        attention=(("transformer_blocks.*.attn.to_q", "both", "both"),),
-    ),
-    "wan": Workload(
-        size=(480, 832, 81),
-        text=512,
-        vision=257,
-        attention=(
-            ("blocks.*.attn1.to_q", "image", "image"),
-            ("blocks.*.attn2.to_q", "image", "text"),
-            ("blocks.*.attn2.add_k_proj", "image", "vision"),
-        ),
-    ),
-    "chroma": Workload(
-        size=(1024, 1024, 1),
-        text=512,
-        patch=2,  # as for FLUX.1
-        attention=(
-            ("transformer_blocks.*.attn.to_q", "both", "both"),
-            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
-        ),
-    ),
-    "z_image": Workload(
-        size=(1024, 1024, 1),
-        text=512,
-        patch=2,  # the configuration lists several
-        gated=True,
-        streams={"layers.**": "both", "context_refiner.**": "text"},
-        attention=(
-            ("layers.*.attention.to_q", "both", "both"),
-            ("noise_refiner.*.attention.to_q", "image", "image"),
-            ("context_refiner.*.attention.to_q", "text", "text"),
-        ),
-    ),
-    "pixart": Workload(
-        size=(1024, 1024, 1),
-        text=300,  # of PixArt-Sigma; 120 of PixArt-alpha
-        normalised=False,
-        attention=(
-            ("transformer_blocks.*.attn1.to_q", "image", "image"),
-            ("transformer_blocks.*.attn2.to_q", "image", "text"),
-        ),
-    ),
-    "ltx": Workload(
-        size=(512, 704, 161),
-        text=128,
-        frames_per_latent=8,
-        vae_factor=32,
-        attention=(
-            ("transformer_blocks.*.attn1.to_q", "image", "image"),
-            ("transformer_blocks.*.attn2.to_q", "image", "text"),
-        ),
-    ),
-    "hunyuan_video": Workload(
-        size=(720, 1280, 129),
-        text=256,
-        attention=(
-            ("transformer_blocks.*.attn.to_q", "both", "both"),
-            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
-            ("context_embedder.token_refiner.refiner_blocks.*.attn.to_q", "text", "text"),
-        ),
-    ),
-}

@@ -387,9 +387,13 @@ DENOISERS = (
     Family(
         name="sana",
         model="SanaTransformer2DModel",
-        # Half of its weights: the feed-forward is made of convolutions (1x1 and depthwise), which stay in 16 bit.
-        groups=_self_and_cross("transformer_blocks.*", cross_q="outside"),
+        groups=(
+            *_self_and_cross("transformer_blocks.*", cross_q="outside"),
+            # 1x1 convolutions, and between them a depthwise one, which is no Linear. A table modulates all blocks.
+            *_feed_forward("transformer_blocks.*", "ff.conv_inverted", "ff.conv_point"),
+        ),
         keep={
+            "patch_embed.proj": _EMBEDDER,
             "time_embed.**": _EMBEDDER,
             "caption_projection.**": _EMBEDDER,
             "proj_out": _FINAL,
@@ -405,6 +409,7 @@ DENOISERS = (
             "cross_attention_dim": 128,
             "caption_channels": 64,
             "sample_size": 4,
+            "mlp_ratio": 2.0,
         },
     ),
     Family(
@@ -458,6 +463,7 @@ DENOISERS = (
             "time_embedding.**": _EMBEDDER,
             "add_embedding.**": _EMBEDDER,
             "**.time_emb_proj": "adds the timestep to every pixel of a residual block: few weights",
+            "**.conv_shortcut": "carries what a block does not change past it: few weights",
             "**.attentions.*.proj_in": _ENDS,
             "**.attentions.*.proj_out": _ENDS,
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fluxq.recipes.family import Family, InputGroup
 
 _VISION = "vision tower: few weights, and prompts of plain text never pass through it"
+_LATENTS = "makes the latents of features, or features of the latents: few weights, and every pixel depends on them"
 _LM_HEAD = "predicts words: no pipeline looks at its output, and it may share the embedding's weight"
 
 
@@ -226,7 +227,11 @@ ENCODERS = (
             *_image_attention("encoder.mid_block.attentions.*"),
             *_image_attention("decoder.mid_block.attentions.*"),
         ),
-        keep={},
+        keep={
+            "**.conv_shortcut": "carries what a block does not change past it: few weights",
+            "quant_conv": _LATENTS,
+            "post_quant_conv": _LATENTS,
+        },
         tiny_config={"block_out_channels": [128], "norm_num_groups": 8, "sample_size": 8},
     ),
 )

@@ -11,7 +11,8 @@ from typing import Literal
 
 from fluxq.recipes.patterns import matches
 
-Maker = Literal["norm", "attention", "activation", "concatenation", "outside"]
+Kind = Literal["transformer", "text_encoder", "vae"]
+Maker = Literal["norm", "attention", "activation", "concatenation", "outside", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class InputGroup:
 
     role: what recipes call them. block: pattern of the block's path. members: paths below the block. joined: a
     fused layout concatenates them along N, so they share NVFP4's global weight scale. made_by: what makes the input;
-    "outside" is what comes from another block or model, and "concatenation" has the attention's channels first, as many
-    as the Linear puts out, then the feed-forward's. modulation: of the norm that makes it.
+    "outside" is what comes from another block or model, "unknown" what no row says, and "concatenation" has the
+    attention's channels first, as many as the Linear puts out, then the feed-forward's. modulation: of the norm that
+    makes it.
     """
 
     role: str
@@ -168,7 +170,7 @@ class Family:
     16 bit whatever a recipe says about roles. tiny_config: a configuration small enough for tests, every K a
     multiple of 128. fusable: blocks that have a fused form. self_attention: paths of the modules whose q, k and v come
     from the same tokens and go through diffusers' attention dispatcher, without a mask, so that another attention can
-    take its place.
+    take its place. notes: what every plan warns of.
     """
 
     name: str
@@ -177,9 +179,10 @@ class Family:
     keep: dict[str, str]
     tiny_config: Mapping[str, object] = field(default_factory=dict)
     library: Literal["diffusers", "transformers"] = "diffusers"
-    kind: Literal["transformer", "text_encoder", "vae"] = "transformer"
+    kind: Kind = "transformer"
     fusable: tuple[FusableBlock, ...] = ()
     self_attention: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -11,14 +11,27 @@ Nothing here reads weights or imports torch: a model is a list of `LinearShape`s
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fluxq.recipes.family import Family, InputGroup, Maker
+from fluxq.recipes.family import Family, InputGroup, Kind, Maker
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.recipe import Attention, Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
+from fluxq.recipes.recipe import (
+    Attention,
+    Compat,
+    Component,
+    Operand,
+    Override,
+    Profile,
+    Recipe,
+    Rounding,
+    Steps,
+    Transform,
+)
 
+GENERIC = "generic"  # the name of a family that is read from a model's structure
 UNKNOWN_ROLE = "other"
 KEPT_ROLE = "kept"
 MODULATION_ROLE = "modulation"
@@ -29,7 +42,7 @@ DEFLATED_K = (
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A Linear of the model: module path, out features N, in features K."""
+    """A Linear of the model, or a 1x1 convolution: module path, out features N, in features K."""
 
     name: str
     n: int
@@ -82,7 +95,8 @@ class LayerPlan:
 
     role: of the family row. group: which Linears share its input, "" if it is not known. joined: they also share
     NVFP4's global weight scale. scheme: None keeps 16 bit. reason: for people. method: what may be tried. made_by: what
-    makes its input. split: where along K the second of two tensors side by side begins, 0 for a single one.
+    makes its input. split: where along K the second of two tensors side by side begins, 0 for a single one. block:
+    path of the block that it lies in, "" for none.
     """
 
     name: str
@@ -96,6 +110,7 @@ class LayerPlan:
     method: Method = Method()
     made_by: Maker = "outside"
     split: int = 0
+    block: str = ""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -132,6 +147,15 @@ class LayerPlan:
         return self.scheme.stored_bits(self.n, self.k)
 
     @property
+    def most_stored_bits(self) -> int:
+        """The same, if the layer ends with all that may be tried."""
+        if self.scheme is None:
+            return self.stored_bits
+        tried = self.method.transforms
+        scheme = replace(self.scheme, rank=self.method.rank, center="center" in tried, smooth="smooth" in tried)
+        return scheme.stored_bits(self.n, self.k)
+
+    @property
     def bits_per_weight(self) -> float:
         """Stored bits over weights."""
         return self.stored_bits / (self.n * self.k)
@@ -139,9 +163,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one component. `notes` says what a recipe asked for that the family does not have.
+    """The plan of one component. `notes` says what a recipe asked for that the family or its shapes do not have.
 
-    attention: what its self-attention is computed in.
+    attention: what its self-attention is computed in. steps: that are kept in 16 bit, of a transformer. kind: of the
+    family.
     """
 
     family: str
@@ -149,11 +174,18 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = ()
     attention: Attention = "16bit"
+    steps: Steps | None = None
+    kind: Kind = "transformer"
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:
         """The layers that leave 16 bit."""
         return tuple(layer for layer in self.layers if layer.scheme is not None)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of the blocks whose inputs calibration looks at, in the model's order."""
+        return tuple(dict.fromkeys(layer.block for layer in self.layers if layer.block and layer.is_observed))
 
     @property
     def bits_per_weight(self) -> float:
@@ -228,16 +260,17 @@ def make_plan(
     """Plan every Linear in the model's own order.
 
     static_inputs: two-level activations get a calibrated global scale. profile, compat: of the recipe; they limit what
-    may be tried. include, exclude: patterns from the command line. Raises ValueError for a pattern or role that matches
-    nothing, for shapes that a format cannot hold, for a rank that a layer does not have and for attention in fp8 where
-    a family's cannot be replaced.
+    may be tried. include, exclude: patterns from the command line. A layer whose K is not in whole groups of the
+    recipe's format takes the next one of `NEXT_FORMAT` that holds it. Raises ValueError for a pattern or role that
+    matches nothing, for an override whose format cannot hold a shape, for a rank that a layer does not have and for
+    attention in fp8 where a family's cannot be replaced.
     """
     require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
     excluded = [*recipe.exclude, *exclude]
     included = list(include)
     require_matches([*excluded, *included, *(o.match for o in recipe.overrides if o.match)], names)
-    notes = _absent_roles(family, recipe)
+    notes = [*family.notes, *_absent_roles(family, recipe)]
     layers = []
     for linear in linears:
         layer = _located(family, linear)
@@ -254,19 +287,22 @@ def make_plan(
                 layer.scheme.activations.check_shape(1, layer.k, f"input of {layer.name}")
         layers.append(layer)
     if not any(layer.scheme for layer in layers):
-        which = "the recipe leaves every Linear in 16 bit" if layers else "the model has no Linears"
+        stay = f"the recipe or the {family.name} row leaves every Linear in 16 bit"
+        which = stay if layers else "the model has no Linears"
         raise ValueError(f"{component_name}: {which}; there is nothing to quantize")
+    instead = Counter(words for layer in layers if layer.scheme for words in _instead(layer, recipe))
+    notes += [f"{words} ({count} of {len(layers)} Linears)" for words, count in instead.items()]
     layers = _with_methods(layers, family, recipe, profile, compat)
-    return Plan(family.name, component_name, tuple(layers), tuple(notes), recipe.attention)
+    return Plan(family.name, component_name, tuple(layers), tuple(notes), recipe.attention, kind=family.kind)
 
 
 def require_replaceable_attention(family: Family, attention: str) -> None:
     """ValueError for another attention than 16 bit in a family whose attention nothing can take the place of."""
     if attention != "16bit" and not family.self_attention:
-        raise ValueError(
-            f"attention in {attention}: not in {family.model}, which goes past diffusers' attention dispatcher or "
-            "gives every call a mask; write `attention: 16bit`"
-        )
+        why = "which goes past diffusers' attention dispatcher or gives every call a mask"
+        if family.name == GENERIC:
+            why = "of which no row says where its self-attention is"
+        raise ValueError(f"attention in {attention}: not in {family.model}, {why}; write `attention: 16bit`")
 
 
 def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
@@ -290,7 +326,7 @@ def _located(family: Family, linear: LinearShape) -> LayerPlan:
     group, block = found
     name = f"{block}.{group.members[0]}"  # the first member names the group
     layer = LayerPlan(linear.name, linear.n, linear.k, group.role, name, group.joined, None, "", made_by=group.made_by)
-    return replace(layer, split=linear.n if group.split and linear.n < linear.k else 0)
+    return replace(layer, split=linear.n if group.split and linear.n < linear.k else 0, block=block)
 
 
 def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: bool) -> LayerPlan:
@@ -307,9 +343,11 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
         reason = "weight-only: its input is one row per image, so quantizing that saves nothing"
         if recipe.modulation is None:
             return replace(layer, reason="16 bit: modulation scales every token, and the recipe leaves it alone")
-        return replace(layer, scheme=_scheme(recipe.modulation, None, False), reason=reason)
-    reason = f"{layer.role}: the recipe's main format"
-    return replace(layer, scheme=_scheme(recipe.weights, recipe.activations, static_inputs), reason=reason)
+    else:
+        reason = f"{layer.role}: the recipe's main format"
+    weights, activations = _operands(layer, recipe)
+    scheme = _scheme(weights, activations, static_inputs)
+    return replace(layer, scheme=scheme, reason="; ".join([reason, *_instead(layer, recipe)]))
 
 
 def _with_methods(
@@ -420,11 +458,36 @@ def _made_of_x(layer: LayerPlan, recipe: Component) -> tuple[object, bool]:
 
 
 def _operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
-    """What the recipe says of a quantized layer's weights and activations."""
+    """What becomes of a quantized layer's weights and activations: what the recipe asks for, in formats that hold K.
+
+    Where an override asks for one that does not hold it, `make_plan` has refused.
+    """
+    weights, activations = _asked(layer, recipe)
+    return _holding(weights, layer.k), None if activations is None else _holding(activations, layer.k)
+
+
+def _asked(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
     override = _override_for(layer, recipe.overrides)
     if override is not None and override.weights is not None:
         return override.weights, override.activations
+    if layer.role == MODULATION_ROLE and recipe.modulation is not None:
+        return recipe.modulation, None
     return recipe.weights, recipe.activations
+
+
+def _holding(operand: Operand, k: int) -> Operand:
+    """The operand, or the first of those after it in `NEXT_FORMAT` that holds rows of k numbers."""
+    while k % (operand.row.group_size or 1):
+        operand = Operand(format=NEXT_FORMAT[operand.row.name])
+    return operand
+
+
+def _instead(layer: LayerPlan, recipe: Component) -> list[str]:
+    """The formats that a layer takes instead of those asked for, and why, in words; nothing where it takes those."""
+    pairs = zip(_asked(layer, recipe), _operands(layer, recipe), strict=True)
+    changed = dict.fromkeys((a.row, t.row) for a, t in pairs if a is not None and t is not None and a != t)
+    why = f"K = {layer.k} is not in multiples of"
+    return [f"{taken.name}, not {row.name}: {why} {row.group_size}" for row, taken in changed]
 
 
 def _is_plain(recipe: Component) -> bool:
@@ -455,6 +518,9 @@ def _absent_roles(family: Family, recipe: Component) -> list[str]:
     return [f"role {role!r}: the {family.name} family has none, skipped" for role in roles if role not in family.roles]
 
 
+# Format -> what a layer takes whose K is not in whole groups of it: the same kind of element, at last with a scale for
+# each row, which holds any K. Kernels have no int4 in groups of 32, and padded rows would be another file.
+NEXT_FORMAT = {"int4_g128": "int4", "int4": "int8", "nvfp4": "fp8", "mxfp4": "fp8", "mxfp8": "fp8"}
 VECTORS: dict[Transform, str] = {"center": "centred", "smooth": "smoothed"}  # one number for each channel
 MAKERS: dict[Maker, str] = {
     "norm": "a norm without a modulation of its own",
@@ -462,4 +528,5 @@ MAKERS: dict[Maker, str] = {
     "activation": "an activation function",
     "concatenation": "attention and an activation function side by side",
     "outside": "another block or model",
+    "unknown": "something that no row tells of",
 }

@@ -213,6 +213,32 @@ class Gate(Strict):
         return value
 
 
+class Steps(Strict):
+    """Denoising steps in which transformers compute with their 16-bit weights: the first and the last of each call.
+
+    components: what they compute in then. A checkpoint records this, `fluxq.keep_steps` does it in a pipeline.
+    """
+
+    first: int = Field(default=0, ge=0, le=1 << 20)
+    last: int = Field(default=0, ge=0, le=1 << 20)
+    components: Literal["16bit"] = "16bit"
+
+    @model_validator(mode="after")
+    def _some(self) -> Steps:
+        if not self.first and not self.last:
+            raise ValueError("neither `first` nor `last` names a step to keep; write {first: 1}, or leave out `steps`")
+        return self
+
+    def __str__(self) -> str:
+        """For people: `the first step and the last 2`."""
+        parts = [f"the {end} {count}" if count > 1 else f"the {end}" for end, count in self._ends]
+        return " and ".join([f"{parts[0]} step{'s' if self._ends[0][1] > 1 else ''}", *parts[1:]])
+
+    @property
+    def _ends(self) -> list[tuple[str, int]]:
+        return [(end, count) for end, count in (("first", self.first), ("last", self.last)) if count]
+
+
 class Recipe(Strict):
     """The whole file. `name` is the file's stem and is not a key."""
 
@@ -222,6 +248,7 @@ class Recipe(Strict):
     model: str | None = None
     profile: Profile = "balanced"
     compat: Compat = "portable"
+    steps: Steps | None = None
     gate: Gate = Gate()
     gates: list[str] = []
 

@@ -2,7 +2,8 @@
 
     python tests/hostile.py FOLDER SEED TARGET=COUNT…
 
-FOLDER holds what is damaged: `model` (a pipeline), `quantized` (a checkpoint of fluxq), `lora.safetensors`,
+FOLDER holds what is damaged: `model` (a pipeline), `quantized` (a checkpoint of fluxq), `families` (a folder with
+configurations of each), `work` (what an interrupted run leaves), `prompts` (a file of each kind), `lora.safetensors`,
 `statistics.safetensors`, `recipe.yaml` and `report.json`. Of every target the file is changed COUNT times, always the
 same way for one SEED, and read as a user would have it read. Printed is JSON: {"cases", "refused", "faults"}. A fault
 is an error that is no ValueError and no OSError or names no file, more than 2 seconds or 1 GB for one file, and a file
@@ -107,21 +108,26 @@ def write_damaged(file: Path, original: Path, target: Target, chance: random.Ran
     """Write `original` to `file` with a fault; the data of a safetensors file become zeros, which take no disk."""
     data = original.read_bytes()
     if file.suffix != ".safetensors":
-        file.write_bytes(_damaged(data, file.suffix == ".yaml", target, chance))
+        file.write_bytes(_damaged(data, file.suffix, target, chance))
         return
     length = int.from_bytes(data[:8], "little")
     size = len(data) - 8 - length
-    header = _damaged(data[8 : 8 + length], False, target, chance)
+    header = _damaged(data[8 : 8 + length], ".json", target, chance)
     said = len(header) if chance.random() < 0.9 else chance.choice((0, 1, 2**31, 2**63, 2**64 - 1, len(header) - 1))
     with file.open("wb") as stream:
         stream.write(max(0, said).to_bytes(8, "little") + header)
         stream.truncate(stream.tell() + max(0, size + chance.choice((0, 0, 0, 0, -1, 1, 4096, -size))))
 
 
-def _damaged(text: bytes, is_yaml: bool, target: Target, chance: random.Random) -> bytes:
-    if chance.random() < 0.25:
+def _damaged(text: bytes, kind: str, target: Target, chance: random.Random) -> bytes:
+    if kind in (".txt", ".csv", ".tsv", ".parquet") or chance.random() < 0.25:
         return garbled(text, chance)
-    if not is_yaml:
+    if kind == ".jsonl":
+        lines = text.splitlines()
+        at = chance.randrange(len(lines))
+        lines[at] = _damaged(lines[at], ".json", target, chance)
+        return b"\n".join(lines)
+    if kind != ".yaml":
         return _value_changed(json.loads(text), chance, target.fragments).encode()
     import yaml
 
@@ -130,7 +136,8 @@ def _damaged(text: bytes, is_yaml: bool, target: Target, chance: random.Random) 
 
 def _value_changed(value: Any, chance: random.Random, fragments: tuple[str, ...]) -> str:
     """As `changed`; where a header's metadata holds JSON in text, the fault may be in there."""
-    nested = [key for key, text in value.get("__metadata__", {}).items() if text.startswith("{")]
+    metadata = value.get("__metadata__", {}) if isinstance(value, dict) else {}
+    nested = [key for key, text in metadata.items() if text.startswith("{")]
     if nested and chance.random() < 0.7:
         key = chance.choice(nested)
         value["__metadata__"][key] = changed(json.loads(value["__metadata__"][key]), chance, fragments)
@@ -227,6 +234,98 @@ def read_report(folder: Path) -> None:
     schema.read_report(folder / "report.json")
 
 
+def read_generation(folder: Path) -> None:
+    from fluxq.base.model import resolve_model
+    from fluxq.calibrate.capture import images_per_batch
+    from fluxq.jobs import require_call
+
+    model = resolve_model(str(folder / "model"), local_files_only=True)
+    call = model.generation_defaults
+    require_call(model, call)
+    images_per_batch(call)
+
+
+def load_model(folder: Path) -> None:
+    from fluxq.base.model import load_pipeline, resolve_model
+
+    load_pipeline(resolve_model(str(folder / "model"), local_files_only=True))
+
+
+def config_of(family: str) -> Callable[[Path], None]:
+    """A reader of configurations of that family."""
+
+    def read(folder: Path) -> None:
+        from fluxq.base.model import resolve_model
+        from fluxq.quantize.checkpoint import model_on_meta
+
+        model = resolve_model(str(folder / "families" / family), local_files_only=True)
+        for component in model.components:
+            model_on_meta(model, component)
+
+    return read
+
+
+def read_block(folder: Path) -> None:
+    from fluxq.quantize.finished import Outcome, is_finished, layer_tensors
+
+    file = folder / "work" / "0000.safetensors"
+    if not is_finished(file):  # which is made again, and says why in the log
+        Outcome.read([file])
+    layer_tensors(file, list(Outcome.read([file]).schemes))
+
+
+def read_calls(folder: Path) -> None:
+    import torch
+
+    from fluxq.calibrate import calls, nested
+
+    cpu = torch.device("cpu")
+    stem = folder / "work" / "calls" / "batch-0000"
+    for call in calls._read([stem], ["transformer"], {}, 0)["transformer"].calls:
+        call.load(cpu)
+        for layout in call.outputs.values():
+            nested.unpack(layout, nested.blank(cpu))
+
+
+def read_outputs(folder: Path) -> None:
+    import torch
+
+    from fluxq.calibrate.blocks import _OnDisk
+
+    kept = _OnDisk(folder / "work" / "outputs", "whose they are")
+    if kept.has(0):
+        kept.load(0, 0, torch.device("cpu"))
+
+
+def read_levels(folder: Path) -> None:
+    from types import SimpleNamespace
+    from typing import cast
+
+    from fluxq import jobs
+    from fluxq.base.ranks import ALONE
+
+    prepared = cast(Any, SimpleNamespace(ranks=ALONE))
+    jobs._level_weights(prepared, None, [], {}, folder / "work" / "levels.json")
+
+
+def prompts_in(suffix: str) -> Callable[[Path], None]:
+    """A reader of prompt files of that kind."""
+
+    def read(folder: Path) -> None:
+        import diffusers
+
+        from fluxq.base.model import ModelFolder
+        from fluxq.calibrate.prompts import load_prompts
+
+        pipeline = diffusers.FluxKontextPipeline
+        load_prompts(str(folder / "prompts" / f"p{suffix}"), ModelFolder("m", folder / "model"), pipeline=pipeline)
+
+    return read
+
+
+FAMILIES = ("sana", "unet", "wan", "hidream", "z_image", "sd3", "clip", "qwen3", "qwen2_5_vl", "kl")
+PROMPTS = (".txt", ".jsonl", ".json", ".yaml", ".csv", ".tsv", ".parquet")
+
 _WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 TARGETS = {
     "weights": Target(f"model/{_WEIGHTS}", read_weights),
@@ -244,6 +343,22 @@ TARGETS = {
     "statistics": Target("statistics.safetensors", read_statistics),
     "recipe": Target("recipe.yaml", read_recipe, FRAGMENTS + YAML_FRAGMENTS),
     "report": Target("report.json", read_report),
+    "generation": Target("model/fluxq_generation.json", read_generation),
+    "scheduler": Target("model/scheduler/scheduler_config.json", load_model),
+    "tokenizer": Target("model/tokenizer/tokenizer.json", load_model, by_library=True),
+    "tokenizer config": Target("model/tokenizer_2/tokenizer_config.json", load_model, by_library=True),
+    **{f"{name} config": Target(f"families/{name}/one/config.json", config_of(name)) for name in FAMILIES},
+    "second expert": Target("families/wan/two/config.json", config_of("wan")),
+    "block": Target("work/0000.safetensors", read_block),
+    "calls": Target("work/calls/batch-0000.json", read_calls),
+    "call": Target("work/calls/batch-0000-transformer-000.safetensors", read_calls),
+    "outputs": Target("work/outputs/block-000/00000.safetensors", read_outputs),
+    "outputs done": Target("work/outputs/block-000/done.json", read_outputs),
+    "levels": Target("work/levels.json", read_levels),
+    **{
+        f"prompts{kind}": Target(f"prompts/p{kind}", prompts_in(kind), FRAGMENTS + YAML_FRAGMENTS * (kind == ".yaml"))
+        for kind in PROMPTS
+    },
 }
 
 

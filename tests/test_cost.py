@@ -11,14 +11,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
 from fluxq.recipes.cost import (
     LEVELS,
     NATIVE,
-    WORKLOADS,
-    ForwardPass,
     cost,
-    forward_pass,
     group_seconds,
     in_16_bit,
     resident_bytes,
@@ -29,7 +26,9 @@ from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import LinearShape, Plan, make_plan
+from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
+from fluxq.recipes.workloads import WORKLOADS, ForwardPass, forward_pass
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 MODELLED = [row for row in TRANSFORMERS if row.name in WORKLOADS]
@@ -43,9 +42,8 @@ def model(family: str, config: str = "{}") -> nn.Module:
     return build_on_meta("diffusers", FAMILIES[family].model, json.loads(config))
 
 
-def linears(module: nn.Module) -> list[LinearShape]:
-    found = module.named_modules()
-    return [LinearShape(name, m.out_features, m.in_features) for name, m in found if isinstance(m, nn.Linear)]
+def full_size(family: str) -> dict:
+    return dict(next(found.config for found in PUBLISHED if found.family == family))
 
 
 @cache
@@ -55,7 +53,7 @@ def plan_of(recipe: str, family: str = "flux") -> Plan:
 
 
 def planned(recipe: Component, family: str, module: nn.Module) -> Plan:
-    return make_plan(FAMILIES[family], "transformer", recipe, linears(module), static_inputs=True)
+    return make_plan(FAMILIES[family], "transformer", recipe, shapes_of(module), static_inputs=True)
 
 
 FLUX = forward_pass("flux", FLUX_DEV)
@@ -95,34 +93,69 @@ TINY_PASSES = {  # tokens of conftest's family_inputs
     "pixart": ForwardPass("pixart", image=16, text=5, normalised=False),
     "ltx": ForwardPass("ltx", image=4, text=5),
     "hunyuan_video": ForwardPass("hunyuan_video", image=4, text=5),
+    "sana": ForwardPass("sana", image=16, text=5, normalised=False, head=32),
+    "hidream": ForwardPass("hidream", image=16, text=15, prompt=5, routed=0.5),
+    "unet": ForwardPass("unet", image=64, text=5, levels=(64, 16), normalised=False),
 }
 
 
 @pytest.mark.parametrize("row", MODELLED, ids=lambda row: row.name)
 def test_flops_are_those_that_torch_counts_in_a_forward_pass(row, family_inputs):
-    """Linears and attention, of every layer and stream; convolutions are no part of a plan."""
+    """Linears and attention, of every layer and stream; convolutions where they are much of the work."""
     tiny = getattr(diffusers, row.model).from_config(row.tiny_config)
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             tiny(**family_inputs(row), return_dict=False)
-    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "convolution" not in str(op))
+    with_convolutions = WORKLOADS[row.name].convolutions
+    counts = counter.get_flop_counts()["Global"].items()
+    counted = sum(n for op, n in counts if with_convolutions or "convolution" not in str(op))
+    forward = TINY_PASSES[row.name]
+    routers = [module for module in tiny.modules() if type(module).__name__ == "MoEGate"]
+    for stream, router in zip(("image", "both"), routers, strict=False):  # of a double and a single block; left out
+        counted -= 2 * forward.tokens(stream) * router.weight.numel()
+    if with_convolutions:
+        forward = dataclasses.replace(forward, convolutions=convolutions_of(tiny))
     plan = in_16_bit(planned(Component.model_validate({"weights": {"format": "fp8"}}), row.name, tiny))
-    modelled = list(steps(plan, TINY_PASSES[row.name], "sm_90"))
+    modelled = list(steps(plan, forward, "sm_90"))
     assert {step.name for step in modelled if step.kind == "matmul"} == {layer.name for layer in plan.layers}
-    assert sum(step.flops for step in modelled) == counted
+    assert sum(step.flops + step.scalar_flops for step in modelled) == counted
 
 
-def test_every_transformer_family_has_a_workload():
-    """But where convolutions do much of the work, and where tokens are routed to experts."""
-    assert set(WORKLOADS) == set(TINY_PASSES) == {row.name for row in TRANSFORMERS} - {"sana", "unet", "hidream"}
+@pytest.mark.parametrize("side", [8, 12])
+def test_flops_of_a_unet_with_more_levels_and_convolutions_for_its_ends(side, family_inputs):
+    """Stable Diffusion 1.5's kind; 12, 6, 3 and 2 pixels on a side: a level rounds up."""
+    row = FAMILIES["unet"]
+    blocks = {
+        "block_out_channels": [128, 128, 128, 128],
+        "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+        "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+        "use_linear_projection": False,
+        "addition_embed_type": None,
+    }
+    config = {**row.tiny_config, **blocks}
+    tiny = diffusers.UNet2DConditionModel.from_config(config)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            tiny(**{**family_inputs(row), "sample": torch.randn(1, 4, side, side)}, return_dict=False)
+    how = {"height": 8 * side, "width": 8 * side, "text": 5, "convolutions": convolutions_of(tiny)}
+    forward = forward_pass("unet", dict(tiny.config), **how)
+    plan = in_16_bit(planned(Component.model_validate({"weights": {"format": "fp8"}}), "unet", tiny))
+    assert sum(step.flops for step in steps(plan, forward, "sm_90")) == counter.get_total_flops()
+
+
+def test_every_denoiser_has_a_workload():
+    assert set(WORKLOADS) == set(TINY_PASSES) == {row.name for row in TRANSFORMERS}
 
 
 @pytest.mark.parametrize("row", MODELLED, ids=lambda row: row.name)
 def test_in_full_size_no_layer_is_left_without_a_part(row):
-    found = cost(plan_of("nvfp4", row.name), forward_pass(row.name, dict(model(row.name).config)), RTX5090)
+    module = model(row.name, json.dumps(full_size(row.name)))
+    forward = forward_pass(row.name, dict(module.config), convolutions=convolutions_of(module))
+    plan = planned(load_recipe("nvfp4")[1].components["transformer"], row.name, module)
+    found = cost(plan, forward, RTX5090)
     assert "other" not in [row.name for row in found.parts]
-    assert part(found, "total").layers == len(plan_of("nvfp4", row.name).layers)
-    assert part(found, "attention").flops > 0
+    assert part(found, "total").layers == len(plan.layers) + len(forward.convolutions)
+    assert part(found, "attention").seconds["fused"] > 0
 
 
 # Tokens
@@ -146,14 +179,55 @@ def test_in_full_size_no_layer_is_left_without_a_part(row):
         ("ltx", {"vae": {"patch_size": 4, "spatio_temporal_scaling": [True, True, True, False]}}, 21 * 16 * 22, 128),
         ("hunyuan_video", {"frames": 61}, 16 * 45 * 80, 256),
         ("wan", {"height": 704, "width": 1280, "frames": 121, "vae": {"scale_factor_spatial": 16}}, 31 * 22 * 40, 512),
+        ("sana", {"vae": {"encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]}}, 32 * 32, 300),
+        ("hidream", {}, 4096, 3 * 128),
+        ("hidream", {"height": 768, "width": 1360, "text": 64}, 4096, 3 * 64),  # what is not square is padded
+        ("unet", {}, 128 * 128, 77),  # the configuration's size
     ],
 )
 def test_tokens_of_an_image(family, how, image, text):
-    found = forward_pass(family, dict(model(family).config), **how)
+    module = model(family, json.dumps(full_size(family)))
+    found = forward_pass(family, dict(module.config), convolutions=convolutions_of(module), **how)
     assert (found.image, found.text) == (image, text)
 
 
+def test_levels_of_a_unet_and_tokens_of_an_expert():
+    module = model("unet", json.dumps(full_size("unet")))
+    found = forward_pass("unet", dict(module.config), height=1000, width=1016, convolutions=convolutions_of(module))
+    assert found.levels == (125 * 127, 63 * 64, 32 * 32)
+    assert [found.tokens(f"level {level}") for level in (0, 1, -1)] == [125 * 127, 63 * 64, 32 * 32]
+    expert = forward_pass("hidream", full_size("hidream"))
+    assert [expert.tokens(f"routed {stream}") for stream in ("image", "both")] == [2048, (4096 + 384) / 2]
+    assert expert.tokens("prompt") == 128
+
+
+def test_convolutions_of_sdxl_are_a_part_and_are_priced_in_16_bit():
+    """A quarter of SDXL's FLOPs, which no recipe makes faster."""
+    module = model("unet", json.dumps(full_size("unet")))
+    forward = forward_pass("unet", dict(module.config), convolutions=convolutions_of(module))
+    found = cost(planned(load_recipe("fp8")[1].components["transformer"], "unet", module), forward, H200)
+    row = part(found, "convolutions")
+    weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1))
+    assert row.stored_bytes == row.resident_bytes == 2 * weights
+    assert row.seconds["fused"] == row.seconds_16bit > 0 and row.speedup == 1
+    assert 0.2 < row.flops / found.total.flops < 0.5
+
+
+def test_linear_attention_grows_with_the_tokens_and_not_with_their_square():
+    module = model("sana", json.dumps(full_size("sana")))
+    plan = planned(load_recipe("fp8")[1].components["transformer"], "sana", module)
+    flops = []
+    for side in (1024, 2048):
+        how = {"height": side, "width": side, "convolutions": convolutions_of(module)}
+        forward = forward_pass("sana", dict(module.config), **how)
+        found = [s for s in steps(plan, forward, "sm_90") if s.kind == "attention" and s.name.endswith("attn1.to_q")]
+        flops.append(sum(step.scalar_flops for step in found))
+    assert flops[1] == 4 * flops[0] == 4 * 28 * 4 * 1024 * 1152 * 33
+
+
 def test_what_makes_no_forward_pass_is_refused():
+    with pytest.raises(ValueError, match="unet: much of its work is convolutions, and none were given"):
+        forward_pass("unet", full_size("unet"))
     with pytest.raises(ValueError, match="clip: its cost is not modelled; known: flux, flux2, sd3"):
         forward_pass("clip", {})
     with pytest.raises(ValueError, match="flux makes images, not video: leave out the frames"):

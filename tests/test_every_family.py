@@ -1,6 +1,8 @@
 """Tiny random transformers of every family: what holds for the embedded FLUX holds for them."""
 
 import copy
+import json
+import shutil
 from itertools import cycle
 from pathlib import Path
 
@@ -8,11 +10,18 @@ import diffusers
 import pytest
 import torch
 from peft import LoraConfig
+from test_blocks import Pipe, captured
 from torch import Tensor, nn
 
 import fluxq
+from fluxq.base.model import ModelFolder
+from fluxq.calibrate.blocks import Replay, block_names
+from fluxq.quantize.checkpoint import SourceWeights, shapes_of, write_component
+from fluxq.quantize.finished import Outcome
+from fluxq.quantize.run import Fitting, quantize_component
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
+from fluxq.recipes.plan import make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
@@ -24,7 +33,7 @@ class Case:
 
     def __init__(self, row: Family, inputs: dict, folder: Path) -> None:
         self.model_class = getattr(diffusers, row.model)
-        self.inputs = inputs
+        self.row, self.inputs = row, inputs
         self.plain, self.folder = folder / "16bit", folder / "nvfp4"
         torch.manual_seed(0)
         self.model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(self.plain)
@@ -82,6 +91,47 @@ def test_what_a_recipe_makes_of_it_is_saved_and_loaded(case, recipe, tmp_path):
     held = {layer.scheme.weights for layer in quantized(again).values()}
     assert wanted.weights.row in held <= {wanted.weights.row, wanted.modulation.row}
     assert same(bits(again), bits(made)) and torch.equal(case.output(again), case.output(made))
+
+
+CALIBRATED = [name for name in shipped_recipes() if load_recipe(name)[1].calibration]
+QUICK = (("sana", "int4-svd"), ("ltx", "nvfp4-max"))  # fitted in every run
+FITTED = [
+    pytest.param(row, recipe, id=f"{row.name}-{recipe}", marks=() if (row.name, recipe) in QUICK else pytest.mark.slow)
+    for row in TRANSFORMERS
+    for recipe in CALIBRATED
+]
+
+
+@pytest.mark.parametrize(("case", "recipe"), FITTED, indirect=["case"])
+def test_what_a_recipe_fits_to_its_calls_is_saved_and_loaded(case, recipe, tmp_path):
+    """Plan, calls, fitting, files, loading and a forward pass, with all that the recipe tries."""
+    row, wanted = case.row, load_recipe(recipe)[1]
+    model = case.load(case.plain)
+    plan = make_plan(
+        row,
+        "transformer",
+        wanted.components["transformer"],
+        shapes_of(model),
+        static_inputs=True,
+        profile=wanted.profile,
+        compat=wanted.compat,
+    )
+    calls = captured(Pipe([model], case.inputs), tmp_path / "calls", {"transformer": block_names(row, model)})
+    fitting = Fitting(Replay(model, calls["transformer"], None), wanted.gate)
+    (tmp_path / "source").mkdir()
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", row.model]}
+    (tmp_path / "source" / "model_index.json").write_text(json.dumps(index))
+    shutil.copytree(case.plain, tmp_path / "source" / "transformer")
+    folder = ModelFolder("source", tmp_path / "source")
+    source = SourceWeights(folder, "transformer")
+    files = quantize_component(plan, source, None, torch.bfloat16, tmp_path / "work", fitting)
+    outcome = Outcome.read(files)
+    assert outcome.groups and any(group.stages for group in outcome.groups.values())
+    write_component(tmp_path / "out", folder, outcome.applied_to(plan), files)
+    loaded = case.load(tmp_path / "out")
+    assert quantized(loaded).keys() == {layer.name for layer in plan.quantized}
+    got, want = case.output(loaded).float(), case.output(case.load(case.plain)).float()
+    assert 1e-4 < (got - want).norm() / want.norm() < 0.25
 
 
 def test_it_computes_what_the_16_bit_model_computes_up_to_four_bits(case):

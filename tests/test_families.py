@@ -12,10 +12,11 @@ import torch
 import transformers
 from torch import nn
 
-from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.base.linears import channels_last, is_linear, linear_size, linears_of
+from fluxq.quantize.checkpoint import build_on_meta, shapes_of
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
+from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 VARIANTS = [  # published models whose configuration makes other layers than the tiny one does
@@ -31,6 +32,14 @@ VARIANTS = [  # published models whose configuration makes other layers than the
     ("hunyuan_video", {"image_condition_type": "latent_concat", "in_channels": 9}),
     ("hunyuan_video", {"image_condition_type": "token_replace", "guidance_embeds": False}),
     ("sana", {"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}),  # Sprint
+    (
+        "kl",
+        {
+            "block_out_channels": [64, 128],
+            "down_block_types": ["DownEncoderBlock2D"] * 2,
+            "up_block_types": ["UpDecoderBlock2D"] * 2,
+        },
+    ),
     ("unet", {"use_linear_projection": False, "addition_embed_type": None}),  # Stable Diffusion 1.5
 ]
 FULL_SIZE = {  # where the class has no defaults, or those of an older model
@@ -51,8 +60,8 @@ FULL_SIZE = {  # where the class has no defaults, or those of an older model
 }
 
 
-def linears(family, config) -> dict[str, nn.Linear]:
-    return {name: module for name, module in on_meta(family, config).named_modules() if isinstance(module, nn.Linear)}
+def linears(family, config) -> dict[str, nn.Linear | nn.Conv2d]:
+    return linears_of(on_meta(family, config))
 
 
 def on_meta(family, config) -> nn.Module:
@@ -103,12 +112,12 @@ def test_members_of_a_group_read_as_many_channels(family):
     groups = {}
     for name, linear in linears(family, family.tiny_config).items():
         if found := family.locate(name):
-            groups.setdefault((found[1], found[0].members), set()).add(linear.in_features)
+            groups.setdefault((found[1], found[0].members), set()).add(linear_size(linear)[1])
     assert groups and all(len(widths) == 1 for widths in groups.values())
 
 
 def test_every_quantized_k_of_the_tiny_configuration_is_a_multiple_of_128(family):
-    widths = {n: m.in_features for n, m in linears(family, family.tiny_config).items() if family.locate(n)}
+    widths = {n: linear_size(m)[1] for n, m in linears(family, family.tiny_config).items() if family.locate(n)}
     assert {name: k for name, k in widths.items() if k % 128} == {}
 
 
@@ -120,11 +129,11 @@ def test_up_widens_what_down_narrows_again(family):
         role, way = found[0].role.rpartition("_")[::2] if found else ("", "")
         if way in ("up", "down"):
             path = name.rpartition(".")[0] if role == "expert" else role  # of several each by itself
-            {"up": ups, "down": downs}[way].setdefault((found[1], path), linear)
+            {"up": ups, "down": downs}[way].setdefault((found[1], path), linear_size(linear))
     assert ups.keys() == downs.keys()
     for key, up in ups.items():
-        assert up.out_features in (downs[key].in_features, 2 * downs[key].in_features), key
-        assert downs[key].out_features == up.in_features < downs[key].in_features, key
+        (up_n, up_k), (down_n, down_k) = up, downs[key]
+        assert up_n in (down_k, 2 * down_k) and down_n == up_k < down_k, key
 
 
 def test_every_row_says_why_layers_are_kept(family):
@@ -132,10 +141,7 @@ def test_every_row_says_why_layers_are_kept(family):
 
 
 def test_every_shipped_recipe_fits_every_linear_in_full_size(family):
-    shapes = [
-        LinearShape(n, m.out_features, m.in_features)
-        for n, m in linears(family, FULL_SIZE.get(family.name, {})).items()
-    ]
+    shapes = shapes_of(on_meta(family, FULL_SIZE.get(family.name, {})))
     for name in shipped_recipes():
         component = component_recipe(load_recipe(name)[1], "any", family)
         plan = make_plan(family, "it", component, shapes, static_inputs=True)
@@ -153,7 +159,7 @@ def test_the_table_in_the_docs_says_how_much_of_each_denoiser_is_quantized():
         model = on_meta(family, FULL_SIZE.get(family.name, {}))
         weights = {"core": 0, "modulation": 0}
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and (located := family.locate(name)):
+            if is_linear(module) and (located := family.locate(name)):
                 kind = "modulation" if located[0].role == "modulation" else "core"
                 weights[kind] += module.weight.numel()
         total = sum(p.numel() for p in model.parameters())
@@ -259,17 +265,17 @@ def test_a_group_is_what_reads_the_same_values_and_no_less(family, family_inputs
     seen = {}
 
     def look(name):
-        return lambda _module, args: seen.update({name: args[0].clone()})
+        return lambda module, args: seen.update({name: channels_last(module, args[0]).clone()})
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and family.locate(name):
+        if is_linear(module) and family.locate(name):
             module.register_forward_pre_hook(look(name))
     with torch.no_grad():
         model(**family_inputs(family))
     readers, groups = {}, {}
     for name, x in seen.items():
         group, block = family.locate(name)
-        assert x.shape[-1] == model.get_submodule(name).in_features
+        assert x.shape[-1] == linear_size(model.get_submodule(name))[1]
         if group.role != "modulation":
             readers.setdefault((block, x.shape, x.numpy().tobytes()), set()).add(name)
             groups.setdefault((block, group.members), set()).add(name)
@@ -290,10 +296,12 @@ def inputs_of(model: nn.Module, family, arguments: dict) -> dict[str, torch.Tens
     """Linear that names a group -> the input of the group in a forward pass, in the order of the pass."""
     seen, hooks = {}, []
     for name, module in model.named_modules():
-        found = family.locate(name) if isinstance(module, nn.Linear) else None
+        found = family.locate(name) if is_linear(module) else None
         if found and name.endswith(found[0].members[0]) and found[0].role != "modulation":
             hooks.append(
-                module.register_forward_pre_hook(lambda _m, args, name=name: seen.update({name: args[0].clone()}))
+                module.register_forward_pre_hook(
+                    lambda m, args, name=name: seen.update({name: channels_last(m, args[0]).clone()})
+                )
             )
     model(**arguments)
     for hook in hooks:

@@ -160,6 +160,35 @@ def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, mo
     assert weights_of(folders[1] / "out") == weights_of(folders[0] / "out")
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, monkeypatch, parallel):
+    """Its inputs are gone too, so the blocks before it run again; those after it stay as they are."""
+    quick = NO_SEARCH.replace("count: 8, steps: 2", "count: 2, steps: 1").replace("{rank: 1/24, deflate: true}", "null")
+    quick = quick.replace("[center, hadamard]", "[]").replace("gptq, scales: search", "gptq, scales: amax")
+    how = options(tmp_path, quick, parallel_blocks=parallel)
+    fit_block, seen = run._fit_block, []
+
+    def stops(block, *rest):
+        if block.index == 4:
+            raise KeyboardInterrupt
+        return fit_block(block, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "_fit_block", stops)
+        jobs.quantize(jobs.prepare(how))
+    (blocks,) = tmp_path.glob(".out.*.work/transformer")
+    before = {path.name: path.read_bytes() for path in blocks.iterdir()}
+    kept = {path.name: path.stat().st_ino for path in blocks.iterdir()}
+    (blocks / "0002.safetensors").write_bytes(before["0002.safetensors"][:1000])
+    monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
+    monkeypatch.setattr(jobs, "hash_files", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        jobs.quantize(jobs.prepare(how))
+    assert seen == [2, 4] and len(before) == 4
+    assert {name: (blocks / name).read_bytes() for name in before} == before
+    assert {name for name in kept if (blocks / name).stat().st_ino != kept[name]} == {"0002.safetensors"}
+
+
 def test_a_run_that_failed_after_the_last_block_fits_nothing_again(tmp_path, quickly_finished, monkeypatch):
     monkeypatch.setattr(jobs, "hash_files", lambda _: pytest.fail("disk full"))
     with pytest.raises(pytest.fail.Exception):
@@ -184,7 +213,10 @@ def test_another_job_does_not_go_on_with_that_work(tmp_path, monkeypatch):
         jobs.quantize(jobs.prepare(options(tmp_path, NO_SEARCH)))
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
     other = NO_SEARCH.replace("[center, hadamard]", "[center]").replace("{rank: 1/24, deflate: true}", "null")
-    jobs.quantize(jobs.prepare(options(tmp_path, other)))
+    with pytest.raises(ValueError, match="an interrupted run with another recipe is kept in "):
+        jobs.quantize(jobs.prepare(options(tmp_path, other)))
+    assert seen == []
+    jobs.quantize(jobs.prepare(options(tmp_path, other, overwrite=True)))
     assert seen == [0, 1, 2, 3, 4]
 
 

@@ -9,26 +9,43 @@ from pathlib import Path
 
 import example_report
 import hostile
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import copy_of, write_lora
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fluxq import tiny
 from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.model import resolve_model
+from fluxq.base.model import load_pipeline, resolve_model
 from fluxq.base.tensors import TensorFile
+from fluxq.calibrate import calls, nested
+from fluxq.calibrate.blocks import _OnDisk
+from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import GroupSums, Statistics
 from fluxq.quantize.checkpoint import list_linears
+from fluxq.quantize.finished import GroupOutcome, Outcome, finish, is_finished
+from fluxq.quantize.group import Stage
 from fluxq.quantize.lora import LoraFile, read_updates
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import find_recipe, load_recipe
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+FEW = {  # cases of every run, of the files that are read in no time
+    **dict.fromkeys(("generation", "block", "calls", "call", "outputs", "outputs done", "levels"), 6),
+    **{f"{name} config": 1 for name in (*hostile.FAMILIES, "tokenizer")},
+    **{f"prompts{suffix}": 4 for suffix in hostile.PROMPTS},
+    **{"second expert": 1, "scheduler": 1, "tokenizer": 1},
+}
 QUICK = {  # cases of every run
+    **FEW,
     **{"weights": 40, "index": 20, "model_index": 20, "config": 20, "quantized config": 20, "plan": 10, "subject": 10},
     **{"load weights": 3, "load config": 3, "lora": 15, "statistics": 40, "recipe": 60, "report": 40},
 }
-ALL = {  # 10,000
+ALL = {  # 10,000, and as many of each of the rest as take a minute
+    **{name: 100 * count for name, count in FEW.items()},
     **{"weights": 1500, "index": 800, "model_index": 800, "config": 500, "encoder config": 500},
     **{"quantized config": 700, "quantized weights": 300, "plan": 300, "subject": 500, "load weights": 150},
     **{"load config": 150, "lora": 800, "statistics": 1000, "recipe": 1500, "report": 500},
@@ -43,7 +60,8 @@ def strange(tmp_path_factory, pipe, plain_checkpoint) -> Path:
     transformer = root / "model" / "transformer"
     shutil.copyfile(transformer / WEIGHTS, root / "model" / "outside.safetensors")
     names = TensorFile(transformer / WEIGHTS).keys()
-    (transformer / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, WEIGHTS)}))
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, WEIGHTS)}
+    (transformer / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     copy_of(plain_checkpoint("fp8"), root / "quantized")
     write_lora(root / "lora.safetensors", pipe.transformer, ("to_q", "ff.net.2"))
     (root / "report.json").write_text(example_report.example(1, count=2).model_dump_json())
@@ -52,7 +70,62 @@ def strange(tmp_path_factory, pipe, plain_checkpoint) -> Path:
     sums.add(1, torch.ones(3, 8))
     trajectory = {"items": [["a red three", 0]], "model": "0" * 64}
     Statistics({"qkv": sums}, trajectory, sha256_json(trajectory)).save(root / "statistics.safetensors")
+    write_families(root / "families")
+    write_work(root / "work")
+    write_prompts(root / "prompts")
     return root
+
+
+def write_families(root: Path) -> None:
+    """A folder of each, whose components have configurations and no weights."""
+    for name in hostile.FAMILIES:
+        family = FAMILIES[name]
+        components = ("one", "two") if name == "wan" else ("one",)
+        entries = {component: [family.library, family.model] for component in components}
+        write_json(root / name / "model_index.json", {"_class_name": "WanPipeline", **entries})
+        for component in components:
+            write_json(root / name / component / "config.json", family.tiny_config)
+
+
+def write_work(work: Path) -> None:
+    """A finished block, a captured call, a block's outputs and the weights of steps."""
+    cpu = torch.device("cpu")
+    stages = (Stage("smooth", True, 0.5, 0.1, "pays"),)
+    groups = {"qkv": GroupOutcome(("a.to_q", "a.to_k"), stages, 20.0, None)}
+    outcome = Outcome({"a.to_q": Scheme.parse("fp8-fp8")}, {"a.to_q": 30.5}, groups)
+    finish(work / "0000.safetensors", {"a.to_q.weight": torch.zeros(4, 8)}, outcome)
+    given = ((torch.zeros(2, 4, 8).transpose(1, 2),), {"mask": None, "list": [1, torch.ones(3).expand(2, 3)]})
+    layout, tensors = nested.pack(given, "given", cpu, cpu)
+    stem = work / "calls" / "batch-0000"
+    stem.parent.mkdir()
+    save_file(tensors, f"{stem}-transformer-000.safetensors")
+    outputs = {"blocks.0": nested.layout_of((torch.zeros(2, 3), 1.5), "output", cpu)}
+    made = {"file": f"{stem.name}-transformer-000.safetensors", "step": 1, "arguments": layout, "outputs": outputs}
+    write_json(stem.with_suffix(".json"), {"sigmas": [1.0, 0.5], "held": False, "calls": {"transformer": [made]}})
+    kept = _OnDisk(work / "outputs", "whose they are")
+    kept.begin(0)
+    kept.save(0, 0, (torch.zeros(2, 3), [torch.ones(1)]), "output", cpu)
+    kept.finish(0)
+    write_json(work / "levels.json", {"0": 0.5, "7": 1.5})
+
+
+def write_prompts(root: Path) -> None:
+    """The same rows in a file of each kind, with an image beside them."""
+    root.mkdir()
+    Image.new("RGB", (8, 8)).save(root / "a.png")
+    rows = [{"prompt": f"a red {word}", "negative_prompt": "blue", "image": "a.png"} for word in ("one", "two")]
+    lines = ["\t".join(rows[0]), *("\t".join(row.values()) for row in rows)]
+    texts = {
+        ".txt": "\n".join(row["prompt"] for row in rows),
+        ".jsonl": "\n".join(map(json.dumps, rows)),
+        ".json": json.dumps(rows),
+        ".yaml": json.dumps({"first": rows[0], "second": rows[1]}),
+        ".csv": "\n".join(lines).replace("\t", ","),
+        ".tsv": "\n".join(lines),
+    }
+    for suffix, text in texts.items():
+        (root / f"p{suffix}").write_text(text)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "p.parquet")
 
 
 def in_a_process_of_its_own(*arguments: object) -> str:
@@ -190,6 +263,104 @@ def test_a_json_larger_than_any_is_refused_unread(tmp_path):
         stream.truncate(1 << 40)
     with pytest.raises(ValueError, match=r"some\.json: 1099511627776 bytes"):
         read_json(tmp_path / "some.json")
+
+
+@pytest.mark.parametrize(
+    ("component", "file", "changes", "message"),
+    [
+        ("scheduler", "scheduler_config.json", {"num_train_timesteps": 10**12}, "num_train_timesteps is 1000000000000"),
+        ("scheduler", "scheduler_config.json", {"num_train_timesteps": float("inf")}, "num_train_timesteps is inf"),
+        ("tokenizer_2", "tokenizer_config.json", {"extra_ids": 10**9}, "extra_ids is 1000000000, expected a number up"),
+        ("text_encoder", "config.json", {"text_config": {"num_hidden_layers": 2**40}}, "more than 8000 modules"),
+    ],
+)
+def test_a_number_makes_no_table_without_end(tiny_folder, component, file, changes, message):
+    path = tiny_folder / component / file
+    write_json(path, {**read_json(path), **changes})
+    with pytest.raises(ValueError, match=f"{component}/{file}: .*{message}"):
+        resolve_model(str(tiny_folder))
+
+
+def test_numbers_that_published_models_have_are_read(tiny_folder):
+    scheduler, tokenizer = tiny_folder / "scheduler/scheduler_config.json", tiny_folder / "tokenizer"
+    write_json(scheduler, {**read_json(scheduler), "lambda_min_clipped": float("-inf"), "sigma_max": 700})
+    own = tokenizer / "tokenizer_config.json"
+    write_json(own, {**read_json(own), "model_max_length": int(1e30)})
+    load_pipeline(resolve_model(str(tiny_folder)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("height", 0, "expected a whole number from 1 to 16384"),
+        ("height", "16", "expected a whole number"),
+        ("width", None, "expected a whole number"),
+        ("width", True, "expected a whole number"),
+        ("num_inference_steps", 10**9, "expected a whole number from 1 to 10000"),
+        ("guidance_scale", float("nan"), "expected finite numbers or text"),
+        ("guidance_scale", {"a": 1}, "expected finite numbers or text"),
+        ("sigmas", [[1.0]], "expected finite numbers or text"),
+    ],
+)
+def test_arguments_that_no_call_takes_are_named(tiny_folder, argument, value, message):
+    write_json(tiny_folder / "fluxq_generation.json", {argument: value})
+    with pytest.raises(ValueError, match=rf"fluxq_generation\.json: {argument} is .*{message}"):
+        _ = resolve_model(str(tiny_folder)).generation_defaults
+
+
+@pytest.mark.parametrize("file", ["../batch-0000-x", "/etc/passwd", "batch-0001-x.safetensors", "batch-0000-/../x"])
+def test_a_captured_call_lies_beside_its_batch(strange, tmp_path, file):
+    path = tmp_path / "batch-0000.json"
+    record = read_json(strange / "work" / "calls" / path.name)
+    record["calls"]["transformer"][0]["file"] = file
+    write_json(path, record)
+    with pytest.raises(ValueError, match=r"batch-0000\.json: .* names a file '.*' that is not beside it"):
+        calls._record(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strides": [2**40, 1]},
+        {"strides": [-3, 1]},
+        {"shape": [2**40, 3], "strides": [0, 0]},
+        {"dtype": "Tensor"},
+        {"dtype": "__class__"},
+        {"host": 1},
+        {"tensor": None},
+    ],
+    ids=str,
+)
+def test_a_layout_takes_no_more_memory_than_its_tensors(changes):
+    layout = nested.layout_of(torch.zeros(2, 3), "it", torch.device("cpu"))
+    nested.require_sound({"tuple": [layout, {"dict": {"a": None}}]})
+    with pytest.raises(ValueError, match="its layout"):
+        nested.require_sound({"tuple": [{**layout, **changes}]})
+
+
+def test_a_finished_block_whose_header_is_damaged_is_made_again(tmp_path, caplog):
+    file = tmp_path / "0000.safetensors"
+    finish(file, {"a.weight": torch.zeros(2)}, Outcome({"a": Scheme.parse("fp8-fp8")}))
+    assert is_finished(file) and Outcome.read([file]).schemes == {"a": Scheme.parse("fp8-fp8")}
+    for said in ("", "[]", '{"schemes": {"a": "fp9"}, "weight_sqnr": {}, "groups": {}}'):
+        save_file({"a.weight": torch.zeros(2)}, file, metadata={"fluxq_block": said})
+        assert not is_finished(file)
+        assert "0000.safetensors: the header of this finished block is damaged" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(("kind", "text"), [(".jsonl", '{"prompt": "\\ud800"}'), (".json", '["\\ud800"]')])
+def test_half_a_surrogate_pair_is_no_prompt(tmp_path, kind, text):
+    (tmp_path / f"p{kind}").write_text(text)
+    with pytest.raises(ValueError, match=rf"p{kind}.*: the prompt holds half of a surrogate pair"):
+        load_prompts(str(tmp_path / f"p{kind}"), resolve_model("tiny"))
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".yaml"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000])
+def test_prompts_that_are_hard_to_parse_are_named(tmp_path, kind, text):
+    (tmp_path / f"p{kind}").write_text(text)
+    with pytest.raises(ValueError, match=rf"p{kind}"):
+        load_prompts(str(tmp_path / f"p{kind}"), resolve_model("tiny"))
 
 
 def with_configuration(file: Path, **changes: object) -> LoraFile:

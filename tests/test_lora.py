@@ -89,8 +89,12 @@ A, B = "transformer.x_embedder.lora_A.weight", "transformer.x_embedder.lora_B.we
             "y_emb",
         ),
         (
+            lambda t: t.update({"vae.q.lora_A.weight": t[A].clone()}),
+            r"vae\.q.* no part of transformer",
+        ),
+        (
             lambda t: t.update({"text_encoder.q.lora_A.weight": t[A].clone()}),
-            r"text_encoder\.q.* no part of transformer",
+            r"text_encoder\.q.* adapt a text encoder.* let diffusers fuse it",
         ),
         (lambda t: t.update({B: t[B][1:].clone()}), r"(?s)does not fit .*x_embedder"),
         (lambda t: t.update({A: t[A][:, 1:].clone()}), r"(?s)does not fit .*x_embedder"),
@@ -148,8 +152,14 @@ def options(tmp_path: Path, **how) -> jobs.Options:
 def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path):
     file = lora_file("l.safetensors", LAYERS)
     record = jobs.quantize(jobs.prepare(options(tmp_path, lora=(f"{file}:0.8",), check=False)))
-    assert record["loras"] == [{"file": str(file), "weight": 0.8, "sha256": LoraFile(file, 0.8).digest}]
-    assert "`l.safetensors` at weight 0.8" in (tmp_path / "out" / "README.md").read_text()
+    (lora,) = record["loras"]
+    assert lora == {
+        "file": str(file),
+        "weight": 0.8,
+        "sha256": LoraFile(file, 0.8).digest,
+        "component": "transformer",
+    }
+    assert "`l.safetensors` at weight 0.8 in `transformer`" in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out" / "fluxq_plan.json").read_text())["loras"] == record["loras"]
     stored = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     weights, layer = fused(f"{file}:0.8"), "transformer_blocks.0.attn.to_q"

@@ -116,14 +116,49 @@ def test_nothing_left_to_quantize_is_an_error():
         plan_of(exclude=["**"])
 
 
-def test_a_shape_that_the_format_cannot_hold_names_the_layer():
+def test_a_shape_that_the_format_of_an_override_cannot_hold_names_the_layer():
     name = "transformer_blocks.0.attn.to_q"
-    with pytest.raises(ValueError, match=rf"^{name}: shape \(128, 120\) does not fit nvfp4.*multiples of 16"):
-        plan_of(linears=[LinearShape(name, 128, 120)])
-    weight_only = component(activations={"format": "mxfp8"}, weights=FP8)
-    with pytest.raises(ValueError, match=rf"^input of {name}: .*does not fit mxfp8"):
-        plan_of(weight_only, linears=[LinearShape(name, 128, 120)])
-    assert plan_of(component(weights=FP8, activations=FP8), linears=[LinearShape(name, 128, 120)]).quantized
+    for operands, refused in (
+        ({"weights": {"format": "nvfp4"}}, rf"^{name}: shape \(128, 120\) does not fit nvfp4.*multiples of 16"),
+        ({"weights": FP8, "activations": {"format": "mxfp8"}}, rf"^input of {name}: .*does not fit mxfp8"),
+    ):
+        asked = component(overrides=[{"match": name, "reason": "because", **operands}])
+        with pytest.raises(ValueError, match=refused):
+            plan_of(asked, linears=[LinearShape(name, 128, 120)])
+
+
+@pytest.mark.parametrize(
+    ("operand", "k", "scheme", "needs"),
+    [
+        ({"format": "int4"}, 5600, "int8-int8", "int8, not int4: K = 5600 is not in multiples of 64"),  # of SANA 1.6B
+        ({"format": "int4", "group_size": 128}, 2240, "int4-int4", "int4, not int4_g128: K = 2240"),
+        ({"format": "int4", "group_size": 128}, 5600, "int8-int8", "int8, not int4_g128: K = 5600"),
+        ({"format": "nvfp4", "four_over_six": True}, 120, "fp8-fp8", "fp8, not nvfp4: K = 120"),
+        ({"format": "mxfp4"}, 48, "fp8-fp8", "fp8, not mxfp4: K = 48"),
+        ({"format": "mxfp8"}, 48, "fp8-fp8", "fp8, not mxfp8: K = 48"),
+        ({"format": "nvfp4"}, 5600, "nvfp4-nvfp4-static", ""),
+        ({"format": "mxfp4"}, 5600, "mxfp4-mxfp4", ""),
+        (FP8, 5, "fp8-fp8", ""),
+    ],
+)
+def test_a_k_that_is_not_in_whole_groups_takes_the_next_format_that_holds_it(operand, k, scheme, needs):
+    shapes = [
+        LinearShape("single_transformer_blocks.0.attn.to_q", 128, k),
+        LinearShape("single_transformer_blocks.0.norm.linear", 128, k),
+    ]
+    main = component(weights=operand, activations=operand, modulation={"format": operand["format"]})
+    plan = plan_of(main, linears=shapes)
+    layer, modulation = plan.layers
+    assert str(layer.scheme) == scheme and modulation.scheme.weights.name == scheme.split("-")[0]
+    assert needs in layer.reason and layer.method.weights_46 == layer.method.activations_46 == ("46" in scheme)
+    assert any(note.startswith(needs) for note in plan.notes) == bool(needs)
+    assert len(plan.notes) == 0 or plan.notes[0].endswith(" of 2 Linears)")
+
+
+def test_a_k_that_the_format_holds_in_other_layers_changes_nothing_there():
+    name = "single_transformer_blocks.0.attn.to_{}"
+    plan = plan_of(component(weights={"format": "int4"}), linears=[LinearShape(name.format("q"), 128, 128)])
+    assert plan.notes == () and str(plan.layers[0].scheme).startswith("int4") and ";" not in plan.layers[0].reason
 
 
 def test_a_linear_that_no_row_names_is_reported():

@@ -113,6 +113,17 @@ def test_other_trajectories_do_not_merge(changed, named):
         statistics().merge(statistics(items=[("b", 1)], **changed))
 
 
+def test_images_of_other_sizes_merge_under_the_sigmas_of_the_first():
+    """Their noise levels are shifted; of images without arguments of their own that would be another schedule."""
+    wide = [("b", 1, {"width": 32})]
+    merged = statistics().merge(statistics(items=wide, sigmas=[1.0, 0.7]))
+    assert merged.trajectory == {**TRAJECTORY, "items": [["a prompt", 0], ["b", 1, {"width": 32}]]}
+    with pytest.raises(ValueError, match=r"they differ in sigmas$"):
+        statistics(items=wide).merge(statistics(items=[("c", 2, {"width": 32})], sigmas=[1.0, 0.7]))
+    with pytest.raises(ValueError, match=r"they differ in sigmas$"):
+        statistics().merge(statistics(items=[("b", 1)], sigmas=[1.0, 0.7]))
+
+
 def test_other_groups_do_not_merge():
     few = statistics(items=[("b", 1)])
     few = Statistics({"blocks.0.to_q": few.groups["blocks.0.to_q"]}, few.trajectory, few.digest)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fluxq.quantize.linear import QuantLinear
     from fluxq.quantize.modulation import hoist_modulation
     from fluxq.quantize.run import quantize_linear
+    from fluxq.quantize.steps import keep_steps
     from fluxq.quantize.tensor import QuantizedTensor
     from fluxq.recipes.families import FAMILIES
     from fluxq.recipes.formats import FORMATS
@@ -41,6 +42,7 @@ __all__ = [
     "capture",
     "configure",
     "hoist_modulation",
+    "keep_steps",
     "optimize",
     "prepare",
     "quantize_linear",
@@ -58,6 +60,7 @@ _HOMES = {
     "capture": "fluxq.quantize.graphs",
     "configure": "fluxq.base.settings",
     "hoist_modulation": "fluxq.quantize.modulation",
+    "keep_steps": "fluxq.quantize.steps",
     "optimize": "fluxq.integrations.optimize",
     "prepare": "fluxq.integrations.prepare",
     "quantize_linear": "fluxq.quantize.run",

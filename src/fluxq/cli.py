@@ -62,8 +62,10 @@ def _sizes(_context: click.Context, _option: click.Parameter, values: tuple[str,
     return tuple((int(size[1]), int(size[2])) for size in found if size)
 
 
-def _bytes(_context: click.Context, _option: click.Parameter, value: str) -> int:
+def _bytes(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
     """`5GB` as 5000000000; with an i, as in 5GiB, powers of 1024."""
+    if value is None:
+        return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", value.strip().upper())
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1)) if found else 0
     if not size:
@@ -112,7 +114,16 @@ _run = _options(
 _output = click.option("--output", "-o", help="Where to write; by default ./<model>-<recipe>.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what stands at the output.")
 _lora = click.option(
-    "--lora", multiple=True, metavar="FILE:WEIGHT", help="Fuse this LoRA before quantizing (repeatable)."
+    "--lora",
+    multiple=True,
+    metavar="[COMPONENT=]FILE[:WEIGHT]",
+    help="Fuse this LoRA before quantizing (repeatable); into what its keys name, of two transformers the first.",
+)
+_max_memory = click.option(
+    "--max-memory",
+    callback=_bytes,
+    metavar="SIZE",
+    help="What weights and activations may take on --device, as in 8GiB; weights that do not fit are read in turn.",
 )
 _statistics = click.option(
     "--statistics", metavar="FILE", help="Input scales cover what this file of `fluxq calibrate` saw."
@@ -171,6 +182,7 @@ def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | N
 @_model
 @_recipe
 @_run
+@_max_memory
 @_lora
 @_output
 @_overwrite
@@ -182,9 +194,10 @@ def calibrate(**arguments: Any) -> None:
     Example:
       fluxq calibrate tiny --recipe nvfp4 --output statistics.safetensors
     """
-    with _session(arguments) as session:
+    with _session(arguments) as session, session.together() as ranks:
         session.announce()
-        prepared = session.prepare(default_output="{model}-{recipe}-statistics.safetensors", writes=False)
+        output = "{model}-{recipe}-statistics.safetensors"
+        prepared = session.prepare(default_output=output, writes=False, ranks=ranks)
         session.jobs.require_free_file(prepared)
         session.start_work()
         path = session.jobs.calibrate(prepared)
@@ -195,6 +208,7 @@ def calibrate(**arguments: Any) -> None:
 @_model
 @_recipe
 @_run
+@_max_memory
 @_lora
 @_output
 @_overwrite
@@ -221,13 +235,15 @@ def quantize(**arguments: Any) -> None:
       fluxq quantize --recipe nvfp4.yaml
     """
     repo, private = arguments["push_to_hub"], arguments["private"]
-    with _session(arguments) as session:
+    with _session(arguments) as session, session.together() as ranks:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce()
-        prepared = session.prepare()
+        prepared = session.prepare(ranks=ranks)
         session.start_work()
         record = session.jobs.quantize(prepared)
+        if not ranks.leads:
+            return
         session.print({**record, "output": str(prepared.output)}, lambda: show.quantized(prepared, record))
         if record["check"] and not record["check"]["passed"]:
             raise RuntimeError(show.why_failed(prepared, record["check"]))
@@ -458,6 +474,33 @@ def warmup(
 
 
 @cli.command()
+@click.argument("name", required=False)
+@click.option(
+    "--recipe", "recipes", multiple=True, help="Show this one (repeatable); by default two, or with NAME all."
+)
+@_common
+def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> None:
+    """Print published models and what recipes make of them: bits, checkpoint, memory; downloads and computes nothing.
+
+    NAME is a model, a family or a model's class. With it, or with --json, every shipped recipe is shown.
+
+    \b
+    Example:
+      fluxq families FLUX.1-dev --recipe nvfp4
+      fluxq families
+    """
+    with _session(arguments) as session:
+        from fluxq import catalogue  # not through jobs.py, which imports diffusers' pipelines
+
+        chosen = catalogue.recipes_for(recipes, all_of_them=name is not None or session.as_json)
+        found = list(catalogue.models(name))
+        session.print(
+            [model.describe(chosen) for model in found] if session.as_json else None,
+            lambda: show.families(found, chosen, in_detail=name is not None),
+        )
+
+
+@cli.command()
 @_common
 def env(**arguments: Any) -> None:
     """Print versions, devices and what computes each scheme on them; paste it into a bug report.
@@ -504,6 +547,7 @@ class _Session:
         self.as_json = arguments.pop("as_json")
         self.arguments = arguments
         self.exit_code = 2
+        self.who = ""
 
     @cached_property
     def jobs(self) -> Any:
@@ -534,6 +578,8 @@ class _Session:
 
     def announce(self) -> None:
         """The first line: what is about to be worked on, said before anything slow happens."""
+        if self.who:
+            return  # the first process says it
         from fluxq.base.model import DEFAULT_MODEL
         from fluxq.recipes.recipe import load_recipe
 
@@ -557,6 +603,18 @@ class _Session:
 
     def prepare(self, **how: Any) -> Any:
         return self.jobs.prepare(self.options, **how)
+
+    @contextmanager
+    def together(self) -> Iterator[Any]:
+        """The processes that torchrun started for this command; the first one speaks, the others only of errors."""
+        from fluxq.base.console import set_verbosity
+        from fluxq.base.ranks import ranks_of_launch
+
+        with ranks_of_launch() as ranks:
+            if not ranks.leads:
+                self.quiet, self.as_json, self.who = True, False, f"process {ranks.rank}: "
+                set_verbosity(-1)
+            yield ranks
 
     def start_work(self) -> None:
         """From here on an error is a failure of the work, no longer of what was asked for."""
@@ -582,4 +640,4 @@ def _session(arguments: dict[str, Any]) -> Iterator[_Session]:
     except _EXPECTED as error:
         if session.verbose:
             traceback.print_exc()
-        raise _Failure(str(error), session.exit_code) from None
+        raise _Failure(session.who + str(error), session.exit_code) from None

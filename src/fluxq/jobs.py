@@ -9,9 +9,12 @@ from __future__ import annotations
 import glob
 import inspect
 import os
+import platform
+import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -21,6 +24,7 @@ import diffusers
 import torch
 
 import fluxq
+from fluxq import memory
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import (
     atomic_folder,
@@ -33,32 +37,42 @@ from fluxq.base.files import (
 )
 from fluxq.base.model import DEFAULT_MODEL, GENERATION_FILE, ModelFolder, check_weights, load_pipeline, resolve_model
 from fluxq.base.provenance import versions
-from fluxq.calibrate.blocks import Replay, block_names
+from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import Item, capture_statistics, number_of_steps, steps_to_see
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights
+from fluxq.calibrate.sharing import watch_shared_inputs
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate
 from fluxq.eval.statistics import paired_interval
 from fluxq.hub import require_pushable
+from fluxq.memory import Bound
 from fluxq.quantize import checkpoint
-from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights, list_linears, read_plan_file
+from fluxq.quantize.checkpoint import (
+    PLAN_FILE,
+    SourceWeights,
+    convolutions_of,
+    list_linears,
+    model_on_meta,
+    read_plan_file,
+)
 from fluxq.quantize.finished import Outcome
-from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, read_updates
+from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into, of_component, updates_of
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
+from fluxq.quantize.steps import KeptSteps, about_to_keep, require_followed
+from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.quantize.verify import hash_files
 from fluxq.recipes.cost import Cost, Prefer, cost, forward_pass
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
+from fluxq.recipes.plan import GENERIC, LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, gate_holds, load_recipe, split_gates
 
 CHECK_IMAGES = 4
-LORA_COMPONENT = "transformer"
-_MANIFEST, _STATISTICS = "job.json", "statistics.safetensors"  # in the work folder
+_MANIFEST, _STATISTICS, _SHARES = "job.json", "statistics.safetensors", "statistics"  # in the work folder
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
 _HELD_OUT = 10  # one image in so many decides, and is never fitted to
@@ -91,6 +105,7 @@ class Options:
     push_to_hub: str | None = None
     private: bool = False
     max_shard_bytes: int = checkpoint.MAX_SHARD_BYTES
+    max_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,13 +123,20 @@ class Prepared:
     output: Path
     identity: dict[str, Any]
     loras: tuple[LoraFile, ...] = ()
-    updates: tuple[Updates, ...] = ()
+    updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
     finished: dict[str, Any] | None = None
+    ranks: Ranks = ALONE
+    bound: Bound | None = None
+
+    @property
+    def device(self) -> str:
+        """What this process computes on: of several, each takes a GPU of its own."""
+        return self.ranks.device(self.options.device)
 
     @property
     def calibrated(self) -> dict[str, Plan]:
         """Component -> plan, of those whose activations calibration looks at: the transformers."""
-        return {plan.component: plan for plan in self.plans if FAMILIES[plan.family].kind == "transformer"}
+        return {plan.component: plan for plan in self.plans if plan.kind == "transformer"}
 
     @property
     def fitted(self) -> dict[str, Plan]:
@@ -129,50 +151,91 @@ class Prepared:
 
     def weights(self, component: str) -> SourceWeights:
         """The component's 16-bit weights, LoRA files fused."""
-        if self.updates and component == LORA_COMPONENT:
-            return FusedWeights(self.folder, component, self.updates)
+        if component in self.updates:
+            return FusedWeights(self.folder, component, self.updates[component])
         return SourceWeights(self.folder, component)
 
     def digest(self, component: str) -> str:
         """SHA-256 of the component's weights, LoRA files included."""
-        own = self.identity.get("model", {}).get(component) or self.folder.digest(component)
-        if not self.loras or component != LORA_COMPONENT:
+        own = self.identity.get("model", {}).get(component)
+        own = own if isinstance(own, str) else self.folder.digest(component)
+        if component not in self.updates:
             return own
-        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras)])
+        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)])
 
     def load_reference(self) -> Any:
         """The 16-bit pipeline that the checkpoint is made from and measured against."""
         require_steps(self.folder)
-        pipe: Any = load_pipeline(self.folder, self.options.dtype, self.options.device)
-        if self.updates:
-            fuse_into(getattr(pipe, LORA_COMPONENT), self.updates)
+        if self.bound is not None:
+            pipe = self.bound.load(self.folder, self.updates)
+        else:
+            memory.warn_of_size(self.folder, self.options.dtype, self.device)
+            pipe: Any = load_pipeline(self.folder, self.options.dtype, self.device)
+            for component, updates in self.updates.items():
+                fuse_into(getattr(pipe, component), updates)
+        for component, plan in self.calibrated.items():
+            if plan.family == GENERIC and (component in self.fitted or plan.static_groups()):
+                groups = plan.statistics_groups().values()
+                watch_shared_inputs(getattr(pipe, component), [[layer.name for layer in group] for group in groups])
         return pipe
 
 
-def prepare(options: Options, *, default_output: str = "{model}-{recipe}", writes: bool = True) -> Prepared:
-    """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work."""
+def prepare(
+    options: Options, *, default_output: str = "{model}-{recipe}", writes: bool = True, ranks: Ranks = ALONE
+) -> Prepared:
+    """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work.
+
+    ranks: processes that do the job together and call the same functions. The first one prepares before the others, so
+    that it alone says what is wrong, and hashes the model for all of them.
+    """
+    if not ranks.leads:
+        return _prepare(options, default_output, writes, ranks, ranks.agree())
+    prepared = _prepare(options, default_output, writes, ranks, None)
+    ranks.agree(prepared.identity)
+    return prepared
+
+
+def _prepare(
+    options: Options, default_output: str, writes: bool, ranks: Ranks, identity: dict[str, Any] | None
+) -> Prepared:
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
     check_weights(folder)
-    require_device(options.device)
+    require_device(ranks.device(options.device))
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
     plans = _plans(folder, recipe, options)
-    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    pipeline = folder.pipeline_class
     prompts = load_prompts(options.prompts or calibration.prompts, folder, pipeline=pipeline)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
     loras, updates = _loras(folder, plans, options)
     prepared = Prepared(
-        options, folder, recipe_name, recipe, calibration, plans, prompts, statistics, output, {}, loras, updates
+        options,
+        folder,
+        recipe_name,
+        recipe,
+        calibration,
+        plans,
+        prompts,
+        statistics,
+        output,
+        {},
+        loras,
+        updates,
+        ranks=ranks,
     )
     require_call(folder, prepared.call)
+    if any(plan.steps for plan in plans):
+        require_followed(_scheduler(folder))
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
         _require_useful_statistics(statistics, prepared)
+    if options.max_memory is not None:
+        prepared = replace(prepared, bound=_bound(prepared, options.max_memory, writes))
     if not writes:
         return prepared
     if options.push_to_hub:
@@ -180,7 +243,7 @@ def prepare(options: Options, *, default_output: str = "{model}-{recipe}", write
     if options.check:
         require_images(folder, "pass --no-check")
     _require_folder(prepared)
-    prepared = replace(prepared, identity=_identity(prepared))
+    prepared = replace(prepared, identity=identity or _identity(prepared))
     return replace(prepared, finished=_finished(prepared))
 
 
@@ -205,6 +268,7 @@ def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None
             text=call.get("max_sequence_length"),
             batch=batch,
             vae=vae,
+            convolutions=convolutions_of(model_on_meta(folder, component)),
         )
         costs[component] = cost(plan, forward, device, prefer)
     return costs
@@ -225,7 +289,12 @@ def calibrate(prepared: Prepared) -> Path:
     if not prepared.calibrated:
         planned = ", ".join(plan.component for plan in prepared.plans)
         raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
-    _calibrate(prepared, prepared.load_reference()).save(prepared.output)
+    identity = prepared.ranks.agree(_identity(prepared) if prepared.ranks.leads else None)
+    prepared = replace(prepared, identity=identity)
+    with memory.within(prepared.options.max_memory, prepared.device), _work_of(prepared) as work:
+        statistics = _calibrate(prepared, prepared.load_reference(), work)
+        if prepared.ranks.leads:
+            statistics.save(prepared.output)
     return prepared.output
 
 
@@ -237,39 +306,34 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
     """
     if prepared.finished is not None:
         return prepared.finished
-    with sole_writer(prepared.output):
-        finished = _finished(prepared)  # another process may have written it meanwhile
-        work = _work_folder(prepared)
-        try:
-            record = finished or _quantize(prepared, work)
-        except ValueError:  # it would fail again: what was begun is of no use
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        except BaseException:
-            _keep_what_is_done(work)
-            raise
-        shutil.rmtree(work, ignore_errors=True)
-    return record
+    ranks = prepared.ranks
+    with memory.within(prepared.options.max_memory, prepared.device), _work_of(prepared) as work:
+        finished = _finished(prepared) if ranks.leads else None  # another run may have written it meanwhile
+        return ranks.agree(finished) or ranks.agree(_quantize(prepared, work))
 
 
-def _quantize(prepared: Prepared, work: Path) -> dict[str, Any]:
-    options, folder = prepared.options, prepared.folder
+def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
+    """The record of what the first process wrote; None in those that helped it."""
+    options, folder, ranks = prepared.options, prepared.folder, prepared.ranks
     started = time.perf_counter()
-    _begin(prepared, work)
-    _require_space(prepared, work)
+    if ranks.leads:
+        _require_space(prepared, work)
     reference: Generated | None = None
     statistics = prepared.statistics or _kept_statistics(work)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in prepared.plans if plan.static_groups() and plan.component not in prepared.fitted]
-    if prepared.fitted or options.check or (static and statistics is None):
+    if prepared.fitted or (options.check and ranks.leads) or (static and statistics is None):
         pipe = prepared.load_reference()
         if static and statistics is None:
-            statistics = _calibrate(prepared, pipe)
-            statistics.save(work / _STATISTICS)
-        if options.check:
+            statistics = _calibrate(prepared, pipe, work)
+            if ranks.leads:
+                statistics.save(work / _STATISTICS)
+                shutil.rmtree(work / _SHARES)
+        if options.check and ranks.leads:
             reference = generate(pipe, _check_items(prepared), prepared.call, description="16-bit images")
         if prepared.fitted:
             fittings = _fittings(prepared, pipe, statistics)
+        memory.let_go(pipe)
         del pipe
     trajectory = statistics.trajectory if statistics else None
     for fitting in fittings.values():
@@ -278,8 +342,12 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any]:
         _quantize_component(prepared, plan, statistics, fittings.pop(plan.component, None), work)
         for plan in prepared.plans
     ]
+    if not ranks.leads:
+        return None
     with atomic_folder(prepared.output, work, overwrite=options.overwrite) as part:
         written = [_write(part, prepared, *component) for component in done]
+        read = {plan.component: Outcome.read(files).hashed for plan, files, _ in done}
+        prepared = replace(prepared, identity=_hashed(prepared, read))
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
         record = _record(prepared, statistics, trajectory, written)
         record["files"] = hash_files(part)
@@ -332,8 +400,7 @@ def _components(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[
     """What the command line names, else what the recipe does; its `transformer` is all that runs at every step."""
     if options.components:
         return options.components
-    kinds = {family.model: family.kind for family in FAMILIES.values()}
-    found = [name for name, model in folder.components.items() if kinds.get(model) == "transformer"]
+    found = denoisers_of(folder)
     named = {name: found if name == "transformer" and found else [name] for name in recipe.components}
     return tuple(dict.fromkeys(component for components in named.values() for component in components))
 
@@ -341,7 +408,7 @@ def _components(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[
 def _plan(
     folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: Options
 ) -> Plan:
-    family = family_of(folder.components[component])
+    family = component_family(folder, component)
     entry = component_recipe(recipe, component, family)
     include, exclude = ([p for p in given if _matches_any(p, linears)] for given in (options.include, options.exclude))
     if options.include and not include:
@@ -359,6 +426,8 @@ def _plan(
     )
     for note in plan.notes:
         logger.warning(note)
+    if family.kind == "transformer":
+        plan = replace(plan, steps=recipe.steps)
     if family.kind == "vae":
         saved = sum(16 * layer.n * layer.k - layer.stored_bits for layer in plan.quantized) / 8
         logger.warning(
@@ -372,30 +441,21 @@ def _plan(
 
 def _loras(
     folder: ModelFolder, plans: Sequence[Plan], options: Options
-) -> tuple[tuple[LoraFile, ...], tuple[Updates, ...]]:
-    loras = tuple(LoraFile.parse(text) for text in options.lora)
-    if loras and LORA_COMPONENT not in [plan.component for plan in plans]:
-        raise ValueError(f"--lora changes the {LORA_COMPONENT}, which is not among the components quantized")
-    return loras, tuple(read_updates(lora, folder, LORA_COMPONENT) for lora in loras)
-
-
-def recorded_loras(record: dict[str, Any]) -> Iterator[LoraFile]:
-    """The LoRA files that were fused into a checkpoint; ValueError for one that is gone or has changed."""
-    for recorded in record.get("loras", []):
-        lora = LoraFile(Path(recorded["file"]), recorded["weight"])
-        if not lora.path.is_file() or lora.digest != recorded["sha256"]:
-            raise ValueError(
-                f"{lora.path}: this LoRA was fused into the checkpoint, so the 16-bit images need it; the file is gone "
-                f"or another one (SHA-256 {recorded['sha256'][:16]}…): put it back"
-            )
-        yield lora
+) -> tuple[tuple[LoraFile, ...], dict[str, tuple[Updates, ...]]]:
+    """The files, each with the component that it changes, and component -> what they add to its weights."""
+    loras = tuple(of_component(LoraFile.parse(text), folder, denoisers_of(folder)) for text in options.lora)
+    planned = [plan.component for plan in plans]
+    for lora in loras:
+        if lora.component not in planned:
+            raise ValueError(f"{lora.path}: changes the {lora.component}, which is not among the components quantized")
+    return loras, updates_of(loras, folder)
 
 
 def _matches_any(pattern: str, linears: Sequence[LinearShape]) -> bool:
     return any(matches(pattern, linear.name) for linear in linears)
 
 
-def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
+def _calibrate(prepared: Prepared, pipe: Any, work: Path) -> Statistics:
     seed = _CALIBRATION_SEEDS + prepared.calibration.seed
     try:
         return capture_statistics(
@@ -408,6 +468,8 @@ def _calibrate(prepared: Prepared, pipe: Any) -> Statistics:
             prepared.call,
             steps=steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call)),
             digests={name: prepared.digest(name) for name in prepared.calibrated},
+            folder=work / _SHARES,
+            ranks=prepared.ranks,
         )
     except ValueError:
         for component in prepared.calibrated:
@@ -420,7 +482,7 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
     folder, calibration, plans = _work_folder(prepared), prepared.calibration, prepared.fitted
     items = prepared.prompts.items(calibration.count, _CALIBRATION_SEEDS + calibration.seed)
     held = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
-    blocks = {name: block_names(FAMILIES[plan.family], getattr(pipe, name)) for name, plan in plans.items()}
+    blocks = {name: plan.blocks for name, plan in plans.items()}
     try:
         calls = capture_calls(
             pipe,
@@ -432,6 +494,7 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
             digests={name: prepared.digest(name) for name in plans},
             folder=folder / "calls",
             most=_MOST_CALLS,
+            ranks=prepared.ranks,
         )
         weights = _level_weights(prepared, pipe, items[:IMAGES], calls, folder / "levels.json")
     except ValueError:
@@ -439,9 +502,11 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
             require_finite_weights(prepared.weights(component))  # the cause, where there is one
         raise
     own = {name: statistics.of_component(name) if statistics else None for name in plans}
+    if prepared.bound is not None:
+        prepared.bound.begin_fitting(pipe)
     return {
         name: Fitting(
-            Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights),
+            Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights, ranks=prepared.ranks),
             prepared.recipe.gate,
             prepared.options.parallel_blocks,
             own[name],
@@ -450,15 +515,41 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
     }
 
 
+def _bound(prepared: Prepared, limit: int, writes: bool) -> Bound | None:
+    """What the pipelines of this job keep to, None if it runs none; ValueError if it could not."""
+    options, fitted, seed = prepared.options, prepared.fitted.values() if writes else (), prepared.calibration.seed
+    shows_images = writes and options.check
+    if not (shows_images or prepared.fitted or any(plan.static_groups() for plan in prepared.plans)):
+        return None
+    items = prepared.prompts.items(prepared.calibration.count, _CALIBRATION_SEEDS + seed)
+    return memory.bound_of(
+        limit,
+        prepared.device,
+        options.dtype,
+        prepared.folder,
+        items=[*items, *_check_items(prepared)] if shows_images else items,
+        call=prepared.call,
+        fitted=fitted,
+        fused=prepared.updates.keys(),
+        shows_images=shows_images,
+    )
+
+
 def _level_weights(
     prepared: Prepared, pipe: Any, items: Sequence[Item], calls: dict[str, Calls], file: Path
 ) -> dict[int, float]:
     """Denoising step -> what an error at it does to the final latents; measured once and kept."""
-    if not file.is_file():
+    ranks = prepared.ranks
+    if not ranks.agree(file.is_file()):
         steps = sorted({call.step for found in calls.values() for call in found.calls})
-        weights = noise_level_weights(pipe, list(calls), items, prepared.call, steps)
-        write_json(file, {str(step): weight for step, weight in weights.items()})
-    return {int(step): weight for step, weight in read_json(file).items()}
+        weights = noise_level_weights(pipe, list(calls), items, prepared.call, steps, ranks)
+        if ranks.leads:
+            write_json(file, {str(step): weight for step, weight in weights.items()})
+        return weights
+    weights = read_json(file)
+    if not all(re.fullmatch("[0-9]{1,8}", key) and type(each) is float and each >= 0 for key, each in weights.items()):
+        raise ValueError(f"{file}: not the weight of each step; remove it, and the same command measures them again")
+    return {int(step): weight for step, weight in weights.items()}
 
 
 def _work_folder(prepared: Prepared) -> Path:
@@ -473,19 +564,47 @@ def _job(prepared: Prepared) -> dict[str, Any]:
     return {**decisive, "parallel_blocks": prepared.options.parallel_blocks}
 
 
+@contextmanager
+def _work_of(prepared: Prepared) -> Iterator[Path]:
+    """The work folder, for the processes of one job; removed when that is done, kept when it is stopped."""
+    ranks, work = prepared.ranks, _work_folder(prepared)
+    with sole_writer(prepared.output) if ranks.leads else nullcontext():
+        if ranks.leads:
+            _begin(prepared, work)
+        ranks.meet()
+        if not (work / _MANIFEST).is_file():
+            raise RuntimeError(f"{platform.node()}: {work} is not here; use an output that every process can see")
+        try:
+            yield work
+        except BaseException as error:
+            if isinstance(error, ValueError) and ranks.world == 1:  # it would fail again: what was begun is of no use
+                shutil.rmtree(work, ignore_errors=True)
+            elif ranks.leads:
+                _keep_what_is_done(work)
+            raise
+        if ranks.leads:
+            shutil.rmtree(work, ignore_errors=True)
+
+
 def _begin(prepared: Prepared, work: Path) -> None:
-    """Make the work folder, or clear what a killed process left half-made in it; tell of those of other jobs."""
+    """Make the work folder, or clear what a killed process left half-made in it.
+
+    ValueError for one of another job, naming what differs; with `overwrite` that is removed.
+    """
     output, job = prepared.output.resolve(), _job(prepared)
     for other in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work")):
         manifest = other / _MANIFEST
-        if other != work and manifest.is_file():
-            theirs = read_json(manifest)
-            differing = ", ".join(sorted(key for key in job if theirs.get(key) != job[key]))
-            logger.warning(
-                "an interrupted run with another %s is kept in %s; remove that folder unless you mean to go on with it",
-                differing,
-                other,
+        if other == work or not manifest.is_file():
+            continue
+        differing = _differing(job, read_json(manifest))
+        put_back(output, other)
+        if not prepared.options.overwrite:
+            raise ValueError(
+                f"{prepared.output}: an interrupted run with another {differing} is kept in {other}; go on with it by "
+                "its own command, give another --output, or --overwrite to remove what it has done"
             )
+        logger.warning("what an interrupted run with another %s had done is removed: %s", differing, other)
+        shutil.rmtree(other)
     put_back(output, work)
     for half in work.rglob(".*.part"):
         half.unlink()
@@ -516,7 +635,7 @@ def _quantize_component(
     own = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, prepared.options.dtype)
     source = prepared.weights(plan.component)
-    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting)
+    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=prepared.ranks)
     return plan, files, time.perf_counter() - started
 
 
@@ -531,6 +650,7 @@ def _write(part: Path, prepared: Prepared, plan: Plan, files: Sequence[Path], se
     return {
         "component": plan.component,
         "family": plan.family,
+        "notes": list(plan.notes),
         "attention": plan.attention,
         "bytes_before": prepared.weights(plan.component).nbytes,
         "bytes_after": size,
@@ -593,7 +713,11 @@ def _source(prepared: Prepared) -> str:
 def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, Any]:
     """A few paired images against the 16-bit pipeline, and the recipe's gates."""
     options = prepared.options
-    pipe = load_pipeline(ModelFolder(prepared.output.name, part), options.dtype, options.device)
+    with about_to_keep():
+        folder = ModelFolder(prepared.output.name, part)
+    pipe = prepared.bound.load(folder, {}) if prepared.bound else load_pipeline(folder, options.dtype, prepared.device)
+    if prepared.recipe.steps and any(plan.steps for plan in prepared.plans):
+        KeptSteps(pipe, prepared.recipe.steps, prepared.weights, {})
     images = generate(pipe, _check_items(prepared), prepared.call, description="Quantized images")
     agreement = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
@@ -624,13 +748,20 @@ def _check_items(prepared: Prepared) -> Sequence[Any]:
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
-    """What makes a finished checkpoint the same as the one asked for."""
+    """What makes a finished checkpoint the same as the one asked for.
+
+    Where layers are only rounded and there is no checkpoint to compare with, models go by the stamps of their files:
+    they are hashed as they are read, and `_hashed` is what is recorded.
+    """
     options = prepared.options
+    hashed_first = prepared.recipe.profile != "rtn" or prepared.loras or _is_taken(prepared)
+    name_of = prepared.folder.digest if hashed_first else prepared.folder.stamp
     return {
         "fluxq": fluxq.__version__,
         "recipe": prepared.recipe.digest,
-        "model": {plan.component: prepared.folder.digest(plan.component) for plan in prepared.plans},
-        "loras": [[lora.digest, lora.weight] for lora in prepared.loras],
+        "model": {plan.component: name_of(plan.component) for plan in prepared.plans},
+        "copied": checkpoint.digest_rest(prepared.folder, [plan.component for plan in prepared.plans]),
+        "loras": [[lora.component, lora.digest, lora.weight] for lora in prepared.loras],
         "components": sorted(plan.component for plan in prepared.plans),
         "plans": sha256_json({p.component: [[la.name, str(la.scheme)] for la in p.layers] for p in prepared.plans}),
         "prompts": prepared.prompts.digest,
@@ -645,22 +776,47 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
 def _finished(prepared: Prepared) -> dict[str, Any] | None:
     """The record of a finished checkpoint at the output that is just what was asked for."""
     output = prepared.output
-    if prepared.options.overwrite or not output.exists():
-        return None
-    if not any(output.iterdir()):
+    if not _is_taken(prepared):
         return None
     record = read_plan_file(output)
     if record is None:
         raise ValueError(f"output folder {output} is not empty; give another --output, or --overwrite to replace it")
-    differing = sorted(key for key, value in prepared.identity.items() if record.get("identity", {}).get(key) != value)
+    differing = _differing(_hashed(prepared), record.get("identity", {}))
     if differing:
         raise ValueError(
-            f"output folder {output} holds a checkpoint with another {', '.join(differing)}; "
+            f"output folder {output} holds a checkpoint with another {differing}; "
             "give another --output, or --overwrite to replace it"
         )
     if prepared.options.check and record["check"] is None:
         raise ValueError(f"{output} was made with --no-check; pass it again to accept that, or --overwrite to check")
     return record
+
+
+def _is_taken(prepared: Prepared) -> bool:
+    """Whether something stands at the output that may not be replaced."""
+    output = prepared.output
+    return not prepared.options.overwrite and output.exists() and any(output.iterdir())
+
+
+def _hashed(prepared: Prepared, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
+    """The identity with digests in place of stamps; read: by component, the tensors that were hashed already."""
+    known, folder = read or {}, prepared.folder
+    model = {
+        component: name if isinstance(name, str) else folder.digest(component, known.get(component))
+        for component, name in prepared.identity["model"].items()
+    }
+    return {**prepared.identity, "model": model}
+
+
+def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """The keys of `mine` that have another value in `theirs`; of objects in both, which of their keys."""
+    found = []
+    for key in sorted(key for key, value in mine.items() if theirs.get(key) != value):
+        one, other, parts = mine[key], theirs.get(key), []
+        if isinstance(one, dict) and isinstance(other, dict):
+            parts = sorted(part for part in one.keys() | other.keys() if one.get(part) != other.get(part))
+        found.append(f"{key} ({', '.join(parts)})" if parts else key)
+    return ", ".join(found)
 
 
 def _require_folder(prepared: Prepared) -> None:
@@ -698,7 +854,7 @@ def require_device(device: str) -> None:
 
 def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
     """Refuse generation defaults that the pipeline does not take, before it is loaded."""
-    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    pipeline = folder.pipeline_class
     if pipeline is None:
         name = folder.index["_class_name"]
         raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
@@ -711,7 +867,7 @@ def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
 
 def require_steps(folder: ModelFolder) -> None:
     """ValueError for a pipeline that does not tell of its steps, which a run of it is followed by."""
-    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    pipeline = folder.pipeline_class
     if pipeline is not None and "callback_on_step_end" not in inspect.signature(pipeline.__call__).parameters:
         raise ValueError(
             f"{folder.name}: a {pipeline.__name__} takes no callback_on_step_end in this diffusers, so it cannot be "
@@ -719,9 +875,18 @@ def require_steps(folder: ModelFolder) -> None:
         )
 
 
+def _scheduler(folder: ModelFolder) -> Any:
+    """The pipeline's, from its files; ValueError for one that this diffusers does not have."""
+    name = folder.components.get("scheduler", "")
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise ValueError(f"{folder.name}: this diffusers has no scheduler {name!r}; leave `steps` out of the recipe")
+    return kind.from_pretrained(folder.path / "scheduler", local_files_only=True)
+
+
 def require_images(folder: ModelFolder, cure: str) -> None:
     """ValueError for a pipeline that makes video."""
-    pipeline = getattr(diffusers, folder.index["_class_name"], None)
+    pipeline = folder.pipeline_class
     if pipeline is not None and "num_frames" in inspect.signature(pipeline.__call__).parameters:
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes video, and only images can be compared; {cure}")
 
@@ -771,16 +936,7 @@ def _space_needed(prepared: Prepared, work: Path) -> int:
 
 def _most_bytes(plan: Plan, source: SourceWeights, dtype: torch.dtype) -> int:
     """What a quantized component takes, if its layers end with all that may be tried."""
-    bits = {
-        f"{layer.name}.weight": replace(
-            scheme,
-            rank=layer.method.rank,
-            center="center" in layer.method.transforms,
-            smooth="smooth" in layer.method.transforms,
-        ).stored_bits(layer.n, layer.k)
-        for layer in plan.quantized
-        if (scheme := layer.scheme)
-    }
+    bits = {f"{layer.name}.weight": layer.most_stored_bits for layer in plan.quantized}
     plain = [name for name in source.names if name not in bits]
     stored = [(source.stored(name), source.stays_fp32(name)) for name in plain]
     return sum(bits.values()) // 8 + sum(s.nbytes if as_is else prod(s.shape) * dtype.itemsize for s, as_is in stored)

@@ -28,7 +28,8 @@ from fluxq.eval.schema import JSON_FILE, Debug, Item, Protocol, Report, Run, Siz
 from fluxq.eval.sides import BACKENDS, Side, variants
 from fluxq.integrations.optimize import optimize
 from fluxq.integrations.prepare import prepare
-from fluxq.jobs import recorded_loras, require_call, require_device, require_images
+from fluxq.jobs import require_call, require_device, require_images
+from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
@@ -112,7 +113,7 @@ def subject(output: Path, options: Options) -> Subject:
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
     count, seeds = options.count or protocol.count, options.seeds or protocol.seeds
     first = protocol.first_seed if options.seed is None else options.seed
-    loras = tuple((str(lora.path), lora.weight) for lora in recorded_loras(record))
+    loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record))
     digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
     reference_digest = sha256_json([digest, record.get("loras", [])]) if loras else digest
     return Subject(
@@ -121,7 +122,9 @@ def subject(output: Path, options: Options) -> Subject:
         record=record,
         folder=folder,
         reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras),
-        quantized=Side(output.resolve().name, str(output.resolve()), own, options.dtype),
+        quantized=Side(
+            output.resolve().name, str(output.resolve()), own, options.dtype, source=str(folder.path.resolve())
+        ),
         prompts=prompts,
         protocol=Protocol(
             name=options.protocol,

@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from fluxq.catalogue import Model
     from fluxq.eval.schema import Debug, Estimate, Report, Speed
     from fluxq.jobs import Prepared
     from fluxq.quantize.verify import Result
@@ -80,7 +81,10 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record["check"])))
     if chosen := [f"{plan.attention} in {plan.component}" for plan in prepared.plans if plan.attention != "16bit"]:
         rows.append(("attention", *[""] * (len(columns) - 1), ", ".join(chosen)))
-    rows += [("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g}") for f in prepared.loras]
+    rows += [
+        ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}")
+        for f in prepared.loras
+    ]
     _table(header, rows)
     _decisions(parts)
     click.echo(f"checkpoint: {prepared.output}")
@@ -180,6 +184,57 @@ def verified(results: Sequence[Result]) -> None:
         click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}")
         for finding in result.findings:
             click.echo(f"{'':<12}  {finding.where}: {finding.what}")
+
+
+def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
+    """Published models and what recipes make of them: a line for each, or with what becomes of each kind of Linear."""
+    from fluxq import catalogue
+
+    if not in_detail:
+        _table(*catalogue.table(found, recipes))
+        click.echo(f"under a recipe: {catalogue.CELL}")
+        click.echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
+        return
+    for model in found:
+        _family(model, recipes)
+
+
+def _family(model: Model, recipes: Sequence[str]) -> None:
+    from fluxq import catalogue
+
+    row, family, number = model.row, model.family, catalogue.digits
+    also = f" (and {', '.join(row.also)})" if row.also else ""
+    click.echo(f"{row.name}{also}: {family.model} of {family.library}, family {family.name}")
+    each = f", {row.count} of them together" if row.count > 1 else ""
+    size = f"{number(model.parameters / 1e9)} B parameters{each}, {number(model.bytes_16bit / 1e9)} GB in 16 bit"
+    click.echo(f"{size}; {model.quantized_share:.1%} of the parameters are quantized")
+    rows = [
+        (
+            role.role or "16 bit",
+            str(role.count),
+            number(role.weights / 1e6),
+            ", ".join(f"{n}×{k}" for n, k in role.shapes[:3]) + (", …" if len(role.shapes) > 3 else ""),
+            f"{role.made_by}, read by {' | '.join(role.together)}" if role.role else role.reason,
+        )
+        for role in model.roles()
+    ]
+    _table(("role", "Linears", "M weights", "N×K", "input, or why not"), rows)
+    sizes = [model.size(recipe) for recipe in recipes]
+    rows = [
+        (
+            size.recipe,
+            catalogue.bits(size),
+            number(size.checkpoint_bytes / 1e9),
+            number(size.serving_bytes / 1e9),
+            number(size.quantizing_bytes / 1e9),
+        )
+        for size in sizes
+    ]
+    _table(("recipe", "bits per weight", "checkpoint, GB", "to serve, GB", "to quantize, GB"), rows, right=True)
+    if model.activation_bytes:
+        activations = f"{number(model.activation_bytes / 1e9)} GB of activations, estimated"
+        click.echo(f"to serve: weights as stored, and {activations}")
+    click.echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB\n")
 
 
 def environment(report: dict[str, Any]) -> None:
@@ -305,9 +360,9 @@ def _psnr(check: dict[str, Any] | None) -> str:
 
 def _summary(component: Plan) -> None:
     attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
-    click.echo(
-        f"{component.component}: {_counts(component)}, {component.bits_per_weight:.2f} bits per weight{attention}"
-    )
+    steps = f", {component.steps} in 16 bit" if component.steps else ""
+    bits = f"{component.bits_per_weight:.2f} bits per weight"
+    click.echo(f"{component.component}: {_counts(component)}, {bits}{attention}{steps}")
 
 
 def _counts(component: Plan) -> str:

@@ -6,14 +6,15 @@ pickle weights or remote code is refused by name.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
@@ -31,6 +32,12 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
+_MOST_LAYERS = 8000
+_LARGEST_TABLE = 100_000  # a hundred times the steps that models are trained on
+_LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
+    **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000, "num_frames": 10_000},
+    **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
+}
 _ATTENTION = "attn_implementation"
 _SNAPSHOTS = "snapshots"  # in the hub's cache: commit -> folder
 _HUB_PATTERNS = [
@@ -67,15 +74,33 @@ class ModelFolder:
         listed = {name: value for name, value in self.index.items() if isinstance(value, list)}
         return {name: value[1] for name, value in listed.items() if value[0] is not None}
 
+    @property
+    def pipeline_class(self) -> type | None:
+        """The pipeline's class; None where this diffusers has no such one."""
+        import diffusers
+
+        found = getattr(diffusers, self.index["_class_name"], None)
+        return found if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline) else None
+
     def config(self, component: str) -> dict[str, Any]:
         """The component's `config.json`."""
         return read_json(self.path / component / "config.json")
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
-        """Arguments of a normal pipeline call that the folder carries; empty for most models."""
+        """Arguments of a normal pipeline call that the folder carries; empty for most models.
+
+        ValueError naming the file and the argument for a value that no call takes.
+        """
         path = self.path / GENERATION_FILE
-        return read_json(path) if path.is_file() else {}
+        found = read_json(path) if path.is_file() else {}
+        for name, value in found.items():
+            most = _LARGEST.get(name)
+            if most and not (type(value) is int and 1 <= value <= most):
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected a whole number from 1 to {most}")
+            if not _is_plain(value):
+                raise ValueError(f"{path}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
+        return found
 
     def weight_files(self, component: str) -> list[Path]:
         """The component's safetensors files as diffusers picks them: an index's shards, else the one file.
@@ -98,12 +123,28 @@ class ModelFolder:
         held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
         raise ValueError(f"{folder}: {held}")
 
-    def digest(self, component: str) -> str:
-        """SHA-256 over the names and bytes of the component's config and weights."""
-        files = [self.path / component / "config.json", *self.weight_files(component)]
+    def digest(self, component: str, hashed: Mapping[str, str] | None = None) -> str:
+        """SHA-256 of the component: its config.json, and names, dtypes, shapes and bytes of its tensors.
+
+        How these are cut into files makes no difference. hashed: name -> SHA-256 of the bytes of those tensors that
+        were read already; the others are read.
+        """
+        files, known = [TensorFile(path) for path in self.weight_files(component)], hashed or {}
+        tensors = [(file, name) for file in files for name in file.keys()]
+
+        def describe(of: tuple[TensorFile, str]) -> list[Any]:
+            file, name = of
+            stored = file.stored[name]
+            return [name, stored.dtype, stored.shape, known.get(name) or file.sha256(name)]
+
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-            hashes = pool.map(sha256_file, files)
-            return sha256_json([[path.name, found] for path, found in zip(files, hashes, strict=True)])
+            described = sorted(pool.map(describe, tensors))
+        return sha256_json([sha256_file(self.path / component / "config.json"), described])
+
+    def stamp(self, component: str) -> list[list[Any]]:
+        """Name, size and time of each of the component's files, another where one was replaced: nothing is read."""
+        files = [self.path / component / "config.json", *self.weight_files(component)]
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
     @property
     def license(self) -> dict[str, str]:
@@ -144,24 +185,31 @@ def resolve_model(model: str, *, revision: str | None = None, local_files_only: 
     return folder
 
 
-def load_pipeline(folder: ModelFolder, dtype: str = "bfloat16", device: str = "cpu") -> DiffusionPipeline:
-    """The stock diffusers pipeline of a folder, its own progress bar off; weights are read from safetensors only."""
+def load_pipeline(
+    folder: ModelFolder, dtype: str = "bfloat16", device: str = "cpu", models: Mapping[str, Any] | None = None
+) -> DiffusionPipeline:
+    """The stock diffusers pipeline of a folder, its own progress bar off; weights are read from safetensors only.
+
+    models: by component, all those with weights, which are then taken as and where they are.
+    """
     import diffusers
     import torch
-    from safetensors import SafetensorError
 
     check_weights(folder)
     try:
         with _without_loading_bars():
             pipeline = diffusers.DiffusionPipeline.from_pretrained(
-                folder.path, dtype=getattr(torch, dtype), use_safetensors=True, local_files_only=True
+                folder.path, dtype=getattr(torch, dtype), use_safetensors=True, local_files_only=True, **(models or {})
             )
-    except (SafetensorError, json.JSONDecodeError, TypeError, AttributeError, KeyError) as error:
+    except (ImportError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever constructors and parsers make of values that they did not expect
         raise ValueError(
-            f"{folder.path}: cannot be loaded ({error}); a file is damaged, copy the folder again"
-        ) from error  # of values that a constructor did not expect, as a rule
+            f"{folder.path}: cannot be loaded ({type(error).__name__}: {first_line(error)}); a file is damaged, copy "
+            "the folder again"
+        ) from error
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device)
+    return pipeline.to(device) if models is None else pipeline
 
 
 @contextmanager
@@ -202,7 +250,7 @@ def require_safe(folder: ModelFolder) -> None:
         if isinstance(value, list) and value != [None, None]:
             if len(value) != 2 or not isinstance(value[1], str):
                 raise ValueError(f"{folder.path}: model_index.json says {value!r} of {component!r}, not its class")
-            if value[0] not in _LIBRARIES:
+            if module_of(value[0]) is None:
                 raise ValueError(
                     f"{folder.path}: component {component!r} comes from {value[0]!r}; "
                     f"only {' and '.join(_LIBRARIES)} are loaded, and code of a model repository is never run"
@@ -214,11 +262,34 @@ def require_safe(folder: ModelFolder) -> None:
     for component in folder.components:
         config = folder.path / component / "config.json"
         if config.is_file():
-            _require_no_kernel(config)
+            _require_harmless(config)
+        for file, key in (("scheduler_config.json", ""), ("tokenizer_config.json", "extra_ids")):
+            if (folder.path / component / file).is_file():
+                _require_moderate(folder.path / component / file, key)
 
 
-def _require_no_kernel(config: Path) -> None:
-    """ValueError for attention under the name of a repository: transformers would fetch and run what is there."""
+def module_of(library: object) -> str | None:
+    """The module that a component's class is of, by the first word of its entry in `model_index.json`.
+
+    That is "diffusers", "transformers", or the folder of a pipeline inside diffusers, which the latter writes without
+    the rest of its path: Stable Diffusion's safety checker is of "stable_diffusion". None for anything else.
+    """
+    if not isinstance(library, str) or library in _LIBRARIES:
+        return library if isinstance(library, str) else None
+    import diffusers.pipelines
+
+    path = f"{diffusers.pipelines.__name__}.{library}"
+    module = getattr(diffusers.pipelines, library, None) if library.isidentifier() else None
+    is_folder = isinstance(module, ModuleType) and module.__name__ == path and hasattr(module, "__path__")
+    return path if is_folder else None
+
+
+def _require_harmless(config: Path) -> None:
+    """ValueError for what loading would come to grief over before it could be seen.
+
+    That is attention under the name of a repository, whose code transformers would fetch and run, and a number of
+    layers that no model has, for each of which a configuration may make entries.
+    """
     left: list[tuple[str, Any]] = list(read_json(config).items())
     while left:
         key, value = left.pop()
@@ -226,6 +297,21 @@ def _require_no_kernel(config: Path) -> None:
             left += [(key if key.endswith(_ATTENTION) else inner, held) for inner, held in value.items()]
         elif key.endswith(_ATTENTION) and isinstance(value, str) and "/" in value:
             raise ValueError(f"{config}: asks for attention from {value!r}, whose code is never run; remove {key!r}")
+        elif key.endswith(("layers", "depth")) and isinstance(value, (int, float)) and value > _MOST_LAYERS:
+            raise ValueError(f"{config}: {key}: its numbers ask for more than {_MOST_LAYERS} modules")
+
+
+def _require_moderate(config: Path, only: str) -> None:
+    """ValueError for a number that would become a table for which no memory has room. only: this key, else any."""
+    for key, value in read_json(config).items():
+        if only in ("", key) and isinstance(value, (int, float)) and value > _LARGEST_TABLE:
+            raise ValueError(f"{config}: {key} is {str(value)[:80]}, expected a number up to {_LARGEST_TABLE}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) and not isinstance(item, list) for item in value)
+    return value is None or isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and abs(value) < inf)
 
 
 def _links_out(folder: Path) -> Iterator[Path]:

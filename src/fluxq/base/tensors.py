@@ -14,6 +14,7 @@ so that every tensor begins at a multiple of its item size. The format: https://
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -96,6 +97,20 @@ class TensorFile:
             stream.seek(stored.begin)
             _read_into(stream, data.numpy().data)
         return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
+
+    def sha256(self, name: str) -> str:
+        """Hex SHA-256 of a tensor's bytes, a few of them in memory at a time."""
+        stored, found = self.stored[name], hashlib.sha256()
+        with _damage(self.path), FileIO(self.path) as stream:
+            stream.seek(stored.begin)
+            for at in range(0, stored.nbytes, _AT_ONCE):
+                found.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
+        return found.hexdigest()
+
+
+def sha256_of(tensor: Tensor) -> str:
+    """Hex SHA-256 of a tensor's bytes, as `TensorFile.sha256` has it."""
+    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

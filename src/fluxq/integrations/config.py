@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.quantize.attention import attention_of
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
 from fluxq.quantize.linear import QuantLinear
+from fluxq.recipes.recipe import Steps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +59,7 @@ class FluxqConfig:
         self.recipe, self.profile = None if recipe is None else str(recipe), profile
         self.include, self.exclude, self.component = _patterns(include), _patterns(exclude), component
         self._stored = QuantizationConfig.from_dict(stored) if stored else None
+        self._steps = self._stored.steps if self._stored else None
         self._model: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -76,16 +78,20 @@ class FluxqConfig:
         """What a checkpoint of the model would say: of its layers as they are now, once there is a model."""
         model = self.model
         if model is not None:
-            return _layers_of(model)
+            return _layers_of(model, self._steps)
         if self._stored is None:
             raise ValueError(f"recipe {self.recipe} has not been applied to a model yet")
         return self._stored
 
-    def describing(self, model: nn.Module) -> FluxqConfig:
-        """A config for this model alone, which from now on says what its layers are."""
+    def describing(self, model: nn.Module, steps: Steps | None = None) -> FluxqConfig:
+        """A config for this model alone, which from now on says what its layers are.
+
+        steps: that are kept in 16 bit, where a recipe was applied; a stored config has its own.
+        """
         config = FluxqConfig.__new__(FluxqConfig)
         config.__dict__.update(self.__dict__, recipe=None)
-        config._stored, config._model = _layers_of(model), weakref.ref(model)
+        config._steps = self._steps or steps
+        config._stored, config._model = _layers_of(model, config._steps), weakref.ref(model)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,8 +138,9 @@ def _patterns(given: str | Iterable[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def _layers_of(model: nn.Module) -> QuantizationConfig:
+def _layers_of(model: nn.Module, steps: Steps | None) -> QuantizationConfig:
     """PEFT puts the layers that it adapts one level down."""
     attention = attention_of(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
-    return QuantizationConfig.of(((name.removesuffix(".base_layer"), scheme) for name, scheme in layers), attention)
+    named = ((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)
+    return QuantizationConfig.of(named, attention, steps)

@@ -35,7 +35,8 @@ from fluxq.integrations.loading import (
 from fluxq.quantize.attention import attention_of
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.linear import SCALE_NAMES
-from fluxq.recipes.recipe import Attention
+from fluxq.quantize.steps import tell
+from fluxq.recipes.recipe import Attention, Steps
 
 
 class FluxqQuantizer(DiffusersQuantizer):
@@ -54,6 +55,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.exact: dict[str, Tensor] = {}
         self.arrivals: Arrivals | None = None
         self.attention: Attention = "16bit"
+        self.steps: Steps | None = None
 
     @property
     def is_serializable(self) -> bool:
@@ -80,6 +82,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         if self.pre_quantized:
             stored = self.quantization_config.stored
             self.exact, self.attention = put_layers(model, stored.schemes, self.dtype), stored.attention
+            self.steps = stored.steps
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
                     held = layer.get_parameter(name)
@@ -87,10 +90,10 @@ class FluxqQuantizer(DiffusersQuantizer):
             return
         plan = plan_for(model, self.quantization_config)
         if plan is not None:
-            self.arrivals, self.attention = Arrivals(plan), plan.attention
+            self.arrivals, self.attention, self.steps = Arrivals(plan), plan.attention, plan.steps
             put_layers(model, dict(plan.schemes()), self.dtype)
             for _, layer in quant_layers(model):  # the loader compares a weight's shape before it asks
-                shape = (layer.out_features, layer.in_features)
+                shape = layer.plain(False, self.dtype).weight.shape
                 set_tensor(layer, "weight", torch.empty(shape, dtype=torch.uint8, device="meta"))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
@@ -106,7 +109,9 @@ class FluxqQuantizer(DiffusersQuantizer):
         if self.attention != "16bit":
             set_attention(model, self.attention)
         model.is_quantized = bool(quant_layers(model))
-        self.quantization_config = self.quantization_config.describing(model)
+        self.quantization_config = self.quantization_config.describing(model, self.steps)
+        if self.steps is not None:
+            tell(self.steps)
         _set_config(model, self.quantization_config if model.is_quantized else None)
         return model
 

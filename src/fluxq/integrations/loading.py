@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
+from fluxq.base.linears import is_linear, linear_size
 from fluxq.integrations.config import FluxqConfig
+from fluxq.quantize.checkpoint import shapes_of
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.nearest import joined_global_scale, quantize_weight
+from fluxq.quantize.pointwise import placeholder
 from fluxq.quantize.prepare import as_stored
+from fluxq.quantize.structure import model_family
 from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.recipes.families import family_of
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan
+from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
 
 
@@ -33,11 +37,10 @@ def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dty
     exact: dict[str, Tensor] = {}
     for name, scheme in schemes.items():
         old = submodule(model, name)
-        if not isinstance(old, nn.Linear):
+        if old is None or not is_linear(old):
             raise ValueError(f"checkpoint quantizes {name!r}, which is no Linear of this {type(model).__name__}")
-        scheme.weights.check_shape(old.out_features, old.in_features, name)
-        with torch.device("meta"):
-            new = QuantLinear(old.in_features, old.out_features, old.bias is not None, scheme, dtype)
+        scheme.weights.check_shape(*linear_size(old), name)
+        new = placeholder(old, scheme, dtype)
         exact.update({f"{name}.{tensor}": new.get_parameter(tensor).data for tensor in new.stored_names})
         model.set_submodule(name, new)
     return exact
@@ -111,7 +114,7 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     recipe_name, recipe = load_recipe(str(config.recipe), profile=config.profile)  # pyright: ignore[reportArgumentType]
     class_name = type(model).__name__
     try:
-        family = family_of(class_name)
+        family = model_family(model)
     except ValueError as error:
         raise ValueError(
             f"{error}. Leave this component in 16 bit by naming those to quantize: "
@@ -139,7 +142,7 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
         family,
         class_name,
         entry,
-        [LinearShape(n, m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)],
+        shapes_of(model),
         static_inputs=False,
         profile=recipe.profile,
         compat=recipe.compat,
@@ -148,7 +151,7 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     )
     for note in plan.notes:
         logger.warning(note)
-    return plan
+    return replace(plan, steps=recipe.steps if family.kind == "transformer" else None)
 
 
 class Arrivals:
@@ -169,7 +172,7 @@ class Arrivals:
         return name in self._layers
 
     def add(self, name: str, weight: Tensor) -> dict[str, QuantizedTensor]:
-        """Layers that this weight (N, K), as it is in the file, completes: itself, its group, or none yet."""
+        """Layers that this weight, as it is in the file, completes: itself, its group, or none yet."""
         layer = self._layers[name]
         if not layer.shares_global_scale:
             self._left.discard(name)

@@ -11,16 +11,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
+from fluxq.base.linears import PIXELS
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.pointwise import QuantPointwise
 
 
-class QuantLora(lora.Linear):
-    """Adapters around a QuantLinear."""
+class _IntoBranch(lora.LoraLayer):
+    """An adapter that is merged into the low-rank branch of a quantized layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,7 +50,7 @@ class QuantLora(lora.Linear):
                 raise ValueError(f"adapter {name!r} has a bias of its own, which cannot be fused and taken out exactly")
             down: Any = self.lora_A[name]
             up: Any = self.lora_B[name]
-            a, b = down.weight, up.weight * self.scaling[name]
+            a, b = down.weight.flatten(1), up.weight.flatten(1) * self.scaling[name]
             if safe_merge and not (a.isfinite().all() and b.isfinite().all()):
                 raise ValueError(f"adapter {name!r} holds NaN or infinity; get its file again")
             self._layer.append_low_rank(a.detach(), b.detach())
@@ -63,6 +66,38 @@ class QuantLora(lora.Linear):
     @property
     def _layer(self) -> QuantLinear:
         return self.get_base_layer()  # pyright: ignore[reportReturnType]
+
+
+class QuantLora(_IntoBranch, lora.Linear):
+    """Adapters around a QuantLinear."""
+
+
+class _PointwiseAdapters(lora.Conv2d):
+    """Adapters that are convolutions, as LoRA files of convolutions have them, and compute as those of Linears do."""
+
+    def update_layer(self, *args: Any, **kwargs: Any) -> None:
+        """PEFT makes adapters of the base layer's own class, and asks how many axes its weight has."""
+        held: Any = self.base_layer
+        layer: Any = self.get_base_layer()
+        self._kernel_dim = 4
+        self.base_layer = _Pointwise(
+            1, 1, 1, bias=layer.bias is not None, device=layer.weight.device, dtype=layer.compute_dtype
+        )
+        try:
+            super().update_layer(*args, **kwargs)
+        finally:
+            self.base_layer = held
+
+
+class _Pointwise(nn.Conv2d):
+    """A 1x1 convolution whose bits are those of F.linear, so that its merged form computes the same."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.movedim(PIXELS, -1), self.weight.flatten(1), self.bias).movedim(-1, PIXELS)
+
+
+class QuantPointwiseLora(_IntoBranch, _PointwiseAdapters):
+    """Adapters around a QuantPointwise."""
 
 
 class KeptLora(lora.Linear):
@@ -100,7 +135,8 @@ def register_with_peft() -> None:
         *asked_through, lora_config, adapter_name, target = arguments
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if isinstance(base, QuantLinear):
-            return QuantLora(target, adapter_name, config=lora_config, **options)
+            around = QuantPointwiseLora if isinstance(base, QuantPointwise) else QuantLora
+            return around(target, adapter_name, config=lora_config, **options)
         made = stock(lora_config, adapter_name, target, **options)
         if type(made) is lora.Linear and any(_is_quantized(tuner.model) for tuner in asked_through):
             made.__class__ = KeptLora  # built as PEFT builds it; only merging differs
@@ -118,7 +154,7 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
     def merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
         merges = stock.__name__ == "merge_adapter" or kwargs.get("merge", args[0] if args else True)
         for name, module in self.model.named_modules() if merges else ():
-            if isinstance(module, BaseTunerLayer) and not isinstance(module, QuantLora):
+            if isinstance(module, BaseTunerLayer) and not isinstance(module, _IntoBranch):
                 if isinstance(module.get_base_layer(), QuantLinear):
                     raise ValueError(
                         f"{name}: a {type(module).__name__} adapter cannot be merged into a quantized layer; only LoRA "

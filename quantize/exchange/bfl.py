@@ -1,0 +1,52 @@
+"""Black Forest Labs' layers, as stock diffusers reads them with `BFLQuantizationConfig()`.
+
+    fp8r     weight E4M3 [N, K], weight_scale F32 [N]
+    nvfp4    weight U8 [N, K/2], weight_scale E4M3 [N, K/16], weight_scale_2 and input_scale F32 [], as ModelOpt's
+
+A layer is nvfp4 where it has `weight_scale_2`, nothing else marks it, and both may stand in one file. Without
+`input_scale` diffusers refuses nvfp4. BFL's FLUX.2 files are another dialect, ComfyUI's. Source: diffusers 0.42.1,
+quantizers/bfl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fluxq.quantize.exchange import modelopt
+from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, row_for
+
+_MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
+
+
+def encode(layer: QuantTensors) -> Encoded:
+    """Tensors and entry of a layer; ValueError that says why there is no format for it."""
+    row, notes = row_for(layer, ROWS, "bfl")
+    if "weight_scale_2" in layer.tensors and layer.tensors["weight_scale_2"].ndim:
+        raise ValueError("bfl: nvfp4 has one global scale; q, k and v of one file must share theirs")
+    return Encoded(dict(layer.tensors), {"format": row.name}, notes)
+
+
+def decode(
+    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
+) -> QuantTensors:
+    """The layer whose weight is (N, K) = shape; the tensors say which format it is."""
+    name = "nvfp4" if "weight_scale_2" in tensors else "fp8r"
+    if name == "nvfp4" and "input_scale" not in tensors:
+        raise ValueError("bfl: the layer has weight_scale_2 and no input_scale, which diffusers requires")
+    return modelopt.decode(tensors, shape, {"quant_algo": _MODELOPT[name]})
+
+
+def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The header of a file: of one in fp8r alone, BFL's two words; diffusers reads none. entries: by layer."""
+    only_rows = {entry["format"] for entry in entries.values()} == {"fp8r"}
+    return {"quantization": "fp8r", "scale": "per_row_fp32"} if only_rows else {}
+
+
+_READER = "diffusers"
+ROWS = (
+    Row("fp8r", "fp8", "fp8", also=(None,), read_by=f"{_READER}, SGLang-Diffusion"),
+    Row("nvfp4", "nvfp4", "nvfp4", input_scale="required", read_by=_READER),
+)

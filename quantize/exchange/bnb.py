@@ -1,0 +1,76 @@
+"""bitsandbytes' 4-bit layers, to read from: NF4 and FP4 codes into a table of 16 numbers, which is no format of ours.
+
+    weight U8 [N·K/2, 1]                the first of two in the high nibble, row by row
+    weight.absmax                       F32 [blocks], or U8 into weight.nested_quant_map F32 [256], whose blocks of 256
+                                        have scales weight.nested_absmax F32, and nested_offset on top
+    weight.quant_map F32 [16]
+    weight.quant_state.bitsandbytes__nf4   U8, JSON: blocksize, shape, dtype, nested_…
+
+Source: bitsandbytes 0.50, functional.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.exchange.layer import Plain, Tensors
+
+STATE = "weight.quant_state.bitsandbytes__"
+_LONGEST = 1 << 12  # bytes of a state; they are some hundreds
+
+
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None) -> Plain:
+    """The weight (N, K) = shape in fp32."""
+    held, (n, k) = Tensors(tensors, "bnb"), shape
+    kind = next((name.removeprefix(STATE) for name in tensors if name.startswith(STATE)), "")
+    if kind not in ("nf4", "fp4"):
+        raise ValueError(f"bnb: the layer has no {STATE}nf4; 8-bit and other files of bitsandbytes are not read here")
+    state = state_of(held.take(STATE + kind, torch.uint8))
+    if tuple(state.get("shape", ())) != shape:
+        raise ValueError(f"bnb: quant_state says the weight is {state.get('shape')}, the model has {list(shape)}")
+    codes = held.take("weight", torch.uint8, (n * k // 2, 1), (n * k // 2,)).reshape(-1)
+    table = held.take("weight.quant_map", torch.float32, (16,))
+    count = _blocks(n * k, state, "blocksize")
+    if "weight.nested_absmax" in held:
+        indices = held.take("weight.absmax", torch.uint8, (count,)).int()
+        outer = held.scale("weight.nested_absmax", torch.float32, (_blocks(count, state, "nested_blocksize"),))
+        numbers = held.take("weight.nested_quant_map", torch.float32, (256,))
+        wide = outer.repeat_interleave(state["nested_blocksize"])[:count]
+        offset = state.get("nested_offset")
+        if not isinstance(offset, (int, float)):
+            raise ValueError(f"bnb: nested_offset is {offset!r}, no number")
+        absmax = numbers[indices] * wide + offset
+    else:
+        absmax = held.scale("weight.absmax", torch.float32, (count,))
+    bias = held.bias(n).get("bias")
+    held.finish()
+    values = table[torch.stack([codes >> 4, codes & 0xF], dim=-1).reshape(-1).int()]
+    weight = values * absmax.repeat_interleave(state["blocksize"])[: n * k]
+    if not torch.isfinite(weight).all():
+        raise ValueError("bnb: the tables hold NaN or infinity; get the file again")
+    return Plain(weight.reshape(shape), bias, f"{kind} has a table of its own")
+
+
+def state_of(tensor: Tensor) -> dict[str, Any]:
+    """The JSON object of a quant_state tensor, with a `shape`; ValueError if it holds none."""
+    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
+        raise ValueError(f"bnb: quant_state is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
+    try:
+        state = json.loads(bytes(tensor.tolist()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"bnb: quant_state is no JSON ({error}); get the file again") from None
+    if not isinstance(state, dict) or not isinstance(state.get("shape"), list):
+        raise ValueError("bnb: quant_state is no JSON object with a shape; get the file again")
+    return state
+
+
+def _blocks(elements: int, state: Mapping[str, Any], name: str) -> int:
+    size = state.get(name)
+    if type(size) is not int or not 1 <= size <= 1 << 16:
+        raise ValueError(f"bnb: {name} is {size!r}, no number of elements")
+    return -(-elements // size)

@@ -1,0 +1,210 @@
+"""ComfyUI's layers, as comfy-kitchen's layouts store them (also read by SGLang-Diffusion).
+
+    float8_e4m3fn    weight E4M3 [N, K], weight_scale F32 []
+    nvfp4            weight U8 [16⌈N/16⌉, 8⌈K/16⌉], the even column in the high nibble, weight_scale_2 F32 [],
+                     weight_scale E4M3 [128⌈N/128⌉, 4⌈K/64⌉] swizzled, pre_quant_scale [K]
+    mxfp8            weight E4M3 [32⌈N/32⌉, 32⌈K/32⌉], weight_scale E8M0 [128⌈N/128⌉, 4⌈K/128⌉] swizzled
+    int8_tensorwise  weight I8 [N, K], weight_scale F32 [N, 1] or []
+    awq_w4a16        weight I8 [N, K/2] of q = code + 8, weight_scale and weight_zeros [K/group, N]: (q - 8) · s + z
+
+The format stands in `comfy_quant`, a tensor of JSON, and again in the header's `_quantization_metadata`: ComfyUI reads
+either, SGLang only the tensor. Without `full_precision_matrix_mult` x is rounded to the weight's format, with it the
+weight is widened. Source: ComfyUI's comfy/ops.py and quant_ops.py, comfy-kitchen 0.2.40.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.encode import unpack
+from fluxq.quantize.exchange.layer import (
+    FLOATS,
+    Encoded,
+    Plain,
+    QuantTensors,
+    Row,
+    Tensors,
+    named_row,
+    native,
+    positive,
+    row_for,
+    without_zero_exponents,
+)
+from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, swap_nibbles, unblock_scales
+from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
+
+_WIDENED = "full_precision_matrix_mult"
+_LONGEST = 1 << 12  # bytes of a comfy_quant; they are some dozens
+
+
+def encode(layer: QuantTensors) -> Encoded:
+    """Tensors and entry of a layer; ValueError that says why there is no format for it."""
+    row, notes = row_for(layer, ROWS, "comfy")
+    tensors = dict(layer.tensors)
+    weight, scale = tensors["weight"], tensors["weight_scale"]
+    entry: dict[str, Any] = {"format": row.name}
+    if row.activations is None and row.name != "awq_w4a16":
+        entry[_WIDENED] = True
+    if row.name == "nvfp4":
+        if tensors["weight_scale_2"].ndim:
+            raise ValueError("comfy: nvfp4 has one global scale; q, k and v of one file must share theirs")
+        tensors |= {"weight": pad(swap_nibbles(weight), 16, 8), "weight_scale": block_scales(scale)}
+    elif row.name == "mxfp8":
+        blocked = block_scales(scale).view(torch.float8_e8m0fnu)
+        tensors |= {"weight": pad(weight, 32, 32), "weight_scale": blocked}
+    elif row.name == "int8_tensorwise":
+        tensors["weight_scale"] = scale.reshape(-1, 1)
+    elif row.name == "awq_w4a16":
+        entry["group_size"] = layer.scheme.weights.group_size
+        turned = scale.T.contiguous()
+        tensors |= {"weight": (weight ^ 0x88).view(torch.int8)}  # two's complement to code + 8: the top bits flip
+        tensors |= {"weight_scale": turned, "weight_zeros": torch.zeros_like(turned)}
+    tensors |= layer.beside
+    tensors["comfy_quant"] = torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)
+    return Encoded(tensors, entry, notes)
+
+
+def decode(
+    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
+) -> QuantTensors | Plain:
+    """The layer whose weight is (N, K) = shape; entry: for files whose layers have no `comfy_quant`."""
+    held = Tensors(tensors, "comfy")
+    said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else dict(entry or {})
+    row = named_row(ROWS, said.get("format"), "comfy")
+    if said.get(_WIDENED) and row.activations is not None:
+        row = named_row(ROWS, row.name, "comfy", None)
+    done = held.bias(shape[0])
+    found = _READERS[row.name](held, shape, said)
+    beside: dict[str, Tensor] = {}
+    for name, dtypes, sizes in (("pre_quant_scale", FLOATS, [(shape[1],)]), ("input_scale", torch.float32, [(), (1,)])):
+        if name in held:
+            value = held.scale(name, dtypes, *sizes)
+            target = done if name == "pre_quant_scale" or row.input_scale != "none" else beside
+            target[name] = value if name == "pre_quant_scale" else value.reshape(())
+    held.finish()
+    if isinstance(found, tuple):
+        weight, why = found
+        weight = weight * done["pre_quant_scale"].float() if "pre_quant_scale" in done else weight
+        return Plain(weight, done.get("bias"), why)
+    if row.name == "awq_w4a16" and found["weight_scale"].shape[1] * 128 == shape[1]:
+        row = _INT4_G128
+    return native(row, shape, done | found, beside)
+
+
+_Read = dict[str, Tensor] | tuple[Tensor, str]  # native tensors, or a weight in fp32 and why it is no more
+
+
+def _read_fp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+    weight = held.take("weight", torch.float8_e4m3fn, shape)
+    return {"weight": weight, "weight_scale": held.scale("weight_scale", torch.float32, (), (1,)).reshape(())}
+
+
+def _read_nvfp4(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+    n, k = shape
+    packed = held.take("weight", torch.uint8, (padded(n, 16), padded(k, 16) // 2))
+    blocked = held.take("weight_scale", (torch.float8_e4m3fn, torch.uint8)).view(torch.float8_e4m3fn)
+    scale = positive(unblock_scales(blocked, n, k // 16), "comfy: weight_scale")
+    weight = swap_nibbles(crop(packed, n, k // 2))
+    global_scale = held.scale("weight_scale_2", torch.float32, (), (1,)).reshape(())
+    return {"weight": weight, "weight_scale": scale, "weight_scale_2": global_scale}
+
+
+def _read_mxfp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+    n, k = shape
+    codes = crop(held.take("weight", torch.float8_e4m3fn, (padded(n, 32), padded(k, 32))), n, k)
+    blocked = held.take("weight_scale", (torch.float8_e8m0fnu, torch.uint8)).view(torch.uint8)
+    weight, scale = without_zero_exponents(codes, unblock_scales(blocked, n, k // 32), is_zero=True)
+    return {"weight": weight, "weight_scale": scale}
+
+
+def _read_int8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+    n, _ = shape
+    codes = held.take("weight", torch.int8, shape)
+    scale = held.scale("weight_scale", torch.float32, (n, 1), (n,), (), (1,)).reshape(-1)
+    if entry.get("convrot"):
+        size = entry.get("convrot_groupsize", 256)
+        return rotate_back(codes * scale.unsqueeze(1), size), f"its columns are rotated in blocks of {size}"
+    if (codes == -128).any():
+        return codes * scale.unsqueeze(1), "it has codes of -128"
+    return {"weight": codes, "weight_scale": scale.expand(n).contiguous()}
+
+
+def _read_int4(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+    n, k = shape
+    group = entry.get("group_size", 64)
+    if type(group) is not int or group < 2 or k % group:
+        raise ValueError(f"comfy: group_size {group!r} does not divide K = {k}")
+    packed = held.take("weight", (torch.int8, torch.uint8), (n, k // 2)).view(torch.uint8)
+    scale = held.take("weight_scale", FLOATS, (k // group, n))
+    zeros = held.take("weight_zeros", FLOATS, (k // group, n))
+    weight = packed ^ 0x88  # code + 8 to two's complement
+    if group in INT4_GROUP_SIZES and scale.dtype == torch.bfloat16 and not zeros.any() and (scale > 0).all():
+        return {"weight": weight, "weight_scale": scale.T.contiguous()}
+    codes = unpack(weight, ELEMENTS["int4"]).reshape(n, -1, group)
+    dense = codes * scale.float().T.unsqueeze(-1) + zeros.float().T.unsqueeze(-1)
+    return dense.reshape(shape), f"its int4 has zero points, or scales in {scale.dtype} of groups of {group}"
+
+
+_READERS = {
+    "float8_e4m3fn": _read_fp8,
+    "nvfp4": _read_nvfp4,
+    "mxfp8": _read_mxfp8,
+    "int8_tensorwise": _read_int8,
+    "awq_w4a16": _read_int4,
+}
+
+
+def read_entry(tensor: Tensor) -> dict[str, Any]:
+    """The JSON object of a `comfy_quant` tensor; ValueError if it holds none."""
+    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
+        raise ValueError(f"comfy: comfy_quant is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
+    try:
+        entry = json.loads(bytes(tensor.tolist()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"comfy: comfy_quant is no JSON ({error}); get the file again") from None
+    if not isinstance(entry, dict):
+        raise ValueError("comfy: comfy_quant is no JSON object; get the file again")
+    params = entry.get("params")
+    return {**(params if isinstance(params, dict) else {}), **entry}
+
+
+def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The header of a file. entries: by the full name of each layer in it."""
+    layers = {name: dict(entry) for name, entry in entries.items()}
+    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+
+
+def rotate_back(weight: Tensor, size: Any) -> Tensor:
+    """W of a weight (N, K) that was rotated by comfy-kitchen's Hadamard matrix, in blocks of `size` columns.
+
+    That matrix is the Kronecker power of a 4 x 4 one with the same sum in each row, and not Sylvester's, which ours is.
+    """
+    h4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    h = torch.ones(1, 1)
+    while type(size) is int and h.shape[0] < min(size, weight.shape[1]):
+        h = torch.kron(h, h4)
+    if h.shape[0] != size or weight.shape[1] % size:
+        raise ValueError(f"comfy: convrot_groupsize {size!r} is no power of 4 that divides K = {weight.shape[1]}")
+    blocks = weight.float().reshape(-1, size)
+    return (blocks @ (h / size**0.5)).reshape(weight.shape)  # h is its own transpose
+
+
+_SGLANG = "ComfyUI, SGLang-Diffusion"
+_INT4_G128 = Row("awq_w4a16", "int4_g128", None, read_by="ComfyUI")
+ROWS = (
+    Row("float8_e4m3fn", "fp8_tensor", "fp8_tensor", also=("fp8",), read_by=_SGLANG),
+    Row("float8_e4m3fn", "fp8_tensor", None, read_by=_SGLANG),
+    Row("nvfp4", "nvfp4", "nvfp4", input_scale="optional", smooth=True, read_by=_SGLANG),
+    Row("nvfp4", "nvfp4", None, smooth=True, read_by=_SGLANG),
+    Row("mxfp8", "mxfp8", "mxfp8", read_by=_SGLANG),
+    Row("mxfp8", "mxfp8", None, read_by=_SGLANG),
+    Row("int8_tensorwise", "int8", "int8", read_by=_SGLANG),
+    Row("int8_tensorwise", "int8", None, read_by=_SGLANG),
+    Row("awq_w4a16", "int4", None, read_by="ComfyUI"),
+    _INT4_G128,
+)

@@ -1,0 +1,242 @@
+"""compressed-tensors' layers, as llm-compressor writes them and vLLM reads them: text encoders, for the most part.
+
+    float-quantized       weight E4M3 [N, K]        weight_scale [N, 1] or [1]; naive-quantized where x is in 16 bit
+    int-quantized         weight I8 [N, K]          weight_scale [N, 1]
+    pack-quantized        weight_packed I32 [N, K/8] of code + 8, the first lowest, weight_scale [N, K/64],
+                          weight_shape; [N, K/4] of code + 128 and [N, 1] for int8 where x is in 16 bit
+    mxfp8-quantized       weight E4M3 [N, K]        weight_scale U8 [N, K/32]
+    mxfp4-pack-quantized  weight_packed U8 [N, K/2] weight_scale U8 [N, K/32]
+    nvfp4-pack-quantized  weight_packed U8 [N, K/2] weight_scale E4M3 [N, K/16], weight_global_scale and
+                          input_global_scale F32 [1] = 1 / ours
+
+The global scale is the reciprocal of ours, rounded to fp32: W may differ in the last bit, and comes back within 2^-23.
+Scales of a bf16 model are bf16 there; ours are written in fp32. Source: compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.quantize.encode import unpack
+from fluxq.quantize.exchange.layer import (
+    FLOATS,
+    Encoded,
+    Plain,
+    QuantTensors,
+    Row,
+    Tensors,
+    named_row,
+    native,
+    row_for,
+    without_zero_exponents,
+)
+from fluxq.quantize.exchange.layouts import as_bytes, crop
+from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
+
+_INT4 = ELEMENTS["int4"]
+
+
+def encode(layer: QuantTensors) -> Encoded:
+    """Tensors and entry of a layer, {"format": …, "weights": …, "input_activations": …} of a config group.
+
+    ValueError that says why there is no format for it.
+    """
+    row, notes = row_for(layer, ROWS, "compressed-tensors")
+    tensors = dict(layer.tensors)
+    weight, scale = tensors.pop("weight"), tensors.pop("weight_scale")
+    if row.name == "pack-quantized":
+        words = _words(weight, layer.scheme.weights.element.bits)
+        scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+        tensors |= {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(layer.shape)}
+    elif row.name.endswith("pack-quantized"):
+        tensors |= {"weight_packed": weight, "weight_scale": scale}
+    else:
+        column = scale.unsqueeze(1) if scale.ndim == 1 else scale.reshape(1) if scale.ndim == 0 else scale
+        tensors |= {"weight": weight, "weight_scale": column}
+    for ours, theirs in _RECIPROCALS.items():
+        if ours in tensors:
+            value = tensors.pop(ours)
+            if value.ndim:
+                raise ValueError("compressed-tensors: nvfp4 has one global scale; split the fused layer first")
+            tensors[theirs] = (1 / value).reshape(1)
+            if 1 / tensors[theirs] != value:
+                notes += (f"{theirs} is 1 / {ours}, from which {ours} comes back within 2^-23",)
+    entry = {"format": row.name, "weights": _args(layer.scheme.weights.name, False), "input_activations": None}
+    if layer.scheme.activations:
+        dynamic: bool | str = "local" if row.weights == "nvfp4" else True
+        entry["input_activations"] = _args(layer.scheme.activations.name, dynamic)
+    return Encoded(tensors, entry, notes)
+
+
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+    """The layer whose weight is (N, K) = shape. entry: as `encode` gives it, from config.json."""
+    held, (n, _) = Tensors(tensors, "compressed-tensors"), shape
+    name = named_row(ROWS, entry.get("format"), "compressed-tensors").name
+    done, beside = held.bias(n), {}
+    if "weight_shape" in held:
+        said = held.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
+        if tuple(said) != shape:
+            raise ValueError(f"compressed-tensors: weight_shape says {said}, the model has {list(shape)}")
+    if "weight_zero_point" in held and held.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
+        raise ValueError("compressed-tensors: zero points other than 0 are not read here")
+    if "input_scale" in held:
+        beside["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
+    read = _read_words if name == "pack-quantized" else _read_blocks if name in _BLOCKS else _read_rows
+    found = read(held, shape, entry)
+    held.finish()
+    if isinstance(found, Plain):
+        return replace(found, bias=done.get("bias"))
+    weights, own = found
+    is_weight_only = entry.get("input_activations") is None
+    rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
+    if not rows:
+        raise ValueError(f"compressed-tensors: {name} of {weights} weights is not read with rounded activations")
+    return native(rows[0], shape, done | own, beside)
+
+
+def _read_rows(
+    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
+) -> tuple[str, dict[str, Tensor]] | Plain:
+    codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
+    scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), ()).float()
+    if codes.dtype == torch.int8:
+        return _int8(codes, scale)
+    if scale.ndim == 2 and scale.numel() == shape[0]:
+        return "fp8", {"weight": codes, "weight_scale": scale.reshape(-1)}
+    return "fp8_tensor", {"weight": codes, "weight_scale": scale.reshape(())}
+
+
+def _read_words(
+    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
+) -> tuple[str, dict[str, Tensor]] | Plain:
+    (n, k), said = shape, entry.get("weights")
+    bits = said.get("num_bits") if isinstance(said, dict) else None
+    if type(bits) is not int or bits not in (4, 8):
+        raise ValueError(f"compressed-tensors: pack-quantized of {bits!r} bits is not read here, 4 and 8 are")
+    words = held.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
+    codes = crop(words.contiguous().view(torch.uint8) ^ _HALF[bits], n, k * bits // 8)
+    scale = held.scale("weight_scale", FLOATS)
+    if scale.ndim != 2 or scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1]:
+        raise ValueError(f"compressed-tensors: weight_scale {(*scale.shape,)} does not divide a weight of {shape}")
+    group, ours = k // scale.shape[1], scale.bfloat16()
+    if bits == 8 and group == k:
+        return _int8(codes.view(torch.int8), scale.float())
+    if bits == 8 or group not in INT4_GROUP_SIZES or not torch.equal(ours.float(), scale.float()):
+        values = unpack(codes, _INT4) if bits == 4 else codes.view(torch.int8)
+        dense = values.reshape(n, -1, group) * scale.float().unsqueeze(-1)
+        return Plain(dense.reshape(shape), None, f"it is int{bits} in groups of {group} with {scale.dtype} scales")
+    weights = "int4" if group == 64 else f"int4_g{group}"
+    return weights, {"weight": codes, "weight_scale": ours.contiguous()}
+
+
+def _read_blocks(
+    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
+) -> tuple[str, dict[str, Tensor]] | Plain:
+    weights = _BLOCKS[entry["format"]]
+    n, k = shape
+    groups = k // find_format(weights).group_size
+    if weights == "mxfp8":
+        codes = held.take("weight", torch.float8_e4m3fn, shape)
+    else:
+        codes = held.take("weight_packed", torch.uint8, (n, k // 2))
+    if weights != "nvfp4":
+        codes, scale = without_zero_exponents(codes, held.take("weight_scale", torch.uint8, (n, groups)))
+        return weights, {"weight": codes, "weight_scale": scale}
+    done = {"weight": codes, "weight_scale": held.scale("weight_scale", torch.float8_e4m3fn, (n, groups))}
+    for ours, theirs in _RECIPROCALS.items():
+        if theirs in held:
+            done[ours] = 1 / held.scale(theirs, torch.float32, (1,), ()).reshape(())
+    if "weight_scale_2" not in done:
+        raise ValueError("compressed-tensors: the layer has no weight_global_scale; it is not whole")
+    return weights, done
+
+
+def _int8(codes: Tensor, scale: Tensor) -> tuple[str, dict[str, Tensor]] | Plain:
+    if (codes == -128).any():
+        return Plain(codes * scale.reshape(-1, 1), None, "it has codes of -128")
+    return "int8", {"weight": codes, "weight_scale": scale.reshape(-1).expand(codes.shape[0]).contiguous()}
+
+
+def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json: a group for each kind of layer. entries: by module; ignore: 16-bit ones."""
+    if not entries:
+        raise ValueError("compressed-tensors: no layer is quantized")
+    kinds: list[Mapping[str, Any]] = []
+    for entry in entries.values():
+        if entry not in kinds:
+            kinds.append(entry)
+    groups = {}
+    for index, kind in enumerate(kinds):
+        targets = ["Linear"] if len(kinds) == 1 else [name for name, entry in entries.items() if entry == kind]
+        groups[f"group_{index}"] = {**kind, "targets": targets, "output_activations": None}
+    return {
+        "config_groups": groups,
+        "quant_method": "compressed-tensors",
+        "format": kinds[0]["format"] if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+    }
+
+
+def _args(name: str, dynamic: bool | str) -> dict[str, Any]:
+    """compressed-tensors' words for a format of weights or activations."""
+    row = find_format(name)
+    element, group = row.element, row.group_size
+    per_tensor, per_token = row.block[0] == 0, bool(dynamic)
+    said: dict[str, Any] = {
+        "num_bits": element.bits,
+        "type": "int" if element.name.startswith("int") else "float",
+        "symmetric": True,
+        "group_size": group or None,
+        "strategy": "tensor" if per_tensor else "group" if group else "token" if per_token else "channel",
+        "dynamic": dynamic,
+    }
+    if row.two_level:
+        said |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    elif row.scale == "e8m0":
+        said["scale_dtype"] = "torch.uint8"
+    return said
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Codes as stored, uint8 (N, K/2) or int8 (N, K), as int32 (N, ⌈K·bits/32⌉) of code + half the range.
+
+    The first is in the lowest bits, as in memory; half the range flips the top bit of two's complement.
+    """
+    flipped = as_bytes(codes) ^ _HALF[bits]
+    return F.pad(flipped, (0, -codes.shape[1] % 4)).view(torch.int32)
+
+
+_HALF = {4: 0x88, 8: 0x80}
+_BLOCKS = {"mxfp8-quantized": "mxfp8", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+_RECIPROCALS = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
+_VLLM = "vLLM"
+ROWS = (
+    Row("float-quantized", "fp8", "fp8", read_by=_VLLM),
+    Row("naive-quantized", "fp8", None, read_by=_VLLM),
+    Row("float-quantized", "fp8_tensor", "fp8_tensor", read_by=_VLLM),
+    Row("naive-quantized", "fp8_tensor", None, read_by=_VLLM),
+    Row("int-quantized", "int8", "int8", read_by=_VLLM),
+    Row("pack-quantized", "int8", None, read_by=_VLLM),
+    Row("pack-quantized", "int4", None, read_by=_VLLM),
+    Row("pack-quantized", "int4_g128", None, read_by=_VLLM),
+    Row("mxfp8-quantized", "mxfp8", "mxfp8", read_by=_VLLM),
+    Row("mxfp8-quantized", "mxfp8", None, read_by=_VLLM),
+    Row("mxfp4-pack-quantized", "mxfp4", "mxfp4", read_by=_VLLM),
+    Row("mxfp4-pack-quantized", "mxfp4", None, read_by=_VLLM),
+    Row(
+        "nvfp4-pack-quantized",
+        "nvfp4",
+        "nvfp4",
+        input_scale="required",
+        rounds=("weight_scale_2", "input_scale"),
+        read_by=_VLLM,
+    ),
+    Row("nvfp4-pack-quantized", "nvfp4", None, rounds=("weight_scale_2",), read_by=_VLLM),
+)

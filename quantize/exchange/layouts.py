@@ -1,0 +1,65 @@
+"""Byte permutations that dialects share. Each has an inverse, and none looks at what the bytes stand for.
+
+    nibbles     two 4-bit codes to a byte, the even column low (ours) or high (ComfyUI): swap_nibbles is its own inverse
+    padding     zeros behind the last row and column, up to multiples: pad, crop
+    swizzle     block scales in the 128 x 4 tiles that tcgen05 and cuBLAS read: block_scales, unblock_scales
+
+        offset(r, c) = ((r // 128) · ceil(G / 4) + c // 4) · 512 + (r % 32) · 16 + (r % 128 // 32) · 4 + c % 4
+
+No file says which of these it was written with. That is why a dialect's name, and not a shape, chooses them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.quantize.tensor import swizzle_scales, swizzled_size, unswizzle_scales
+
+
+def swap_nibbles(packed: Tensor) -> Tensor:
+    """uint8 with the halves of each byte exchanged."""
+    return (packed << 4) | (packed >> 4)
+
+
+def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """A matrix of any dtype with zero bytes behind, so that its sides are multiples of `rows` and `columns`."""
+    n, k = matrix.shape
+    if n % rows == 0 and k % columns == 0:
+        return matrix
+    padding = (0, -k % columns, 0, -n % rows)
+    if matrix.element_size() == 1:  # float8 has no padding of its own
+        return F.pad(as_bytes(matrix), padding).view(matrix.dtype)
+    return F.pad(matrix, padding)
+
+
+def crop(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Inverse of `pad`: the first rows and columns, in memory of their own."""
+    return matrix[:rows, :columns].contiguous()
+
+
+def block_scales(scale: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
+    """Swizzled block scales of one byte each (rows, G); shape: by default that of the padded matrix, (128 x, 4 x)."""
+    rows, groups = scale.shape
+    return swizzle_scales(scale.contiguous()).reshape(shape or (padded(rows, 128), padded(groups, 4)))
+
+
+def unblock_scales(blocked: Tensor, rows: int, groups: int) -> Tensor:
+    """Inverse of `block_scales`, whatever shape it was given; ValueError unless it has just these bytes."""
+    if blocked.numel() != swizzled_size(rows, groups):
+        raise ValueError(
+            f"swizzled scales have {blocked.numel()} elements, ({rows}, {groups}) block scales in tiles of 128 x 4 "
+            f"take {swizzled_size(rows, groups)}: the file is of another layer, or its scales are not swizzled"
+        )
+    return unswizzle_scales(blocked.reshape(-1), rows, groups)
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8; of a one-byte dtype only."""
+    return tensor.view(torch.uint8)

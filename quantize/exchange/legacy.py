@@ -1,0 +1,40 @@
+"""ComfyUI's fp8 files of before `comfy_quant`, to read from.
+
+    weight E4M3 or E5M2 [N, K], scale_weight F32 [] or [1], scale_input F32 [] or [1]
+
+The file has a tensor `scaled_fp8`, and two elements of it mean that the weight is widened and x is not rounded. A file
+without it, and layers without scale_weight, are plain casts: their scale is 1. Source: ComfyUI's comfy/utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors, Row, Tensors, native
+
+
+def decode(
+    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
+) -> QuantTensors | Plain:
+    """The layer whose weight is (N, K) = shape. entry: {"scaled_fp8": number of elements of that tensor}, if there."""
+    held = Tensors(tensors, "legacy")
+    weight = held.take("weight", (torch.float8_e4m3fn, torch.float8_e5m2), shape)
+    scale = torch.ones(())
+    if "scale_weight" in held:
+        scale = held.scale("scale_weight", FLOATS, (), (1,)).float().reshape(())
+    done, beside = held.bias(shape[0]), {}
+    if "scale_input" in held:
+        x_scale = held.scale("scale_input", FLOATS, (), (1,)).float().reshape(())
+        beside = {} if x_scale == 1 else {"input_scale": x_scale}  # ComfyUI drops a 1 too
+    held.finish()
+    if weight.dtype == torch.float8_e5m2:
+        return Plain(weight.float() * scale, done.get("bias"), "it is E5M2")
+    row = ROWS[1] if (entry or {}).get("scaled_fp8", 2) == 2 else ROWS[0]
+    return native(row, shape, done | {"weight": weight, "weight_scale": scale}, beside)
+
+
+ROWS = (Row("scaled_fp8", "fp8_tensor", "fp8_tensor"), Row("scaled_fp8", "fp8_tensor", None))

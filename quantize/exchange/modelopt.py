@@ -1,0 +1,178 @@
+"""NVIDIA ModelOpt's layers: the layout that ours is, under the names that ours has.
+
+    FP8                        weight_scale F32 [], input_scale F32 [] = amax / 448
+    FP8_PER_CHANNEL_PER_TOKEN  weight_scale F32 [N]
+    MXFP8, mxfp4               weight_scale U8 [N, K/32]
+    NVFP4, W4A16_NVFP4         weight_scale E4M3 [N, K/16], weight_scale_2 and input_scale F32 [] = amax / 2688
+    NVFP4_AWQ, NVFP4_SVD       also pre_quant_scale [K], svdquant_lora_a [r, K], svdquant_lora_b [N, r]
+    W8A8_SQ_PER_CHANNEL, W8A16 weight I8 [N, K], weight_scale F32 [N], input_scale F32 [] = amax / 127
+    W4A16_AWQ                  weight U8 [N/2, K], two rows to a byte, weight_scale F32 [N, K/128]
+
+Two things differ. ModelOpt's low-rank pair reads x · pre_quant_scale and ours reads x: W = (Q + B A) · diag(scale)
+there and Q · diag(scale) + B A here. A / scale is written in fp32, so that it comes back as it was. And where ours
+keeps the sign of -0, ModelOpt writes +0. Measured on files that ModelOpt 0.47 wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.encode import pack, unpack
+from fluxq.quantize.exchange.layer import (
+    FLOATS,
+    Encoded,
+    QuantTensors,
+    Row,
+    Tensors,
+    named_row,
+    native,
+    row_for,
+    without_zero_exponents,
+)
+from fluxq.quantize.tensor import stored_shapes
+from fluxq.recipes.formats import ELEMENTS, find_format
+
+
+def encode(layer: QuantTensors) -> Encoded:
+    """Tensors of a layer and its entry in `quantized_layers`; ValueError that says why there is no format for it."""
+    row, notes = row_for(layer, ROWS, "modelopt")
+    tensors = {**layer.tensors, **{name: layer.beside[name] for name in row.needs}}
+    if tensors.get("weight_scale_2", torch.tensor(0)).ndim:
+        raise ValueError("modelopt: nvfp4 has one global scale; split the fused layer first")
+    entry: dict[str, Any] = {"quant_algo": row.name}
+    if row.name in _GROUPED:
+        entry["group_size"] = layer.scheme.weights.group_size
+    if row.name in _ALWAYS_SMOOTH:
+        tensors.setdefault("pre_quant_scale", torch.ones(layer.shape[1], dtype=_compute_dtype(layer)))
+        entry |= {"has_zero_point": False, "pre_quant_scale": True}
+    if layer.scheme.smooth and layer.scheme.rank:
+        tensors["svdquant_lora_a"] = tensors["svdquant_lora_a"].float() / tensors["pre_quant_scale"].float()
+    if row.low_rank:
+        entry["lora_rank"] = layer.scheme.rank
+    if row.name == "W4A16_AWQ":
+        codes = unpack(tensors["weight"], ELEMENTS["int4"])
+        tensors["weight"] = pack(codes.T.contiguous(), ELEMENTS["int4"]).T.contiguous()
+        tensors["weight_scale"] = tensors["weight_scale"].float()
+    return Encoded(tensors, entry, notes)
+
+
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors:
+    """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
+    n, k = shape
+    row = named_row(ROWS, entry.get("quant_algo"), "modelopt")
+    weights, held = find_format(row.weights), Tensors(tensors, "modelopt")
+    weights.check_shape(n, k, "modelopt")
+    done = held.bias(n)
+    if row.name == "W4A16_AWQ":
+        codes = unpack(held.take("weight", torch.uint8, (n // 2, k)).T.contiguous(), ELEMENTS["int4"])
+        done["weight"] = pack(codes.T.contiguous(), ELEMENTS["int4"])
+        scale = held.scale("weight_scale", FLOATS, (n, k // weights.group_size))
+        done["weight_scale"] = scale.bfloat16()
+        if not torch.equal(done["weight_scale"].float(), scale.float()):
+            raise ValueError("modelopt: the fp32 scales of W4A16_AWQ are no bf16 numbers, which ours are")
+    else:
+        for name, (size, dtype) in stored_shapes(weights, n, k).items():
+            is_codes = name == "weight" or dtype == torch.uint8
+            sizes = (size, (1,)) if size == () else (size, (*size, 1)) if len(size) == 1 else (size,)
+            taken = (held.take if is_codes else held.scale)(name, dtype, *sizes)
+            done[name] = taken.reshape(size)
+    if weights.scale == "e8m0":
+        done["weight"], done["weight_scale"] = without_zero_exponents(done["weight"], done["weight_scale"])
+    beside: dict[str, Tensor] = {}
+    if "input_scale" in held:
+        target = beside if row.input_scale == "none" else done
+        target["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
+    if row.name in _ALWAYS_SMOOTH or (row.smooth and "pre_quant_scale" in held):
+        done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (k,))
+    if row.low_rank:
+        a, b = held.take("svdquant_lora_a", FLOATS), held.take("svdquant_lora_b", FLOATS)
+        if a.ndim != 2 or a.shape[1] != k or b.shape != (n, a.shape[0]) or not a.shape[0]:
+            raise ValueError(f"modelopt: low-rank pair {(*a.shape,)}, {(*b.shape,)} does not fit {(n, k)}")
+        a = a.float() * done["pre_quant_scale"].float()
+        done |= {"svdquant_lora_a": a.to(b.dtype), "svdquant_lora_b": b}
+    if row.name in _ALWAYS_SMOOTH and (done["pre_quant_scale"] == 1).all():
+        del done["pre_quant_scale"]
+    held.finish()
+    return native(row, shape, done, beside)
+
+
+def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version: str) -> dict[str, Any]:
+    """`quantization_config` of config.json. entries: by module name; ignore: modules in 16 bit.
+
+    version: of the ModelOpt whose schema this is. One algorithm is written as ModelOpt writes it, several as
+    MIXED_PRECISION with `quantized_layers`. The last four keys say what no reader should have to guess; SGLang reads
+    them, others pass them over.
+    """
+    if not entries:
+        raise ValueError("modelopt: no layer is quantized")
+    kinds = {tuple(sorted(entry.items())) for entry in entries.values()}
+    one = dict(next(iter(entries.values()))) if len(kinds) == 1 else {"quant_algo": "MIXED_PRECISION"}
+    described: dict[str, Any] = {}
+    if len(kinds) == 1 and one["quant_algo"] in _GROUPS:
+        described["config_groups"] = {"group_0": {**_group(one), "targets": ["Linear"]}}
+    elif len(kinds) > 1:
+        groups = []
+        for kind in dict.fromkeys(tuple(sorted(entry.items())) for entry in entries.values()):
+            targets = sorted(name for name, entry in entries.items() if tuple(sorted(entry.items())) == kind)
+            groups.append({**_group(dict(kind)), "targets": targets})
+        described["config_groups"] = {f"group_{index}": group for index, group in enumerate(groups)}
+        described["quantized_layers"] = {name: dict(entry) for name, entry in entries.items()}
+    described |= {"ignore": list(ignore), "quant_algo": one["quant_algo"]}
+    described |= {"producer": {"name": "modelopt", "version": version}, "quant_method": "modelopt"}
+    if any(entry["quant_algo"] in _NVFP4 for entry in entries.values()):
+        described |= {"group_size": 16, "swap_weight_nibbles": False}
+        described |= {"checkpoint_weight_scale_layout": "linear", "checkpoint_uses_packed_qkv": False}
+    return described
+
+
+def _group(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config_groups` says of an algorithm."""
+    described: dict[str, Any] = {}
+    for side, values in _GROUPS.get(entry["quant_algo"], {}).items():
+        grouped = {"group_size": entry["group_size"]} if "group_size" in entry else {}
+        described[side] = {"dynamic": False, **values, **grouped}
+    extra = ("has_zero_point", "pre_quant_scale", "lora_rank")
+    return described | {name: entry[name] for name in extra if name in entry and entry["quant_algo"] == "NVFP4_SVD"}
+
+
+def _compute_dtype(layer: QuantTensors) -> torch.dtype:
+    for name in ("bias", "svdquant_lora_b"):
+        if name in layer.tensors:
+            return layer.tensors[name].dtype
+    return torch.bfloat16
+
+
+_ALWAYS_SMOOTH = ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ")  # by ones, where the scheme is not
+_NVFP4 = ("NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4")
+_GROUPED = (*_NVFP4, "MXFP8", "mxfp4", "W4A16_AWQ")
+_FP8, _FP4, _INT8 = ({"num_bits": bits, "type": kind} for bits, kind in ((8, "float"), (4, "float"), (8, "int")))
+_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+    "FP8": {"input_activations": _FP8, "weights": _FP8},
+    "FP8_PER_CHANNEL_PER_TOKEN": {"input_activations": _FP8, "weights": {**_FP8, "strategy": "channel"}},
+    "NVFP4": {"input_activations": _FP4, "weights": _FP4},
+    "NVFP4_AWQ": {"input_activations": _FP4, "weights": _FP4},
+    "NVFP4_SVD": {"input_activations": _FP4, "weights": _FP4},
+    "W4A16_NVFP4": {"weights": _FP4},
+    "MXFP8": {"input_activations": _FP8, "weights": _FP8},
+    "W8A8_SQ_PER_CHANNEL": {"input_activations": _INT8, "weights": {**_INT8, "strategy": "channel"}},
+    "W8A16": {"weights": _INT8},
+    "W4A16_AWQ": {"weights": {"num_bits": 4, "type": "int"}},
+}
+_BOTH = "vLLM-Omni, SGLang-Diffusion"
+ROWS = (
+    Row("FP8", "fp8_tensor", "fp8_tensor", needs=("input_scale",), read_by=_BOTH),
+    Row("FP8_PER_CHANNEL_PER_TOKEN", "fp8", "fp8", also=(None,), read_by="vLLM-Omni"),
+    Row("MXFP8", "mxfp8", "mxfp8"),
+    Row("mxfp4", "mxfp4", "mxfp4"),
+    Row("NVFP4", "nvfp4", "nvfp4", input_scale="required", read_by=_BOTH),
+    Row("NVFP4_AWQ", "nvfp4", "nvfp4", input_scale="required", smooth=True),
+    Row("NVFP4_SVD", "nvfp4", "nvfp4", input_scale="required", smooth=True, low_rank=True),
+    Row("W4A16_NVFP4", "nvfp4", None),
+    Row("W8A8_SQ_PER_CHANNEL", "int8", "int8", smooth=True, needs=("input_scale",)),
+    Row("W8A16", "int8", None),
+    Row("W4A16_AWQ", "int4_g128", None, smooth=True, multiples=(2, 128)),
+)

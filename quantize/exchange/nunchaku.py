@@ -1,0 +1,377 @@
+"""nunchaku's layers, packed for the fragments of its kernels: diffusers' `nunchaku_lite` and nunchaku's single files.
+
+    y = wtscale · wcscales[n] · Σ_g s_x[m, g] · s_w[n, g] · (q_x · q_w) + (x · proj_down) · proj_upᵀ + bias
+
+    svdq_w4a4   qweight I8 [N, K/2], wscales 16-bit [K/64, N] (int4) or E4M3 [K/16, N] (nvfp4), smooth_factor [K],
+                proj_down [K, r], proj_up [N, r], bias [N]; nvfp4 also wtscale [1] and wcscales [N]
+    awq_w4a16   qweight I32 [N/4, K/2] of code + 8, wscales and wzeros [K/64, N]: q · s + z with z = -8 · s
+
+x / smooth_factor is rounded to blocks of 64 (int4, amax / 7) or 16 (nvfp4, no global scale); the low-rank pair reads x.
+So codes and pair are ours, but two things are rounded to 16 bit: smooth_factor, the reciprocal of ours, and the global
+scale, the product of wtscale and wcscales; their error is below 2^-8, and about 2^-15 where a layer has one scale. A
+calibrated input_scale becomes a power of two that moves from x into the weight, which changes no product and keeps the
+blocks of x in E4M3's range.
+
+How an index of 128 rows and 64 columns is cut: see the tables at the end. Single files of FLUX.1 have older names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.encode import pack, unpack
+from fluxq.quantize.exchange.layer import (
+    Encoded,
+    Plain,
+    QuantTensors,
+    Row,
+    Tensors,
+    native,
+    positive,
+    row_for,
+    without_idle_ranks,
+)
+from fluxq.quantize.exchange.layouts import padded
+from fluxq.recipes.formats import ELEMENTS
+
+GELU_SHIFT = 0.171875  # what nunchaku's kernel adds behind GELU, so that 4-bit codes without a sign hold it
+RANKS = 16  # the low-rank kernel takes so many at a time
+_INT4 = ELEMENTS["int4"]
+
+
+def encode(
+    layer: QuantTensors,
+    *,
+    rank: int | None = None,
+    dtype: torch.dtype | None = None,
+    single_file: bool = False,
+    after_gelu: bool = False,
+) -> Encoded:
+    """Tensors and entry of a layer; ValueError that says why nunchaku has no layer for it.
+
+    rank: to which the low-rank pair is filled up with zeros, since all layers of a file have one; by default the next
+    multiple of 16. dtype: of what is in 16 bit, by default that of the bias. single_file: the older names.
+    after_gelu: the layer reads GELU + GELU_SHIFT in codes without sign, as nunchaku's fused int4 MLP gives it; what the
+    shift adds is taken from the bias.
+    """
+    row, notes = row_for(layer, ROWS, "nunchaku")
+    tensors, (n, k) = dict(layer.tensors), layer.shape
+    dtype = dtype or next((tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in tensors), _BF16)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"nunchaku computes in 16 bit, the layer's bias is {dtype}; give dtype=torch.bfloat16")
+    if row.name == "awq_w4a16":
+        return Encoded(_awq(tensors, dtype), {"op": "awq_w4a16", "precision": "int4", "group_size": 64}, notes)
+    own, held = layer.scheme.rank, padded(max(layer.scheme.rank, 1), RANKS)
+    if rank is not None and (rank % RANKS or rank < own):
+        raise ValueError(f"nunchaku: rank {rank} is no multiple of {RANKS} of at least the layer's {own}")
+    held = held if rank is None else rank
+    precision = "int4" if row.weights == "int4" else "nvfp4"
+    if after_gelu:
+        if precision != "int4":
+            raise ValueError("nunchaku shifts what follows GELU for int4 alone, this layer is nvfp4")
+        tensors["bias"] = _bias_without_shift(layer, -1)
+        notes += ("what GELU's shift adds was taken from the bias, which rounds it to 16 bit",)
+    factors, scale = torch.ones(k), tensors["weight_scale"]
+    if "pre_quant_scale" in tensors:
+        factors = 1 / tensors["pre_quant_scale"].float()
+    done = {"qweight": pack_codes(tensors["weight"])}
+    if precision == "nvfp4":
+        moved = torch.ones(())
+        if layer.scheme.static_input:
+            moved = torch.exp2(torch.log2(tensors["input_scale"]).ceil())
+            notes += (f"input_scale became the power of two {moved.item():g} between x and the weight",)
+        product = tensors["weight_scale_2"] * moved
+        rows = product.expand(n, 1).reshape(-1)
+        wt, wc = two_factors(rows, dtype)
+        factors = factors * moved
+        if lost := (wt.float() * wc.float() / rows - 1).abs().max().item():
+            notes += (f"weight_scale_2 is the product of two 16-bit numbers, off by {lost:.1g} of it",)
+        done |= {"wscales": tile(scale, _FP4_SCALES), "wtscale": wt, "wcscales": tile(wc, _VECTOR).reshape(n)}
+    else:
+        done["wscales"] = tile(_cast(scale, dtype, "weight_scale"), _INT4_SCALES)
+    smooth = _cast(factors, dtype, "smooth_factor")
+    if not torch.equal(smooth.float(), factors):
+        notes += ("smooth_factor is the reciprocal of pre_quant_scale in 16 bit, within 2^-8",)
+    done["smooth_factor"] = tile(smooth, _VECTOR).reshape(k)
+    a, b = torch.zeros(held, k, dtype=dtype), torch.zeros(n, held, dtype=dtype)
+    if own:
+        a[:own], b[:, :own] = tensors["svdquant_lora_a"].to(dtype), tensors["svdquant_lora_b"].to(dtype)
+    done |= {"proj_down": tile(a, _DOWN).reshape(k, held), "proj_up": tile(b, _UP).reshape(n, held)}
+    if "bias" in tensors:
+        done["bias"] = tile(tensors["bias"].to(dtype), _VECTOR).reshape(n)
+    if single_file:
+        done["smooth_factor_orig"] = done["smooth_factor"].clone()
+        done = {_OLDER.get(name, name): tensor for name, tensor in done.items()}
+    entry = {"op": "svdq_w4a4", "precision": precision, "group_size": layer.scheme.weights.group_size, "rank": held}
+    return Encoded(done, entry | ({"act_unsigned": True} if after_gelu else {}), notes)
+
+
+def decode(
+    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
+) -> QuantTensors | Plain:
+    """The layer whose weight is (N, K) = shape, by either names. entry: {"act_unsigned": True} if it follows GELU."""
+    n, k = shape
+    newer = {old: name for name, old in _OLDER.items()}
+    held = Tensors({newer.get(name, name): tensor for name, tensor in tensors.items()}, "nunchaku")
+    awq = "wzeros" in held
+    is_e4m3 = "wscales" in tensors and tensors["wscales"].dtype == torch.float8_e4m3fn
+    row = ROWS[2] if awq else ROWS[1] if is_e4m3 else ROWS[0]
+    for letter, size, unit in zip("NK", shape, row.multiples, strict=True):
+        if size % unit:
+            raise ValueError(f"nunchaku: {row.name} has {letter} in multiples of {unit}, not {letter} = {size}")
+    if awq:
+        return _from_awq(held, shape)
+    done = {"weight": unpack_codes(held.take("qweight", (torch.int8, torch.uint8), (n, k // 2)))}
+    if row.weights == "nvfp4":
+        scale = held.scale("wscales", torch.float8_e4m3fn, (k // 16, n))
+        done["weight_scale"] = untile(scale, _FP4_SCALES, (n, k // 16))
+        wc = torch.ones(n)
+        if "wcscales" in held:
+            wc = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
+        wt = held.scale("wtscale", _HALVES, (1,), ()).float().reshape(()) if "wtscale" in held else torch.ones(())
+        product = wt * wc
+        same = (product == product[0]).all()
+        done["weight_scale_2"] = product[0].clone() if same else product.reshape(n, 1)
+    else:
+        scale = untile(held.scale("wscales", _HALVES, (k // 64, n)), _INT4_SCALES, (n, k // 64))
+        done["weight_scale"] = scale.bfloat16()
+        if not torch.equal(done["weight_scale"].float(), scale.float()):
+            raise ValueError("nunchaku: scales are fp16 numbers that bf16 does not hold, which those of int4 are here")
+    smooth = untile(held.scale("smooth_factor", _HALVES, (k,)), _VECTOR, (k,))
+    if (smooth == 0).any():
+        raise ValueError("nunchaku: smooth_factor holds zeros, by which x would be divided; get the file again")
+    if not (smooth == 1).all():
+        done["pre_quant_scale"] = (1 / smooth.float()).to(smooth.dtype)
+    if "smooth_factor_orig" in held:
+        held.take("smooth_factor_orig", _HALVES, (k,))  # no kernel reads it
+    down = held.take("proj_down", _HALVES)
+    r = down.shape[-1]
+    if tuple(down.shape) != (k, r) or r % RANKS:
+        raise ValueError(f"nunchaku: proj_down is {(*down.shape,)}, expected ({k}, a multiple of {RANKS})")
+    up = held.take("proj_up", down.dtype, (n, r))
+    done |= {"svdquant_lora_a": untile(down, _DOWN, (r, k)), "svdquant_lora_b": untile(up, _UP, (n, r))}
+    if "bias" in held:
+        done["bias"] = untile(held.take("bias", _HALVES, (n,)), _VECTOR, (n,))
+    held.finish()
+    _, done = without_idle_ranks(replace(row.scheme(), rank=r), done)
+    layer = native(row, shape, done)
+    if (entry or {}).get("act_unsigned"):
+        return replace(layer, tensors={**layer.tensors, "bias": _bias_without_shift(layer, 1)})
+    return layer
+
+
+def two_factors(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(t (1,), c (N,)) in 16 bit whose products come nearest to positive fp32 `values` (N,).
+
+    One 16-bit number alone would be off by up to 2^-9 for the whole layer; of 256 neighbours of it as t, the one is
+    taken whose largest error, with the best c for each value, is least. ValueError where 16 bit do not reach.
+    """
+    near = values[:1].to(dtype).float() * (1 + torch.arange(256) / 256)
+    t = near.to(dtype)
+    distinct = values.unique().unsqueeze(1)
+    c = (distinct / t.float()).to(dtype)
+    error = (t.float() * c.float() / distinct - 1).abs().nan_to_num(torch.inf).amax(0)
+    best = error.argmin()
+    if error[best] > 2.0**-8:
+        raise ValueError(f"nunchaku: a global scale of {values[0]:g} is out of the range of {dtype}; use bfloat16")
+    return t[best].reshape(1), (values / t[best].float()).to(dtype)
+
+
+def pack_codes(weight: Tensor) -> Tensor:
+    """4-bit codes as stored, U8 (N, K/2), as qweight I8 (N, K/2): two neighbours stay in one byte."""
+    return tile(weight, _CODES).reshape(weight.shape).view(torch.int8)
+
+
+def unpack_codes(qweight: Tensor) -> Tensor:
+    """Inverse of `pack_codes`."""
+    return untile(qweight.view(torch.uint8), _CODES, tuple(qweight.shape))
+
+
+def tile(tensor: Tensor, tiling: Tiling) -> Tensor:
+    """Values in the order that kernels read; a matrix comes out as (columns, rows), which is how files declare it."""
+    cut, order = tiling
+    wide = tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
+    bits = wide.view(torch.uint8) if wide.element_size() == 1 else wide
+    tiled = bits.reshape(_sizes(wide.shape, cut)).permute(order)
+    return tiled.reshape(wide.shape[1], wide.shape[0]).contiguous().view(tensor.dtype)
+
+
+def untile(tensor: Tensor, tiling: Tiling, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of `tile`; shape: of what it was given."""
+    cut, order = tiling
+    sizes = _sizes(torch.Size((shape[0], shape[1] if len(shape) > 1 else 1)), cut)
+    bits = tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
+    back = sorted(range(len(order)), key=order.__getitem__)
+    tiled = bits.reshape([sizes[axis] for axis in order]).permute(back)
+    return tiled.reshape(shape).contiguous().view(tensor.dtype)
+
+
+def config(entries: Mapping[str, Mapping[str, Any]], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """`quantization_config` of nunchaku_lite. entries: by module; ValueError where their precisions or ranks differ."""
+    described: dict[str, Any] = {"quant_method": "nunchaku_lite", "compute_dtype": str(dtype).removeprefix("torch.")}
+    for op in ("svdq_w4a4", "awq_w4a16"):
+        of_op = {name: entry for name, entry in entries.items() if entry["op"] == op}
+        if not of_op:
+            continue
+        first = {key: value for key, value in next(iter(of_op.values())).items() if key != "op"}
+        for name, entry in of_op.items():
+            if {key: value for key, value in entry.items() if key != "op"} != first or "act_unsigned" in entry:
+                raise ValueError(
+                    f"nunchaku_lite has one precision and rank for all of {op}, {name} has another: {entry}"
+                )
+        described[op] = {**first, "targets": list(of_op)}
+    if len(described) == 2:
+        raise ValueError("nunchaku_lite: no layer is quantized")
+    return described
+
+
+def metadata(
+    entries: Mapping[str, Mapping[str, Any]], model_class: str, model_config: Mapping[str, Any]
+) -> dict[str, str]:
+    """The header of a single file. model_class: as nunchaku names it; model_config: diffusers' config.json."""
+    found = {(e["precision"], e["group_size"], e["rank"]) for e in entries.values() if e["op"] == "svdq_w4a4"}
+    if len(found) != 1:
+        raise ValueError(f"a file of nunchaku has one precision and rank, these layers have {sorted(found)}")
+    precision, group, rank = found.pop()
+    number = {"dtype": "int4", "scale_dtype": None, "group_size": group}
+    if precision == "nvfp4":
+        number = {"dtype": "fp4_e2m1_all", "scale_dtype": [None, "fp8_e4m3_nan"], "group_size": group}
+    described = {"method": "svdquant", "weight": number, "activation": number, "rank": rank}
+    texts = {"config": model_config, "comfy_config": {}, "quantization_config": described}
+    return {"model_class": model_class, **{name: json.dumps(value) for name, value in texts.items()}}
+
+
+def interleaved(layer: QuantTensors, chunks: int) -> QuantTensors:
+    """A modulation's rows in the order of nunchaku's own blocks: channel by channel, with its chunks side by side.
+
+    1 is added to the bias of the chunks that scale, the second and the last but one: those blocks multiply by the chunk
+    itself. nunchaku_lite runs diffusers' blocks and takes the layer as it is. ValueError without a bias.
+    """
+    ones = _scaling_rows(layer, chunks)
+    rows = torch.arange(len(ones)).reshape(chunks, -1).T.reshape(-1)
+    return _reordered(layer, rows, (layer.tensors["bias"].float() + ones)[rows])
+
+
+def chunked(layer: QuantTensors, chunks: int) -> QuantTensors:
+    """Inverse of `interleaved`, but for what the sum with 1 rounded off the bias."""
+    ones = _scaling_rows(layer, chunks)
+    rows = torch.arange(len(ones)).reshape(-1, chunks).T.reshape(-1)
+    return _reordered(layer, rows, layer.tensors["bias"].float()[rows] - ones)
+
+
+def _scaling_rows(layer: QuantTensors, chunks: int) -> Tensor:
+    """(N,) 1 for each row of a chunk that scales, 0 elsewhere."""
+    n, _ = layer.shape
+    if n % chunks or "bias" not in layer.tensors or layer.scheme.rank:
+        raise ValueError(f"nunchaku: no modulation of {chunks} chunks with a bias: N = {n}, {layer.scheme}")
+    ones = torch.zeros(chunks, n // chunks)
+    ones[[1, chunks - 2]] = 1
+    return ones.reshape(-1)
+
+
+def _reordered(layer: QuantTensors, rows: Tensor, bias: Tensor) -> QuantTensors:
+    tensors = {name: t[rows] if t.ndim and t.shape[0] == len(rows) else t for name, t in layer.tensors.items()}
+    return replace(layer, tensors=tensors | {"bias": bias.to(layer.tensors["bias"].dtype)})
+
+
+def _bias_without_shift(layer: QuantTensors, sign: int) -> Tensor:
+    weight, bias = layer.linear().collapsed()
+    moved = sign * GELU_SHIFT * weight.sum(1)
+    dtype = bias.dtype if bias is not None else _BF16
+    return (moved if bias is None else bias.float() + moved).to(dtype)
+
+
+def _awq(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    codes = unpack(tensors["weight"] ^ 0x88, ELEMENTS["e2m1"])  # uint8: code + 8
+    n, k = codes.shape
+    quads = codes.reshape(n // 4, 4, k // 64, 2, 4, 8).permute(0, 2, 1, 3, 5, 4)  # k: 64, half, nibble, place
+    words = quads[..., 0::2] | quads[..., 1::2] << 4  # two bytes, the lower first
+    scale = _cast(tensors["weight_scale"], dtype, "weight_scale").T.contiguous()
+    done = {"qweight": words.contiguous().reshape(n // 4, 2 * k).view(torch.int32)}
+    done |= {"wscales": scale, "wzeros": scale * -8}
+    return done | ({"bias": tensors["bias"].to(dtype)} if "bias" in tensors else {})
+
+
+def _from_awq(held: Tensors, shape: tuple[int, int]) -> QuantTensors | Plain:
+    n, k = shape
+    words = held.take("qweight", torch.int32, (n // 4, k // 2)).contiguous().view(torch.uint8)
+    quads = unpack(words, ELEMENTS["e2m1"]).reshape(n // 4, k // 64, 4, 2, 8, 4)
+    codes = quads.permute(0, 2, 1, 3, 5, 4).reshape(n, k)
+    scale, zeros = (held.take(name, _HALVES, (k // 64, n)) for name in ("wscales", "wzeros"))
+    done = {"bias": held.take("bias", _HALVES, (n,))} if "bias" in held else {}
+    held.finish()
+    if scale.dtype == torch.bfloat16 and torch.equal(zeros, scale * -8):
+        done["weight"] = pack(codes, _INT4) ^ 0x88
+        done["weight_scale"] = positive(scale.T.contiguous(), "nunchaku: wscales")
+        return native(ROWS[2], shape, done)
+    dense = codes.reshape(n, -1, 64) * scale.float().T.unsqueeze(-1) + zeros.float().T.unsqueeze(-1)
+    return Plain(dense.reshape(shape), done.get("bias"), f"its int4 has zero points, or scales in {scale.dtype}")
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """In 16 bit; ValueError where numbers leave its range."""
+    cast = tensor.to(dtype)
+    if not torch.isfinite(cast).all() or (cast == 0).any():
+        raise ValueError(f"nunchaku: {name} leaves the range of {dtype}; use bfloat16")
+    return cast
+
+
+def _sizes(shape: torch.Size, cut: tuple[tuple[int, ...], tuple[int, ...]]) -> list[int]:
+    """Sizes of the axes into which rows and columns are cut; the 0 of each is what is left."""
+    sizes = []
+    for size, axes in zip(shape, cut, strict=True):
+        rest = size
+        for axis in axes:
+            rest //= axis or 1
+        sizes += [axis or rest for axis in axes]
+    return sizes
+
+
+# Axes of the rows and of the columns (bytes, for codes), the slowest first and 0 for what is left, and their order in
+# the file. A fragment of mma.m16n8k64 has lanes of 8 rows and 4 columns; 128 rows are 8 pairs of fragments.
+Tiling = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
+_CODES: Tiling = (((0, 8, 2, 8), (0, 2, 4, 4)), (0, 4, 1, 3, 6, 2, 5, 7))
+_INT4_SCALES: Tiling = (((0, 8, 2, 4, 2), (0,)), (0, 5, 1, 3, 2, 4))
+_VECTOR = _INT4_SCALES
+_FP4_SCALES: Tiling = (((0, 4, 4, 8), (0, 4)), (0, 4, 3, 2, 1, 5))
+_DOWN: Tiling = (((0, 2, 8), (0, 2, 4, 2)), (3, 0, 2, 5, 1, 4, 6))
+_UP: Tiling = (((0, 2, 8), (0, 2, 4, 2)), (0, 3, 2, 5, 1, 4, 6))
+_OLDER = {
+    "smooth_factor": "smooth",
+    "smooth_factor_orig": "smooth_orig",
+    "proj_down": "lora_down",
+    "proj_up": "lora_up",
+}
+_BF16 = torch.bfloat16
+_HALVES = (torch.bfloat16, torch.float16)
+_READER = "nunchaku, diffusers"
+ROWS = (
+    Row(
+        "svdq_w4a4 int4",
+        "int4",
+        "int4",
+        smooth=True,
+        low_rank=True,
+        multiples=(128, 128),
+        rounds=("pre_quant_scale",),
+        read_by=_READER,
+    ),
+    Row(
+        "svdq_w4a4 nvfp4",
+        "nvfp4",
+        "nvfp4",
+        input_scale="optional",
+        smooth=True,
+        low_rank=True,
+        multiples=(128, 128),
+        rounds=("pre_quant_scale", "weight_scale_2", "input_scale"),
+        read_by=_READER,
+    ),
+    Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
+)

@@ -1,0 +1,70 @@
+"""The family of a component or of a model in memory, be there a row for its class or not.
+
+Only denoisers may go without a row: classes of diffusers' transformers and UNets, which is where such a class is
+defined. A text encoder or VAE without a row stays in 16 bit.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from fluxq.base.model import ModelFolder
+from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta, shapes_of
+from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.family import Family
+from fluxq.recipes.generic import ModuleTree
+
+_DENOISERS = ("diffusers.models.transformers.", "diffusers.models.unets.")
+_found: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()  # of classes without a row
+
+
+def tree_of(model: nn.Module) -> ModuleTree:
+    """A model without its weights, which may be on the meta device."""
+    return ModuleTree({name: type(module).__name__ for name, module in model.named_modules()}, tuple(shapes_of(model)))
+
+
+def model_family(model: nn.Module) -> Family:
+    """The family of a model in memory; ValueError for one that is unknown, or too hard to tell."""
+    model_class = type(model)
+    if _has_row(model_class.__name__) or not _is_denoiser(model_class):
+        return family_of(model_class.__name__)
+    if model not in _found:
+        _found[model] = family_of(model_class.__name__, tree_of(model))
+    return _found[model]
+
+
+def component_family(folder: ModelFolder, component: str) -> Family:
+    """The family of a component on disk; ValueError for one that is unknown, or too hard to tell."""
+    class_name = folder.components[component]
+    if _has_row(class_name) or not _is_denoiser(model_class_of(library_of(folder, component), class_name)):
+        return family_of(class_name)
+    return family_of(class_name, tree_of(model_on_meta(folder, component)))
+
+
+def denoisers_of(folder: ModelFolder) -> tuple[str, ...]:
+    """The components that a pipeline calls at every step: of a row for transformers, or so called and without one."""
+    kinds = {family.model: family.kind for family in FAMILIES.values()}
+    return tuple(
+        name
+        for name, class_name in folder.components.items()
+        if kinds.get(class_name) == "transformer" or (class_name not in kinds and _is_called_denoiser(folder, name))
+    )
+
+
+def _is_called_denoiser(folder: ModelFolder, component: str) -> bool:
+    if component != "unet" and not component.startswith("transformer"):
+        return False
+    try:
+        return _is_denoiser(model_class_of(library_of(folder, component), folder.components[component]))
+    except ValueError:
+        return False
+
+
+def _has_row(class_name: str) -> bool:
+    return any(family.model == class_name for family in FAMILIES.values())
+
+
+def _is_denoiser(model_class: type) -> bool:
+    return model_class.__module__.startswith(_DENOISERS)

@@ -1,0 +1,313 @@
+"""The family of a class that has no row: what a model's structure and names say of its Linears, and how sure that is.
+
+Blocks are the members of module lists that attend. Those of one list have the same Linears, but for a few that the
+first or the last may lack. In a block a name tells what a Linear does (`to_q`, `w1`, `adaLN`), and its shape which way
+a feed-forward goes. How sure that is:
+
+    certainty = weights of Linears in repeated blocks whose names tell their role / weights of all Linears
+
+Where structure leaves a doubt, it is resolved towards less: Linears outside of blocks stay in 16 bit; Linears share an
+input group only where their names say so and their shapes agree, and are checked when calibration runs the model (see
+calibrate/sharing.py); nothing folds into a modulation, whose order of shift and scale no name tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fluxq.recipes.family import Family, InputGroup
+from fluxq.recipes.plan import GENERIC, MODULATION_ROLE, LinearShape
+
+LEAST_CERTAINTY = 0.5  # below it a model is refused
+SMALLEST = 64  # N and K below it: gates of heads, say, of which nothing is won
+K_UNIT = 16  # the smallest group of a format, and what 8-bit units read at once
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """A model without its weights. modules: path -> class name, of all modules; linears: in the model's order."""
+
+    modules: Mapping[str, str]
+    linears: tuple[LinearShape, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What was found. certainty: 0 to 1. reasons: what it rests on, for people."""
+
+    family: Family
+    certainty: float
+    reasons: tuple[str, ...]
+
+
+def generic_family(model_class: str, tree: ModuleTree) -> Family:
+    """The family of a model by its structure; its notes say how sure that is.
+
+    ValueError naming the class, and what to do, where it is less sure than LEAST_CERTAINTY.
+    """
+    found = read_structure(model_class, tree)
+    if found.certainty < LEAST_CERTAINTY:
+        raise ValueError(
+            f"unknown model family: {model_class} has no row in recipes/denoisers.py, and its structure says too "
+            f"little (certainty {found.certainty:.0%}, needed {LEAST_CERTAINTY:.0%}): {'; '.join(found.reasons)}. "
+            "CONTRIBUTING.md, 'Adding a model family', shows how to add a row"
+        )
+    return found.family
+
+
+def read_structure(model_class: str, tree: ModuleTree) -> Structure:
+    """Blocks, input groups, roles and what stays in 16 bit, of a model of any certainty."""
+    blocks = _blocks(tree)
+    stacks: dict[str, dict[str, dict[str, LinearShape]]] = {}  # pattern -> block -> path below it -> Linear
+    for path, members in blocks.items():
+        stacks.setdefault(_pattern(path), {})[path] = members
+    groups: list[InputGroup] = []
+    keep: dict[str, str] = {}
+    for pattern, stack in stacks.items():
+        unfit = _unfit(stack)
+        keep.update(
+            {f"{block}.{name}": unfit[name] for block, members in stack.items() for name in members if name in unfit}
+        )
+        roles = [_roles(tree.modules, block, members) for block, members in stack.items()]
+        groups += _groups(pattern, list(stack.values()), roles, unfit.keys())
+    inside = {linear.name for members in blocks.values() for linear in members.values()}
+    keep.update({linear.name: _why_outside(linear.name) for linear in tree.linears if linear.name not in inside})
+    certainty, reasons = _judge(tree, stacks, groups)
+    note = (
+        f"{model_class} has no row in recipes/denoisers.py; its structure was read instead, with a certainty of "
+        f"{certainty:.0%}: {'; '.join(reasons)}. Look at `fluxq plan`, or add a row as CONTRIBUTING.md shows"
+    )
+    family = Family(GENERIC, model_class, tuple(groups), keep, notes=(note,))
+    return Structure(family, certainty, reasons)
+
+
+# Blocks
+
+
+def _blocks(tree: ModuleTree) -> dict[str, dict[str, LinearShape]]:
+    """Path of a block -> path below it -> Linear, in the model's order.
+
+    A member of a module list is a block if it attends and holds no smaller block: a UNet's stages do, and what they
+    have beside these is no part of any.
+    """
+    below: dict[str, dict[str, LinearShape]] = {}
+    for linear in tree.linears:
+        for path in _above(linear.name):
+            if tree.modules.get(path.rpartition(".")[0]) == "ModuleList":
+                below.setdefault(path, {})[linear.name[len(path) + 1 :]] = linear
+    found: set[str] = set()
+    for path in sorted(below, key=lambda path: -path.count(".")):
+        attends = len(below[path]) > 1 and any(map(_attends, below[path]))
+        if attends and not any(other.startswith(f"{path}.") for other in found):
+            found.add(path)
+    return {
+        path: below[path] for path in tree.modules if path in found and not _AUXILIARY.search(path.rpartition(".")[0])
+    }
+
+
+def _above(path: str) -> Iterable[str]:
+    """Paths of the modules that a module lies in, the innermost first."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _pattern(path: str) -> str:
+    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
+
+
+def _attends(name: str) -> bool:
+    return bool(_ATTENTION.search(name) or _words(name) & (_Q | _K_OR_V | _FUSED))
+
+
+# What a Linear of a block does
+
+
+@dataclass(frozen=True)
+class _Role:
+    """role: as rows call it. key: Linears of a block with the same role and key read the same input."""
+
+    role: str
+    key: tuple[object, ...]
+
+
+def _roles(modules: Mapping[str, str], block: str, members: Mapping[str, LinearShape]) -> dict[str, _Role]:
+    """Path below the block -> what it is.
+
+    An attention is taken for self-attention where its name says so, or where the block has no other that could be.
+    """
+    attentions = {_parent(name) for name in members if _words(name) & _Q and not _MODULATION.search(name)}
+    others = {
+        path for path in attentions if _CROSS.search(path) or "cross" in modules.get(f"{block}.{path}", "").lower()
+    }
+    plain = attentions - others
+    is_self = {path for path in plain if _SELF.search(path) or len(plain) == 1}
+    return {name: _role(name, linear, members, is_self) for name, linear in members.items()}
+
+
+def _role(name: str, linear: LinearShape, members: Mapping[str, LinearShape], is_self: set[str]) -> _Role:
+    parent, words = _parent(name), _words(name)
+    if _MODULATION.search(name):
+        return _Role(MODULATION_ROLE, (name,))
+    if words & _FUSED:
+        return _Role("qkv", (name,))
+    if words & (_Q | _K_OR_V):
+        # `to_q`, `to_k` and `to_v` are of one stream, `add_q_proj`, … of another that joins it.
+        stream = (parent, _stream(name), linear.k)
+        has_query = any(_words(other) & _Q and (_parent(other), _stream(other)) == stream[:2] for other in members)
+        if parent in is_self and has_query:
+            return _Role("qkv", stream)
+        return _Role("cross_q", (name,)) if words & _Q else _Role("cross_kv", stream)
+    in_attention = bool(_ATTENTION.search(parent))
+    if words == {"to", "out"} or (in_attention and (words & _OUT or words <= {"proj", "attn", "img", "txt"})):
+        return _Role("attn_out", (name,))
+    if _FEED_FORWARD.search(name) or words & _FEED_FORWARD_WORDS:
+        return _Role(_way(linear, words), _gate_key(name, linear, members) or (name,))
+    if linear.k > linear.n and words & _OUT:
+        return _Role("mixed_out", (name,))  # of attention and feed-forward side by side, as a rule
+    return _Role(_UNNAMED, (name,))
+
+
+def _stream(name: str) -> str:
+    """The leaf without what tells q, k and v from one another: `add_*_proj`."""
+    return "_".join("*" if {part} & (_Q | _K_OR_V) else part for part in _leaf(name).lower().split("_"))
+
+
+def _way(linear: LinearShape, words: set[str]) -> str:
+    """Whether a feed-forward's Linear widens or narrows; where shapes do not tell, its name may."""
+    if linear.n == linear.k:
+        return "ff_down" if words & (_OUT | {"down"}) else "ff_up"
+    return "ff_up" if linear.n > linear.k else "ff_down"
+
+
+def _gate_key(name: str, linear: LinearShape, members: Mapping[str, LinearShape]) -> tuple[object, ...] | None:
+    """What gate and up of a gated feed-forward share: three Linears, two (N, K) and one (K, N)."""
+    parent = _parent(name)
+    three = [other for path, other in members.items() if _parent(path) == parent]
+    shapes = Counter((other.n, other.k) for other in three)
+    shape = (linear.n, linear.k)
+    gated = linear.n != linear.k and shapes == {shape: 2, shape[::-1]: 1}
+    return (parent, *shape) if gated else None
+
+
+def _leaf(name: str) -> str:
+    """The last segment that is no number: `to_out` of `attn.to_out.0`."""
+    return next((segment for segment in reversed(name.split(".")) if not segment.isdigit()), "")
+
+
+def _parent(name: str) -> str:
+    """What the leaf lies in."""
+    segments = name.split(".")
+    while segments and segments[-1].isdigit():
+        segments.pop()
+    return ".".join(segments[:-1])
+
+
+def _words(name: str) -> set[str]:
+    """Of the leaf: `add`, `q` and `proj` of `attn.add_q_proj`."""
+    return set(_leaf(name).lower().split("_"))
+
+
+# Input groups
+
+
+def _groups(
+    pattern: str, blocks: list[dict[str, LinearShape]], roles: list[dict[str, _Role]], unfit: Iterable[str]
+) -> list[InputGroup]:
+    """Input groups of a stack. Linears share one where they do in every block that has both."""
+    skipped = set(unfit)
+    names = [name for name in dict.fromkeys(name for members in blocks for name in members) if name not in skipped]
+    first = {name: next(found[name] for found in roles if name in found) for name in names}
+
+    def share(a: str, b: str) -> bool:
+        both = [found for found in roles if a in found and b in found]
+        same_role = first[a].role == first[b].role
+        return same_role and bool(both) and all(found[a].key == found[b].key for found in both)
+
+    groups: list[list[str]] = []
+    for name in names:
+        home = next((group for group in groups if all(share(name, other) for other in group)), None)
+        if home is None:
+            groups.append([name])
+        else:
+            home.append(name)
+    return [
+        InputGroup(first[group[0]].role, pattern, tuple(group), joined=len(group) > 1, made_by="unknown")
+        for group in groups
+    ]
+
+
+# What stays in 16 bit
+
+
+def _unfit(stack: Mapping[str, Mapping[str, LinearShape]]) -> dict[str, str]:
+    """Path below the block -> why it is not quantized, of what is not in one of the blocks."""
+    found: dict[str, str] = {}
+    for members in stack.values():
+        for name, linear in members.items():
+            if _words(name) & {"router"} or (_words(name) == {"gate"} and 8 * linear.n <= linear.k):
+                found[name] = "routes tokens, by its name: an error in it sends them elsewhere"
+            elif min(linear.n, linear.k) < SMALLEST:
+                found[name] = f"too small to win anything: ({linear.n}, {linear.k})"
+            elif linear.k % K_UNIT:
+                found[name] = f"K = {linear.k} is not in multiples of {K_UNIT}, which formats and kernels are made for"
+    return found
+
+
+def _why_outside(name: str) -> str:
+    if _AUXILIARY.search(name) or _BEFORE.search(name):
+        return "outside of the repeated blocks and embeds something, by its name: every token depends on it"
+    if _BEHIND.search(name):
+        return "outside of the repeated blocks and behind them, by its name: its error goes to the image undamped"
+    return "outside of the repeated blocks: few weights, and all that they make passes through them"
+
+
+# How sure that is
+
+
+def _judge(
+    tree: ModuleTree, stacks: Mapping[str, Mapping[str, Mapping[str, LinearShape]]], groups: Sequence[InputGroup]
+) -> tuple[float, tuple[str, ...]]:
+    """(certainty, what it rests on)."""
+    total = sum(linear.n * linear.k for linear in tree.linears)
+    kinds = Counter(tree.modules[block] for stack in stacks.values() for block in stack)
+    guessed = {(group.block, name) for group in groups for name in group.members if group.role == _UNNAMED}
+    reasons, sure = [], 0
+    for pattern, stack in stacks.items():
+        linears = [linear for members in stack.values() for linear in members.values()]
+        share = sum(linear.n * linear.k for linear in linears) / total
+        classes = dict.fromkeys(tree.modules[block] for block in stack)
+        reasons.append(f"{len(stack)} x {' or '.join(classes)} in {pattern} ({share:.0%} of the Linears' weights)")
+        for block, members in stack.items():
+            if kinds[tree.modules[block]] > 1:
+                sure += sum(o.n * o.k for name, o in members.items() if (pattern, name) not in guessed)
+    single = [kind for kind, count in kinds.items() if count == 1]
+    reasons += [f"only one {', one '.join(single)}, so nothing is repeated there"] if single else []
+    reasons += [f"names that tell nothing: {', '.join(sorted({name for _, name in guessed}))}"] if guessed else []
+    if not stacks:
+        reasons.append("no module list has members with an attention, by their names")
+    return (sure / total if total else 0.0), tuple(reasons)
+
+
+_UNNAMED = "unnamed"
+
+_Q = {"q", "query", "wq"}
+_K_OR_V = {"k", "v", "key", "value", "wk", "wv"}
+_FUSED = {"qkv", "wqkv", "kv", "wkv", "qk"}
+_OUT = {"out", "o", "wo", "output"}
+_FEED_FORWARD_WORDS = {"fc", "fc1", "fc2", "fc3", "w1", "w2", "w3", "up", "down", "gate"}
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_SELF = re.compile(r"self|attn1$", re.IGNORECASE)
+_CROSS = re.compile(r"cross|attn[2-9]|_to_|2[a-z]|encoder|perceiver|resampl|pool|(^|_)ip(_|$)", re.IGNORECASE)
+_FEED_FORWARD = re.compile(r"(^|[._])(ff|ffn|mlp|feed_?forward|experts?)([._\d]|$)|feedforward", re.IGNORECASE)
+_MODULATION = re.compile(
+    r"norm|modul|(^|[._])mod([._\d]|$)|ada_?ln|adaptive|scale_shift|(^|[._])t?emb|time_", re.IGNORECASE
+)
+# A stack there belongs to what is fed to the model, or to something beside it.
+_AUXILIARY = re.compile(r"emb|extract|resampl|pool|project|perceiver|vision|siglip|adapter|control", re.IGNORECASE)
+_BEFORE = re.compile(r"time|text|caption|context|patch|cond|guidance|proj_in|(^|_)in(put)?(_|$)", re.IGNORECASE)
+_BEHIND = re.compile(r"out|final|head|last", re.IGNORECASE)

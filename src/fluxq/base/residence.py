@@ -1,0 +1,318 @@
+"""Models that run in less memory than they take: a module's weights come when it runs, and go afterwards.
+
+    enter   before a module runs, its own weights are read from their source and put in; then the next ones are read
+    leave   after it, they stay if there is room:  weights held <= limit - working - what one module needs to come
+
+What came first stays, because every pass runs the modules in the same order: what came last would never be there when
+it is its turn. Models have ranks, and those that run at every step push out those that run once per image. `working` is
+what a model needs beside its weights; it is set aside while that model runs.
+
+accelerate and diffusers have offloading of their own, which does not hold a bound: diffusers writes a copy of what it
+offloads to disk; accelerate maps the source's files into memory, where pages count for as long as a tensor is used,
+reads them unchecked and with nothing read ahead, empties the device's cache for every tensor, and decides what stays
+once for all models and all they do. Of accelerate this takes the attribute by which pipelines of diffusers find out
+where an offloaded model runs.
+
+Weights that wait are nowhere but in their files. Where there is room, the system keeps files in memory, and gives that
+memory back when it is wanted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from accelerate.hooks import ModelHook
+from torch import Tensor, nn
+
+Read = Callable[[str], Tensor]  # name of a parameter or buffer in its model -> the tensor, on the CPU
+
+_WHOLE = (nn.MultiheadAttention,)  # modules that use weights of the modules in them without running these
+_FAVOURED = 1 << 10  # the rank of what `focus` names
+_LOOKED_AT = 8  # modules behind the one that runs, that are read ahead if they are not there
+_LOOKED_AT = 8  # modules behind the one that runs, that are read ahead if they are not there
+
+
+class Residence:
+    """The weights of several models on one device.
+
+    limit: bytes for weights and what is computed with them. held: bytes of weights that are there now; most_held: that
+    were there at once. Not for several threads.
+    """
+
+    def __init__(self, device: torch.device | str, limit: int) -> None:
+        self.device, self.limit = torch.device(device), limit
+        self.held = self.most_held = 0
+        self._models: list[_Model] = []
+        self._running: _Model | None = None
+        self._last: _Unit | None = None
+        self._idle: dict[int, dict[_Unit, None]] = {}  # rank -> units that are there and do not run
+        self._ahead: dict[_Unit, Future[list[Tensor]]] = {}
+        self._missed = 0  # modules in a row that were not read ahead
+        self._reader = ThreadPoolExecutor(1, "fluxq-weights")
+        self._favoured: list[_Unit] = []
+
+    def add(self, model: nn.Module, read: Read, *, rank: int = 0, working: int = 0) -> None:
+        """Look after a model: what of it is on the meta device comes from `read`, cast to the dtype of its placeholder.
+
+        The rest is moved to the device. rank: models of a higher one push out those of lower ones. working: bytes that
+        the model needs beside its weights.
+        """
+        looked_after = _Model(read, rank, working)
+        self._models.append(looked_after)
+        inside: set[nn.Module] = set()
+        for path, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    module._buffers[name] = buffer.to(self.device)
+            if module in inside:
+                continue
+            slots = list(_slots(path, module))
+            if isinstance(module, _WHOLE):
+                inside.update(module.modules())
+                for below, part in module.named_modules(prefix=path):
+                    slots += _slots(below, part) if part is not module else ()
+            if slots:
+                nbytes = sum(slot.tensor.nbytes for slot in slots)
+                self._watch(module, _Unit(looked_after, slots, rank, nbytes))
+        model._hf_hook = _RunsThere(self, looked_after)  # pyright: ignore[reportArgumentType]  it is no tensor
+
+    def set_working(self, model: nn.Module, working: int) -> None:
+        """From now on `model` needs so many bytes beside its weights."""
+        hook = getattr(model, "_hf_hook", None)
+        if not isinstance(hook, _RunsThere):
+            raise ValueError(f"this {type(model).__name__} is not looked after; add it first")
+        hook.model.working = working
+        self._running = None  # so that room is made anew
+
+    def focus(self, module: nn.Module) -> None:
+        """The weights in `module` come before all others now; what is there goes."""
+        self.rest()
+        for unit in self._favoured:
+            unit.rank = unit.model.rank
+        found = set(module.modules())
+        self._favoured = [unit for model in self._models for unit in model.units if unit.module() in found]
+        for unit in self._favoured:
+            unit.rank = _FAVOURED
+
+    def rest(self) -> None:
+        """Let go of all weights that nothing runs with."""
+        self._forget_ahead()
+        while self._idle:
+            self._evict(max(self._idle))
+
+    def drop(self, module: nn.Module) -> None:
+        """Let go of what is in `module` for good, also of weights that were put there since; it cannot run again."""
+        self._forget_ahead()
+        gone = set(module.modules())
+        for part in gone:
+            for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+                if tensor is not None and not tensor.is_meta:
+                    put_tensor(part, name, torch.empty_like(tensor, device="meta"))
+        for model in self._models:
+            for unit in model.units:
+                if unit.there and unit.module() in gone:
+                    self._count_out(unit)
+
+    # --- one module at a time
+
+    def _watch(self, module: nn.Module, unit: _Unit) -> None:
+        unit.model.units.append(unit)
+        unit.model.largest = max(unit.model.largest, unit.nbytes)
+        unit.module = weakref.ref(module, lambda _: self._count_out(unit))  # replaced by a quantized one, for instance
+        module.register_forward_pre_hook(lambda *_: self._enter(unit))
+        module.register_forward_hook(lambda *_: self._leave(unit), always_call=True)
+
+    def _enter(self, unit: _Unit) -> None:
+        unit.running += 1
+        if self._running is not unit.model:
+            self._running = unit.model
+            self._forget_ahead()
+            while self._idle and self.held > self._room():
+                self._evict(min(self._idle))
+        self._idle.get(unit.rank, {}).pop(unit, None)
+        if not unit.there:
+            self._bring(unit)
+        if unit.running == 1:
+            if self._last is not None:
+                self._last.then = unit
+            self._last = unit
+            self._read_ahead(unit)
+
+    def _leave(self, unit: _Unit) -> None:
+        unit.running -= 1
+        if unit.running or not unit.there:
+            return
+        ahead = sum(other.nbytes for other in self._ahead)  # there is room for that beside what stays
+        while self.held - ahead > self._room():
+            lowest = min((rank for rank, units in self._idle.items() if units), default=unit.rank)
+            if lowest >= unit.rank:
+                self._send_away(unit)
+                return
+            self._evict(lowest)
+        self._idle.setdefault(unit.rank, {})[unit] = None
+
+    def _room(self) -> int:
+        """For weights that stay while the running model runs: one of its modules comes, and the next ones are read."""
+        running = self._running
+        return self.limit if running is None else self.limit - running.working - 2 * running.largest
+
+    def _bring(self, unit: _Unit) -> None:
+        ahead = self._ahead.pop(unit, None)
+        self._missed = 0 if ahead else self._missed + 1
+        if ahead is None:
+            if self._missed > 1:
+                self._forget_ahead()  # the order is another one
+            self._count_in(unit)
+        try:
+            tensors = ahead.result() if ahead else unit.read()
+        except BaseException:
+            self.held -= unit.nbytes
+            raise
+        for slot, tensor in zip(unit.slots, tensors, strict=True):
+            slot.fill(tensor.to(self.device))
+        unit.there = True
+
+    def _read_ahead(self, unit: _Unit) -> None:
+        """Have the modules read that ran after this one the last time, as far as there is room for them."""
+        taken, after = sum(other.nbytes for other in self._ahead), unit.then
+        for _ in range(_LOOKED_AT):
+            if after is None or after.model is not unit.model:
+                return
+            if not after.there and after not in self._ahead and after.module() is not None:
+                taken += after.nbytes
+                if taken > unit.model.largest:
+                    return
+                self._count_in(after)
+                self._ahead[after] = self._reader.submit(after.read)
+            after = after.then
+
+    def _forget_ahead(self) -> None:
+        for unit, future in self._ahead.items():
+            future.cancel()
+            self.held -= unit.nbytes
+        if self._ahead:
+            self._ahead.clear()
+            self._reader.submit(int).result()  # what was being read is gone, too
+
+    def _evict(self, rank: int) -> None:
+        """Send away what came last of those of a rank that do not run."""
+        units = self._idle[rank]
+        if units:
+            self._send_away(units.popitem()[0])
+        if not units:
+            del self._idle[rank]
+
+    def _send_away(self, unit: _Unit) -> None:
+        for slot in unit.slots:
+            slot.empty()
+        self._count_out(unit)
+
+    def _count_in(self, unit: _Unit) -> None:
+        self.held += unit.nbytes
+        self.most_held = max(self.most_held, self.held)
+
+    def _count_out(self, unit: _Unit) -> None:
+        self._idle.get(unit.rank, {}).pop(unit, None)
+        if unit.there:
+            unit.there = False
+            self.held -= unit.nbytes
+
+
+def residence_of(model: nn.Module) -> Residence | None:
+    """What looks after a model's weights; None where they simply are there."""
+    hook = getattr(model, "_hf_hook", None)
+    return hook.residence if isinstance(hook, _RunsThere) else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model runs."""
+    residence = residence_of(model)
+    return next(model.parameters()).device if residence is None else residence.device
+
+
+class _RunsThere(ModelHook):
+    """Says where a model runs whose weights may be nowhere; a pipeline of diffusers makes its inputs there."""
+
+    def __init__(self, residence: Residence, model: _Model) -> None:
+        self.residence, self.model, self.execution_device = residence, model, residence.device
+
+
+@dataclass(eq=False)
+class _Model:
+    """largest: bytes of its largest unit."""
+
+    read: Read
+    rank: int
+    working: int
+    units: list[_Unit] = field(default_factory=list)
+    largest: int = 0
+
+
+@dataclass(eq=False)
+class _Unit:
+    """The weights of a module that come and go together. running: calls of it under way. then: what ran next."""
+
+    model: _Model
+    slots: list[_Slot]
+    rank: int
+    nbytes: int
+    there: bool = False
+    running: int = 0
+    then: _Unit | None = None
+    module: Callable[[], nn.Module | None] = lambda: None
+
+    def read(self) -> list[Tensor]:
+        """From the source, on the CPU, in the dtypes that are wanted."""
+        return [self.model.read(slot.path).to(slot.tensor.dtype) for slot in self.slots]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor belongs. owner: its module; it does not keep that alive. path: from the root of the model."""
+
+    owner: Callable[[], nn.Module | None]
+    name: str
+    path: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is there: the tensor, or on the meta device its placeholder."""
+        owner = self.owner()
+        if owner is None:
+            raise RuntimeError(f"{self.path}: its module is gone")
+        return getattr(owner, self.name)
+
+    def fill(self, tensor: Tensor) -> None:
+        wanted = self.tensor
+        if tensor.shape != wanted.shape:
+            found = f"shape {tuple(tensor.shape)} in the file, {tuple(wanted.shape)} by config.json"
+            raise ValueError(f"{self.path}: {found}; copy the folder again")
+        self._put(tensor.to(wanted.dtype))
+
+    def empty(self) -> None:
+        self._put(torch.empty_like(self.tensor, device="meta"))
+
+    def _put(self, tensor: Tensor) -> None:
+        owner = self.owner()
+        if owner is not None:
+            put_tensor(owner, self.name, tensor)
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """In the place of a parameter or buffer of a module; no gradient is kept for it."""
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[name] = tensor
+
+
+def _slots(path: str, module: nn.Module) -> Iterator[_Slot]:
+    """Of what is on the meta device of the module itself."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in own:
+        if tensor.is_meta:
+            yield _Slot(weakref.ref(module), name, f"{path}.{name}".strip("."))

@@ -1,0 +1,296 @@
+"""What published models become under recipes, from their configurations alone: `fluxq families`.
+
+    published configuration -> model on the meta device -> plan of each recipe -> bits, bytes, memory
+
+Sizes are those of the quantized component, not of the pipeline. A recipe that tries things stores between what its
+formats take and what all that may be tried takes; where one number stands it is the latter. Memory is:
+
+    to serve     the weights as they are stored, and the activations of one forward pass at the family's usual size,
+                 which are estimated. Where 4 bits are re-encoded to 8, weights take what an 8-bit recipe's do
+    to quantize  what rounding to nearest holds of the weights at once, by up to four workers; the program itself takes
+                 another 0.7 GB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fluxq.base.tensors import Stored
+from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
+from fluxq.quantize.nearest import most_at_once, pieces_of
+from fluxq.quantize.run import blocks_of
+from fluxq.recipes.cost import activation_bytes, forward_pass
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
+from fluxq.recipes.published import PUBLISHED, Published, find_published
+from fluxq.recipes.recipe import load_recipe, shipped_recipes
+
+CELL = "bits per weight / GB of the checkpoint / GB to serve, all at most; the last is partly estimated"
+TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: those of as many bits differ by a few percent
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a recipe makes of a model, all of the model's copies together. bits: per weight, of all Linears.
+
+    most_bits: the same, if layers end with all that may be tried; so are all bytes.
+    """
+
+    recipe: str
+    bits: float
+    most_bits: float
+    checkpoint_bytes: float
+    serving_bytes: float
+    quantizing_bytes: float
+
+    def describe(self) -> dict[str, Any]:
+        """The size as JSON."""
+        return {
+            "recipe": self.recipe,
+            "bits_per_weight": round(self.bits, 3),
+            "bits_per_weight_at_most": round(self.most_bits, 3),
+            "checkpoint_gb": round(self.checkpoint_bytes / 1e9, 3),
+            "peak_gb_to_serve": round(self.serving_bytes / 1e9, 3),
+            "peak_gb_to_quantize": round(self.quantizing_bytes / 1e9, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Role:
+    """Linears of a model to which the same happens. role: of the family's row, "" for what stays in 16 bit.
+
+    shapes: (N, K) of each kind, the most frequent first. made_by: what makes their input. together: Linears that read
+    one input. reason: why, for people.
+    """
+
+    role: str
+    count: int
+    weights: int
+    shapes: tuple[tuple[int, int], ...]
+    made_by: str
+    together: tuple[str, ...]
+    reason: str
+
+    def describe(self) -> dict[str, Any]:
+        """The role as JSON."""
+        return {
+            "role": self.role or "16 bit",
+            "linears": self.count,
+            "weights": self.weights,
+            "shapes": [list(shape) for shape in self.shapes],
+            "made_by": self.made_by,
+            "together": list(self.together),
+            "reason": self.reason,
+        }
+
+
+class Model:
+    """A published model on the meta device, and what is known of it without a recipe."""
+
+    def __init__(self, row: Published) -> None:
+        self.row = row
+        self.family: Family = FAMILIES[row.family]
+        self.module = build_on_meta(self.family.library, self.family.model, dict(row.config))
+        self.linears: list[LinearShape] = shapes_of(self.module)
+        self.weights = ImpliedWeights(self.module)
+        self._plans: dict[str, Plan] = {}
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of all copies; a weight that two modules share counts once."""
+        return self.row.count * sum(parameter.numel() for parameter in self.module.parameters())
+
+    @cached_property
+    def quantized_share(self) -> float:
+        """Share of the parameters that a recipe quantizes, if it leaves out nothing that the family's row names."""
+        taken = sum(linear.n * linear.k for linear in self.linears if self.family.locate(linear.name))
+        return self.row.count * taken / self.parameters
+
+    @cached_property
+    def bytes_16bit(self) -> int:
+        """What the original takes in 16 bit."""
+        return self.row.count * self.weights.nbytes
+
+    @cached_property
+    def activation_bytes(self) -> float:
+        """Estimated activations of one forward pass at the usual size; 0 for what runs once per image."""
+        if self.family.kind != "transformer":
+            return 0.0
+        config: Any = self.module.config
+        forward = forward_pass(
+            self.family.name, dict(config), convolutions=convolutions_of(self.module), **self.row.size
+        )
+        return activation_bytes(self.plan("fp8"), forward)
+
+    def plan(self, recipe_name: str) -> Plan:
+        """The plan of one copy. ValueError for a recipe that this kind of model cannot have."""
+        if recipe_name not in self._plans:
+            recipe, component = _recipe(recipe_name)[1], self.family.kind
+            self._plans[recipe_name] = make_plan(
+                self.family,
+                component,
+                component_recipe(recipe, component, self.family),
+                self.linears,
+                static_inputs=recipe.calibration is not None and recipe.profile != "rtn",
+                profile=recipe.profile,
+                compat=recipe.compat,
+            )
+        return self._plans[recipe_name]
+
+    def size(self, recipe_name: str) -> Size:
+        """What a recipe makes of it."""
+        plan, count = self.plan(recipe_name), self.row.count
+        weights = sum(layer.n * layer.k for layer in plan.layers)
+        most = sum(layer.most_stored_bits for layer in plan.layers)
+        saved = sum(16 * layer.n * layer.k - layer.most_stored_bits for layer in plan.quantized) / 8
+        checkpoint = count * (self.weights.nbytes - saved)
+        return Size(
+            _recipe(recipe_name)[0],
+            plan.bits_per_weight,
+            most / weights,
+            checkpoint,
+            checkpoint + self.activation_bytes,
+            self._held(plan),
+        )
+
+    def _held(self, plan: Plan) -> float:
+        """Bytes that rounding to nearest holds at once: source weights read ahead, and a block that is not written."""
+        blocks = blocks_of(plan, self.weights, Path())
+        sizes = [
+            sum(self.weights.stored(name).nbytes for name in piece.names)
+            for block in blocks
+            for piece in pieces_of(block.layers, block.names)
+        ]
+        rounded = max(
+            block.nbytes - sum(2 * la.n * la.k - la.stored_bits / 8 for la in block.layers) for block in blocks
+        )
+        return most_at_once(sizes) + rounded
+
+    def roles(self) -> Iterator[Role]:
+        """What is quantized, by role, and what stays in 16 bit, by reason."""
+        plan = self.plan("fp8")
+        groups: dict[tuple[str, str], list[LayerPlan]] = {}
+        for layer in plan.layers:
+            role = layer.role if layer.scheme else ""
+            groups.setdefault((role, "" if role else layer.reason.removeprefix("16 bit: ")), []).append(layer)
+        for (role, reason), layers in sorted(groups.items(), key=lambda item: item[0][0] == ""):
+            shapes: dict[tuple[int, int], int] = {}
+            for layer in layers:
+                shapes[layer.n, layer.k] = shapes.get((layer.n, layer.k), 0) + 1
+            yield Role(
+                role,
+                len(layers),
+                sum(layer.n * layer.k for layer in layers),
+                tuple(sorted(shapes, key=lambda shape: -shapes[shape])),
+                ", ".join(dict.fromkeys(layer.made_by for layer in layers)) if role else "",
+                tuple(dict.fromkeys(" ".join(self._together(layer)) for layer in layers)) if role else (),
+                reason,
+            )
+
+    def _together(self, layer: LayerPlan) -> tuple[str, ...]:
+        """The Linears of the block that read the same input, by their last names."""
+        found = self.family.locate(layer.name)
+        if found is None:
+            return ()
+        group, block = found
+        there = {linear.name for linear in self.linears}
+        return tuple(member for member in group.members if f"{block}.{member}" in there)
+
+    def describe(self, recipes: Sequence[str]) -> dict[str, Any]:
+        """The model as JSON, with what each recipe makes of it."""
+        return {
+            "name": self.row.name,
+            "also": list(self.row.also),
+            "family": self.family.name,
+            "kind": self.family.kind,
+            "class": self.family.model,
+            "count": self.row.count,
+            "parameters": self.parameters,
+            "quantized_share": round(self.quantized_share, 4),
+            "gb_16bit": round(self.bytes_16bit / 1e9, 3),
+            "activations_gb": round(self.activation_bytes / 1e9, 3),
+            "linears": [role.describe() for role in self.roles()],
+            "recipes": [self.size(recipe).describe() for recipe in recipes],
+        }
+
+
+class ImpliedWeights(SourceWeights):
+    """The tensors that a model's checkpoint has in 16 bit, a shared one once; none can be read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
+        self._stored = {name: Stored("BF16", tuple(t.shape), 0, 2 * t.numel()) for name, t in own.values()}
+
+    @property
+    def names(self) -> list[str]:
+        """Tensor names, sorted."""
+        return sorted(self._stored)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def stored(self, name: str) -> Stored:
+        """Shape and size of a tensor."""
+        return self._stored[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.nbytes for stored in self._stored.values())
+
+
+_recipe = cache(load_recipe)
+
+
+def models(name: str | None = None) -> Iterator[Model]:
+    """The published models that `name` means, all without one, each built when it is its turn; see find_published."""
+    return map(Model, find_published(name) if name else PUBLISHED)
+
+
+def recipes_for(asked: Sequence[str], all_of_them: bool) -> tuple[str, ...]:
+    """The recipes to show: those asked for, else all that are shipped or two of them."""
+    return tuple(asked) or (tuple(shipped_recipes()) if all_of_them else TABLE_RECIPES)
+
+
+def table(found: Sequence[Model], recipes: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of what each model becomes: a line for each, three numbers for each recipe."""
+    header = ("model", "family", "parameters, B", "quantized", "16 bit, GB", *recipes, "to quantize, GB")
+    rows = []
+    for model in found:
+        sizes = [model.size(recipe) for recipe in recipes]
+        held = max(size.quantizing_bytes for size in sizes)
+        rows.append(
+            (
+                model.row.name + (f", {model.row.count} of them" if model.row.count > 1 else ""),
+                model.family.name,
+                digits(model.parameters / 1e9),
+                f"{model.quantized_share:.0%}",
+                digits(model.bytes_16bit / 1e9),
+                *(cell(size) for size in sizes),
+                digits(held / 1e9),
+            )
+        )
+    return header, rows
+
+
+def cell(size: Size) -> str:
+    """Bits per weight, checkpoint and memory to serve in GB."""
+    return f"{size.most_bits:.2f} / {digits(size.checkpoint_bytes / 1e9)} / {digits(size.serving_bytes / 1e9)}"
+
+
+def bits(size: Size) -> str:
+    """Bits per weight: of the formats alone, and the most that trying things may make of it."""
+    low, high = f"{size.bits:.2f}", f"{size.most_bits:.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def digits(value: float) -> str:
+    """Three of them."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,168 @@
+"""What a job takes of memory beside weights that wait for their turn, from shapes: known before anything is computed.
+
+    running   a model's activations: 3 · M · (N + K), with M tokens of a batch and the widest of its matrices (N, K)
+    fitting   Grams of all input groups of a block, samples of their tokens, and what its dearest group is fitted with
+
+What a block's norms, products and activation make lies side by side, and rotated queries and keys are fp32: in FLUX.1's
+blocks that is 2 to 2.5 times what the widest Linear reads and writes. All is in bytes, and rather too much than too
+little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fluxq.base.model import ModelFolder
+from fluxq.calibrate.capture import Item, batches
+from fluxq.calibrate.prompts import Row
+from fluxq.quantize.checkpoint import SourceWeights, library_of
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.plan import LayerPlan, Plan
+from fluxq.recipes.workloads import forward_pass
+
+_FP32 = 4  # bytes
+_TEXT, _SHORT_TEXT = 512, 77  # tokens of a prompt where nobody says otherwise, and that CLIP's is padded to
+_SIDE = 1024  # of an image where nobody says otherwise
+_SPANNED = 16  # pixels on a side that a token spans, of a model without a row
+_SAMPLES = 2048 + 1024  # rows of each group's input that are kept
+_CHUNK = 4096  # tokens that are added to a Gram at a time, at most
+_ROWS, _ROWS_OF_GPU = 256, 1 << 14  # of a weight that are worked on in fp32 at a time, at least
+_COPIES = 6  # of such rows: what codes stand for, transposed, its error, and what rounding makes of it
+_TRIED = 1024  # rows of a group's weights that stages are tried on; tokens of its input that judge them
+_JOINT_GRAMS, _JOINT_K = 7, 6144  # three sums, and what solving with them takes
+_CHANNELS = 256  # at full size, of a VAE that does not say
+
+
+@dataclass(frozen=True)
+class Size:
+    """A call of the pipeline: images that are made together, pixels, frames; None where the pipeline decides."""
+
+    images: int
+    height: int | None
+    width: int | None
+    frames: int | None
+    text: int | None
+
+    def __str__(self) -> str:
+        size = f" of {self.height}x{self.width}" if self.height and self.width else ""
+        return f"{self.images} image{'s' * (self.images > 1)}{size}"
+
+
+def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[Size]:
+    """The calls that items are made in."""
+    found = set()
+    for batch in batches(items, None, call):
+        row = batch[0][0]
+        said = {**call, **(dict(row.arguments) if isinstance(row, Row) else {})}
+        shape = (said.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
+        found.add(Size(len(batch), *shape))
+    return frozenset(found)
+
+
+def activations(folder: ModelFolder, component: str, size: Size, itemsize: int) -> int:
+    """Bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
+    if _is_vae(folder, component):
+        config = folder.config(component)
+        outer = [*config.get("block_out_channels", ())[:2], *config.get("decoder_block_out_channels", ())[:2]]
+        pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
+        return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
+    source, config = SourceWeights(folder, component), folder.config(component)
+    vocabularies = {config.get("vocab_size"), config.get("text_config", {}).get("vocab_size")}
+    shapes = [shape for name in source.names if len(shape := source.stored(name).shape) > 1]
+    widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
+    return itemsize * _tokens(folder, component, size) * max(widths, default=0)
+
+
+def largest(folder: ModelFolder, component: str, itemsize: int) -> int:
+    """Bytes of the weights that come and go together: those of the largest module."""
+    source = SourceWeights(folder, component)
+    found: dict[str, int] = {}
+    for name in source.names:
+        module = name.rpartition(".")[0]
+        found[module] = found.get(module, 0) + _loaded(source, name, itemsize)
+    return max(found.values())
+
+
+def weight_bytes(folder: ModelFolder, component: str, itemsize: int) -> int:
+    """Bytes of all weights of a component as it is loaded."""
+    source = SourceWeights(folder, component)
+    return sum(_loaded(source, name, itemsize) for name in source.names)
+
+
+def _loaded(source: SourceWeights, name: str, itemsize: int) -> int:
+    return prod(source.stored(name).shape) * (max(itemsize, _FP32) if source.stays_fp32(name) else itemsize)
+
+
+def fitting(plan: Plan, running: int, itemsize: int, *, widened: bool, on_gpu: bool) -> dict[str, int]:
+    """Block -> bytes that fitting its groups takes beside weights that can be read again.
+
+    running: activations of the component. itemsize: of its weights. widened: they come in fp32, as fused ones do.
+    """
+    blocks: dict[str, list[tuple[LayerPlan, ...]]] = {}
+    for members in plan.statistics_groups().values():
+        blocks.setdefault(members[0].block, []).append(members)
+    return {
+        block: sum(_observed(members, itemsize) for members in groups)
+        + max(
+            running + max(_chunk(members[0].k) for members in groups),
+            max(_fitted(members, _FP32 if widened else itemsize, on_gpu) for members in groups),
+        )
+        for block, groups in blocks.items()
+    }
+
+
+def _observed(members: Sequence[LayerPlan], itemsize: int) -> int:
+    """What is kept of a group's input: its Grams, and samples, which are put together of parts."""
+    grams = 0 if all(layer.method.is_plain for layer in members) else _gram(members)
+    return grams + 2 * itemsize * _SAMPLES * members[0].k
+
+
+def _gram(members: Sequence[LayerPlan]) -> int:
+    return _FP32 * sum(k * k for k in members[0].segments)
+
+
+def _chunk(k: int) -> int:
+    return _FP32 * max(256, min(_CHUNK, k // 4)) * k
+
+
+def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
+    """What a group is fitted with beside what is known of its input: the Gram again, and its weights."""
+    k, method = members[0].k, members[0].method
+    gram = _FP32 * max(members[0].segments) ** 2
+    grams = gram * (method.gptq + bool(method.transforms or method.deflate))
+    if method.joint and k <= _JOINT_K:
+        grams = _JOINT_GRAMS * gram
+    rows = max(layer.n for layer in members)
+    at_once = min(rows, max(k // 8, _ROWS_OF_GPU if on_gpu else _ROWS))
+    weights = (width + 1) * k * sum(layer.n for layer in members)  # and their codes
+    tried = 0 if method.is_plain else _COPIES * _FP32 * _TRIED * k
+    return grams + weights + max(_COPIES * _FP32 * at_once * k + tried, 3 * _FP32 * rows * k)  # or what came of it
+
+
+def _tokens(folder: ModelFolder, component: str, size: Size) -> int:
+    """Of all sequences of a call, twice as many as images where guidance may run the model on both halves at once."""
+    config = folder.config(component)
+    if library_of(folder, component) == "transformers":
+        return 2 * size.images * max(size.text or _TEXT, _SHORT_TEXT)
+    sequences = size.images * (1 if config.get("guidance_embeds") else 2)
+    try:
+        forward = forward_pass(
+            next((row.name for row in FAMILIES.values() if row.model == folder.components[component]), ""),
+            config,
+            height=size.height,
+            width=size.width,
+            frames=size.frames,
+            text=size.text,
+            vae=folder.config("vae") if "vae" in folder.components else None,
+        )
+    except ValueError:  # a class without a row, or one of convolutions
+        image = (size.height or _SIDE) * (size.width or _SIDE) // _SPANNED**2 * (size.frames or 1)
+        return sequences * (image + (size.text or _TEXT))
+    return sequences * (forward.image + forward.text + forward.vision)
+
+
+def _is_vae(folder: ModelFolder, component: str) -> bool:
+    return component == "vae" or folder.components[component].startswith(("Autoencoder", "AsymmetricAutoencoder"))

@@ -1,0 +1,187 @@
+"""`--max-memory`: what a job's pipelines may take of the device, and what is said where memory runs out.
+
+The least that would do is known from shapes (footprint.py) before anything is computed. Weights have what is left; on a
+GPU the allocator is held to the bound too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fluxq import footprint
+from fluxq.base.console import first_line, logger
+from fluxq.base.model import ModelFolder
+from fluxq.base.residence import Residence, residence_of
+from fluxq.calibrate.capture import Item
+from fluxq.integrations.bounded import is_model, load_bounded
+from fluxq.quantize.lora import Updates
+from fluxq.quantize.structure import denoisers_of
+from fluxq.recipes.plan import Plan
+
+_OF_GPU = 0.95  # of the bound: the allocator hands out memory in pieces, and some of each is left over
+_OF_HOST = 64 << 20  # bytes that libraries keep: code that oneDNN compiles for each shape, small pieces of memory
+_M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = -3, 1 << 17, 1 << 25  # of malloc.h; from how many bytes on; as it grows to
+_NO_MEMORY = "can't allocate memory"  # what torch says of the host's
+
+
+@dataclass(frozen=True)
+class Bound:
+    """limit: bytes. working, fitting: of a component, beside its weights, while it runs and while it is fitted."""
+
+    limit: int
+    device: str
+    dtype: str
+    working: Mapping[str, int]
+    fitting: Mapping[str, int]
+
+    def load(self, folder: ModelFolder, updates: Mapping[str, Sequence[Updates]]) -> Any:
+        """A pipeline within the bound. updates: component -> what is fused into it."""
+        on_gpu = torch.device(self.device).type == "cuda"
+        residence = Residence(self.device, int(self.limit * _OF_GPU) if on_gpu else self.limit - _OF_HOST)
+        every_step = dict.fromkeys(denoisers_of(folder), 1)
+        return load_bounded(folder, self.dtype, residence, ranks=every_step, working=self.working, updates=updates)
+
+    def begin_fitting(self, pipe: Any) -> None:
+        """From now on its components are fitted, block by block."""
+        for component, working in self.fitting.items():
+            model = getattr(pipe, component)
+            residence = residence_of(model)
+            if residence is not None:
+                residence.set_working(model, working)
+
+
+def bound_of(
+    limit: int,
+    device: str,
+    dtype: str,
+    folder: ModelFolder,
+    *,
+    items: Sequence[Item],
+    call: Mapping[str, Any],
+    fitted: Iterable[Plan],
+    fused: Collection[str],
+    shows_images: bool,
+) -> Bound:
+    """The bound for a job; ValueError naming the least memory that would do, if that is more than `limit`.
+
+    items, call: of everything that the pipeline makes. fitted: plans with layers that are fitted. fused: components
+    with LoRA updates. shows_images: whether images are decoded.
+    """
+    itemsize, on_gpu = getattr(torch, dtype).itemsize, torch.device(device).type == "cuda"
+    working, fitting, needs = {}, {}, {}
+    sizes = footprint.sizes(items, call)
+    for component in filter(lambda name: is_model(folder, name), folder.components):
+        coming = 2 * footprint.largest(folder, component, itemsize)
+        took = {size: footprint.activations(folder, component, size, itemsize) for size in sizes}
+        size = max(sizes, key=lambda size: took[size])
+        working[component] = took[size]
+        if shows_images or component != "vae":
+            needs[f"running {component} on {size}"] = took[size] + coming
+    for plan in fitted:
+        blocks = footprint.fitting(
+            plan, working[plan.component], itemsize, widened=plan.component in fused, on_gpu=on_gpu
+        )
+        fitting[plan.component] = max(blocks.values())
+        for block, needed in blocks.items():
+            widest = max(layer.k for layer in plan.quantized if layer.block == block)
+            coming = 2 * footprint.largest(folder, plan.component, itemsize)
+            needs[f"fitting {block} ({widest} channels)"] = needed + coming
+    what = max(needs, key=lambda each: needs[each])
+    least = math.ceil(needs[what] / _OF_GPU) if on_gpu else needs[what] + _OF_HOST
+    if least > limit:
+        raise ValueError(
+            f"--max-memory {in_words(limit)}: {what} needs {in_words(least)}; give at least that"
+            + (", or a smaller --height and --width" if what.startswith("running") else "")
+        )
+    return Bound(limit, device, dtype, working, fitting)
+
+
+def in_words(nbytes: int) -> str:
+    """A size as `--max-memory` takes it, rounded up."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{math.ceil(10 * nbytes / size) / 10:g}{unit}"
+    return f"{math.ceil(nbytes / 1024)}KiB"
+
+
+@contextmanager
+def within(limit: int | None, device: str) -> Iterator[None]:
+    """Hold the device's allocator to `limit`; where memory runs out, say what can be done about it."""
+    place = torch.device(device)
+    if limit is not None:
+        _bind(place, limit)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            if _NO_MEMORY not in str(error):
+                raise
+        cure = (
+            "--max-memory SIZE, as in 8GiB, reads weights when it is their turn"
+            if limit is None
+            else f"more was needed than --max-memory {in_words(limit)}, or than the machine has: give another one, or "
+            "a smaller --height and --width"
+        )
+        raise RuntimeError(f"out of memory on {device} ({first_line(error) or 'MemoryError'}): {cure}") from error
+    finally:
+        if limit is not None:
+            _bind(place, None)
+
+
+def _bind(device: torch.device, limit: int | None) -> None:
+    """A GPU's allocator refuses what is beyond the limit; glibc's is told to give back at once what is freed.
+
+    Else it would keep, for each thread, what may be wanted again: several times what the bound leaves for weights.
+    """
+    if device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole) if limit else 1.0, device)
+    elif device.type == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK if limit else _KEPT)
+
+
+def let_go(pipe: Any) -> None:
+    """No weight stays of a pipeline within a bound until it runs again."""
+    for model in pipe.components.values():
+        residence = residence_of(model)
+        if residence is not None:
+            residence.rest()
+
+
+def warn_of_size(folder: ModelFolder, dtype: str, device: str) -> None:
+    """Say so if a pipeline's weights are more than the memory that is free: on the CPU nothing else would."""
+    free, itemsize = _free(torch.device(device)), getattr(torch, dtype).itemsize
+    weights = sum(
+        footprint.weight_bytes(folder, component, itemsize)
+        for component in folder.components
+        if is_model(folder, component)
+    )
+    if free is not None and weights > free:
+        logger.warning(
+            "%s: its weights take %s, %s are free on %s: --max-memory SIZE reads them when it is their turn",
+            folder.name,
+            in_words(weights),
+            in_words(free),
+            device,
+        )
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes, None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    said = Path("/proc/meminfo")
+    if device.type != "cpu" or not said.is_file():
+        return None
+    lines = dict(line.split(":") for line in said.read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
