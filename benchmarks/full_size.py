@@ -565,8 +565,10 @@ def copy(*folders: Path) -> None:
     """Read every file and write it again, beside itself, one after the other."""
     for file in [file for folder in folders for file in folder.rglob("*") if file.is_file()]:
         again = file.with_suffix(".copy")
-        shutil.copyfile(file, again)
-        again.unlink()
+        try:
+            shutil.copyfile(file, again)
+        finally:
+            again.unlink()
 
 
 def forget(*folders: Path) -> None:

@@ -65,8 +65,9 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
 def test_help_is_instant_and_names_the_commands(fluxq):
     result = fluxq("--help")
     assert result.code == 0 and "Example:" in result.out
-    judging = {"eval", "bench", "debug", "report"}
-    assert set(cli.commands) == {"plan", "calibrate", "quantize", "verify", "warmup", "families", "env"} | judging
+    judging, exchanging = {"eval", "bench", "debug", "report"}, {"export", "import", "inspect"}
+    making = {"plan", "calibrate", "quantize", "verify", "warmup", "families", "env"}
+    assert set(cli.commands) == making | judging | exchanging
     assert all(f"  {name} " in result.out for name in cli.commands)
 
 

@@ -16,6 +16,7 @@ from fluxq.recipes.recipe import shipped_recipes
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DIFFUSERS = (ROOT / "docs" / "diffusers.md").read_text(encoding="utf-8")
+LARGE = (ROOT / "docs" / "large-models.md").read_text(encoding="utf-8")
 PEERS = json.loads((ROOT / "benchmarks" / "peers.json").read_text(encoding="utf-8"))["rows"]
 QUALITY = json.loads((ROOT / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))
 
@@ -58,6 +59,18 @@ def test_the_table_of_drawn_layers_is_that_of_the_committed_result() -> None:
         assert [adaln, ffn, attn] == [f"{row['db'][family]:.1f}" for family in ("adaln", "ffn", "attn")]
         assert mean == f"{row['mean']:.2f} ± {row['error']:.2f}"
         assert (seconds, microseconds) == (f"{row['seconds']:.1f}", f"{row['microseconds']:.0f}")
+
+
+def test_the_table_of_a_model_at_full_size_is_that_of_the_committed_result() -> None:
+    found = json.loads((ROOT / "benchmarks" / "full_size_rtn.json").read_text(encoding="utf-8"))
+    table = LARGE.split("<!-- rounded -->\n")[1].splitlines()[2:]
+    assert len(table) == len(found["recipes"])
+    for line, (recipe, row) in zip(table, found["recipes"].items(), strict=True):
+        seconds = row["seconds"]
+        cells = [f"`{recipe}`", f"{row['bytes'] / 1e9:.2f}", f"{row['peak_memory_bytes']['quantize'] / 1e9:.2f}"]
+        cells += [f"{seconds[part]:.0f}" for part in ("quantize", "copying alone", "rounding alone")]
+        cells += [f"{row['times_the_bound']:.2f}"]
+        assert [cell.strip() for cell in line.strip("|").split("|")] == cells
 
 
 def test_drawn_layers_reach_what_was_aimed_at() -> None:

@@ -24,6 +24,7 @@ from fluxq import __version__, show
 _EXPECTED = (ValueError, RuntimeError, OSError)
 _MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 _DTYPES = ("bfloat16", "float16", "float32")
+_EXPORTS = ("bfl", "modelopt", "comfy", "torchao", "nunchaku_lite", "nunchaku", "compressed-tensors")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -436,6 +437,80 @@ def verify_checkpoint(output: str, **arguments: Any) -> None:
         failed = [result.check for result in results if result.status == "failed"]
         if failed:
             raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)})")
+
+
+@cli.command("inspect")
+@click.argument("path")
+@click.option("--base", metavar="MODEL", help="The 16-bit model, against which layouts and layers are proved.")
+@click.option("--layers", "every_layer", is_flag=True, help="Print every layer; with --base also its error.")
+@_common
+def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: Any) -> None:
+    """Say what the file or folder PATH is, whoever quantized it, and what is wrong with it; exit code 1 if anything is.
+
+    \b
+    Example:
+      fluxq inspect tiny-nvfp4 --base tiny
+    """
+    with _session(arguments) as session:
+        from fluxq import inspecting, show_inspection
+
+        found = inspecting.inspect(path, base)
+        session.start_work()
+        session.print(
+            {name: report.describe() for name, report in found.items()},
+            lambda: show_inspection.inspections(found, every_layer=every_layer),
+        )
+        wrong = sorted({fault.kind for report in found.values() for fault in report.faults if fault.is_error})
+        if wrong:
+            raise RuntimeError(f"{path}: {', '.join(wrong)}")
+
+
+@cli.command("export")
+@click.argument("output")
+@click.option("--format", "format", type=click.Choice(_EXPORTS), required=True, help="The layout to write.")
+@click.option("--output", "-o", "target", type=_PATH, help="Where to write; by default ./<OUTPUT>-<format>.")
+@click.option("--component", help="By default the denoisers; for compressed-tensors the text encoder.")
+@click.option("--requantize", is_flag=True, help="Round layers again that the format cannot hold as they are.")
+@_overwrite
+@_common
+def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
+    """Write the checkpoint OUTPUT for another program, codes moved bit by bit; refuses what its format cannot hold.
+
+    Layers of no main format, modulation for one, are written in 16 bit where the format lacks theirs, and listed.
+
+    \b
+    Example:
+      fluxq export tiny-nvfp4 --format comfy
+    """
+    with _session(arguments) as session:
+        from fluxq import exchange
+
+        done = exchange.export_checkpoint(output, format, target, on_start=session.start_work, **session.arguments)
+        session.print(done.describe(), lambda: show.exported(done))
+
+
+@cli.command("import")
+@click.argument("path")
+@click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, gives what it lacks.")
+@_output
+@click.option("--dequantize", is_flag=True, help="Layers whose codes no format of fluxq holds become 16 bit.")
+@_overwrite
+@_common
+def import_file(
+    path: str, base: str | None, output: str | None, dequantize: bool, overwrite: bool, **arguments: Any
+) -> None:
+    """Make a checkpoint of PATH, a file or folder that another program quantized; codes stay as they are.
+
+    \b
+    Example:
+      fluxq import flux1-dev-nvfp4.safetensors --base black-forest-labs/FLUX.1-dev
+    """
+    with _session(arguments) as session:
+        from fluxq import inspecting, show_inspection
+
+        reports = inspecting.import_(path, base, output, dequantize=dequantize, overwrite=overwrite)
+        session.start_work()
+        session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
 
 
 @cli.command()

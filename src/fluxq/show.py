@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fluxq.catalogue import Model
     from fluxq.eval.schema import Debug, Estimate, Report, Speed
     from fluxq.jobs import Prepared
+    from fluxq.quantize.exchange.export import Exported
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cost import Cost
     from fluxq.recipes.plan import Plan
@@ -184,6 +185,25 @@ def verified(results: Sequence[Result]) -> None:
         click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}")
         for finding in result.findings:
             click.echo(f"{'':<12}  {finding.where}: {finding.what}")
+
+
+def exported(done: Exported) -> None:
+    """What an export wrote, and every layer that did not keep its codes."""
+    click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {', '.join(done.components)}")
+    held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
+    click.echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
+    for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
+        if changed:
+            click.echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
+            rows = [(c.name, f"{c.was} -> {c.now}", _size(c.nbytes), f"{c.added_error:.2%}", c.why) for c in changed]
+            _table(("layer", "scheme", "size", "added error", "because"), rows)
+    if done.folded:
+        readers = sum(map(len, done.folded.values()))
+        click.echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
+    for name in done.in_16_bit:
+        click.echo(f"{name}: the pipeline's other quantized component, written in 16 bit")
+    for note, count in done.notes.items():
+        click.echo(f"note ({count} layers): {note}")
 
 
 def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:

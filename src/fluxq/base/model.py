@@ -262,7 +262,7 @@ def require_safe(folder: ModelFolder) -> None:
     for component in folder.components:
         config = folder.path / component / "config.json"
         if config.is_file():
-            _require_harmless(config)
+            require_harmless(config)
         for file, key in (("scheduler_config.json", ""), ("tokenizer_config.json", "extra_ids")):
             if (folder.path / component / file).is_file():
                 _require_moderate(folder.path / component / file, key)
@@ -284,7 +284,7 @@ def module_of(library: object) -> str | None:
     return path if is_folder else None
 
 
-def _require_harmless(config: Path) -> None:
+def require_harmless(config: Path) -> None:
     """ValueError for what loading would come to grief over before it could be seen.
 
     That is attention under the name of a repository, whose code transformers would fetch and run, and a number of

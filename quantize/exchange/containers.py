@@ -1,0 +1,158 @@
+"""What a model is written as for each program: one safetensors file, or a folder as diffusers or transformers has it.
+
+bfl, comfy             NAME.safetensors; beside bfl's, NAME.config.json: what `from_single_file(config=…)` takes
+modelopt, torchao,
+nunchaku_lite          a pipeline folder; components that were not quantized are copied
+compressed_tensors     a folder of transformers: the text encoder, and the tokenizer of the pipeline that goes with it
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.files import write_json
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored, join_weights
+from fluxq.quantize.checkpoint import copy_rest
+from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
+from fluxq.quantize.exchange.native import NativeComponent
+
+MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
+_WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """An encoded component. parts: tensor -> where it lies. entries: by quantized module. plain: tensors in 16 bit.
+
+    in_16_bit: Linears, by their name in diffusers or transformers.
+    """
+
+    source: NativeComponent
+    parts: Mapping[str, tuple[Path, Stored]]
+    entries: Mapping[str, Mapping[str, Any]]
+    plain: Sequence[str]
+    in_16_bit: list[str]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How a dialect's files are written.
+
+    write(made, name, checkpoint, contents): `made` is the folder or, for a file, the folder that it and what goes
+    beside it are put into. library: of the components that it is for. is_pipeline: the whole pipeline is written.
+    """
+
+    write: Callable[[Path, str, ModelFolder, Sequence[Contents]], None]
+    library: str = "diffusers"
+    is_pipeline: bool = False
+    is_file: bool = False
+
+
+def put(made: Path, target: Path, *, is_file: bool) -> list[str]:
+    """Move what was made to the target, which appears last and whole; returns the names of the files."""
+    if not is_file:
+        files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
+        if target.exists():
+            target.rename(made.with_name("old"))
+        made.rename(target)
+        return files
+    files = sorted(made.iterdir(), key=lambda path: path.name == target.name)
+    for path in files:
+        path.replace(target.with_name(path.name))
+    return [path.name for path in files]
+
+
+def _bfl(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    (one,) = contents
+    _file(made, name, one, bfl.metadata(one.entries))
+    write_json(made / f"{name.removesuffix('.safetensors')}.config.json", one.source.config)
+
+
+def _comfy(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    (one,) = contents
+    _file(made, name, one, comfy.metadata(one.entries))
+
+
+def _nunchaku(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    (one,) = contents
+    _file(made, name, one, nunchaku.metadata(one.entries, nunchaku_file.MODEL_CLASS, one.source.config))
+
+
+def _file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
+    made.mkdir()
+    join_weights(one.parts, made / name, metadata)
+
+
+def _modelopt(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    def config(one: Contents) -> dict[str, Any]:
+        return modelopt.config(one.entries, one.in_16_bit, MODELOPT_SCHEMA)
+
+    _pipeline(made, checkpoint, contents, config)
+
+
+def _torchao(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    _pipeline(
+        made,
+        checkpoint,
+        contents,
+        lambda one: torchao.config(one.entries, one.in_16_bit),
+        lambda one: torchao.metadata(one.entries, one.plain),
+    )
+
+
+def _nunchaku_lite(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    _pipeline(made, checkpoint, contents, lambda one: nunchaku.config(one.entries, one.source.dtype))
+
+
+def _compressed_tensors(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    (one,) = contents
+    _component(made, one, compressed_tensors.config(one.entries, one.in_16_bit))
+    tokenizer = checkpoint.path / one.source.component.replace("text_encoder", "tokenizer")
+    if tokenizer.is_dir() and tokenizer.name != one.source.component:
+        for path in sorted(tokenizer.iterdir()):
+            if path.is_file() and not (made / path.name).exists() and path.suffix in _OF_TOKENIZERS:
+                shutil.copyfile(path, made / path.name)
+
+
+def _pipeline(
+    made: Path,
+    checkpoint: ModelFolder,
+    contents: Sequence[Contents],
+    config: Callable[[Contents], dict[str, Any]],
+    metadata: Callable[[Contents], Mapping[str, str]] = lambda one: {},
+) -> None:
+    made.mkdir()
+    copy_rest(made, checkpoint, [one.source.component for one in contents])
+    for one in contents:
+        described = config(one) if one.entries else None
+        _component(made / one.source.component, one, described, metadata(one) if one.entries else {})
+
+
+def _component(
+    folder: Path, one: Contents, quantization: dict[str, Any] | None, metadata: Mapping[str, str] = {}
+) -> None:
+    folder.mkdir(exist_ok=True)
+    join_weights(one.parts, folder / _WEIGHTS[one.source.library], {"format": "pt", **metadata})
+    described = {} if quantization is None else {"quantization_config": quantization}
+    write_json(folder / "config.json", {**one.source.config, **described})
+    origin = one.source.folder.path / one.source.component
+    for path in sorted(origin.glob("*.json")):
+        if path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+
+
+_OF_TOKENIZERS = (".json", ".txt", ".model")
+WRITERS = {
+    "bfl": Writer(_bfl, is_file=True),
+    "modelopt": Writer(_modelopt, is_pipeline=True),
+    "comfy": Writer(_comfy, is_file=True),
+    "torchao": Writer(_torchao, is_pipeline=True),
+    "nunchaku_lite": Writer(_nunchaku_lite, is_pipeline=True),
+    "nunchaku": Writer(_nunchaku, is_file=True),
+    "compressed_tensors": Writer(_compressed_tensors, library="transformers"),
+}

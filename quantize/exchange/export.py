@@ -1,0 +1,559 @@
+"""A native checkpoint in the layout of another program: what becomes of each layer, and the tensors of it.
+
+    plan      every layer is held against the dialect's formats by its scheme and shape; nothing is written yet
+    write     one fused tensor at a time goes to a file of parts, and the parts are joined into what the program reads
+
+A layer moves as it is (codes and scales keep their bits) where the dialect has its scheme. Otherwise a side layer,
+modulation or one that a recipe gave another format than most, is written in 16 bit; a main layer makes the export fail,
+or with `requantize` is rounded again, from what its codes stand for, into the nearest format that the dialect has.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fluxq.base.console import progress
+from fluxq.base.files import sole_writer
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored, TensorFile, save_weights
+from fluxq.quantize.checkpoint import QUANT_METHOD, library_of
+from fluxq.quantize.exchange import containers, nunchaku, nunchaku_file
+from fluxq.quantize.exchange.containers import Contents
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
+from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.structure import denoisers_of
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.keymaps import Order, original_names
+from fluxq.recipes.plan import MODULATION_ROLE
+
+How = Literal["codes", "16 bit", "rounded"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One quantized Linear of the file. parts: modules of diffusers whose rows follow each other in it.
+
+    row: what nunchaku's own blocks make of them.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    order: Order = "as they are"
+    row: nunchaku_file.Row = nunchaku_file.AS_IT_IS
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of a Unit. scheme: that it is written in, None for 16 bit. why: it does not move as it is."""
+
+    unit: Unit
+    how: How
+    scheme: Scheme | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A layer that did not keep its codes. nbytes: as written. added_error: ‖W' - W‖ / ‖W‖ of what its codes stood for.
+
+    was, now: scheme, "16bit" for none.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    was: str
+    now: str
+    nbytes: int
+    added_error: float
+    why: str
+
+
+@dataclass
+class Exported:
+    """What was written. formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it
+    took. notes: what the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components
+    that were quantized.
+    """
+
+    dialect: str
+    target: str
+    components: list[str]
+    files: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
+    dequantized: list[Changed] = field(default_factory=list)
+    requantized: list[Changed] = field(default_factory=list)
+    folded: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    in_16_bit: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def export(
+    checkpoint: ModelFolder,
+    dialect: str,
+    target: Path,
+    *,
+    component: str | None = None,
+    requantize: bool = False,
+    overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
+) -> Exported:
+    """Write a checkpoint for another program.
+
+    dialect: a key of DIALECTS that has a writer. component: by default the denoisers, for compressed_tensors the text
+    encoder. on_start: called once everything was checked. ValueError, before anything is written, for what the dialect
+    cannot hold, naming the layers; and where `target` exists, without `overwrite`.
+    """
+    if dialect not in containers.WRITERS:
+        known = ", ".join(containers.WRITERS)
+        raise ValueError(f"format {dialect!r} is not written here; formats are {known}")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists; give another one, or --overwrite")
+    names = _components(checkpoint, dialect, component)
+    plans = [_plan(NativeComponent(checkpoint, name), dialect, requantize) for name in names]
+    others = _other_quantized(checkpoint, names) if containers.WRITERS[dialect].is_pipeline else []
+    plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
+    on_start()
+    done = Exported(dialect, str(target), names, in_16_bit=others)
+    with sole_writer(target), _work_folder(target) as work:
+        written = [plan.write(work / "parts", done) for plan in plans]
+        made = work / "made"
+        containers.WRITERS[dialect].write(made, target.name, checkpoint, written)
+        done.nbytes = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+        done.files = containers.put(made, target, is_file=containers.WRITERS[dialect].is_file)
+    return done
+
+
+@dataclass
+class ComponentPlan:
+    """All that is written of a component. order: of tensors that are joined or copied, target -> parts."""
+
+    source: NativeComponent
+    dialect: str  # "" for 16 bit
+    choices: list[Choice]
+    plain: dict[str, tuple[tuple[str, ...], Order]]
+
+    def write(self, folder: Path, done: Exported) -> Contents:
+        """Encode every unit into a file of its own in `folder`; what came of it is added to `done`."""
+        folder = folder / self.source.component
+        folder.mkdir(parents=True)
+        source, parts, entries = self.source, dict[str, tuple[Path, Stored]](), dict[str, Mapping[str, Any]]()
+        plain: list[str] = []
+        notes, formats = Counter(done.notes), Counter(done.formats)
+
+        def keep(tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+            file = folder / f"{len(parts):06d}.safetensors"
+            save_weights(tensors, file, {})
+            parts.update((prefix + name, (file, stored)) for name, stored in TensorFile(file).stored.items())
+
+        encode = _encoder(self)
+        for choice in progress(self.choices, f"exporting {source.component}"):
+            unit = choice.unit
+            layers = [source.layer(name) for name in unit.parts]
+            if choice.how == "codes":
+                encoded = encode(_arranged(join(layers), unit), unit)
+            elif choice.how == "rounded" and choice.scheme is not None:
+                layer, changed = _rounded(layers, choice, choice.scheme)
+                done.requantized.append(changed)
+                encoded = encode(_arranged(layer, unit), unit)
+            else:
+                tensors, changed = _dequantized(source, layers, choice)
+                done.dequantized += [changed] if self.dialect else []
+                keep(tensors, f"{unit.name}.")
+                plain += [f"{unit.name}.{suffix}" for suffix in tensors]
+                continue
+            keep(encoded.tensors, f"{unit.name}.")
+            entries[unit.name] = encoded.entry
+            plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
+            formats[str(encoded.entry.get(_SAID.get(self.dialect, ""), choice.scheme))] += 1
+            notes.update(_without_numbers(note) for note in encoded.notes)
+        for name, (members, order) in self.plain.items():
+            plain.append(name)
+            if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
+                parts[name] = source.file_of(members[0]).path, source.stored(members[0])
+            else:
+                tensors = [source.tensor(member) for member in members]
+                keep({name: _swapped(torch.cat(tensors) if len(tensors) > 1 else tensors[0], order)})
+        for modulation, folds in source.folds.items():
+            done.folded[modulation] = [reader for fold in folds for reader in fold.readers]
+        for key, words in _NOT_CARRIED.items():
+            if self.dialect and source.quantization.get(key):
+                notes[words] += len(self.choices)
+        done.notes, done.formats = dict(notes), dict(formats)
+        in_16_bit = [name for name in source.linears if name not in entries]
+        return Contents(source, parts, entries, plain, in_16_bit)
+
+
+def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentPlan:
+    """What becomes of every layer; ValueError naming all that cannot be written."""
+    units, plain = _units(source, DIALECTS[dialect].names)
+    main = _main_scheme(source)
+    choices, problems = [], dict[str, list[str]]()
+    for unit in units:
+        choice = _choice(source, unit, dialect, main, requantize)
+        if isinstance(choice, str):
+            problems.setdefault(choice, []).extend(unit.parts)
+        else:
+            choices.append(choice)
+    if problems:
+        lines = [f"  {_compact(names)}: {why}" for why, names in problems.items()]
+        count = sum(map(len, problems.values()))
+        cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
+        raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
+    if not any(choice.how != "16 bit" for choice in choices):
+        raise ValueError(f"{dialect} holds no layer of {source.component}: everything would be in 16 bit")
+    return ComponentPlan(source, dialect, choices, plain)
+
+
+def _in_16_bit(source: NativeComponent) -> ComponentPlan:
+    units, plain = _units(source, "diffusers")
+    return ComponentPlan(source, "", [Choice(unit, "16 bit", None) for unit in units], plain)
+
+
+def _units(source: NativeComponent, names: str) -> tuple[list[Unit], dict[str, tuple[tuple[str, ...], Order]]]:
+    """Quantized Linears of the file, and its other tensors: target -> (parts, order of rows)."""
+    if names == "nunchaku":
+        return _nunchaku_units(source)
+    if names == "diffusers":
+        return [Unit(name, (name,)) for name in source.schemes], {
+            name: ((name,), "as they are") for name in source.plain
+        }
+    tensors = list(source.plain)
+    for name in source.schemes:
+        tensors += [f"{name}.weight"] + [f"{name}.bias"] * (name in source.biases)
+    units, plain = [], {}
+    for original, parts, order in original_names(source.family.name, tensors):
+        modules = tuple(part.rpartition(".")[0] for part in parts)
+        if not any(module in source.schemes for module in modules):
+            plain[original] = parts, order
+        elif original.endswith(".weight"):
+            units.append(Unit(original.removesuffix(".weight"), modules, order))
+    return units, plain
+
+
+def _nunchaku_units(source: NativeComponent) -> tuple[list[Unit], dict[str, tuple[tuple[str, ...], Order]]]:
+    if source.family.name != "flux":
+        raise ValueError(f"nunchaku's single files are written of FLUX.1, not of {source.class_name}; nunchaku_lite is")
+    units = [Unit(name, parts, row=row) for name, parts, row in nunchaku_file.rows_of(source.linears)]
+    taken = {part for unit in units for part in unit.parts}
+    plain = [name for name in source.plain if name.rpartition(".")[0] not in taken]
+    return units, {nunchaku_file.plain_name(name): ((name,), "as they are") for name in plain}
+
+
+def _choice(
+    source: NativeComponent, unit: Unit, dialect: str, main: tuple[str, str | None], requantize: bool
+) -> Choice | str:
+    """What becomes of a unit, or why nothing can."""
+    why = _why_not_as_it_is(source, unit, dialect)
+    if any(name not in source.schemes for name in unit.parts):
+        return why  # its 16-bit parts would have to be rounded too
+    if not why:
+        return Choice(unit, "codes", source.scheme(unit.parts[0]))
+    has_16_bit = not unit.row.parts  # nunchaku's own blocks have no other Linears
+    if has_16_bit and all(_is_side(source, name, main) for name in unit.parts):
+        return Choice(unit, "16 bit", None, why)
+    if not requantize:
+        return why
+    if not any(name in source.pixelwise for name in unit.parts):
+        nearest = _nearest(source, unit, dialect)
+        if nearest is not None:
+            return Choice(unit, "rounded", nearest, why)
+    return Choice(unit, "16 bit", None, why) if has_16_bit else why
+
+
+def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
+    """Why a unit's codes cannot move; empty if they can. Reads nothing but scalars."""
+    missing = [name for name in unit.parts if name not in source.schemes]
+    if missing:
+        return f"{_tail(missing[0])} is in 16 bit, and the file has one format for {unit.name.rpartition('.')[2]}"
+    schemes = [source.scheme(name) for name in unit.parts]
+    if len({str(replace(scheme, rank=0)) for scheme in schemes}) > 1:
+        return f"the file joins layers of {' and '.join(sorted({str(s) for s in schemes}))}"
+    if any(name in source.pixelwise for name in unit.parts):
+        return "a 1x1 convolution, of which the program quantizes none"
+    if any(f"{name}.bias" in source and name not in source.biases for name in unit.parts):
+        return "centring gave it a bias, which the model itself has not"
+    for suffix in ("weight_scale_2", "input_scale"):
+        values = [source.small(name, suffix) for name in unit.parts]
+        if any(value is not None and values[0] is not None and not torch.equal(value, values[0]) for value in values):
+            return f"the file joins layers whose {suffix} differ"
+    shape = _shape(source, unit)
+    why = _misfit(schemes[0], shape, dialect)
+    if not why and unit.row.chunks and schemes[0].activations:
+        return f"a modulation, which has 16-bit activations there and here is {schemes[0]}"
+    if not why and unit.row.parts and not unit.row.chunks and not schemes[0].activations:
+        return f"{dialect} computes it with rounded activations, not as {schemes[0]}"
+    if why and not _misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
+        return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', source.why_not_folded(unit.parts[0]))}"
+    return why
+
+
+def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
+    n, k = sum(source.shapes[name][0] for name in unit.parts), source.shapes[unit.parts[0]][1]
+    return n, {"": k, "first": n, "rest": k - n}[unit.row.columns]
+
+
+def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str) -> str:
+    """Why no format of the dialect holds a layer; empty if one does."""
+    try:
+        row_for(QuantTensors({}, shape, scheme), DIALECTS[dialect].rows, dialect)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
+    """Weights and activations of most weights, modulation apart."""
+    sizes: Counter[tuple[str, str | None]] = Counter()
+    for name, (n, k) in source.shapes.items():
+        weight = 0 if _is_modulation(source, name) else n * k
+        sizes[_formats(source.schemes[name])] += weight
+    return sizes.most_common(1)[0][0]
+
+
+def _is_side(source: NativeComponent, name: str, main: tuple[str, str | None]) -> bool:
+    return _is_modulation(source, name) or _formats(source.schemes[name]) != main
+
+
+def _is_modulation(source: NativeComponent, name: str) -> bool:
+    found = source.family.locate(name)
+    return found is not None and found[0].role == MODULATION_ROLE
+
+
+def _formats(scheme: Scheme) -> tuple[str, str | None]:
+    return scheme.weights.name, scheme.activations.name if scheme.activations else None
+
+
+def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> Scheme | None:
+    """The scheme of the dialect that is most like a unit's own and holds its shape; None if none does.
+
+    An input_scale is kept where x is as it was calibrated: not where mean, factors or a rotation leave it.
+    """
+    own = source.scheme(unit.parts[0])
+    scales = [source.small(name, "input_scale") for name in unit.parts]
+    same = all(s is not None and scales[0] is not None and torch.equal(s, scales[0]) for s in scales)
+    has_scale = same and not any(source.scheme(name).is_transformed for name in unit.parts)
+    n, k = _shape(source, unit)
+    rows = [
+        row
+        for row in DIALECTS[dialect].rows
+        if not unit.row.parts or (row.activations is None) == bool(unit.row.chunks)
+    ]
+    for row in sorted(rows, key=partial(_distance, own=own)):
+        two_level = bool(row.activations and find_format(row.activations).two_level)
+        scheme = row.scheme(static_input=two_level and has_scale and row.input_scale != "none")
+        if k % (scheme.weights.group_size or 1):
+            continue
+        try:
+            row_for(QuantTensors({}, (n, k), scheme), [row], dialect)
+        except ValueError:
+            continue
+        return scheme
+    return None
+
+
+def _distance(row: Row, own: Scheme) -> tuple[Any, ...]:
+    weights = find_format(row.weights)
+    return (
+        row.weights != own.weights.name,
+        weights.element.bits < own.weights.element.bits,
+        weights.element.bits - own.weights.element.bits,
+        (row.activations is None) != (own.activations is None),
+        weights.element.name != own.weights.element.name,
+    )
+
+
+def _rounded(layers: Sequence[QuantTensors], choice: Choice, scheme: Scheme) -> tuple[QuantTensors, Changed]:
+    """One layer of all parts, rounded from what their codes stand for."""
+    weight, bias = _collapsed(layers)
+    dtype = next((layer.tensors["bias"].dtype for layer in layers if "bias" in layer.tensors), torch.bfloat16)
+    made = QuantizedTensor.quantize(weight, scheme.weights, name=choice.unit.name)
+    tensors = made.tensors() | ({} if bias is None else {"bias": bias.to(dtype)})
+    if scheme.static_input:
+        tensors["input_scale"] = layers[0].tensors["input_scale"]
+    shape = (weight.shape[0], weight.shape[1])
+    changed = _changed(choice, layers, shape, tensors, made.dequantize(), weight)
+    return QuantTensors(tensors, shape, scheme), changed
+
+
+def _dequantized(
+    source: NativeComponent, layers: Sequence[QuantTensors], choice: Choice
+) -> tuple[dict[str, Tensor], Changed]:
+    """Weight and bias of a unit in 16 bit; a 1x1 convolution's has its own shape."""
+    weight, bias = _collapsed(layers)
+    rounded = weight.to(source.dtype)
+    is_pixelwise = any(name in source.pixelwise for name in choice.unit.parts)
+    tensors = {"weight": rounded.reshape(*rounded.shape, 1, 1) if is_pixelwise else rounded}
+    if bias is not None and all(name in source.biases for name in choice.unit.parts):
+        tensors["bias"] = bias.to(source.dtype)
+    tensors = {name: _swapped(tensor, choice.unit.order) for name, tensor in tensors.items()}
+    shape = (weight.shape[0], weight.shape[1])
+    return tensors, _changed(choice, layers, shape, tensors, rounded.float(), weight)
+
+
+def _collapsed(layers: Sequence[QuantTensors]) -> tuple[Tensor, Tensor | None]:
+    """Weight (N, K) in fp32, and bias, of layers behind one another: what they compute but for the rounding of x."""
+    pairs = [layer.linear().collapsed() for layer in layers]
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
+    return torch.cat(weights), torch.cat([bias.float() for bias in biases]) if len(biases) == len(pairs) else None
+
+
+def _changed(
+    choice: Choice,
+    layers: Sequence[QuantTensors],
+    shape: tuple[int, int],
+    tensors: Mapping[str, Tensor],
+    now: Tensor,
+    before: Tensor,
+) -> Changed:
+    was = " + ".join(dict.fromkeys(str(layer.scheme) for layer in layers))
+    norm = before.norm().item()
+    error = (now - before).norm().item() / norm if norm else 0.0
+    nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name != "bias")
+    return Changed(choice.unit.name, shape, was, str(choice.scheme or "16bit"), nbytes, error, choice.why)
+
+
+def _arranged(layer: QuantTensors, unit: Unit) -> QuantTensors:
+    """A layer as the file has it: rows in its order, only some columns, a modulation channel by channel."""
+    layer = layer if unit.order == "as they are" else _ordered(layer, unit.order)
+    layer = nunchaku_file.columns_of(layer, unit.row.columns) if unit.row.columns else layer
+    return nunchaku.interleaved(layer, unit.row.chunks) if unit.row.chunks else layer
+
+
+def _ordered(layer: QuantTensors, order: Order) -> QuantTensors:
+    n = layer.shape[0]
+    by_rows = {name for name, t in layer.tensors.items() if t.ndim and t.shape[0] == n and name not in _OF_COLUMNS}
+    tensors = {name: _swapped(t, order) if name in by_rows else t for name, t in layer.tensors.items()}
+    return replace(layer, tensors=tensors)
+
+
+def _swapped(tensor: Tensor, order: Order) -> Tensor:
+    if order == "as they are":
+        return tensor
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return torch.cat(raw.chunk(2)[::-1]).view(tensor.dtype)
+
+
+def _encoder(plan: ComponentPlan) -> Callable[[QuantTensors, Unit], Encoded]:
+    """The dialect's `encode` with what it wants to know of the whole model."""
+    source, dialect = plan.source, DIALECTS.get(plan.dialect)
+    known: dict[str, Any] = {"dtype": source.dtype} if plan.dialect == "torchao" else {}
+    if plan.dialect in ("nunchaku", "nunchaku_lite"):
+        ranks = [_rank(source, choice) for choice in plan.choices]
+        known = {"dtype": source.dtype, "rank": padded(max(max(ranks), 1), nunchaku.RANKS)}
+
+    def encode(layer: QuantTensors, unit: Unit) -> Encoded:
+        if dialect is None or dialect.encode is None:
+            raise ValueError(f"{unit.name}: nothing is encoded in 16 bit")
+        is_shifted = unit.row.after_gelu and layer.scheme.weights.name == "int4"
+        return dialect.encode(layer, **known, **({"after_gelu": True} if is_shifted else {}))
+
+    return encode
+
+
+def _rank(source: NativeComponent, choice: Choice) -> int:
+    """Of the low-rank branch of a unit: parts that read x by other matrices have theirs side by side."""
+    if choice.how != "codes":
+        return 0
+    ranks = [source.scheme(name).rank for name in choice.unit.parts]
+    matrices = [source.small(name, "svdquant_lora_a") for name in choice.unit.parts] if max(ranks) else []
+    first = matrices[0] if matrices else None
+    shared = first is not None and all(m is not None and torch.equal(m, first) for m in matrices)
+    return ranks[0] if shared else sum(ranks)
+
+
+def _components(checkpoint: ModelFolder, dialect: str, component: str | None) -> list[str]:
+    """Names of the components to export; ValueError where they are not to be told, or not for the dialect."""
+    wanted = containers.WRITERS[dialect]
+    quantized = _other_quantized(checkpoint, [])
+    if component is not None:
+        names = [component]
+    elif wanted.library == "transformers":
+        names = [name for name in quantized if library_of(checkpoint, name) == "transformers"]
+    else:
+        names = [name for name in denoisers_of(checkpoint) if name in quantized]
+    held = ", ".join(quantized) or "none"
+    if not names:
+        raise ValueError(f"{checkpoint.name} has no component for {dialect}; quantized are {held}")
+    if len(names) > 1 and not wanted.is_pipeline:
+        raise ValueError(f"{dialect} is a file of one component; give --component, one of {', '.join(names)}")
+    for name in names:
+        if name not in quantized:
+            raise ValueError(f"{checkpoint.name} has no quantized component {name!r}; quantized are {held}")
+        if library_of(checkpoint, name) != wanted.library:
+            raise ValueError(
+                f"{name}: {dialect} is for models of {wanted.library}, this one is of {library_of(checkpoint, name)}"
+            )
+    return names
+
+
+def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]:
+    """Components that fluxq quantized, but for `names`."""
+    found = []
+    for name in checkpoint.components:
+        if name not in names and (checkpoint.path / name / "config.json").is_file():
+            said = checkpoint.config(name).get("quantization_config")
+            if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD:
+                found.append(name)
+    return found
+
+
+@contextmanager
+def _work_folder(target: Path) -> Iterator[Path]:
+    """A folder beside the target, empty, and gone afterwards."""
+    work = target.resolve().with_name(f".{target.name}.export")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compact(names: Sequence[str]) -> str:
+    """Names by their blocks, with * for the indices, and how many layers these are."""
+    starred = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    blocks: dict[str, list[str]] = {}
+    for name in starred:
+        block, star, path = name.partition(".*.")
+        blocks.setdefault(block if star else "", []).append(path if star else name)
+    said = [f"{block}.*.{{{', '.join(paths)}}}" if block else ", ".join(paths) for block, paths in blocks.items()]
+    return f"{', '.join(said)} ({len(names)} layers)"
+
+
+def _tail(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _without_numbers(note: str) -> str:
+    """The same note for layers whose numbers differ."""
+    return re.sub(r"(?<=power of two )\S+|(?<=off by )\S+", "…", note)
+
+
+_NOT_CARRIED = {
+    "attention": "attention is computed in 16 bit there, here in 8",
+    "steps": "every step is computed with these codes there, here some are kept in 16 bit",
+}
+_OF_COLUMNS = {"pre_quant_mean", "pre_quant_scale", "svdquant_lora_a", "deflate_basis"}
+_SAID = {
+    **{"bfl": "format", "comfy": "format", "modelopt": "quant_algo", "torchao": "_type"},
+    **{"compressed_tensors": "format", "nunchaku": "op", "nunchaku_lite": "op"},
+}  # what an entry calls the format

@@ -1,0 +1,473 @@
+"""A model in a file or folder, whoever wrote it: container, dialect and why, layers, and what is in 16 bit.
+
+Only headers and configurations are read until a tensor is asked for. Which dialect it is follows from the marks in
+`marks.py`; every mark that speaks for another one is kept as a contradiction. The nibble order and the order of block
+scales stand nowhere in a file, and `inspect` proves them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fluxq.base.files import read_json
+from fluxq.base.model import PICKLES, ModelFolder
+from fluxq.base.tensors import Stored, TensorFile
+from fluxq.quantize.checkpoint import QuantizationConfig
+from fluxq.quantize.exchange.bnb import STATE, state_of
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.gguf_file import GGUFFile
+from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.marks import (
+    CODES,
+    FLOATS,
+    NATIVE,
+    PLAIN,
+    SIGNS,
+    UNDECIDED,
+    dialect_of,
+    grouped,
+    is_quantized,
+    json_object,
+    said_by_comfy,
+)
+from fluxq.quantize.tensor import stored_shapes
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, diffusers_names
+
+
+@dataclass(frozen=True)
+class FileLayer:
+    """A quantized layer of a file.
+
+    name: of its module, as the file has it. parts: what follows the name (as `decode` takes it) -> the whole name.
+    entry: what the file says of the layer elsewhere. shape: of the weight, (N, K), from shapes and bias alone.
+    """
+
+    name: str
+    parts: Mapping[str, str]
+    stored: Mapping[str, Stored]
+    entry: Mapping[str, Any]
+    shape: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything but the bias."""
+        return sum(stored.nbytes for suffix, stored in self.stored.items() if suffix != "bias")
+
+
+class ModelFile:
+    """One model, that is one component, in one file or several.
+
+    container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN. evidence: what tells it; contradictions: what
+    speaks for another. names: of its modules, "diffusers" or "original". family: None where no row knows its names.
+    groups: tensors that may be of a quantized layer, by module and suffix. layers: by name; plain: names of all other
+    tensors. faults: layer -> why it could not even be taken apart. undecided: dialects among which nothing in the file
+    decides; `dialect` is the first guess.
+    """
+
+    def __init__(self, path: Path, files: list[TensorFile | GGUFFile], container: str, config: dict[str, Any]) -> None:
+        self.path, self.container, self.config = path, container, config
+        self._files: dict[str, TensorFile | GGUFFile] = {}
+        self.metadata: dict[str, str] = {}
+        for file in files:
+            for name in file.keys():
+                if name in self._files:
+                    raise ValueError(f"{file.path}: tensor {name!r} is in two files; remove the copy that is not meant")
+                self._files[name] = file
+            self.metadata |= file.metadata()
+        self.stored = {name: file.stored[name] for name, file in self._files.items()}
+        self.groups = grouped(self.stored)
+        self.undecided: tuple[str, ...] = ()
+        self.dialect, self.evidence, self.contradictions = dialect_of(self)
+        if self.contradictions == (UNDECIDED,):
+            self.undecided = ("comfy", "bfl" if self.dialect == "comfy" else "modelopt")
+        self._take_apart()
+
+    def read_as(self, dialect: str, why: str) -> ModelFile:
+        """The same files, as of a dialect that something else than they told."""
+        other = copy(self)
+        for known in ("identity", "joined"):
+            vars(other).pop(known, None)
+        other.dialect, other.evidence, other.contradictions, other.undecided = dialect, (*self.evidence, why), (), ()
+        other._take_apart()
+        return other
+
+    def _take_apart(self) -> None:
+        self.faults: dict[str, str] = {}
+        self.layers = {layer.name: layer for layer in self._read_layers()}
+        taken = {name for layer in self.layers.values() for name in layer.parts.values()}
+        self.plain = [name for name in self.stored if name not in taken]
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """`quantization_config` of config.json."""
+        said = self.config.get("quantization_config")
+        return said if isinstance(said, dict) else {}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in memory of its own."""
+        return self._files[name].get_tensor(name)
+
+    def read_layer(self, layer: FileLayer) -> dict[str, Tensor]:
+        """The tensors of a layer as `decode` takes them."""
+        return {suffix: self.read(name) for suffix, name in layer.parts.items()}
+
+    def decode(
+        self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None
+    ) -> QuantTensors | Plain:
+        """What tensors of a layer stand for, by the file's dialect; ValueError where they are not of it."""
+        shape = shape or layer.shape
+        if self.dialect == NATIVE:
+            held = dict(tensors)
+            if held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
+                held["weight"] = held["weight"].squeeze(-1)
+            scheme = Scheme.parse(layer.entry["scheme"])
+            for suffix, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
+                if suffix not in held or (tuple(held[suffix].shape), held[suffix].dtype) != (size, dtype):
+                    raise ValueError(f"{layer.name}: {scheme} asks for {suffix} {dtype} {size}; copy the file again")
+            return QuantTensors(held, shape, scheme)
+        return DIALECTS[self.dialect].decode(tensors, shape, layer.entry)
+
+    @cached_property
+    def identity(self) -> tuple[Family | None, str]:
+        """The family, and whether modules go by "diffusers" or "original" names."""
+        return _identify(self)
+
+    @property
+    def family(self) -> Family | None:
+        return self.identity[0]
+
+    @property
+    def names(self) -> str:
+        return self.identity[1]
+
+    @cached_property
+    def joined(self) -> dict[str, Joined]:
+        """Tensor in the file (weights of quantized layers under `<name>.weight`) -> what of diffusers it joins.
+
+        ValueError that names the tensor that no row of recipes/keymaps.py knows.
+        """
+        held = [f"{name}.weight" for name in self.layers]
+        held += [f"{name}.bias" for name, layer in self.layers.items() if "bias" in layer.parts]
+        held += [name for name in self.plain if name not in SIGNS]
+        if self.names == "diffusers" or self.family is None:
+            return {name: Joined(name, (name,)) for name in held}
+        whole = any(name.startswith(CHECKPOINT_PREFIX) for name in held)
+        prefix = CHECKPOINT_PREFIX if whole else ""
+        return {prefix + each.original: each for each in diffusers_names(self.family.name, held)}
+
+    def linears_in_16_bit(self) -> dict[str, tuple[int, int]]:
+        """Matrices that are not quantized, by module."""
+        found = {}
+        for name in self.plain:
+            stored = self.stored[name]
+            if name.endswith(".weight") and len(stored.shape) == 2 and stored.dtype in FLOATS:
+                found[name.removesuffix(".weight")] = (stored.shape[0], stored.shape[1])
+        return found
+
+    def _read_layers(self) -> Iterator[FileLayer]:
+        if self.dialect == PLAIN:
+            return
+        schemes = QuantizationConfig.from_dict(self.quantization).schemes if self.dialect == NATIVE else {}
+        for name, parts in self.groups.items():
+            stored = {suffix: self.stored[whole] for suffix, whole in parts.items()}
+            if not is_quantized(stored, self.dialect):
+                continue
+            if self.dialect == NATIVE:
+                if name not in schemes:
+                    self.faults[name] = "has codes, and config.json names no scheme for it; copy both files again"
+                    continue
+                entry: dict[str, Any] = {"scheme": str(schemes[name])}
+            try:
+                if self.dialect != NATIVE:
+                    entry = _ENTRIES[self.dialect](self, name, stored)
+                shape = self._shape(stored, entry, parts)
+            except ValueError as error:
+                self.faults[name] = str(error)
+                continue
+            yield FileLayer(name, parts, stored, entry, shape)
+
+    def _shape(
+        self, stored: Mapping[str, Stored], entry: Mapping[str, Any], parts: Mapping[str, str]
+    ) -> tuple[int, int]:
+        """(N, K) of a layer; N is that of the bias where padding hides it."""
+        if self.dialect == "bnb":
+            state = state_of(self.read(next(parts[suffix] for suffix in parts if suffix.startswith(STATE))))
+            n, k = (*state["shape"], 0, 0)[:2]
+            return int(n), int(k)
+        suffix = next(suffix for suffix in CODES if suffix in stored)
+        codes = stored[suffix]
+        if len(codes.shape) not in (2, 3):
+            raise ValueError(f"{suffix} has the shape {codes.shape}, and that of a weight has 2 sizes")
+        rows, columns = codes.shape[:2]
+        if self.dialect == "gguf":
+            return rows, columns
+        if suffix == "qweight" and codes.dtype == "I32":
+            return 4 * rows, 2 * columns
+        if suffix == "weight_packed" and codes.dtype == "I32":
+            scale = stored.get("weight_scale")
+            bits = _bits(entry)
+            return rows, columns * 32 // bits if scale else columns
+        if entry.get("quant_algo") == "W4A16_AWQ":
+            return 2 * rows, columns
+        four_bits = codes.dtype == "U8" or (codes.dtype == "I8" and (suffix == "qweight" or _is_int4(entry)))
+        bias = stored.get("bias")
+        if self.dialect == "comfy" and bias and len(bias.shape) == 1 and padded(bias.shape[0], 32) >= rows:
+            rows = min(rows, bias.shape[0])
+        return rows, columns * 2 if four_bits else columns
+
+
+def open_models(path: Path) -> dict[str, ModelFile]:
+    """Every model of a file, of a component's folder or of a pipeline's, by component ("" where there is just one).
+
+    FileNotFoundError if nothing is there; ValueError for pickles, for what leads out of the folder, and for what is
+    truncated or damaged.
+    """
+    if path.is_file():
+        return {"": _open_file(path)}
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no file or folder")
+    if (path / "model_index.json").is_file():
+        folder = ModelFolder(path.name, path)
+        held = {name: path / name for name in folder.components if Path(name).name == name}
+        return {
+            name: open_component(part, "component of a pipeline folder")
+            for name, part in held.items()
+            if (part / "config.json").is_file() and any(part.glob("*.safetensors"))
+        }
+    return {"": open_component(path, "folder of one model")}
+
+
+def open_model(path: Path) -> ModelFile:
+    """The one model of a file or folder; of a pipeline's, the quantized one, or else the denoiser. As `open_models`."""
+    models = open_models(path)
+    quantized = {name: model for name, model in models.items() if model.dialect != PLAIN}
+    for found in (quantized, {name: models[name] for name in ("transformer", "unet") if name in models}, models):
+        if len(found) == 1:
+            return next(iter(found.values()))
+    raise ValueError(f"{path}: holds {', '.join(quantized or models) or 'no models'}; give the folder of one of them")
+
+
+def open_component(path: Path, container: str) -> ModelFile:
+    """The model in a folder of config.json and safetensors."""
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    files = _weight_files(path)
+    _require_inside(path, files)
+    sharded = f", {len(files)} files" if len(files) > 1 else ""
+    return ModelFile(path, [TensorFile(file) for file in files], container + sharded, config)
+
+
+def _open_file(path: Path) -> ModelFile:
+    if path.suffix.lower() in PICKLES:
+        raise ValueError(f"{path}: a pickle, which runs code as it is read; get it as safetensors")
+    with path.open("rb") as stream:
+        head = stream.read(4)
+    if head == b"GGUF":
+        return ModelFile(path, [GGUFFile(path)], "GGUF file", {})
+    index = path.name.endswith(".safetensors.index.json")
+    if index:
+        stem = path.name.removesuffix(".safetensors.index.json")
+        files = sorted(path.parent.glob(f"{stem}*.safetensors"))
+        _require_inside(path.parent, files)
+        return ModelFile(path, [TensorFile(file) for file in files], f"{len(files)} safetensors files", {})
+    return ModelFile(path, [TensorFile(path)], "single safetensors file", {})
+
+
+def _weight_files(path: Path) -> list[Path]:
+    alone = sorted(path.glob("*.safetensors"))
+    if len(alone) == 1 and not list(path.glob("*.safetensors.index.json")):
+        return alone
+    return ModelFolder(path.name, path.parent).weight_files(path.name)
+
+
+def _require_inside(folder: Path, files: list[Path]) -> None:
+    """ValueError for a link out of the folder, the hub's cache excepted."""
+    root = folder.resolve()
+    places = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    for file in files:
+        if not any(Path(os.path.realpath(file)).is_relative_to(place) for place in places):
+            raise ValueError(f"{file}: a link that leads out of the folder; put the file itself there")
+
+
+# --- layers
+
+
+def _bits(entry: Mapping[str, Any]) -> int:
+    said = entry.get("weights")
+    bits = said.get("num_bits") if isinstance(said, dict) else None
+    if type(bits) is not int or bits not in (4, 8):
+        raise ValueError(f"config.json says {bits!r} bits of a pack-quantized layer, expected 4 or 8")
+    return bits
+
+
+def _is_int4(entry: Mapping[str, Any]) -> bool:
+    return entry.get("format") in ("awq_w4a16", "convrot_w4a4", "asym_w4a8_int8")
+
+
+def _comfy_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    from fluxq.quantize.exchange.comfy import read_entry
+
+    if "comfy_quant" in stored:
+        return read_entry(model.read(f"{name}.comfy_quant"))
+    said = said_by_comfy(model).get(name)
+    return dict(said) if isinstance(said, dict) else {"format": _guess(stored, _COMFY_WORDS)}
+
+
+def _modelopt_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    config = model.quantization
+    layers = config.get("quantized_layers")
+    said = layers.get(name) if isinstance(layers, dict) else None
+    if isinstance(said, dict):
+        return dict(said)
+    algo = config.get("quant_algo")
+    if isinstance(algo, str) and algo != "MIXED_PRECISION":
+        return {"quant_algo": algo}
+    return {"quant_algo": _guess(stored, _MODELOPT_WORDS)}
+
+
+def _torchao_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    text = model.metadata.get(f"{name}.weight")
+    if text is None:
+        raise ValueError(f"the header does not say what class {name}.weight is of; the file is not whole")
+    return json_object(text, f"the header's entry for {name}.weight")
+
+
+def _compressed_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    config = model.quantization
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        targets = group.get("targets") if isinstance(group, dict) else None
+        for target in targets if isinstance(targets, list) else ():
+            if target in ("Linear", name) or (isinstance(target, str) and _is_target(target, name)):
+                return {"format": config.get("format"), **{k: v for k, v in group.items() if v is not None}} | {
+                    "input_activations": group.get("input_activations")
+                }
+    raise ValueError(f"no config group of config.json is for {name}; the folder is not whole")
+
+
+def _is_target(target: str, name: str) -> bool:
+    if not target.startswith("re:") or len(target) > 200:
+        return False
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error:
+        return False
+
+
+def _legacy_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    sign = next((model.stored[key] for key in SIGNS if key in model.stored), None)
+    return {"scaled_fp8": sign.shape[0] if sign and len(sign.shape) == 1 else 2}
+
+
+def _nunchaku_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    from_gelu = name.endswith(("mlp_fc2", "mlp_context_fc2")) and model.dialect == "nunchaku"
+    is_int4 = "wscales" in stored and stored["wscales"].dtype in FLOATS
+    return {"act_unsigned": True} if from_gelu and is_int4 else {}
+
+
+def _guess(stored: Mapping[str, Stored], words: Mapping[str, str]) -> str:
+    """A format's name in a dialect, from dtypes and shapes alone."""
+    if "weight" not in stored:
+        raise ValueError("the layer has no weight; it is not of this dialect, or not whole")
+    weight, scale = stored["weight"], stored.get("weight_scale")
+    if "weight_scale_2" in stored:
+        kind = "nvfp4"
+        if words is _MODELOPT_WORDS and "svdquant_lora_a" in stored:
+            return "NVFP4_SVD"
+        if words is _MODELOPT_WORDS and "pre_quant_scale" in stored:
+            return "NVFP4_AWQ"
+    elif weight.dtype == "I8":
+        kind = "int8 static" if "input_scale" in stored else "int8"
+    elif scale is None:
+        raise ValueError("the layer has no weight_scale; it is not of this dialect, or not whole")
+    elif weight.dtype == "U8":
+        kind = "mxfp4" if scale.dtype == "U8" else "int4"
+    else:
+        in_blocks = scale.dtype in ("U8", "F8_E8M0")
+        kind = "mxfp8" if in_blocks else "fp8" if len(scale.shape) and scale.shape[0] > 1 else "fp8_tensor"
+    if kind not in words:
+        raise ValueError(f"nothing says the layer's format, and its tensors look like {kind}, which is not read here")
+    return words[kind]
+
+
+_COMFY_WORDS = {
+    **{"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8_tensor": "float8_e4m3fn"},
+    **{"int8": "int8_tensorwise", "int8 static": "int8_tensorwise"},
+}
+_MODELOPT_WORDS = {
+    **{"nvfp4": "NVFP4", "mxfp8": "MXFP8", "mxfp4": "mxfp4", "fp8": "FP8_PER_CHANNEL_PER_TOKEN", "fp8_tensor": "FP8"},
+    **{"int8": "W8A16", "int8 static": "W8A8_SQ_PER_CHANNEL", "int4": "W4A16_AWQ"},
+}
+_ENTRIES: dict[str, Callable[[ModelFile, str, Mapping[str, Stored]], dict[str, Any]]] = {
+    "comfy": _comfy_entry,
+    "modelopt": _modelopt_entry,
+    "torchao": _torchao_entry,
+    "compressed_tensors": _compressed_entry,
+    "legacy": _legacy_entry,
+    "nunchaku": _nunchaku_entry,
+    "nunchaku_lite": _nunchaku_entry,
+    "bfl": lambda model, name, stored: {},
+    "bnb": lambda model, name, stored: {},
+    "gguf": lambda model, name, stored: {"type": stored["weight"].dtype},
+}
+
+
+# --- families
+
+
+def _identify(model: ModelFile) -> tuple[Family | None, str]:
+    """(family, "diffusers" or "original"), from config.json or the names."""
+    said = model.config.get("_class_name"), *_listed(model.config.get("architectures"))
+    named = [family for family in FAMILIES.values() if family.model in said]
+    modules = [*model.layers, *model.linears_in_16_bit()]
+    whole = [name for name in modules if name.startswith(CHECKPOINT_PREFIX)]
+    bare = [name.removeprefix(CHECKPOINT_PREFIX) for name in whole or modules]
+    scores: Counter[tuple[str, str]] = Counter()
+    for family in named or FAMILIES.values():
+        if family.library == "diffusers" or named:
+            scores[family.name, "diffusers"] = sum(_is_known(family, module) for module in bare)
+        if family.name in ORIGINALS and family.name not in _SAME_NAMES:
+            scores[family.name, "original"] = _mapped(family.name, bare)
+    (found, names), score = scores.most_common(1)[0]
+    if 2 * score <= len(bare):
+        return (named[0] if named else None), "diffusers"
+    return FAMILIES[found], names
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_known(family: Family, module: str) -> bool:
+    return family.locate(module) is not None or family.kept(module) is not None
+
+
+def _mapped(family: str, modules: list[str]) -> int:
+    """How many of the names a row of the key map knows."""
+    try:
+        return len(diffusers_names(family, modules))
+    except ValueError:
+        pass
+    count = 0
+    for module in modules:
+        try:
+            count += len(diffusers_names(family, [module]))
+        except ValueError:
+            continue
+    return count
+
+
+_SAME_NAMES = ("qwen_image", "hidream")  # ComfyUI's names are diffusers' own

@@ -1,0 +1,388 @@
+"""A quantized file of another program as a checkpoint of fluxq: codes as they are, under diffusers' names.
+
+What a file joins is split again, rows that it has in another order are put back, and the layout becomes ours; codes are
+never rounded. Codes of which no format of ours is made become 16 bit where that is asked for. With a base each layer
+is proved first (`proof.py`): a layer that is wrong in a known way is mended, one that is not the base's is refused.
+
+One layer is in memory at a time. Nothing stands at the target until all of it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import progress
+from fluxq.base.files import atomic_folder, sole_writer, write_json
+from fluxq.base.linears import linear_size, linears_of
+from fluxq.base.model import ModelFolder, require_harmless, require_safe
+from fluxq.base.tensors import save_weights
+from fluxq.quantize.checkpoint import QuantizationConfig, build_on_meta, copy_rest, library_of, write_shards
+from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
+from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, split
+from fluxq.quantize.exchange.marks import NATIVE, PLAIN
+from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, prove
+from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.quantize.pointwise import placeholder
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.keymaps import Joined
+
+_NAMED = 4  # layers in an error, before it says how many more
+
+
+@dataclass
+class Imported:
+    """What `import_model` made of a component. quantized: module -> scheme. dequantized: module -> why it is in 16
+    bit now. mended: layer in the file -> what was wrong with it and is not any more. notes: what was left behind.
+    """
+
+    component: str
+    dialect: str
+    output: str
+    quantized: dict[str, str] = field(default_factory=dict)
+    dequantized: dict[str, str] = field(default_factory=dict)
+    mended: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a component is to become: a model of `library`, and the pipeline that the rest is copied from, if any."""
+
+    component: str
+    library: str
+    class_name: str
+    config: dict[str, Any]
+    pipeline: ModelFolder | None
+
+
+def import_model(
+    path: Path, output: Path, base: Path | None = None, *, dequantize: bool = False, overwrite: bool = False
+) -> list[Imported]:
+    """Make a checkpoint of fluxq, at the folder `output`, of what another program quantized.
+
+    path: a file, a component's folder or a pipeline's. base: the 16-bit model (a file or folder); a single file needs
+    it for the configuration, and where nothing says how codes and scales stand. The output is a pipeline's folder where
+    `path` or `base` is one, else a component's. dequantize: layers whose codes no format of ours holds become 16 bit.
+
+    ValueError names the layers that cannot be read, or are not the base's, or would need `dequantize`. Errors of
+    reading are those of `open_models`.
+    """
+    if output.exists() and not overwrite and any(output.iterdir() if output.is_dir() else [output]):
+        raise ValueError(f"{output} exists; choose another place, or overwrite it")
+    models = {name: model for name, model in open_models(path).items() if model.dialect not in (PLAIN, NATIVE)}
+    if not models:
+        raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
+    work = output.parent / f".{output.name}.work"
+    reports = []
+    with sole_writer(output), _gone_at_last(work), atomic_folder(output, work, overwrite=overwrite) as made:
+        for name, model in models.items():
+            target = _target(path, base, name, model)
+            report = Imported(target.component, model.dialect, str(output))
+            folder = made / target.component if target.pipeline else made / "component"
+            _write(folder, model, target, Base.of(base, name, model) if base else None, report, dequantize)
+            reports.append(report)
+            if target.pipeline is None:
+                for file in folder.iterdir():
+                    file.rename(made / file.name)
+                folder.rmdir()
+        if target.pipeline is not None:
+            copy_rest(made, target.pipeline, [report.component for report in reports])
+    return reports
+
+
+@contextmanager
+def _gone_at_last(work: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:
+    """What the component becomes, by its own config.json, or else the base's."""
+    if component:
+        folder = ModelFolder(path.name, path)
+        require_safe(folder)
+        return _of_pipeline(folder, component)
+    if base is not None and (base / "model_index.json").is_file():
+        folder = ModelFolder(base.name, base)
+        require_safe(folder)
+        wanted = model.config.get("_class_name") or (model.family.model if model.family else None)
+        found = [name for name, class_name in folder.components.items() if class_name == wanted]
+        if len(found) != 1:
+            raise ValueError(f"{base}: {len(found)} of its components are a {wanted}; give the component's folder")
+        return _of_pipeline(folder, found[0])
+    config = dict(model.config)
+    if not config and base is not None:
+        config = dict(Base.of(base, component, model).model.config)
+    for folder in (path, base):
+        if folder is not None and (folder / "config.json").is_file():
+            require_harmless(folder / "config.json")
+    class_name = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
+    if not isinstance(class_name, str):
+        raise ValueError(f"{model.path}: does not say the model's configuration; give the 16-bit model as --base")
+    library = "diffusers" if hasattr(importlib.import_module("diffusers"), class_name) else "transformers"
+    return _Target(component, library, class_name, config, None)
+
+
+def _of_pipeline(folder: ModelFolder, component: str) -> _Target:
+    library = library_of(folder, component)
+    return _Target(component, library, folder.components[component], folder.config(component), folder)
+
+
+def _write(
+    folder: Path, model: ModelFile, target: _Target, base: Base | None, report: Imported, dequantize: bool
+) -> None:
+    """Write a component's weights and config.json into `folder`; fills in the report."""
+    if base is not None:
+        model = settled(model, base)
+        report.dialect = model.dialect
+    if model.undecided:
+        raise ValueError(f"{model.path}: {model.contradictions[0]}; without it `fluxq import` would guess")
+    if model.faults:
+        raise ValueError(f"{model.path}: {_several(model.faults)}; `fluxq inspect` says more")
+    if not dequantize and model.dialect in ("gguf", "bnb"):
+        raise ValueError(
+            f"{model.path}: no format of ours holds the codes of {model.dialect} ({len(model.layers)} layers); "
+            "--dequantize makes them 16 bit"
+        )
+    config = {key: value for key, value in target.config.items() if key != "quantization_config"}
+    network = _network(model, target, config)
+    expected, linears = network.state_dict(keep_vars=True), linears_of(network)
+    refused: dict[str, str] = {}
+    schemes: dict[str, Scheme] = {}
+    written: set[str] = set()
+    parts = folder.parent / f".{folder.name}.parts"
+    parts.mkdir()
+    files: list[Path] = []
+
+    def put(tensors: Mapping[str, Tensor]) -> None:
+        files.append(parts / f"{len(files)}.safetensors")
+        save_weights({name: tensor.contiguous() for name, tensor in tensors.items()}, files[-1], {})
+        written.update(tensors)
+
+    joined = model.joined
+    for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
+        whole = joined.get(f"{name}.weight")
+        if whole is None or not whole.parts:
+            report.notes.append(f"{name} is of another component and was left out")
+            continue
+        modules = [part.removesuffix(".weight") for part in whole.parts]
+        try:
+            found, repairs = _read(model, layer, whole, base)
+            if repairs:
+                report.mended[name] = list(repairs)
+            for module, part in zip(modules, _split(found, modules, expected), strict=True):
+                why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
+                if not why and isinstance(part, QuantTensors):
+                    schemes[module] = part.scheme
+                    put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()})
+                    if part.beside:
+                        left = (
+                            f"{', '.join(part.beside)} of {name} was left out: x takes its scale from each token here"
+                        )
+                        report.notes.append(left)
+                elif dequantize:
+                    report.dequantized[module] = why
+                    put(_dense(module, part, expected))
+                else:
+                    refused[module] = f"{why}; --dequantize makes it 16 bit"
+        except ValueError as error:
+            refused[name] = str(error)
+    if refused:
+        raise ValueError(f"{model.path}: {_several(refused)}")
+    moved = _moved(model, joined, base, report)
+    for name in model.plain:
+        whole = joined.get(name)
+        if whole is None:
+            report.notes.append(f"{name} is of another component and was left out")
+            continue
+        tensor = model.read(name)
+        rows = moved.get(name.rpartition(".")[0])
+        put(_plain(tensor if rows is None else tensor[rows], whole, expected, model))
+    _require_all(model, expected, written, target.class_name)
+    write_shards(folder, target.library, files, {f"{module}.weight" for module in schemes})
+    for file in files:
+        file.unlink()
+    parts.rmdir()
+    report.quantized = {module: str(scheme) for module, scheme in schemes.items()}
+    report.notes = _counted(report.notes)
+    if schemes:
+        config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
+    write_json(folder / "config.json", config)
+
+
+def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Module:
+    """The 16-bit model on the meta device."""
+    try:
+        return build_on_meta(target.library, target.class_name, config)
+    except Exception as error:  # whatever a constructor makes of values that it did not expect
+        raise ValueError(
+            f"{model.path}: no {target.class_name} can be built from config.json ({type(error).__name__}: {error}); "
+            "copy the file again"
+        ) from error
+
+
+def _read(
+    model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None
+) -> tuple[QuantTensors | Plain, tuple[str, ...]]:
+    """(the layer with the rows of diffusers behind one another, what was mended); ValueError where it cannot be."""
+    tensors: dict[str, Tensor] = model.read_layer(layer)
+    n, _ = layer.shape
+    repairs: tuple[str, ...] = ()
+    orders: dict[str, Tensor] = {}
+    if base is not None:
+        truth, orders, why = base.rows(layer.shape, whole)
+        against = prove(model, layer, tensors, truth, orders) if truth is not None else None
+        if truth is None or against is None or not _is_right(against):
+            best = "" if against is None else f"its error is {against.error:.3g}, its cosine {against.cosine:.2g}"
+            raise ValueError(
+                f"is not the base's weight in any reading ({why or best}); `fluxq inspect --base` says more"
+            )
+        repairs = against.best
+    for name in repairs:
+        if name in REPAIRS:
+            mended = REPAIRS[name].mend(tensors, model.dialect, layer.shape)
+            if mended is None:
+                raise ValueError(f"{name} could not be mended in the whole layer")
+            tensors = mended
+    found = model.decode(layer, tensors)
+    if "missing input_scale" in repairs and isinstance(found, QuantTensors):  # x takes its scale from each token then
+        kept = {name: tensor for name, tensor in found.tensors.items() if name != "input_scale"}
+        found = replace(found, tensors=kept, scheme=replace(found.scheme, static_input=False))
+    for name in repairs:
+        if name in orders:
+            found = reordered(found, orders[name].argsort())
+    if whole.order == "halves swapped":
+        found = reordered(found, torch.cat(list(torch.arange(n).chunk(2))[::-1]))
+    return found, repairs
+
+
+def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, report: Imported) -> dict[str, Tensor]:
+    """Module in 16 bit -> its rows in the order of `joined`, of those that have them in another; errors as `_read`."""
+    found: dict[str, Tensor] = {}
+    for name, shape in model.linears_in_16_bit().items() if base is not None else ():
+        whole = joined.get(f"{name}.weight")
+        truth, orders, _ = base.rows(shape, whole) if whole and base else (None, {}, "")
+        if truth is None:
+            continue
+        against = compare(model.read(f"{name}.weight"), truth, orders)
+        if not _is_right(against):
+            raise ValueError(f"{model.path}: {name} is not the base's weight; `fluxq inspect --base` says more")
+        if against.best:
+            found[name] = orders[against.best[0]].argsort()
+            report.mended[name] = list(against.best)
+    return found
+
+
+def _is_right(against: Against) -> bool:
+    """Rounding apart the base's weight, or one that factors were folded into."""
+    return against.plausible or (against.columns or 1.0) < min(0.3, 0.5 * against.error) or against.cosine > 0.9
+
+
+def reordered(layer: QuantTensors | Plain, rows: Tensor) -> QuantTensors | Plain:
+    """The same layer with these rows, in this order."""
+    if isinstance(layer, Plain):
+        return replace(layer, weight=layer.weight[rows], bias=None if layer.bias is None else layer.bias[rows])
+    tensors = {}
+    for name, tensor in layer.tensors.items():
+        by_rows = name in BY_ROWS and tensor.ndim and tensor.shape[0] == len(rows)
+        bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        tensors[name] = bits[rows].view(tensor.dtype) if by_rows else tensor
+    return replace(layer, tensors=tensors)
+
+
+def _split(
+    layer: QuantTensors | Plain, modules: list[str], expected: Mapping[str, Tensor]
+) -> list[QuantTensors] | list[Plain]:
+    """The layer of each module, by the sizes that the model's class asks for."""
+    missing = [module for module in modules if f"{module}.weight" not in expected]
+    if missing:
+        raise ValueError(f"the model has no {missing[0]}; is its configuration that of another one?")
+    sizes = [expected[f"{module}.weight"].shape[0] for module in modules]
+    n, k = (tuple(layer.weight.shape) if isinstance(layer, Plain) else layer.shape)[:2]
+    width = expected[f"{modules[0]}.weight"].numel() // sizes[0]
+    if (sum(sizes), width) != (n, k):
+        raise ValueError(f"is {n}×{k}, the model asks for {sum(sizes)}×{width}; is its configuration another's?")
+    if isinstance(layer, QuantTensors):
+        return split(layer, sizes)
+    biases = layer.bias.split(sizes) if layer.bias is not None else [None] * len(sizes)
+    return [Plain(w, b, layer.why) for w, b in zip(layer.weight.split(sizes), biases, strict=True)]
+
+
+def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) -> str:
+    """Why a quantized layer cannot be one in the model, "" if it can."""
+    own = linears.get(module)
+    if own is None:
+        return "it is no Linear"
+    if linear_size(own) != layer.shape:
+        return f"it is {layer.shape}, the model's {linear_size(own)}"
+    try:
+        placeholder(own, layer.scheme, torch.bfloat16)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _dense(module: str, layer: QuantTensors | Plain, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weight and bias in 16 bit."""
+    if isinstance(layer, Plain):
+        weight, bias = layer.weight, layer.bias
+    else:
+        weight, bias = layer.linear().collapsed()
+    found = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
+    return found | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
+
+
+def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model: ModelFile) -> dict[str, Tensor]:
+    """A tensor that is not quantized, under its names in diffusers."""
+    if tensor.element_size() == 1 and tensor.is_floating_point():  # a plain cast to fp8, of which bf16 holds all
+        tensor = tensor.bfloat16()
+    missing = [part for part in whole.parts if part not in expected]
+    if missing:
+        raise ValueError(f"{model.path}: the model has no {missing[0]}; is its configuration that of another one?")
+    if whole.order == "halves swapped":
+        tensor = torch.cat(list(tensor.chunk(2))[::-1])
+    if not whole.parts:
+        return {}
+    sizes = [expected[part].shape[0] if expected[part].ndim else 1 for part in whole.parts]
+    shapes = [tuple(expected[part].shape) for part in whole.parts]
+    if tensor.numel() != sum(expected[part].numel() for part in whole.parts):
+        size = "×".join(map(str, tensor.shape))
+        raise ValueError(f"{model.path}: {whole.original} is {size}, the model asks for {shapes}; is it another model?")
+    if len(sizes) == 1:
+        return {whole.parts[0]: tensor.reshape(shapes[0])}
+    return {part: own.reshape(shape) for part, own, shape in zip(whole.parts, tensor.split(sizes), shapes, strict=True)}
+
+
+def _require_all(model: ModelFile, expected: Mapping[str, Tensor], written: Collection[str], name: str) -> None:
+    """ValueError unless every tensor of the model was written; tied ones count once."""
+    tied = {id(expected[held]) for held in written if held in expected}
+    missing = [held for held, tensor in expected.items() if held not in written and id(tensor) not in tied]
+    if missing:
+        raise ValueError(f"{model.path}: lacks {missing[0]} ({len(missing)} in all) that a {name} has; it is not whole")
+
+
+def _several(found: Mapping[str, str]) -> str:
+    first = "; ".join(f"{name}: {why}" for name, why in list(found.items())[:_NAMED])
+    return first if len(found) <= _NAMED else f"{first}; and {len(found) - _NAMED} more layers"
+
+
+def _counted(notes: list[str]) -> list[str]:
+    """The first few of each kind."""
+    if len(notes) <= _NAMED:
+        return notes
+    return [*notes[:_NAMED], f"and {len(notes) - _NAMED} more like these"]

@@ -1,0 +1,552 @@
+"""What a quantized file is, and whether it is right: layer by layer, with the 16-bit model beside it or without.
+
+Without `base` the report says what the file says, what its shapes and numbers contradict, and what readers stop at.
+With it, every layer is compared with the weight it was rounded from (`proof.py`), which decides what no field of a file
+records. One layer is in memory at a time, and the base's rows for it.
+
+FAULTS, at the end, has a row for everything that is found wrong: what it is called, what it means, and the cure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.base.console import progress
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
+from fluxq.quantize.exchange.layer import Plain, Row
+from fluxq.quantize.exchange.layouts import unblock_scales
+from fluxq.quantize.exchange.marks import NATIVE, PLAIN
+from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, is_whole, prove, window
+from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.recipes.keymaps import Joined
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: a key of FAULTS. layer: "" for the whole file. what: what was found, and expected."""
+
+    kind: str
+    layer: str
+    what: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether images are wrong, or a reader stops."""
+        return FAULTS[self.kind].is_error
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A quantized layer. modules: of diffusers, several where the file joins them. format: the dialect's word. scheme:
+    ours, "" where none of ours holds the codes. bits_per_weight: all that is stored for it, but the bias.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    role: str
+    format: str
+    scheme: str
+    shape: tuple[int, int]
+    bits_per_weight: float
+    against: Against | None = None
+
+
+@dataclass
+class Inspection:
+    """What `inspect` found of one model. scope: role -> format -> layers. in_16_bit: Linears by module. plain: count of
+    the other tensors. proofs: what the base proved, in words. base: its path, "" without.
+    """
+
+    path: str
+    container: str
+    dialect: str
+    about: str
+    evidence: tuple[str, ...]
+    contradictions: tuple[str, ...]
+    family: str
+    names: str
+    nbytes: int
+    bits_per_weight: float
+    metadata: dict[str, str]
+    quantization: dict[str, Any]
+    layers: list[LayerReport] = field(default_factory=list)
+    in_16_bit: dict[str, tuple[int, int]] = field(default_factory=dict)
+    scope: dict[str, dict[str, int]] = field(default_factory=dict)
+    plain: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    proofs: list[str] = field(default_factory=list)
+    base: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found that makes images wrong or stops a reader."""
+        return not any(fault.is_error for fault in self.faults)
+
+    def describe(self) -> dict[str, Any]:
+        """The report as JSON."""
+        found = asdict(self)
+        for layer, said in zip(self.layers, found["layers"], strict=True):
+            if layer.against is not None:
+                said["against"] |= {"error": layer.against.error}
+        for fault, said in zip(self.faults, found["faults"], strict=True):
+            said |= {"is_error": fault.is_error, "about": FAULTS[fault.kind].about, "cure": FAULTS[fault.kind].cure}
+        return _finite(found)
+
+
+def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
+    """Inspect a file, a component's folder or a pipeline's; by component, "" where there is just one.
+
+    base: the 16-bit model, likewise. Errors as `open_models` has them, and ValueError for a base that is quantized or
+    has no such component.
+    """
+    models = open_models(path)
+    if base is not None:
+        models = {name: model for name, model in models.items() if model.dialect != PLAIN} or models
+    return {name: inspect_model(model, Base.of(base, name, model) if base else None) for name, model in models.items()}
+
+
+def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
+    """Inspect one model; layers are read one at a time."""
+    model = settled(model, base) if base is not None else model
+    weights = {name: layer.shape[0] * layer.shape[1] for name, layer in model.layers.items()}
+    in_16_bit = model.linears_in_16_bit()
+    stored = sum(layer.nbytes for layer in model.layers.values()) + sum(2 * n * k for n, k in in_16_bit.values())
+    count = sum(weights.values()) + sum(n * k for n, k in in_16_bit.values())
+    done = Inspection(
+        str(model.path),
+        model.container,
+        model.dialect,
+        _about(model.dialect),
+        model.evidence,
+        model.contradictions,
+        model.family.name if model.family else "",
+        model.names,
+        sum(stored.nbytes for stored in model.stored.values()),
+        8 * stored / count if count else 0.0,
+        model.metadata,
+        model.quantization,
+        in_16_bit=in_16_bit,
+        plain=len(model.plain) - len(in_16_bit),
+        base=str(base.model.path) if base else "",
+    )
+    done.faults += [Fault("unreadable", name, what) for name, what in model.faults.items()]
+    joined = _joined(model, done)
+    for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
+        parts = joined.get(f"{name}.weight", Joined(name, (f"{name}.weight",)))
+        modules = tuple(part.removesuffix(".weight") for part in parts.parts)
+        report, faults = _layer(model, layer, modules, parts, base)
+        done.layers.append(report)
+        done.faults += faults
+    scope: dict[str, Counter[str]] = defaultdict(Counter)
+    for report in done.layers:
+        scope[report.role or "unknown"][report.format] += 1
+    for name in in_16_bit:
+        modules = [part.removesuffix(".weight") for part in joined.get(f"{name}.weight", Joined(name, (name,))).parts]
+        scope[(_role(model, modules[0]) if modules else "") or "unknown"]["16 bit"] += 1
+    done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
+    done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
+    if base is not None:
+        done.proofs += _proofs(done)
+        for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
+            done.faults += _compared_16_bit(model, name, shape, joined, base)
+        done.faults += _other_base(done)
+    return done
+
+
+def _joined(model: ModelFile, done: Inspection) -> dict[str, Joined]:
+    try:
+        return model.joined
+    except ValueError as error:
+        done.faults.append(Fault("unknown names", "", str(error)))
+        return {}
+
+
+def _layer(
+    model: ModelFile, layer: FileLayer, modules: tuple[str, ...], joined: Joined, base: Base | None
+) -> tuple[LayerReport, list[Fault]]:
+    """What a layer is, and what is wrong with it."""
+    tensors = model.read_layer(layer)
+    faults = [Fault(kind, layer.name, what) for kind, what in _numbers(model, layer, tensors)]
+    faults += [Fault("missing input_scale", layer.name, what) for what in _missing_input_scale(model, layer)]
+    n, k = layer.shape
+    rows = window(tensors, n, 0, min(n, 128)) if not is_whole(tensors) else dict(tensors)
+    size = (min(n, 128), k) if not is_whole(tensors) else (n, k)
+    scheme, error = "", ""
+    try:
+        found = model.decode(layer, rows, size)
+        scheme = "" if isinstance(found, Plain) else str(found.scheme)
+    except ValueError as wrong:
+        error = str(wrong)
+    against = None
+    if base is not None:
+        truth, orders, why = base.rows(layer.shape, joined)
+        if truth is None:
+            faults.append(Fault("not in the base", layer.name, why))
+        else:
+            against = prove(model, layer, tensors, truth, orders)
+            faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
+    if error and not any(fault.is_error for fault in faults):
+        faults.append(_cured_by(model, layer, rows, size, error))
+    bits = 8 * layer.nbytes / max(n * k, 1)
+    role = _role(model, modules[0]) if modules else ""
+    report = LayerReport(layer.name, modules, role, _format(model, layer), scheme, layer.shape, bits, against)
+    return report, list({fault.kind: fault for fault in faults}.values())  # what the base says of a kind comes last
+
+
+def _compared_16_bit(
+    model: ModelFile, name: str, shape: tuple[int, int], joined: Mapping[str, Joined], base: Base
+) -> Iterator[Fault]:
+    """What is wrong with a Linear that is not quantized: its rows in another order, or another weight."""
+    parts = joined.get(f"{name}.weight")
+    truth, orders, _ = base.rows(shape, parts) if parts else (None, {}, "")
+    if truth is not None:
+        against = compare(model.read(f"{name}.weight"), truth, orders)
+        if not against.best and not against.plausible and against.error < _WIDENED:
+            yield Fault("widened", name, f"error {against.error:.3g}, as codes of 8 bits have")
+            return
+        for kind, what in _verdict(against):
+            yield Fault(kind, name, what)
+
+
+def _cured_by(model: ModelFile, layer: FileLayer, rows: dict[str, Tensor], size: tuple[int, int], error: str) -> Fault:
+    """Why `decode` refused a layer: the one change of shape or dtype under which it does not."""
+    for name, repair in REPAIRS.items():
+        if not repair.cures_shape:
+            continue
+        try:
+            mended = repair.mend(rows, model.dialect, size)
+            if mended is not None:
+                model.decode(layer, mended, size)
+                return Fault(name, layer.name, error)
+        except ValueError:
+            continue
+    return Fault("unreadable", layer.name, error)
+
+
+def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
+    """What the comparison says is wrong."""
+    if against is None:
+        return
+    declared = "cannot be read" if against.declared is None else f"has an error of {against.declared:.3g}"
+    if against.best and (against.plausible or against.error < 0.6 * (against.declared or torch.inf)):
+        for name in against.best:
+            kind = name if name in FAULTS else "rows in another order"
+            yield kind, f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
+        if not against.plausible:
+            yield "differs", f"an error of {against.error:.3g} is left even so"
+    elif not against.plausible:
+        if abs(against.factor - 1) > 0.02 and (1 - against.cosine**2) ** 0.5 < 0.3 and against.cosine > 0:
+            yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
+        elif against.columns is not None and against.columns < min(0.3, 0.5 * against.error):
+            what = f"error {against.error:.3g}, and {against.columns:.3g} once each row or column takes a factor"
+            yield "folded factors", what
+        elif against.cosine < 0.2:
+            what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
+            yield "another model's layer", f"{what}{min(against.errors.values()):.3g}"
+        else:
+            yield "differs", f"error {against.error:.3g}, cosine {against.cosine:.3f}: no rounding of this weight alone"
+
+
+# --- numbers
+
+
+def _numbers(model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """NaN, infinity, zeros and signs among scales and codes, and global scales that no weight has."""
+    for suffix, tensor in tensors.items():
+        if suffix in _SCALES:
+            yield from _scale_numbers(model, layer, suffix, tensor, tensors)
+        elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            bad = int(torch.isnan(tensor.float()).sum()) if tensor.dtype == torch.float8_e5m2 else 0
+            if tensor.dtype == torch.float8_e4m3fn:
+                bad = int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
+            if bad:
+                yield "codes that are NaN", f"{bad} of {tensor.numel()} in {suffix}"
+        elif tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            yield "scales that are no numbers", f"{int((~torch.isfinite(tensor)).sum())} of {suffix}"
+
+
+def _scale_numbers(
+    model: ModelFile, layer: FileLayer, suffix: str, scale: Tensor, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    n, k = layer.shape
+    is_nvfp4 = any(name in tensors for name in _GLOBAL_SCALES)
+    e8m0 = scale.dtype == torch.float8_e8m0fnu or (scale.dtype == torch.uint8 and not is_nvfp4)
+    if suffix in ("weight_scale", "_weight_scale") and model.dialect in ("comfy", "torchao") and scale.ndim == 2:
+        try:
+            scale = (
+                unblock_scales(scale.contiguous(), n, k // (32 if e8m0 else 16)) if scale.element_size() == 1 else scale
+            )
+        except ValueError:
+            return  # of another shape, which is reported as such
+    if e8m0:
+        codes = scale.view(torch.uint8)
+        if (codes == 255).any():
+            yield "scales that are no numbers", f"{int((codes == 255).sum())} of {suffix} are NaN (E8M0 byte 255)"
+        if (codes == 0).any():
+            yield "E8M0 byte 0", f"{int((codes == 0).sum())} of {codes.numel()} in {suffix}"
+        return
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e4m3fn)
+    values = scale.float()
+    for words, wrong in (
+        ("NaN or infinite", ~torch.isfinite(values)),
+        ("negative", values < 0),
+    ):
+        if wrong.any():
+            yield "scales that are no numbers", f"{int(wrong.sum())} of {values.numel()} in {suffix} are {words}"
+    zeros = int((values == 0).sum())
+    if zeros and (suffix in _GLOBAL_SCALES or values.numel() == 1):
+        yield "global scale of 0", f"{suffix} is 0: every weight would be"
+    elif zeros:
+        yield "zero scales", f"{zeros} of {values.numel()} in {suffix}: their blocks are zeros, whatever the codes"
+    if suffix in _GLOBAL_SCALES and values.numel() and torch.isfinite(values).all():
+        decoder = 1 / values.max() if suffix == "weight_global_scale" else values.max()
+        largest = float(decoder) * 2688  # 448 · 6, the largest weight where scales are as nvfp4 has them
+        if largest > _LARGEST_WEIGHT:
+            yield "reciprocal global scale", f"{suffix} is {float(values.max()):.4g}: weights would reach {largest:.3g}"
+
+
+def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
+    """fp32 scales that all are numbers of bf16: they were computed in that, 0.4 % off at most, and values saturate."""
+    narrow: dict[str, int] = {}
+    for layer in model.layers.values():
+        for suffix, stored in layer.stored.items():
+            if suffix not in ("weight_scale", "weight_scale_2", "_weight_per_tensor_scale") or stored.dtype != "F32":
+                continue
+            bits = model.read(layer.parts[suffix]).contiguous().view(torch.int32)
+            if not narrow.get(suffix, 1) or bool((bits & 0xFFFF).any()):
+                narrow[suffix] = 0
+            elif bool((bits & 0x7F0000).any()):  # no power of two, which are numbers of bf16 anyway
+                narrow[suffix] = narrow.get(suffix, 0) + 1
+    for suffix, count in narrow.items():
+        if count:
+            yield Fault("scale rounded to bf16", "", f"every {suffix} of {count} layers is a number of bf16")
+
+
+# --- what readers ask for
+
+
+def _missing_input_scale(model: ModelFile, layer: FileLayer) -> Iterator[str]:
+    row = _row(model, layer)
+    suffixes = {"input_scale", "input_global_scale", "_weight_act_per_tensor_scale"}
+    if row is None or suffixes & layer.parts.keys():
+        return
+    if row.input_scale == "required" and not (
+        model.dialect == "compressed_tensors" and not layer.entry.get("input_activations")
+    ):
+        yield f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
+    elif "input_scale" in row.needs:
+        yield f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
+
+
+def _ignored(model: ModelFile) -> Iterator[Fault]:
+    """Quantized layers that a pattern of `ignore` matches: SGLang-Diffusion holds each against the whole path and
+    against its first name.
+    """
+    patterns = model.quantization.get("ignore")
+    for pattern in patterns if isinstance(patterns, list) and model.dialect == "modelopt" else ():
+        if not isinstance(pattern, str):
+            continue
+        hit = [name for name in model.layers if fnmatchcase(name, pattern) or fnmatchcase(name.split(".")[0], pattern)]
+        if hit:
+            yield Fault("ignored though quantized", hit[0], f"ignore has {pattern!r}, which matches {len(hit)} layers")
+
+
+def _for_readers(model: ModelFile) -> Iterator[Fault]:
+    if model.dialect == "modelopt" and "folder" in model.container:
+        yield Fault("not for diffusers", "", "a folder that ModelOpt exported, with quant_method modelopt")
+    if model.dialect == "modelopt" and not model.quantization:
+        yield Fault("nothing says the format", "", "no quantization_config beside weights of ModelOpt's names")
+
+
+def _left_out(model: ModelFile, joined: Mapping[str, Joined]) -> Iterator[Fault]:
+    """Kinds of Linears that the family quantizes and this file leaves in 16 bit throughout, where they matter."""
+    family = model.family
+    if family is None or not model.layers:
+        return
+    kinds: dict[str, list[tuple[str, int, bool]]] = defaultdict(list)
+    sizes = {name: (layer.shape, True) for name, layer in model.layers.items()}
+    sizes |= {name: (shape, False) for name, shape in model.linears_in_16_bit().items()}
+    for name, ((n, k), quantized) in sizes.items():
+        parts = joined.get(f"{name}.weight")
+        for part in parts.parts if parts else ():
+            module = part.removesuffix(".weight")
+            located = family.locate(module)
+            if located is None or family.kept(module):
+                continue
+            group, block = located
+            kind = f"{group.block}{module.removeprefix(block)}"
+            kinds[kind].append((module, n * k // max(len(parts.parts), 1) if parts else n * k, quantized))
+    total = sum(size for members in kinds.values() for _, size, _ in members) or 1
+    for kind, members in kinds.items():
+        share = sum(size for _, size, _ in members) / total
+        if share >= _MATTERS and not any(quantized for _, _, quantized in members):
+            why = ""
+            if model.dialect == "modelopt" and kind.endswith("proj_out"):
+                why = "; ModelOpt's general presets leave out whatever is called proj_out"
+            yield Fault("left in 16 bit", kind, f"{len(members)} Linears, {share:.0%} of the weights{why}")
+
+
+def _row(model: ModelFile, layer: FileLayer) -> Row | None:
+    """The dialect's row for a layer, by name and, where several share it, by tensors."""
+    if model.dialect in (NATIVE, PLAIN):
+        return None
+    name = _format(model, layer)
+    return next((row for row in DIALECTS[model.dialect].rows if row.name == name), None)
+
+
+def _format(model: ModelFile, layer: FileLayer) -> str:
+    """The dialect's word for a layer's format."""
+    entry = layer.entry
+    if model.dialect == "bfl":
+        return "nvfp4" if "weight_scale_2" in layer.parts else "fp8r"
+    if model.dialect.startswith("nunchaku"):
+        if "wzeros" in layer.parts:
+            return "awq_w4a16"
+        return "svdq_w4a4 " + (
+            "nvfp4" if "wscales" in layer.stored and layer.stored["wscales"].dtype == "F8_E4M3" else "int4"
+        )
+    if model.dialect == "legacy":
+        return "scaled_fp8"
+    if model.dialect == "bnb":
+        return "fp4" if any(suffix.endswith("fp4") for suffix in layer.parts) else "nf4"
+    for key in ("scheme", "quant_algo", "format", "type", "_type"):
+        if isinstance(entry.get(key), str):
+            return entry[key]
+    return "unknown"
+
+
+def _role(model: ModelFile, module: str) -> str:
+    family = model.family
+    if family is None:
+        return ""
+    located = family.locate(module)
+    return located[0].role if located else "kept" if family.kept(module) else ""
+
+
+def _about(dialect: str) -> str:
+    if dialect in DIALECTS:
+        return DIALECTS[dialect].about
+    return "a checkpoint of fluxq" if dialect == NATIVE else "nothing in it is quantized"
+
+
+def _finite(value: Any) -> Any:
+    """The same with infinite and NaN numbers as text, which JSON has none of."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+# --- the base
+
+
+def _proofs(done: Inspection) -> list[str]:
+    """What the errors of all layers decided, in words."""
+    found = []
+    compared = [layer.against for layer in done.layers if layer.against is not None]
+    right = [against for against in compared if against.plausible and not against.best]
+    if compared:
+        rows = sum(against.rows for against in compared)
+        total = sum(layer.shape[0] for layer in done.layers if layer.against is not None)
+        found.append(f"{len(right)} of {len(compared)} layers are as declared, by {rows} of their {total} rows")
+    tried = dict.fromkeys(name for against in right for name in against.errors)
+    rows = tuple(name for name in tried if name.startswith("rows ordered"))
+    kinds = {f"no {name}": (name,) for name in (*REPAIRS, "halves swapped") if name in tried}
+    for words, names in (kinds | {"rows of q, k and v in their order": rows}).items():
+        asked = [against for against in right if any(name in against.errors for name in names)]
+        proved = [against for against in asked if all(against.proves(name) for name in names if name in against.errors)]
+        if proved:
+            least = min(against.errors[name] for against in proved for name in names if name in against.errors)
+            most = max(against.error for against in proved)
+            more = f"; {len(asked) - len(proved)} layers look the same either way" if len(asked) > len(proved) else ""
+            found.append(
+                f"{words}: proved on {len(proved)} layers (error {most:.3g} at most, {least:.3g} otherwise){more}"
+            )
+    return found
+
+
+def _other_base(done: Inspection) -> Iterator[Fault]:
+    foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
+    if done.layers and len(foreign) > len(done.layers) / 2:
+        yield Fault("another base", "", f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's")
+
+
+# --- what can be wrong
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of FAULTS. is_error: images are wrong, or a reader stops; otherwise it is worth knowing."""
+
+    about: str
+    cure: str
+    is_error: bool = True
+
+
+_AGAIN = "get the file again"
+_CONVERT = "write it again with a converter that does, or read it with `fluxq import --base`"
+_LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
+_MATTERS = 0.05  # of the weights
+_WIDENED = 0.05  # error of a weight that was in 8 bits
+_GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
+_SCALES = (
+    *("weight_scale", "weight_scale_2", "input_scale", "weight_global_scale", "input_global_scale", "scale_weight"),
+    *("scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale", "weight.absmax"),
+)
+FAULTS: dict[str, Kind] = {
+    **{name: Kind(repair.about, _CONVERT) for name, repair in REPAIRS.items()},
+    "rows in another order": Kind("parts of a fused layer, or shift and scale, are the other way round", _CONVERT),
+    "halves swapped": Kind("shift and scale of a modulation are the other way round", _CONVERT),
+    "another model's layer": Kind("the weight has nothing to do with the base's", _AGAIN),
+    "another base": Kind("most layers are of another model than the base", "give the model that it was made from"),
+    "scale off by a factor": Kind("all weights are too large or too small by the same factor", _AGAIN),
+    "folded factors": Kind(
+        "rows or columns carry factors, as where smoothing was folded into the layer before", "none is needed", False
+    ),
+    "differs": Kind(
+        "the weight is near the base's, and further than rounding takes it: fine-tuned, or a fused LoRA",
+        "give the model that it was made from",
+        False,
+    ),
+    "widened": Kind("in 16 bit, and as far from the base's as if it had been in 8", "none is needed", False),
+    "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
+    "unreadable": Kind("no reader of the dialect takes the layer", _AGAIN),
+    "unknown names": Kind("no row of recipes/keymaps.py knows a tensor's name", "is it another model?", False),
+    "codes that are NaN": Kind("weights that are NaN", _AGAIN),
+    "scales that are no numbers": Kind("NaN, infinite or negative scales", _AGAIN),
+    "global scale of 0": Kind("all weights of the layer would be 0", _AGAIN),
+    "zero scales": Kind(
+        "blocks of zeros: writers differ in how they store them, readers do not", "none is needed", False
+    ),
+    "E8M0 byte 0": Kind(
+        "ComfyUI reads 0, others 2^-127: the same only over codes of 0", "none is needed where they are", False
+    ),
+    "scale rounded to bf16": Kind(
+        "scales were computed in bf16, up to 0.4 % off, and the largest values saturate",
+        "quantize with scales in fp32",
+        False,
+    ),
+    "ignored though quantized": Kind(
+        "readers that match `ignore` would load codes as if they were weights", "make the pattern exact"
+    ),
+    "left in 16 bit": Kind(
+        "Linears that recipes quantize stay in 16 bit", "none is needed; it costs memory and time", False
+    ),
+    "not for diffusers": Kind(
+        "stock diffusers' from_pretrained does not load it", "`fluxq import`, or `fluxq export --format bfl`", False
+    ),
+    "nothing says the format": Kind(
+        "formats were told from names and shapes alone", "give the folder with config.json", False
+    ),
+}

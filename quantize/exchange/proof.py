@@ -1,0 +1,418 @@
+"""What a layer's bytes mean, proved against the 16-bit weight that they were rounded from.
+
+No field of any file says in which order nibbles and block scales stand, or whether a scale multiplies or divides. So
+each way to read them is tried on rows from all over the layer:
+
+    error = ||W_read - W_base|| / ||W_base||
+
+The right reading has the error of its format, about 0.1 in 4 bits and 0.03 in 8; another order of nibbles has about
+1.5, scales of other blocks 0.3 and more, and a scale upside down whatever its square is. REPAIRS has a row for each
+way in which files are known to be wrong: it makes of such tensors those that the dialect means, so that the dialect's
+own `decode` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, permutations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.exchange.files import FileLayer, ModelFile
+from fluxq.quantize.exchange.layer import Plain
+from fluxq.quantize.exchange.layouts import block_scales, padded, swap_nibbles, unblock_scales
+from fluxq.recipes.keymaps import Joined
+
+WINDOW, WINDOWS = 128, 4  # rows that are read together, a tile of swizzled scales; and from how many places
+DECLARED = "as declared"
+_FAR = 1.2  # a reading is told from another by so much more error
+_PLAUSIBLE = {4: 0.3, 8: 0.1}  # the most error that rounding to so many bits makes
+_SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
+
+
+class Repair(NamedTuple):
+    """A way in which files are wrong. proves: the property that its error decides, as it should be and as it is.
+
+    mend: (tensors of rows, dialect, (N, K) of these) -> the tensors as the dialect means them, None where the layer has
+    nothing of the kind. cures_shape: it changes shapes or dtypes, so that without it `decode` refuses the layer.
+    """
+
+    about: str
+    mend: Callable[[dict[str, Tensor], str, tuple[int, int]], dict[str, Tensor] | None]
+    cures_shape: bool = False
+
+
+@dataclass(frozen=True)
+class Against:
+    """A layer beside the base's.
+
+    rows: how many were compared, of all. errors: reading -> relative error. best: the reading with the least, as names
+    of REPAIRS and of an order of rows; empty where the layer is as declared. cosine: between that and the base.
+    factor: by which the best reading, times it, comes nearest to the base. columns: error that is left once each column
+    or row takes a factor of its own, as where smoothing was folded into what comes before; None where not asked.
+    plausible: whether the best reading is no more than rounding away from the base.
+    """
+
+    rows: int
+    errors: dict[str, float]
+    best: tuple[str, ...]
+    cosine: float
+    factor: float
+    plausible: bool
+    columns: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Of the best reading."""
+        return self.errors[" and ".join(self.best) or DECLARED]
+
+    @property
+    def declared(self) -> float | None:
+        """As the file says it is; None where it cannot be read so."""
+        return self.errors.get(DECLARED)
+
+    def proves(self, name: str) -> bool:
+        """Whether the errors decide what the repair `name` would change."""
+        other = self.errors.get(name)
+        return self.plausible and not self.best and other is not None and other > _FAR * self.error
+
+
+@dataclass
+class _Rows:
+    """Sampled rows of a layer, by window, and readings of them that were made already."""
+
+    model: ModelFile
+    layer: FileLayer
+    windows: list[tuple[dict[str, Tensor], tuple[int, int]]]
+    read: dict[tuple[str, ...], Tensor | None] = field(default_factory=dict)
+
+    def reading(self, repairs: tuple[str, ...]) -> Tensor | None:
+        """W (rows, K) under these repairs; None where one does not apply, or `decode` refuses what comes of it."""
+        if repairs not in self.read:
+            try:
+                parts = [self._window(tensors, shape, repairs) for tensors, shape in self.windows]
+                self.read[repairs] = None if any(part is None for part in parts) else torch.cat(parts)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            except ValueError:
+                self.read[repairs] = None
+        return self.read[repairs]
+
+    def _window(self, tensors: dict[str, Tensor], shape: tuple[int, int], repairs: tuple[str, ...]) -> Tensor | None:
+        mended: dict[str, Tensor] | None = tensors
+        for name in repairs:
+            mended = REPAIRS[name].mend(mended, self.model.dialect, shape)
+            if mended is None:
+                return None
+        found = self.model.decode(self.layer, mended, shape)
+        return found.weight if isinstance(found, Plain) else found.linear().collapsed()[0]
+
+
+def prove(
+    model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor], base: Tensor, orders: Mapping[str, Tensor]
+) -> Against | None:
+    """Compare a layer with the rows that it should hold. None where no reading of it can be made.
+
+    tensors: all of the layer. base: (N, K) in 16 bit or fp32. orders: name -> (N,) rows of the base in another order
+    that files are known to have them in, such as k before q.
+    """
+    n, k = layer.shape
+    starts = [0] if is_whole(tensors) else _starts(n)
+    stops = [n] if is_whole(tensors) else [min(start + WINDOW, n) for start in starts]
+    at = torch.cat([torch.arange(*ends) for ends in zip(starts, stops, strict=True)])
+    windows = [(window(tensors, n, start, stop), (stop - start, k)) for start, stop in zip(starts, stops, strict=True)]
+    rows, truth = _Rows(model, layer, windows), base[at].float()
+    tried: dict[str, tuple[tuple[str, ...], Tensor, Tensor]] = {}
+
+    def attempt(repairs: tuple[str, ...], order: str = "") -> None:
+        read = rows.reading(repairs)
+        if read is not None:
+            label = (*repairs, *([order] if order else []))
+            tried[" and ".join(label) or DECLARED] = label, read, base[orders[order][at]].float() if order else truth
+
+    attempt(())
+    for name in REPAIRS:
+        attempt((name,))
+    for order in orders:
+        attempt((), order)
+    errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
+    bound = _bound(layer)
+    if min(errors.values(), default=torch.inf) > bound:
+        able = [name for name in REPAIRS if name in tried or REPAIRS[name].cures_shape]
+        for pair in [*combinations(able, 2), *combinations(able, 3)]:
+            attempt(pair)
+        for name in able:
+            for order in orders:
+                attempt((name,), order)
+        errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
+    if not errors:
+        return None
+    best = min(errors, key=errors.__getitem__)
+    if best != DECLARED and DECLARED in errors:
+        gain = errors[best] / errors[DECLARED]
+        if not gain * _FAR < 1 or (errors[best] > bound and gain > 0.6):  # chance, or nothing that is known
+            best = DECLARED
+    label, read, against = tried[best]
+    return _against(len(at), errors, label, read, against, bound)
+
+
+def compare(weight: Tensor, base: Tensor, orders: Mapping[str, Tensor]) -> Against:
+    """A weight (N, K) that is in 16 bit beside the base's, whole, and beside its rows in other orders."""
+    read = weight.float()
+    errors = {DECLARED: _relative(read, base.float())}
+    if errors[DECLARED] > _SAME:
+        errors |= {name: _relative(read, base[rows].float()) for name, rows in orders.items()}
+    best = min(errors, key=errors.__getitem__)
+    best = best if errors[best] <= _SAME else DECLARED
+    against = base if best == DECLARED else base[orders[best]]
+    return _against(len(weight), errors, () if best == DECLARED else (best,), read, against.float(), _SAME)
+
+
+def _against(
+    rows: int, errors: dict[str, float], best: tuple[str, ...], read: Tensor, truth: Tensor, bound: float
+) -> Against:
+    error = errors[" and ".join(best) or DECLARED]
+    dot, own, other = (
+        float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
+    )
+    return Against(
+        rows,
+        errors,
+        best,
+        dot / ((own * other) ** 0.5 or 1.0),
+        dot / (own or 1.0),
+        error <= bound,
+        None if error <= bound else _by_factors(read, truth),
+    )
+
+
+def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict[str, Tensor]:
+    """Rows [start, stop) of a layer of N = n, in whatever order a dialect has them: all of them cut tiles of 128 rows
+    first. start: a multiple of 128; stop: too, or n.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if name == "weight_shape":  # compressed-tensors' own record of (N, K)
+            found[name] = (
+                torch.tensor([stop - start + (int(tensor[0]) - n), int(tensor[1])]) if tensor.shape == (2,) else tensor
+            )
+            continue
+        for unit in (1, 2, 4):  # rows to a line: two where W4A16_AWQ packs, four in torchao's shape of swizzled scales
+            lines = tensor.shape[0] * unit if tensor.ndim else 0
+            if n <= lines < n + WINDOW and name not in _NOT_BY_ROWS:
+                end = None if stop == n else stop // unit
+                found[name] = tensor[start // unit : end].contiguous()
+                break
+        else:
+            found[name] = tensor
+            if name == "wscales" and tensor.shape[-1] == n:  # nunchaku's, declared as (groups, rows)
+                tiles = tensor.contiguous().view(torch.uint8).reshape(n // WINDOW, -1)[start // WINDOW : stop // WINDOW]
+                found[name] = tiles.reshape(-1).view(tensor.dtype).reshape(tensor.shape[0], stop - start)
+    return found
+
+
+def is_whole(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether no rows can be taken out of a layer: blocks run on over rows, or scales stand by columns."""
+    return any(name in tensors for name in ("weight_zeros", "wzeros", "weight.quant_map"))
+
+
+def _starts(n: int) -> list[int]:
+    """Where windows begin, from the first row to the last: thirds are all met, and halves."""
+    tiles = -(-n // WINDOW)
+    return sorted({WINDOW * (i * (tiles - 1) // max(WINDOWS - 1, 1)) for i in range(WINDOWS)})
+
+
+def _bound(layer: FileLayer) -> float:
+    n, k = layer.shape
+    bits = 8 * max(stored.nbytes for stored in layer.stored.values()) / max(n * k, 1)
+    return _PLAUSIBLE[4 if bits < 7 else 8]
+
+
+def _relative(read: Tensor, truth: Tensor) -> float:
+    if not torch.isfinite(read).all():
+        return torch.inf
+    return float((read - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
+def _by_factors(read: Tensor, truth: Tensor) -> float:
+    """Relative error once each column, or each row, of what was read takes the factor that suits it best."""
+    found = []
+    for axis in (0, 1):
+        if read.shape[axis] < 32:  # too few for a factor to be no coincidence
+            continue
+        factors = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
+        found.append(_relative(read * factors, truth))
+    return min(found, default=torch.inf)
+
+
+def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tensor]:
+    """Orders of the N rows, other than that of `joined`, in which files are known to be wrong.
+
+    The base's rows are given as the file should have them. may_swap: whether they are a scale and a shift.
+    """
+    found, sizes = {}, part_sizes(joined, n, k)
+    rows = torch.arange(n)
+    if joined.order == "halves swapped" or may_swap:
+        if n % 2 == 0:
+            found["halves swapped"] = torch.cat(list(rows.chunk(2))[::-1])
+    alike = [i for i, size in enumerate(sizes) if size == sizes[0]][:3]
+    parts = list(rows.split(sizes))
+    names = [part.rpartition(".")[0].rpartition(".")[2] for part in joined.parts]
+    for order in list(permutations(alike))[1:]:
+        moved = [parts[i] for i in order] + [part for i, part in enumerate(parts) if i not in alike]
+        found["rows ordered " + ", ".join(names[i] for i in order)] = torch.cat(moved)
+    return found
+
+
+def part_sizes(joined: Joined, n: int, k: int) -> list[int]:
+    """N of each part of a joined tensor: alike, but for a feed-forward behind q, k and v of K rows each."""
+    count = len(joined.parts)
+    if count == 4:
+        return [k, k, k, n - 3 * k]
+    if n % max(count, 1):
+        raise ValueError(f"{joined.original}: {n} rows are no {count} parts alike; is this another model?")
+    return [n // count] * count
+
+
+# --- repairs
+
+_CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
+_BLOCK_SCALES = ("weight_scale", "_weight_scale", "wscales")
+_GLOBALS = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
+_SWIZZLED = ("comfy", "torchao")
+_NOT_BY_ROWS = (
+    *("svdquant_lora_a", "pre_quant_scale", "pre_quant_mean", "deflate_basis", "comfy_quant", "_weight_act_pre_scale"),
+    *("wscales", "proj_down", "lora_down", "smooth", "smooth_orig", "smooth_factor", "smooth_factor_orig"),
+)
+
+
+def _held(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensors[name]) for name in names if name in tensors)
+
+
+def _swap(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    for name, codes in _held(tensors, _CODES):
+        if codes.dtype == torch.uint8 and codes.ndim == 2 and dialect != "gguf":
+            return {**tensors, name: swap_nibbles(codes)}
+    return None
+
+
+def _blocks(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[str, Tensor, int] | None:
+    """(name, scales, groups) of scales that are one byte for each block."""
+    for name, scale in _held(tensors, _BLOCK_SCALES):
+        if scale.ndim == 2 and scale.element_size() == 1 and name != "wscales":
+            return name, scale, shape[1] // (16 if _is_two_level(tensors) else 32)
+    return None
+
+
+def _is_two_level(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name in tensors for name in _GLOBALS) or any(
+        scale.dtype == torch.float8_e4m3fn for _, scale in _held(tensors, _BLOCK_SCALES)
+    )
+
+
+def _swizzle(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Of scales in the order of the matrix, where the dialect means tiles."""
+    found = _blocks(tensors, shape) if dialect in _SWIZZLED else None
+    if found is None:
+        return None
+    name, scale, groups = found
+    if scale.shape[0] < shape[0] or scale.shape[1] not in (groups, padded(groups, 4)):
+        return None
+    sizes = (padded(shape[0], 128), padded(groups, 4))
+    target = sizes if dialect == "comfy" else (sizes[0] // 4, sizes[1] * 4)
+    return {**tensors, name: block_scales(scale[: shape[0], :groups].contiguous(), target)}
+
+
+def _unswizzle(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Of scales in tiles, where the dialect means the order of the matrix."""
+    found = None if dialect in (*_SWIZZLED, "gguf", "bnb") else _blocks(tensors, shape)
+    if found is None:
+        return None
+    name, scale, groups = found
+    try:
+        return {**tensors, name: unblock_scales(scale.contiguous(), shape[0], groups).contiguous()}
+    except ValueError:
+        return None
+
+
+def _unpad(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Of tiles over 16 columns more than there are, as ModelOpt's row_col padding makes them."""
+    found = _blocks(tensors, shape) if dialect == "comfy" else None
+    if found is None:
+        return None
+    name, scale, groups = found
+    if scale.shape[1] == padded(groups, 4) or scale.shape[1] != padded(groups, 16):
+        return None
+    rows, columns = scale.shape
+    try:
+        linear = unblock_scales(scale.contiguous(), rows, columns)[: shape[0], :groups]
+    except ValueError:
+        return None
+    codes = {
+        name: held[:, : padded(shape[1], 16) // 2].contiguous()
+        for name, held in _held(tensors, ("weight",))
+        if held.dtype == torch.uint8
+    }
+    return {**tensors, **codes, name: block_scales(linear.contiguous())}
+
+
+def _invert_global(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    for name, value in _held(tensors, _GLOBALS):
+        return {**tensors, name: 1 / value}
+    return None
+
+
+def _invert(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    for name, scale in _held(tensors, ("weight_scale", "scale_weight", "_weight_scale")):
+        if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return {**tensors, name: (1 / scale.float()).to(scale.dtype)}
+    return None
+
+
+def _widen(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Of scales in 16 bit that the dialect has in fp32."""
+    names = [n for n in (*_GLOBALS, "weight_scale", "input_scale") if n in tensors]
+    narrow = [n for n in names if tensors[n].dtype in (torch.bfloat16, torch.float16)]
+    return {**tensors, **{n: tensors[n].float() for n in narrow}} if narrow else None
+
+
+def _expand(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Of one fp8 scale where the dialect has one for each row."""
+    scale = tensors.get("weight_scale")
+    if dialect != "bfl" or scale is None or scale.numel() != 1 or shape[0] == 1:
+        return None
+    return {**tensors, "weight_scale": scale.reshape(1).expand(shape[0]).contiguous()}
+
+
+def _without_need(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Of nvfp4 without `input_scale`, so that the rest can be read: what it says of x is nothing about W."""
+    if dialect != "bfl" or "weight_scale_2" not in tensors or "input_scale" in tensors:
+        return None
+    return {**tensors, "input_scale": torch.ones(())}
+
+
+REPAIRS = {
+    "swapped nibbles": Repair("each byte holds its two codes the other way round than the dialect has them", _swap),
+    "missing swizzle": Repair(
+        "block scales stand in the order of the matrix, and readers take them for tiles", _swizzle, True
+    ),
+    "swizzled scales": Repair(
+        "block scales stand in tiles, and readers take them for the order of the matrix", _unswizzle, True
+    ),
+    "reciprocal global scale": Repair(
+        "readers multiply by the global scale where they should divide, or the reverse", _invert_global
+    ),
+    "reciprocal scale": Repair("readers multiply by the scale where they should divide", _invert),
+    "scales padded to 16 columns": Repair(
+        "ModelOpt's row_col padding, whose tiles are others than readers look for", _unpad, True
+    ),
+    "scale of another dtype": Repair("a scale is in 16 bit where readers look for fp32", _widen, True),
+    "one scale per tensor": Repair(
+        "readers look for a scale of each row (stock diffusers ends in an IndexError)", _expand, True
+    ),
+    "missing input_scale": Repair(
+        "readers need the activations' scale (stock diffusers refuses the layer)", _without_need, True
+    ),
+}

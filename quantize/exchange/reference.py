@@ -1,0 +1,84 @@
+"""The 16-bit model that layers of a quantized file are compared with, by diffusers' names whatever its own are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.exchange.files import ModelFile, open_model, open_models
+from fluxq.quantize.exchange.marks import PLAIN
+from fluxq.quantize.exchange.proof import orders_of, part_sizes, prove
+from fluxq.recipes.keymaps import Joined
+
+_SETTLING = 4  # layers that decide about a dialect
+
+
+class Base:
+    """The 16-bit model that layers are compared with."""
+
+    def __init__(self, model: ModelFile) -> None:
+        if model.dialect != PLAIN:
+            raise ValueError(f"{model.path}: is quantized itself ({model.dialect}); give the 16-bit model as base")
+        self.model = model
+        self._held = {part: whole for whole in model.joined.values() for part in whole.parts}
+        self._name = {whole: name for name, whole in model.joined.items()}
+
+    @classmethod
+    def of(cls, path: Path, component: str, model: ModelFile) -> Base:
+        """The base's component of that name, else the one whose class or names are the model's."""
+        models = open_models(path)
+        if component in models:
+            return cls(models[component])
+        alike = [found for found in models.values() if model.family and found.family == model.family]
+        if len(alike) == 1:
+            return cls(alike[0])
+        return cls(open_model(path))
+
+    def rows(self, shape: tuple[int, int], joined: Joined) -> tuple[Tensor | None, dict[str, Tensor], str]:
+        """(W (N, K) = shape as a file should hold its rows, other orders of them, why there is none)."""
+        n, k = shape
+        try:
+            weight = torch.cat([self.part(part, k) for part in joined.parts]) if joined.parts else None
+        except ValueError as error:
+            return None, {}, str(error)
+        if weight is None:
+            return None, {}, "nothing of diffusers' model is in it"
+        if weight.ndim != 2 or tuple(weight.shape) != (n, k):
+            size = "×".join(map(str, weight.shape))
+            turned = " transposed" if tuple(weight.shape) == (k, n) else ""
+            return None, {}, f"the layer is {n}×{k}{turned}, the base's weight {size}"
+        if joined.order == "halves swapped":
+            weight = torch.cat(list(weight.chunk(2))[::-1])
+        return weight, orders_of(joined, n, k, n == 2 * k), ""
+
+    def part(self, name: str, k: int) -> Tensor:
+        """The weight (N, K) of one module of diffusers, cut out of the original where that joins it."""
+        whole = self._held.get(name)
+        if whole is None:
+            raise ValueError(f"the base has no {name}")
+        weight = self.model.read(self._name[whole])
+        if weight.ndim > 2:  # convolutions, some of which a file holds as matrices
+            weight = weight.reshape(weight.shape[0], -1)
+        if whole.order == "halves swapped":
+            weight = torch.cat(list(weight.chunk(2))[::-1])
+        sizes = part_sizes(whole, weight.shape[0], k)
+        return weight.split(sizes)[whole.parts.index(name)]
+
+
+def settled(model: ModelFile, base: Base) -> ModelFile:
+    """The model in the dialect that the base proves, where nothing in the file decides among several.
+
+    As it was, where none of them is right.
+    """
+    for dialect in model.undecided:
+        other, found = model.read_as(dialect, "proved against the base"), []
+        for name, layer in list(other.layers.items())[:_SETTLING]:
+            joined = other.joined.get(f"{name}.weight")
+            truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
+            against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
+            found.append(against is not None and against.plausible and set(against.best) <= {"missing input_scale"})
+        if found and sum(found) > len(found) / 2:
+            return other
+    return model

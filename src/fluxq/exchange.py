@@ -1,0 +1,52 @@
+"""`fluxq export`: a checkpoint for another program, the function behind the command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fluxq.base.model import resolve_model
+from fluxq.quantize.exchange.containers import WRITERS
+from fluxq.quantize.exchange.export import Exported, export
+
+FORMATS = tuple("compressed-tensors" if name == "compressed_tensors" else name for name in WRITERS)
+
+
+def export_checkpoint(
+    output: str,
+    format: str,
+    target: str | Path | None = None,
+    *,
+    component: str | None = None,
+    requantize: bool = False,
+    overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
+) -> Exported:
+    """Write the checkpoint folder `output` in one of FORMATS.
+
+    target: by default ./<output>-<format>, with .safetensors where the format is one file. component: of the pipeline,
+    by default its denoisers, for compressed-tensors its text encoder. requantize: round layers again that the format
+    cannot hold as they are. on_start: called when all is checked and writing begins.
+
+    Raises ValueError, before anything is written, for what the format cannot hold, naming the layers and why.
+    """
+    dialect = format.replace("-", "_")
+    if dialect not in WRITERS:
+        raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
+    folder = Path(output)
+    if not folder.is_dir():
+        raise ValueError(f"{output} is no folder; give a checkpoint that `fluxq quantize` wrote")
+    suffix = ".safetensors" if WRITERS[dialect].is_file else ""
+    if target is None:
+        target = f"{folder.resolve().name}-{format}{suffix}"
+    elif suffix and Path(target).suffix != suffix:
+        raise ValueError(f"{target}: {format} is one file; let its name end in {suffix}")
+    return export(
+        resolve_model(str(folder)),
+        dialect,
+        Path(target),
+        component=component,
+        requantize=requantize,
+        overwrite=overwrite,
+        on_start=on_start,
+    )

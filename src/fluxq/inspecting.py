@@ -1,0 +1,46 @@
+"""What `fluxq inspect` and `fluxq import` do, as functions: paths and names in, reports out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fluxq.base.model import resolve_model
+
+if TYPE_CHECKING:
+    from fluxq.quantize.exchange.importing import Imported
+    from fluxq.quantize.exchange.inspect import Inspection
+
+
+def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
+    """What a quantized file or folder is; by component, "" where there is just one.
+
+    base: the 16-bit model: a file, a folder, a hub id or `tiny`. FileNotFoundError for what is not there, ValueError
+    for what is damaged or unsafe, and for a base that is quantized.
+    """
+    from fluxq.quantize.exchange.inspect import inspect_path
+
+    return inspect_path(Path(path).expanduser(), _path_of(base) if base else None)
+
+
+def import_(
+    path: str, base: str | None = None, output: str | None = None, *, dequantize: bool = False, overwrite: bool = False
+) -> list[Imported]:
+    """Make a checkpoint of fluxq of what another program quantized; by default at ./<name>-fluxq.
+
+    Arguments and errors are those of `inspect`, and of `import_model` in quantize/exchange/importing.py.
+    """
+    from fluxq.quantize.exchange.importing import import_model
+
+    source = Path(path).expanduser()
+    target = Path(output).expanduser() if output else Path(f"{source.resolve().name.partition('.')[0]}-fluxq")
+    where = _path_of(base) if base else None
+    return import_model(source, target, where, dequantize=dequantize, overwrite=overwrite)
+
+
+def _path_of(model: str) -> Path:
+    """Where a model is: a file or a component's folder as given, else as `resolve_model` finds pipelines."""
+    path = Path(model).expanduser()
+    if path.is_file() or (path.is_dir() and not (path / "model_index.json").is_file()):
+        return path
+    return resolve_model(model).path

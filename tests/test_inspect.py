@@ -1,0 +1,477 @@
+"""What `fluxq inspect` says of files in every dialect, and of the ways in which such files are known to be wrong."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from exchange_files import Tensors, base_state, write_base, write_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fluxq.cli import cli
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.files import open_model, open_models
+from fluxq.quantize.exchange.gguf_file import GGUFFile
+from fluxq.quantize.exchange.inspect import FAULTS, Inspection, inspect_path
+from fluxq.quantize.exchange.layouts import block_scales, pad, swap_nibbles, unblock_scales
+
+GOLDEN = Path(__file__).parent / "golden"
+NVFP4, FP8 = "nvfp4-nvfp4-static", "fp8-fp8"
+QKV = "double_blocks.0.img_attn.qkv"
+
+Break = Callable[[str, Tensors], None]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "transformer")
+
+
+def kinds(report: Inspection, *, notes: bool = False) -> Counter[str]:
+    """Errors, and with `notes` all else, by kind."""
+    return Counter(fault.kind for fault in report.faults if fault.is_error or notes)
+
+
+def made(folder: Path, dialect: str, scheme: str, broken: Break | None = None, **how) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "model.safetensors" if DIALECTS[dialect].container == "file" else "model"
+    return write_model(folder / name, dialect, scheme, broken, **how)
+
+
+def change(name: str, by: Callable[[Tensor], Tensor], only: str = "") -> Break:
+    """Changes one tensor of each layer, or of the layer `only`."""
+
+    def broken(module: str, tensors: Tensors) -> None:
+        if only in ("", module) and name in tensors:
+            tensors[name] = by(tensors[name])
+
+    return broken
+
+
+def drop(name: str) -> Break:
+    def broken(module: str, tensors: Tensors) -> None:
+        tensors.pop(name, None)
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("dialect", "scheme"),
+    [
+        *(("bfl", scheme) for scheme in (NVFP4, FP8)),
+        *(("comfy", scheme) for scheme in (NVFP4, "mxfp8-mxfp8", "int8-int8", "fp8_tensor-fp8_tensor")),
+        *(("modelopt", scheme) for scheme in (NVFP4, "mxfp8-mxfp8", "fp8_tensor-fp8_tensor", "int8-16bit")),
+        *(("torchao", scheme) for scheme in ("nvfp4-nvfp4", "mxfp8-mxfp8", "int8-int8", FP8)),
+        *(("compressed_tensors", scheme) for scheme in (NVFP4, "int8-16bit", FP8, "mxfp4-mxfp4")),
+        *(("nunchaku_lite", scheme) for scheme in ("int4-int4", "nvfp4-nvfp4")),
+    ],
+)
+def test_what_is_right_is_told_and_proved(dialect, scheme, base, tmp_path) -> None:
+    report = inspect_path(made(tmp_path, dialect, scheme), base)[""]
+    unmarked = dialect == "bfl" and scheme == NVFP4  # no field says so; ModelOpt's layers are the very same
+    assert report.dialect in (("bfl", "modelopt") if unmarked else (dialect,))
+    assert (report.family, report.is_sound, kinds(report)) == ("flux", True, Counter())
+    for layer in report.layers:
+        assert layer.scheme == scheme and layer.role
+        assert layer.against is not None and layer.against.plausible and not layer.against.best
+        assert layer.against.error < (0.13 if "4" in scheme else 0.04)
+        other = [error for name, error in layer.against.errors.items() if name != "as declared"]
+        assert all(error > 0.25 for error in other)
+    assert any("as declared" in words for words in report.proofs)
+    proved = " ".join(report.proofs)
+    assert ("no swapped nibbles: proved" in proved) == ("4" in scheme and dialect != "nunchaku_lite")
+    assert 4 < report.bits_per_weight < 12 and report.in_16_bit
+
+
+# --- the traps
+
+
+def swapped(tensors: Tensors) -> None:
+    tensors["weight"] = swap_nibbles(tensors["weight"])
+
+
+def linear_scales(module: str, tensors: Tensors) -> None:
+    n, k = tensors["bias"].shape[0], tensors["weight"].shape[1] * (2 if tensors["weight"].dtype == torch.uint8 else 1)
+    scale = tensors["weight_scale"]
+    groups = k // (16 if "weight_scale_2" in tensors else 32)
+    tensors["weight_scale"] = pad(unblock_scales(scale.view(torch.uint8), n, groups), 128, 4).view(scale.dtype)
+
+
+def row_col(module: str, tensors: Tensors) -> None:
+    """What ModelOpt's padding makes of block scales: columns in multiples of 16, and tiles over those."""
+    n, groups = tensors["bias"].shape[0], tensors["weight"].shape[1] // 8
+    scale = unblock_scales(tensors["weight_scale"], n, groups)
+    tensors["weight_scale"] = block_scales(pad(scale, 1, 16))
+
+
+def to_bf16(scale: Tensor) -> Tensor:
+    return scale.bfloat16().float()
+
+
+TRAPS = {
+    "1 nibbles, ModelOpt": ("modelopt", NVFP4, change("weight", swap_nibbles), "swapped nibbles", {}),
+    "1 nibbles, torchao": ("torchao", "nvfp4-nvfp4", change("_weight_qdata", swap_nibbles), "swapped nibbles", {}),
+    "1 nibbles, one layer": ("comfy", NVFP4, change("weight", swap_nibbles, QKV), "swapped nibbles", {}),
+    "2 ModelOpt's ComfyUI export": ("comfy", NVFP4, change("weight", swap_nibbles), "swapped nibbles", {}),
+    "3 row_col padding": ("comfy", NVFP4, row_col, "scales padded to 16 columns", {}),
+    "4 nibbles under linear scales": (
+        "bfl",
+        NVFP4,
+        change("weight", swap_nibbles),
+        "swapped nibbles",
+        {"marked": False},
+    ),
+    "5 swizzle, comfy": ("comfy", NVFP4, linear_scales, "missing swizzle", {}),
+    "5 swizzle, mxfp8": ("comfy", "mxfp8-mxfp8", linear_scales, "missing swizzle", {}),
+    "5 swizzle, ModelOpt": ("modelopt", NVFP4, change("weight_scale", block_scales), "swizzled scales", {}),
+    "7 global scale": ("modelopt", NVFP4, change("weight_scale_2", lambda t: 1 / t), "reciprocal global scale", {}),
+    "7 global scale, compressed-tensors": (
+        "compressed_tensors",
+        NVFP4,
+        change("weight_global_scale", lambda t: 1 / t),
+        "reciprocal global scale",
+        {},
+    ),
+    "7 scale": ("comfy", "int8-int8", change("weight_scale", lambda t: 1 / t), "reciprocal scale", {}),
+    "8 dtype of scales": (
+        "modelopt",
+        FP8,
+        change("weight_scale", lambda t: t.bfloat16()),
+        "scale of another dtype",
+        {},
+    ),
+    "12 one scale": ("bfl", "fp8-fp8", change("weight_scale", lambda t: t.max()), "one scale per tensor", {}),
+    "13 input_scale, BFL": (
+        "bfl",
+        NVFP4,
+        drop("input_scale"),
+        "missing input_scale",
+        {"marked": False, "original": True},
+    ),
+    "13 input_scale, ModelOpt": ("modelopt", NVFP4, drop("input_scale"), "missing input_scale", {}),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_trap_is_named_and_nothing_else_is(trap, base, tmp_path) -> None:
+    dialect, scheme, broken, kind, how = TRAPS[trap]
+    report = inspect_path(made(tmp_path, dialect, scheme, broken, **how), base)[""]
+    expected = {kind}
+    if trap.startswith("12"):  # and rounded for other scales
+        expected |= {fault.kind for fault in report.faults if fault.kind == "scale off by a factor"}
+    assert set(kinds(report)) == expected or (trap.startswith("12") and kind in kinds(report))
+    count = sum(fault.kind == kind for fault in report.faults)
+    assert count == (1 if "one layer" in trap else len(report.layers) if trap[0] not in "3" else count) and count
+    assert FAULTS[kind].is_error
+    if scheme != FP8 and "input_scale" not in trap:
+        proved = [layer.against for layer in report.layers if layer.against and kind in layer.against.best]
+        assert proved and all(against.plausible for against in proved)
+
+
+SHAPES = ("3 row_col padding", "7 global scale", "8 dtype of scales", "12 one scale", "13 input_scale, ModelOpt")
+
+
+@pytest.mark.parametrize("trap", SHAPES)
+def test_what_shapes_and_numbers_tell_needs_no_base(trap, tmp_path) -> None:
+    dialect, scheme, broken, kind, how = TRAPS[trap]
+    report = inspect_path(made(tmp_path, dialect, scheme, broken, **how))[""]
+    assert set(kinds(report)) == {kind}
+
+
+def test_two_traps_at_once_are_both_named(base, tmp_path) -> None:
+    def broken(module: str, tensors: Tensors) -> None:
+        swapped(tensors)
+        linear_scales(module, tensors)
+
+    path = made(tmp_path, "comfy", NVFP4, broken)
+    report = inspect_path(path, base)[""]
+    assert set(kinds(report)) == {"swapped nibbles", "missing swizzle"}
+    unmarked = inspect_path(made(tmp_path, "comfy", NVFP4, broken, marked=False), base)[""]
+    assert unmarked.is_sound and unmarked.dialect in ("bfl", "modelopt")  # which is what such a file is
+    assert "proved against the base" in unmarked.evidence
+
+
+def test_trap_6_a_header_without_tensors_is_a_contradiction(tmp_path) -> None:
+    both = inspect_path(made(tmp_path, "comfy", NVFP4))[""]
+    assert both.contradictions == ()
+    header = inspect_path(made(tmp_path, "comfy", NVFP4, only_header=True))[""]
+    assert header.dialect == "comfy" and "no comfy_quant tensors" in header.contradictions[0]
+    assert [layer.scheme for layer in header.layers] == [layer.scheme for layer in both.layers]
+
+
+def test_trap_8_scales_of_bf16_are_told(tmp_path) -> None:
+    for name in ("weight_scale_2", "weight_scale"):
+        scheme = NVFP4 if name == "weight_scale_2" else FP8
+        rounded = inspect_path(made(tmp_path / name, "bfl", scheme, change(name, to_bf16)))[""]
+        assert kinds(rounded, notes=True)["scale rounded to bf16"] == 1
+        exact = inspect_path(made(tmp_path / name, "bfl", scheme))[""]
+        assert kinds(exact, notes=True)["scale rounded to bf16"] == 0
+        one = inspect_path(made(tmp_path / name, "bfl", scheme, change(name, to_bf16, "transformer_blocks.0.ff.net.2")))
+        assert kinds(one[""], notes=True)["scale rounded to bf16"] == 0
+    golden = inspect_path(GOLDEN / "comfy_nvfp4.safetensors")[""]
+    assert kinds(golden, notes=True)["scale rounded to bf16"] == 1  # as comfy-kitchen computes it
+    assert kinds(inspect_path(GOLDEN / "modelopt_nvfp4.safetensors")[""], notes=True)["scale rounded to bf16"] == 0
+
+
+def test_trap_9_a_kind_of_layers_left_in_16_bit_is_named(tmp_path) -> None:
+    def left(keep: tuple[str, ...]) -> dict[str, str]:
+        report = inspect_path(made(tmp_path, "modelopt", NVFP4, keep=keep))[""]
+        return {fault.layer: fault.what for fault in report.faults if fault.kind == "left in 16 bit"}
+
+    found = left(("norm", "proj_out"))
+    assert "presets leave out whatever is called proj_out" in found["single_transformer_blocks.*.proj_out"]
+    assert "single_transformer_blocks.*.proj_out" not in left(("norm",))
+
+
+def test_trap_10_an_ignore_pattern_that_matches_quantized_layers(tmp_path) -> None:
+    for ignore, count in ((["norm_out*", "proj_out*"], 0), (["single_transformer_blocks*"], 1), (["*proj_out*"], 1)):
+        report = inspect_path(made(tmp_path, "modelopt", NVFP4, config={"ignore": ignore}))[""]
+        assert kinds(report)["ignored though quantized"] == count
+
+
+def test_trap_11_stock_diffusers_does_not_load_a_folder_of_modelopt(tmp_path) -> None:
+    assert kinds(inspect_path(made(tmp_path, "modelopt", NVFP4))[""], notes=True)["not for diffusers"] == 1
+    assert kinds(inspect_path(made(tmp_path / "t", "torchao", FP8))[""], notes=True)["not for diffusers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dialect", "scheme", "name", "kind"),
+    [
+        ("modelopt", NVFP4, "weight_scale", "zero scales"),  # trap 14
+        ("modelopt", "mxfp8-mxfp8", "weight_scale", "E8M0 byte 0"),  # trap 15
+        ("modelopt", NVFP4, "weight_scale_2", "global scale of 0"),
+    ],
+)
+def test_traps_14_and_15_zeros_among_scales(dialect, scheme, name, kind, tmp_path) -> None:
+    def zero(scale: Tensor) -> Tensor:
+        scale = scale.clone()
+        scale.reshape(-1).view(torch.uint8)[:4] = 0
+        return scale
+
+    report = inspect_path(made(tmp_path, dialect, scheme, change(name, zero)))[""]
+    assert kinds(report, notes=True)[kind] == len(report.layers)
+
+
+def test_rows_of_a_fused_layer_in_another_order(base, tmp_path) -> None:
+    state = base_state()
+    for order, said in (("kqv", "to_k, to_q, to_v"), ("qvk", "to_q, to_v, to_k")):
+        names = {letter: f"transformer_blocks.0.attn.to_{letter}" for letter in "qkv"}
+        moved = dict(state)
+        for place, letter in zip("qkv", order, strict=True):
+            moved |= {f"{names[place]}.{part}": state[f"{names[letter]}.{part}"] for part in ("weight", "bias")}
+        report = inspect_path(made(tmp_path, "comfy", NVFP4, state=moved), base)[""]
+        (fault,) = [fault for fault in report.faults if fault.is_error]
+        assert (fault.kind, fault.layer) == ("rows in another order", QKV) and said in fault.what
+
+
+def test_halves_of_the_last_modulation_swapped(base, tmp_path) -> None:
+    state = base_state()
+    name = "norm_out.linear.weight"
+    moved = state | {name: torch.cat(list(state[name].chunk(2))[::-1])}
+    for also in ((), ("norm_out",)):  # in 16 bit, or quantized
+        report = inspect_path(made(tmp_path, "comfy", NVFP4, state=moved, keep=("norm1", "norm."), also=also), base)[""]
+        assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [
+            ("halves swapped", "final_layer.adaLN_modulation.1")
+        ]
+
+
+def test_one_layer_of_another_model(base, tmp_path) -> None:
+    name = "transformer_blocks.0.ff.net.2.weight"
+    report = inspect_path(made(tmp_path, "comfy", NVFP4, state=base_state() | {name: base_state(1)[name]}), base)[""]
+    (fault,) = [fault for fault in report.faults if fault.is_error]
+    assert (fault.kind, fault.layer) == ("another model's layer", "double_blocks.0.img_mlp.2")
+    other = inspect_path(made(tmp_path, "comfy", NVFP4, state=base_state(1)), base)[""]
+    assert kinds(other)["another base"] == 1
+
+
+def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_path) -> None:
+    name, state = "transformer_blocks.0.ff.net.2.weight", base_state()
+    weight = state[name].float()
+
+    def report(changed: Tensor, **how) -> dict[str, str]:
+        path = made(tmp_path, "modelopt", FP8, state=state | {name: changed.bfloat16()}, **how)
+        return {fault.kind: fault.layer for fault in inspect_path(path, base)[""].faults if fault.kind in FAULTS}
+
+    layer = name.removesuffix(".weight")
+    assert report(1.5 * weight)["scale off by a factor"] == layer
+    assert report(weight * torch.linspace(0.3, 3, weight.shape[1]))["folded factors"] == layer
+    tuned = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    assert report(tuned)["differs"] == layer
+    assert not {"differs", "folded factors", "scale off by a factor"} & report(weight).keys()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -1.0])
+def test_scales_that_are_no_numbers(value, tmp_path) -> None:
+    for dialect, scheme, name in (("bfl", FP8, "weight_scale"), ("modelopt", NVFP4, "weight_scale_2")):
+        report = inspect_path(made(tmp_path, dialect, scheme, change(name, lambda t: torch.full_like(t, value))))[""]
+        assert kinds(report)["scales that are no numbers"] == len(report.layers)
+
+
+def test_codes_that_are_nan(tmp_path) -> None:
+    def nan(codes: Tensor) -> Tensor:
+        return codes.view(torch.uint8).masked_fill(torch.eye(*codes.shape).bool(), 0x7F).view(codes.dtype)
+
+    report = inspect_path(made(tmp_path, "bfl", FP8, change("weight", nan)))[""]
+    assert kinds(report)["codes that are NaN"] == len(report.layers)
+
+
+# --- files
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.safetensors") if "gguf" not in path.name))
+def test_golden_files_are_told_by_what_is_in_them(name, tmp_path) -> None:
+    if name == "input_linear":
+        return
+    meta = json.loads((GOLDEN / f"{name}.json").read_text())
+    tensors = {
+        key: value for key, value in load_file(GOLDEN / f"{name}.safetensors").items() if not key.startswith("__")
+    }
+    with (GOLDEN / f"{name}.safetensors").open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(size)).get("__metadata__") or {}
+    save_file(tensors, tmp_path / "model.safetensors", header)
+    config = meta.get("config") or {}
+    (tmp_path / "config.json").write_text(json.dumps(config if "quantization_config" in config else {}))
+    model = open_model(tmp_path)
+    expected = {"ct": "compressed_tensors", "bnb": "bnb"}.get(name.split("_")[0], name.split("_")[0])
+    if name == "bfl_nvfp4":
+        expected = "modelopt"  # the very same layer, and nothing says whose
+    if name == "comfy_fp8_e4m3":
+        assert header
+    assert model.dialect == expected, model.evidence
+    (layer,) = model.layers.values()
+    assert layer.shape == (160, 192)
+    model.decode(layer, model.read_layer(layer))
+
+
+def test_a_checkpoint_of_fluxq_is_inspected_like_any_other(plain_checkpoint) -> None:
+    for recipe in ("nvfp4", "fp8"):
+        found = inspect_path(plain_checkpoint(recipe), plain_checkpoint("16 bit"))
+        report = found["transformer"]
+        assert (report.dialect, report.is_sound, report.family) == ("fluxq", True, "flux")
+        assert all(layer.scheme for layer in report.layers) and report.proofs
+
+
+def test_the_command_prints_a_report_and_ends_with_1_where_images_would_be_wrong(base, tmp_path) -> None:
+    right = made(tmp_path / "a", "comfy", NVFP4)
+    wrong = made(tmp_path / "b", "comfy", NVFP4, change("weight", swap_nibbles))
+    done = CliRunner().invoke(cli, ["inspect", str(right), "--base", str(base), "--layers"])
+    assert done.exit_code == 0, done.output
+    assert "nothing is wrong" in done.output and f"{QKV} " in done.output and "proved" in done.output
+    for arguments in ([], ["--json"]):
+        done = CliRunner().invoke(cli, ["inspect", str(wrong), "--base", str(base), *arguments])
+        assert done.exit_code == 1 and "swapped nibbles" in done.output
+    done = CliRunner().invoke(cli, ["inspect", str(right), "--base", str(base), "--json"])
+    report = json.loads(done.output)[""]
+    assert report["dialect"] == "comfy" and len(report["layers"]) == 12
+    assert report["layers"][0]["against"]["error"] < 0.2
+
+
+def test_bad_input_is_refused(base, tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
+        inspect_path(tmp_path / "none")
+    pickle = tmp_path / "model.ckpt"
+    pickle.write_bytes(b"\x80\x02")
+    with pytest.raises(ValueError, match="pickle"):
+        inspect_path(pickle)
+    quantized = made(tmp_path, "comfy", NVFP4)
+    with pytest.raises(ValueError, match="quantized itself"):
+        inspect_path(quantized, quantized)
+    data = bytearray(quantized.read_bytes())
+    (tmp_path / "cut.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        inspect_path(tmp_path / "cut.safetensors")
+    outside = tmp_path / "elsewhere.safetensors"
+    shutil.copyfile(base / "diffusion_pytorch_model.safetensors", outside)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "diffusion_pytorch_model.safetensors").symlink_to(outside)
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        open_models(folder)
+
+
+# --- GGUF
+
+
+def gguf_bytes(tensors: dict[str, tuple[int, tuple[int, ...], bytes]], version: int = 3) -> bytes:
+    """A GGUF file. tensors: name -> (ggml's type, shape with N first, data)."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), 2)
+    head += text("general.architecture") + struct.pack("<I", 8) + text("flux")
+    head += text("numbers") + struct.pack("<IIQ3i", 9, 5, 3, 1, 2, 3)
+    data = b""
+    for name, (kind, shape, own) in tensors.items():
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, len(data))
+        data += own + b"\0" * (-len(own) % 32)
+    return head + b"\0" * (-len(head) % 32) + data
+
+
+def test_a_gguf_file_is_read_without_its_package(tmp_path) -> None:
+    weight = load_file(GOLDEN / "gguf_q8_0.safetensors")["layer.weight"]
+    norm = torch.randn(7)
+    path = tmp_path / "model.gguf"
+    data = weight.numpy().tobytes()
+    tensors = {"blk.0.weight": (8, (32, 192), data), "norm.scale": (0, (7,), norm.numpy().tobytes())}
+    path.write_bytes(gguf_bytes(tensors))
+    file = GGUFFile(path)
+    assert file.entries == {"general.architecture": "flux", "numbers": [1, 2, 3]}
+    assert file.stored["blk.0.weight"].shape == (32, 192) and file.stored["blk.0.weight"].dtype == "Q8_0"
+    assert file.get_tensor("blk.0.weight").numpy().tobytes() == data
+    assert torch.equal(file.get_tensor("norm.scale"), norm)
+    report = inspect_path(path)[""]
+    assert report.dialect == "gguf" and report.layers[0].format == "Q8_0"
+    assert report.layers[0].bits_per_weight == 8.5
+
+
+def test_a_damaged_gguf_file_is_a_value_error(tmp_path) -> None:
+    whole = gguf_bytes({"a.weight": (0, (4, 8), b"\1" * 128), "b.weight": (8, (1, 32), b"\2" * 34)})
+    path = tmp_path / "model.gguf"
+    refused = 0
+    for at in range(4, len(whole) - 162):  # the header, byte by byte
+        for value in (0, 0xFF, whole[at] ^ 0x80):
+            path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+            try:
+                GGUFFile(path).get_tensor("a.weight")
+            except ValueError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused > 200
+    for size in range(0, len(whole) - 34, 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"copy it again"):
+            GGUFFile(path)
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_layer(tmp_path) -> None:
+    """A model of 0.6 GB and its base of 1.2 GB are compared within 0.5 GB beside the program itself."""
+    n, count = 4096, 36
+    codes = torch.full((n, n), 56, dtype=torch.uint8).view(torch.float8_e4m3fn)  # 56 is E4M3's 1
+    state = {f"blocks.{i}.weight": codes.clone() for i in range(count)}
+    state |= {f"blocks.{i}.weight_scale": torch.full((n,), 0.01) for i in range(count)}
+    save_file(state, tmp_path / "model.safetensors", {"quantization": "fp8r"})
+    del state
+    weight = torch.full((n, n), 0.01, dtype=torch.bfloat16)
+    save_file({f"blocks.{i}.weight": weight.clone() for i in range(count)}, tmp_path / "base.safetensors")
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from fluxq.quantize.exchange.inspect import inspect_path\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "report = inspect_path(Path(sys.argv[1]), Path(sys.argv[2]))['']\n"
+        "assert report.is_sound and len(report.layers) == 36, report.faults[:3]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    paths = [str(tmp_path / name) for name in ("model.safetensors", "base.safetensors")]
+    done = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 0.5e9
