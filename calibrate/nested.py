@@ -53,7 +53,7 @@ def require_sound(layout: Any) -> None:
     if layout.keys() != {"tensor", "shape", "strides", "dtype", "host"} or not isinstance(layout["tensor"], str):
         raise ValueError(f"its layout has {', '.join(layout)[:80]!r}, which is no tensor's")
     _require_place(layout["shape"], layout["strides"])
-    if layout["dtype"] not in {name for name, _ in DTYPES.values()} or type(layout["host"]) is not bool:
+    if layout["dtype"] not in [name for name, _ in DTYPES.values()] or type(layout["host"]) is not bool:
         raise ValueError(f"its layout has a tensor of dtype {str(layout['dtype'])[:80]!r}")
 
 

@@ -431,6 +431,17 @@ def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path
     assert manifest["calibration"].keys() >= {"count", "steps", "seed"} and manifest["call"] == prepared.call
 
 
+def test_what_a_kill_after_the_end_left_is_cleared_away(tmp_path, interrupted):
+    """A process that is killed when the checkpoint stands, but its work folder and lock do too."""
+    work = interrupted("tiny", "fp8")
+    left = tmp_path / "left"
+    work.rename(left)
+    record = quantize(tmp_path)
+    left.rename(work)
+    (tmp_path / ".out.lock").touch()
+    assert quantize(tmp_path) == record and beside(tmp_path) == ["out"]
+
+
 def test_another_shard_size_goes_on_with_the_same_blocks(tmp_path, interrupted, monkeypatch):
     interrupted("tiny", "fp8")
     monkeypatch.setattr(run, "finish", lambda *_: pytest.fail("made again"))

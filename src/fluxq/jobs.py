@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -305,6 +305,8 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
     written all the same and its card says so.
     """
     if prepared.finished is not None:
+        if prepared.ranks.leads:
+            _clear_away(prepared)
         return prepared.finished
     ranks = prepared.ranks
     with memory.within(prepared.options.max_memory, prepared.device), _work_of(prepared) as work:
@@ -612,6 +614,18 @@ def _begin(prepared: Prepared, work: Path) -> None:
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
     write_json(work / _MANIFEST, job)
+
+
+def _clear_away(prepared: Prepared) -> None:
+    """Remove what a process left beside a finished checkpoint because it was killed just then."""
+    output = prepared.output.resolve()
+    if not any(output.parent.glob(f".{glob.escape(output.name)}.*")):
+        return
+    stamps = {component: prepared.folder.stamp(component) for component in prepared.identity["model"]}
+    with suppress(RuntimeError), sole_writer(output):  # whoever else holds the lock clears away itself
+        for model in (prepared.identity["model"], stamps):
+            job = replace(prepared, identity={**prepared.identity, "model": model})
+            shutil.rmtree(_work_folder(job), ignore_errors=True)
 
 
 def _keep_what_is_done(work: Path) -> None:
