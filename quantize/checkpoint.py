@@ -48,7 +48,7 @@ PLAN_FILE = "fluxq_plan.json"
 MAX_SHARD_BYTES = 10 * 10**9  # diffusers' own
 _MOST_MODULES = 8_000  # of a model; the largest known have a third
 
-_WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def write_shards(
     target: Path, library: str, files: Iterable[Path], codes: Collection[str], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> int:
     """`write_component` without the config. codes: names of the tensors that are filed under `filed_shape`."""
-    stem = _WEIGHTS_NAME[library]
+    stem = WEIGHTS_NAME[library]
     shards: list[dict[str, tuple[Path, Stored]]] = [{}]
     total = size = 0
     for file in files:

@@ -15,18 +15,17 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fluxq.base.residence import free_bytes
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.linear import QuantLinear
 
 _SHARE = 0.75  # of the free memory; activations take the rest
 _ALIKE = 0.5  # a weight's relative distance to its codes; the worst format's is a quarter, another weight's 1.4
-_MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +119,8 @@ class Originals:
         for path, layer in self.layers.items():
             device = layer.weight.device
             needed[device] = needed.get(device, 0) + self.nbytes(path)
-        return all(size <= _SHARE * free_bytes(device) for device, size in needed.items())
+        free = {device: free_bytes(device) for device in needed}
+        return all(room is None or needed[device] <= _SHARE * room for device, room in free.items())
 
 
 def first_fused(layer: QuantLinear, own: int) -> int:
@@ -136,17 +136,6 @@ def first_fused(layer: QuantLinear, own: int) -> int:
             "without it: prepare first, then fuse the adapter, or leave it unfused"
         )
     return 0
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that a device can still give: of a GPU, or of the machine."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    if not _MEMORY.is_file():
-        return 1 << 62  # only Linux says
-    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
 
 
 class Resident:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, resolve_model
-from fluxq.base.tensors import TensorFile
+from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
     QUANT_METHOD,
@@ -139,16 +139,9 @@ class _Checkpoint:
                     raise ValueError(f"{component}/config.json: {error}") from None
         return found
 
-    def weights(self, component: str) -> dict[str, Any]:
-        """Tensor name -> the open file that holds it; ValueError for a name in two files."""
-        found = {}
-        for path in self.folder.weight_files(component):
-            stream = TensorFile(path)
-            for name in stream.keys():
-                if name in found:
-                    raise ValueError(f"{path}: tensor {name!r} is in two files; remove the copy that is not meant")
-                found[name] = stream
-        return found
+    def weights(self, component: str) -> dict[str, TensorFile]:
+        """Tensor name -> the file that holds it; ValueError for a name in two files."""
+        return by_tensor(map(TensorFile, self.folder.weight_files(component)))
 
     def expected(self, component: str) -> dict[str, _Expected]:
         """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""

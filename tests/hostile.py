@@ -3,7 +3,7 @@
     python tests/hostile.py FOLDER SEED TARGET=COUNT…
 
 FOLDER holds what is damaged: `model` (a pipeline), `quantized` (a checkpoint of fluxq), `families` (a folder with
-configurations of each), `work` (what an interrupted run leaves), `prompts` (a file of each kind), `lora.safetensors`,
+configurations of each), `work` and `begun` (what an interrupted run leaves), `prompts` (a file of each kind), `lora.safetensors`,
 `statistics.safetensors`, `recipe.yaml` and `report.json`. Of every target the file is changed COUNT times, always the
 same way for one SEED, and read as a user would have it read. Printed is JSON: {"cases", "refused", "faults"}. A fault
 is an error that is no ValueError and no OSError or names no file, more than 2 seconds or 1 GB for one file, and a file
@@ -308,6 +308,22 @@ def read_levels(folder: Path) -> None:
     jobs._level_weights(prepared, None, [], {}, folder / "work" / "levels.json")
 
 
+def read_job(folder: Path) -> None:
+    from types import SimpleNamespace
+    from typing import cast
+
+    from fluxq import jobs
+
+    output = folder / "begun" / "out"
+    options = SimpleNamespace(overwrite=False, parallel_blocks=False)
+    prepared = cast(Any, SimpleNamespace(output=output, identity={"model": {"transformer": "a"}}, options=options))
+    try:
+        jobs._begin(prepared, output.parent / "its own")
+    except ValueError as error:
+        if "an interrupted run with another" not in str(error):  # the answer to a sound one
+            raise
+
+
 def prompts_in(suffix: str) -> Callable[[Path], None]:
     """A reader of prompt files of that kind."""
 
@@ -355,6 +371,7 @@ TARGETS = {
     "outputs": Target("work/outputs/block-000/00000.safetensors", read_outputs),
     "outputs done": Target("work/outputs/block-000/done.json", read_outputs),
     "levels": Target("work/levels.json", read_levels),
+    "job": Target("begun/.out.0123456789abcdef.work/job.json", read_job),
     **{
         f"prompts{kind}": Target(f"prompts/p{kind}", prompts_in(kind), FRAGMENTS + YAML_FRAGMENTS * (kind == ".yaml"))
         for kind in PROMPTS

@@ -322,7 +322,7 @@ def test_nunchaku_fills_ranks_up_and_names_them_as_flux_files_do() -> None:
             nunchaku.encode(layer, rank=rank)
     fp4 = nunchaku.encode(quantized("nvfp4-nvfp4", 128, 128)).tensors
     bare = {name: tensor for name, tensor in fp4.items() if name not in ("wtscale", "wcscales")}
-    assert nunchaku.decode(bare, (128, 128)).tensors["weight_scale_2"] == 1  # type: ignore[union-attr]
+    assert nunchaku.decode(bare, (128, 128)).tensors["weight_scale_2"] == 1
     plain = nunchaku.encode(quantized("int4-int4", 128, 128))
     assert plain.tensors["proj_down"].shape == (128, 16) and not plain.tensors["proj_down"].any()
 
@@ -554,7 +554,7 @@ def test_what_files_say_beside_tensors_is_what_the_producers_say() -> None:
         assert added == (layout if name == "modelopt_nvfp4" else {"config_groups"} & added), name
         assert all(ours[key] == value for key, value in theirs.items()), name
     for name in ("comfy_fp8_e4m3", "comfy_mxfp8", "comfy_nvfp4"):
-        encoded = comfy.encode(comfy.decode(layer_of(golden(name)), (N, K)))  # type: ignore[arg-type]
+        encoded = comfy.encode(comfy.decode(layer_of(golden(name)), (N, K)))
         assert comfy.metadata({"layer": encoded.entry}) == header_of(name)
     assert bfl.metadata({"layer": bfl.encode(quantized("fp8-fp8")).entry}) == header_of("bfl_fp8r")
     assert bfl.metadata({"layer": bfl.encode(quantized("nvfp4-nvfp4-static")).entry}) == {}
@@ -707,7 +707,7 @@ def test_trap_missing_input_scale() -> None:
         DIALECTS["bfl"].decode(encoded.tensors, (N, K), {})
     flux2_mixed, _ = in_comfy()
     del flux2_mixed["input_scale"]
-    assert str(comfy.decode(flux2_mixed, (N, K)).scheme) == "nvfp4-nvfp4"  # type: ignore[union-attr]
+    assert str(comfy.decode(flux2_mixed, (N, K)).scheme) == "nvfp4-nvfp4"
 
 
 def test_trap_blocks_of_zeros() -> None:
@@ -857,7 +857,7 @@ def test_fp8_files_of_before_comfy_quant() -> None:
     back = decode(old, (N, K), {"scaled_fp8": 0})
     assert isinstance(back, QuantTensors) and str(back.scheme) == "fp8_tensor-fp8_tensor"
     assert torch.equal(effective(back), effective(layer)) and back.beside["input_scale"] == 0.5
-    assert str(decode(old, (N, K), {"scaled_fp8": 2}).scheme) == "fp8_tensor-16bit"  # type: ignore[union-attr]
+    assert str(decode(old, (N, K), {"scaled_fp8": 2}).scheme) == "fp8_tensor-16bit"
     cast = decode({"weight": old["weight"]}, (N, K), {})
     assert torch.equal(effective(cast).float(), old["weight"].float())
     five = decode({"weight": torch.ones(2, 2).to(torch.float8_e5m2), "scale_weight": torch.tensor([3.0])}, (2, 2), {})
@@ -882,14 +882,14 @@ def test_bitsandbytes_nf4_by_its_definition() -> None:
 
     decode = DIALECTS["bnb"].decode
     expected = (table[codes] * absmax.repeat_interleave(block)).reshape(n, k)
-    assert torch.equal(decode(tensors(state, absmax=absmax), (n, k), {}).weight, expected)  # type: ignore[union-attr]
+    assert torch.equal(decode(tensors(state, absmax=absmax), (n, k), {}).weight, expected)
     numbers, indices = torch.rand(256, generator=g), torch.randint(0, 256, (18,), generator=g)
     nested = state | {"nested_blocksize": 16, "nested_offset": 0.25}
     outer = torch.tensor([2.0, 3.0])
     double = numbers[indices] * torch.tensor([2.0] * 16 + [3.0] * 2) + 0.25
     planted = tensors(nested, absmax=indices.to(torch.uint8), nested_absmax=outer, nested_quant_map=numbers)
     expected = (table[codes] * double.repeat_interleave(block)).reshape(n, k)
-    assert torch.equal(decode(planted, (n, k), {}).weight, expected)  # type: ignore[union-attr]
+    assert torch.equal(decode(planted, (n, k), {}).weight, expected)
     for wrong in ({"shape": [k, n]}, {"blocksize": 0}, {"blocksize": 1 << 40}, {"blocksize": "64"}):
         with pytest.raises(ValueError, match="bnb"):
             decode(tensors(state | wrong, absmax=absmax), (n, k), {})

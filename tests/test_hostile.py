@@ -34,7 +34,7 @@ from fluxq.recipes.recipe import find_recipe, load_recipe
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FEW = {  # cases of every run, of the files that are read in no time
-    **dict.fromkeys(("generation", "block", "calls", "call", "outputs", "outputs done", "levels"), 6),
+    **dict.fromkeys(("generation", "block", "calls", "call", "outputs", "outputs done", "levels", "job"), 6),
     **{f"{name} config": 1 for name in (*hostile.FAMILIES, "tokenizer")},
     **{f"prompts{suffix}": 4 for suffix in hostile.PROMPTS},
     **{"second expert": 1, "scheduler": 1, "tokenizer": 1},
@@ -72,6 +72,8 @@ def strange(tmp_path_factory, pipe, plain_checkpoint) -> Path:
     Statistics({"qkv": sums}, trajectory, sha256_json(trajectory)).save(root / "statistics.safetensors")
     write_families(root / "families")
     write_work(root / "work")
+    begun = {"fluxq": "1", "model": {"transformer": "b", "text_encoder": "c"}, "copied": "d", "dtype": "bfloat16"}
+    write_json(root / "begun" / ".out.0123456789abcdef.work" / "job.json", begun)
     write_prompts(root / "prompts")
     return root
 

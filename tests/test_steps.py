@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 import fluxq
 from fluxq import jobs, tiny
 from fluxq.base.files import read_json, write_json
+from fluxq.base.residence import free_bytes
 from fluxq.eval.card import model_card
 from fluxq.eval.sides import Side
 from fluxq.quantize import graphs, originals, steps
@@ -31,7 +32,7 @@ from fluxq.quantize.attention import attention_of
 from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, SourceWeights
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.modulation import hoist_modulation
-from fluxq.quantize.originals import Originals, free_bytes
+from fluxq.quantize.originals import Originals
 from fluxq.quantize.steps import KeptSteps, keep_steps, require_followed
 from fluxq.recipes.recipe import Steps, load_recipe
 

@@ -17,12 +17,11 @@ from typing import Any
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, join_weights
-from fluxq.quantize.checkpoint import copy_rest
+from fluxq.quantize.checkpoint import WEIGHTS_NAME, copy_rest
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
 from fluxq.quantize.exchange.native import NativeComponent
 
 MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
-_WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _component(
     folder: Path, one: Contents, quantization: dict[str, Any] | None, metadata: Mapping[str, str] = {}
 ) -> None:
     folder.mkdir(exist_ok=True)
-    join_weights(one.parts, folder / _WEIGHTS[one.source.library], {"format": "pt", **metadata})
+    join_weights(one.parts, folder / f"{WEIGHTS_NAME[one.source.library]}.safetensors", {"format": "pt", **metadata})
     described = {} if quantization is None else {"quantization_config": quantization}
     write_json(folder / "config.json", {**one.source.config, **described})
     origin = one.source.folder.path / one.source.component

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder
-from fluxq.base.tensors import Stored, TensorFile
+from fluxq.base.tensors import Stored, TensorFile, by_tensor
 from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange.bnb import STATE, state_of
 from fluxq.quantize.exchange.dialects import DIALECTS
@@ -80,14 +80,8 @@ class ModelFile:
 
     def __init__(self, path: Path, files: list[TensorFile | GGUFFile], container: str, config: dict[str, Any]) -> None:
         self.path, self.container, self.config = path, container, config
-        self._files: dict[str, TensorFile | GGUFFile] = {}
-        self.metadata: dict[str, str] = {}
-        for file in files:
-            for name in file.keys():
-                if name in self._files:
-                    raise ValueError(f"{file.path}: tensor {name!r} is in two files; remove the copy that is not meant")
-                self._files[name] = file
-            self.metadata |= file.metadata()
+        self._files = by_tensor(files)
+        self.metadata = {key: text for file in files for key, text in file.metadata().items()}
         self.stored = {name: file.stored[name] for name, file in self._files.items()}
         self.groups = grouped(self.stored)
         self.undecided: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
-from fluxq.base.tensors import Stored, TensorFile, word_for
+from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
 from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.quantize.linear import QuantLinear
@@ -73,7 +73,7 @@ class NativeComponent:
         self.linears = {name: linear_size(module) for name, module in linears.items()}
         self.biases = {name for name, module in linears.items() if getattr(module, "bias", None) is not None}
         self._model = original
-        self._files = self._open()
+        self._files = by_tensor(map(TensorFile, folder.weight_files(component)))
         self._require_stored()
         quantized = {
             f"{name}.{suffix}" for name, layer in self._layers.items() for suffix, _ in layer.named_parameters()
@@ -156,16 +156,6 @@ class NativeComponent:
     def _readers(self) -> dict[str, Fold]:
         """Linear in 16 bit -> the fold of its input."""
         return {name: fold for folds in self.folds.values() for fold in folds for name in fold.plain}
-
-    def _open(self) -> dict[str, TensorFile]:
-        found: dict[str, TensorFile] = {}
-        for path in self.folder.weight_files(self.component):
-            file = TensorFile(path)
-            for name in file.keys():
-                if name in found:
-                    raise ValueError(f"{path}: tensor {name!r} is in two files; remove the copy that is not meant")
-                found[name] = file
-        return found
 
     def _require_stored(self) -> None:
         """ValueError naming the first tensor of a quantized layer that is missing, or not as its scheme implies."""

@@ -347,8 +347,9 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
     if not ranks.leads:
         return None
     with atomic_folder(prepared.output, work, overwrite=options.overwrite) as part:
-        written = [_write(part, prepared, *component) for component in done]
-        read = {plan.component: Outcome.read(files).hashed for plan, files, _ in done}
+        outcomes = [Outcome.read(files) for _, files, _ in done]
+        written = [_write(part, prepared, *one, outcome) for one, outcome in zip(done, outcomes, strict=True)]
+        read = {plan.component: outcome.hashed for plan, outcome in zip(prepared.plans, outcomes, strict=True)}
         prepared = replace(prepared, identity=_hashed(prepared, read))
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
         record = _record(prepared, statistics, trajectory, written)
@@ -653,9 +654,11 @@ def _quantize_component(
     return plan, files, time.perf_counter() - started
 
 
-def _write(part: Path, prepared: Prepared, plan: Plan, files: Sequence[Path], seconds: float) -> dict[str, Any]:
+def _write(
+    part: Path, prepared: Prepared, plan: Plan, files: Sequence[Path], seconds: float, outcome: Outcome
+) -> dict[str, Any]:
     """Make a component of its finished blocks; returns what is recorded of it."""
-    started, outcome = time.perf_counter(), Outcome.read(files)
+    started = time.perf_counter()
     plan = outcome.applied_to(plan)
     size = checkpoint.write_component(
         part / plan.component, prepared.folder, plan, files, prepared.options.max_shard_bytes

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from fluxq import footprint
 from fluxq.base.console import first_line, logger
 from fluxq.base.model import ModelFolder
-from fluxq.base.residence import Residence, residence_of
+from fluxq.base.residence import Residence, free_bytes, residence_of
 from fluxq.calibrate.capture import Item
 from fluxq.integrations.bounded import is_model, load_bounded
 from fluxq.quantize.lora import Updates
@@ -160,7 +159,8 @@ def let_go(pipe: Any) -> None:
 
 def warn_of_size(folder: ModelFolder, dtype: str, device: str) -> None:
     """Say so if a pipeline's weights are more than the memory that is free: on the CPU nothing else would."""
-    free, itemsize = _free(torch.device(device)), getattr(torch, dtype).itemsize
+    where, itemsize = torch.device(device), getattr(torch, dtype).itemsize
+    free = free_bytes(where) if where.type in ("cpu", "cuda") else None
     weights = sum(
         footprint.weight_bytes(folder, component, itemsize)
         for component in folder.components
@@ -174,14 +174,3 @@ def warn_of_size(folder: ModelFolder, dtype: str, device: str) -> None:
             in_words(free),
             device,
         )
-
-
-def _free(device: torch.device) -> int | None:
-    """Bytes, None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    said = Path("/proc/meminfo")
-    if device.type != "cpu" or not said.is_file():
-        return None
-    lines = dict(line.split(":") for line in said.read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None

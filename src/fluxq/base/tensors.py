@@ -18,13 +18,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +106,26 @@ class TensorFile:
             for at in range(0, stored.nbytes, _AT_ONCE):
                 found.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
         return found.hexdigest()
+
+
+class _Holder(Protocol):
+    path: Path
+
+    def keys(self) -> list[str]: ...
+
+
+File = TypeVar("File", bound=_Holder)
+
+
+def by_tensor(files: Iterable[File]) -> dict[str, File]:
+    """Tensor name -> which of the files, of one model, holds it; ValueError for a name in two of them."""
+    found: dict[str, File] = {}
+    for file in files:
+        for name in file.keys():
+            if name in found:
+                raise ValueError(f"{file.path}: tensor {name!r} is in two files; remove the copy that is not meant")
+            found[name] = file
+    return found
 
 
 def sha256_of(tensor: Tensor) -> str:
