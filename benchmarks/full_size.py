@@ -267,7 +267,7 @@ class ModelWeights(SourceWeights):
         tensor = self.tensors[name]
         return Stored(word_for(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
 
-    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    def fingerprints(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return {}
 
     def stays_fp32(self, name: str) -> bool:
@@ -554,7 +554,7 @@ class OneOfEachShape(SourceWeights):
     def stored(self, name: str) -> Stored:
         return self.source.stored(name)
 
-    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    def fingerprints(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return {}
 
     def stays_fp32(self, name: str) -> bool:

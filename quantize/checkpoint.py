@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.linears import is_linear, linear_size, linears_of
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, module_of
-from fluxq.base.tensors import Stored, TensorFile, join_weights, sha256_of
+from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
 from fluxq.quantize.pointwise import placeholder
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LinearShape, Plan
@@ -176,9 +176,9 @@ class SourceWeights:
         stream, name_in_file = self._files[name]
         return stream.stored[name_in_file]
 
-    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Name in the file -> SHA-256, for `ModelFolder.digest`, of tensors that were read from here just now."""
-        return {self._files[name][1]: sha256_of(tensor) for name, tensor in tensors.items()}
+    def fingerprints(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Name in the file -> fingerprint, for `ModelFolder.digest`, of tensors that were read from here just now."""
+        return {self._files[name][1]: fingerprint_of(tensor) for name, tensor in tensors.items()}
 
     def stays_fp32(self, name: str) -> bool:
         """Whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms, for one)."""
@@ -264,23 +264,34 @@ def filed_shape(library: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def write_component(
-    target: Path, source: ModelFolder, plan: Plan, files: Iterable[Path], max_shard_bytes: int = MAX_SHARD_BYTES
+    target: Path,
+    source: ModelFolder,
+    plan: Plan,
+    files: Iterable[Path],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    written: Callable[[Path], None] | None = None,
 ) -> int:
     """Write a quantized component's weight shards and config into the folder `target`; returns bytes of tensors.
 
     plan: with the schemes that layers ended with. files: finished blocks, whose bytes are copied. A shard takes tensors
     in the order of the blocks until the next one does not fit; one that is larger than a shard has one of its own.
     Shards are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
+    written: is told of each as soon as it is whole.
     """
     library, codes = library_of(source, plan.component), {f"{layer.name}.weight" for layer in plan.quantized}
-    total = write_shards(target, library, files, codes, max_shard_bytes)
+    total = write_shards(target, library, files, codes, max_shard_bytes, written)
     quantization = QuantizationConfig.of(plan.schemes(), plan.attention, plan.steps).to_dict()
     write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     return total
 
 
 def write_shards(
-    target: Path, library: str, files: Iterable[Path], codes: Collection[str], max_shard_bytes: int = MAX_SHARD_BYTES
+    target: Path,
+    library: str,
+    files: Iterable[Path],
+    codes: Collection[str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    written: Callable[[Path], None] | None = None,
 ) -> int:
     """`write_component` without the config. codes: names of the tensors that are filed under `filed_shape`."""
     stem = WEIGHTS_NAME[library]
@@ -300,6 +311,8 @@ def write_shards(
     names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for shard, name in zip(shards, names if several else [f"{stem}.safetensors"], strict=True):
         join_weights(shard, target / name, {"format": "pt"})
+        if written is not None:
+            written(target / name)
     if several:
         weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -45,14 +45,14 @@ class GroupOutcome:
 class Outcome:
     """What became of a block, or of a component.
 
-    schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name. hashed:
-    SHA-256 of the source tensors that only rounding read, for `ModelFolder.digest`.
+    schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name.
+    fingerprints: of the source tensors that only rounding read, for `ModelFolder.digest`.
     """
 
     schemes: dict[str, Scheme] = field(default_factory=dict)
     weight_sqnr: dict[str, float] = field(default_factory=dict)
     groups: dict[str, GroupOutcome] = field(default_factory=dict)
-    hashed: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Self:
@@ -63,7 +63,7 @@ class Outcome:
             whole.schemes |= {name: Scheme.parse(text) for name, text in said.schemes.items()}
             whole.weight_sqnr |= said.weight_sqnr
             whole.groups |= said.groups
-            whole.hashed |= said.hashed
+            whole.fingerprints |= said.fingerprints
         return whole
 
     def to_json(self) -> str:
@@ -72,7 +72,7 @@ class Outcome:
             "schemes": {name: str(scheme) for name, scheme in self.schemes.items()},
             "weight_sqnr": self.weight_sqnr,
             "groups": {name: asdict(group) for name, group in self.groups.items()},
-            "hashed": self.hashed,
+            "fingerprints": self.fingerprints,
         }
         return json.dumps(said)
 
@@ -94,7 +94,7 @@ class _Said:
     schemes: dict[str, str]
     weight_sqnr: dict[str, float]
     groups: dict[str, GroupOutcome]
-    hashed: dict[str, str]
+    fingerprints: dict[str, str]
 
 
 _SAID = TypeAdapter(_Said)

@@ -113,7 +113,8 @@ def quantize_component(
         own = ranks.share(todo)
         with closing(rounding.blocks([(block.layers, block.names) for block in own])) as done:
             for block, rounded in zip(own, done, strict=True):
-                finish(block.file, rounded.tensors, Outcome(weight_sqnr=rounded.weight_sqnr, hashed=rounded.hashed))
+                outcome = Outcome(weight_sqnr=rounded.weight_sqnr, fingerprints=rounded.fingerprints)
+                finish(block.file, rounded.tensors, outcome)
                 advance(block.nbytes)
         ranks.meet()
         for block in todo:
@@ -169,7 +170,8 @@ class _Rounding:
                 done = [next(rounded) for _ in part]
                 tensors = {name: tensor for piece in done for name, tensor in piece.tensors.items()}
                 lost = {name: db for piece in done for name, db in piece.weight_sqnr.items()}
-                yield Rounded(tensors, lost, {name: digest for piece in done for name, digest in piece.hashed.items()})
+                read = {name: found for piece in done for name, found in piece.fingerprints.items()}
+                yield Rounded(tensors, lost, read)
 
 
 @dataclass(frozen=True)

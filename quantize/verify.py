@@ -7,8 +7,8 @@ are held against the files; CHECKS, at the end of this file, says how.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,12 +83,15 @@ def verify(path: Path) -> list[Result]:
     return results
 
 
-def hash_files(path: Path) -> dict[str, str]:
-    """SHA-256 of every file of a folder by its relative name: what `fluxq quantize` records."""
+def hash_files(path: Path, begun: Mapping[Path, Future[str]]) -> dict[str, str]:
+    """SHA-256 of every file of a folder by its relative name: what `fluxq quantize` records.
+
+    begun: what the hashes will be of files that were whole before others were written.
+    """
     files = sorted(file for file in path.rglob("*") if file.is_file())
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        hashes = pool.map(sha256_file, files)
-        return {file.relative_to(path).as_posix(): found for file, found in zip(files, hashes, strict=True)}
+        hashes = [begun.get(file) or pool.submit(sha256_file, file) for file in files]
+        return {file.relative_to(path).as_posix(): found.result() for file, found in zip(files, hashes, strict=True)}
 
 
 class _NotRecorded(Exception):

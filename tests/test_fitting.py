@@ -181,7 +181,7 @@ def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, m
     kept = {path.name: path.stat().st_ino for path in blocks.iterdir()}
     (blocks / "0002.safetensors").write_bytes(before["0002.safetensors"][:1000])
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
-    monkeypatch.setattr(jobs, "hash_files", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(jobs, "hash_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         jobs.quantize(jobs.prepare(how))
     assert seen == [2, 4] and len(before) == 4
@@ -190,7 +190,7 @@ def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, m
 
 
 def test_a_run_that_failed_after_the_last_block_fits_nothing_again(tmp_path, quickly_finished, monkeypatch):
-    monkeypatch.setattr(jobs, "hash_files", lambda _: pytest.fail("disk full"))
+    monkeypatch.setattr(jobs, "hash_files", lambda *_: pytest.fail("disk full"))
     with pytest.raises(pytest.fail.Exception):
         jobs.quantize(jobs.prepare(options(tmp_path, NO_SEARCH)))
     monkeypatch.undo()

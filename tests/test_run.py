@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import fluxq
-from fluxq.quantize.nearest import sqnr
+from fluxq.quantize import nearest
+from fluxq.quantize.nearest import sqnr, weight_sqnr
+from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 # Gaussian weights and inputs, both quantized: dB that a sound implementation reaches with room to spare.
@@ -60,3 +62,15 @@ def test_sqnr_is_ten_log_of_power_over_error_power():
     reference = torch.tensor([3.0, 4.0])
     assert sqnr(reference, reference + 0.5) == pytest.approx(10 * torch.log10(torch.tensor(25 / 0.5)).item())
     assert sqnr(reference, reference) == float("inf")
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "int4", "fp8_tensor"])
+def test_the_sqnr_of_a_large_weight_is_that_of_rows_from_all_over_it(format, monkeypatch):
+    w = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 300).unsqueeze(1)
+    q = QuantizedTensor.quantize(w, format)
+    whole = sqnr(w, q.dequantize())
+    assert weight_sqnr(w, q) == whole  # it is not large
+    monkeypatch.setattr(nearest, "_SAMPLED", 100 * 256)
+    some = weight_sqnr(w, q)
+    assert some == sqnr(w[::3], q.dequantize()[::3]) != whole
+    assert some == pytest.approx(whole, abs=0.3)

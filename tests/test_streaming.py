@@ -359,7 +359,7 @@ def interrupted(tmp_path, monkeypatch) -> Callable[..., Path]:
 
     def begin(model: str, recipe: str) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(jobs, "hash_files", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(jobs, "hash_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 quantize(tmp_path, model, recipe)
         (work,) = tmp_path.glob(".out.*.work")
@@ -424,7 +424,7 @@ def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path
     assert manifest["recipe"] == prepared.recipe.digest and manifest["prompts"] == prepared.prompts.digest
     assert manifest["model"] == {"transformer": prepared.folder.stamp("transformer")}
     (work,) = tmp_path.glob(".out.*.work")
-    hashed = Outcome.read((work / "transformer").glob("*.safetensors")).hashed
+    hashed = Outcome.read((work / "transformer").glob("*.safetensors")).fingerprints
     assert prepared.folder.digest("transformer", hashed) == prepared.folder.digest("transformer")
     assert len(hashed) == len(SourceWeights(prepared.folder, "transformer").names)
     assert {"text_encoder", "scheduler", "vae", "model_index.json"} <= manifest["copied"].keys()
@@ -488,7 +488,7 @@ def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, t
     digest = folder.digest("transformer")
     fitted = jobs.prepare(jobs.Options(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
     assert fitted.identity["model"] == {"transformer": digest}
-    monkeypatch.setattr(TensorFile, "sha256", lambda *_: pytest.fail("read to be hashed"))
+    monkeypatch.setattr(TensorFile, "fingerprint", lambda *_: pytest.fail("read to be hashed"))
     assert quantize(tmp_path, str(tiny_folder))["model"]["digests"] == {"transformer": digest}
     monkeypatch.undo()
     (whole,) = folder.weight_files("transformer")
@@ -657,7 +657,7 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
     """And a little more where it depends on the data what is stored."""
     most, half = 0, []
 
-    def measured(part: Path) -> dict[str, str]:
+    def measured(part: Path, *_: object) -> dict[str, str]:
         nonlocal most
         (blocks,) = tmp_path.glob(".out.*.work/transformer")
         most = jobs._size(part) + jobs._size(blocks)

@@ -279,6 +279,9 @@ def test_nan_and_infinity_are_refused_with_the_layer_and_the_cure(row, bad):
     w[1, 5] = bad
     with pytest.raises(ValueError, match=r"blocks\.0\.ff: holds NaN or infinity; .*exclude this layer"):
         QuantizedTensor.quantize(w, row, name="blocks.0.ff")
+    if row.two_level:  # of other weights, which are finite
+        with pytest.raises(ValueError, match="holds NaN or infinity"):
+            QuantizedTensor.quantize(w, row, global_scale=torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -30,12 +31,21 @@ from fluxq.base.files import (
     atomic_folder,
     put_back,
     read_json,
+    sha256_file,
     sha256_json,
     sole_writer,
     write_json,
     write_text,
 )
-from fluxq.base.model import DEFAULT_MODEL, GENERATION_FILE, ModelFolder, check_weights, load_pipeline, resolve_model
+from fluxq.base.model import (
+    DEFAULT_MODEL,
+    GENERATION_FILE,
+    HASHED_AT_ONCE,
+    ModelFolder,
+    check_weights,
+    load_pipeline,
+    resolve_model,
+)
 from fluxq.base.provenance import versions
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.blocks import Replay
@@ -346,14 +356,22 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
     ]
     if not ranks.leads:
         return None
-    with atomic_folder(prepared.output, work, overwrite=options.overwrite) as part:
+    with (
+        atomic_folder(prepared.output, work, overwrite=options.overwrite) as part,
+        ThreadPoolExecutor(HASHED_AT_ONCE) as pool,
+    ):
+        hashes: dict[Path, Future[str]] = {}
+
+        def hash_now(file: Path) -> None:
+            hashes[file] = pool.submit(sha256_file, file)  # while the next one is written
+
         outcomes = [Outcome.read(files) for _, files, _ in done]
-        written = [_write(part, prepared, *one, outcome) for one, outcome in zip(done, outcomes, strict=True)]
-        read = {plan.component: outcome.hashed for plan, outcome in zip(prepared.plans, outcomes, strict=True)}
+        written = [_write(part, prepared, *one, outcome, hash_now) for one, outcome in zip(done, outcomes, strict=True)]
+        read = {plan.component: outcome.fingerprints for plan, outcome in zip(prepared.plans, outcomes, strict=True)}
         prepared = replace(prepared, identity=_hashed(prepared, read))
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
         record = _record(prepared, statistics, trajectory, written)
-        record["files"] = hash_files(part)
+        record["files"] = hash_files(part, hashes)
         if reference is not None:
             record["check"] = _check(part, prepared, reference)
         record["seconds"] = round(time.perf_counter() - started, 1)
@@ -655,13 +673,19 @@ def _quantize_component(
 
 
 def _write(
-    part: Path, prepared: Prepared, plan: Plan, files: Sequence[Path], seconds: float, outcome: Outcome
+    part: Path,
+    prepared: Prepared,
+    plan: Plan,
+    files: Sequence[Path],
+    seconds: float,
+    outcome: Outcome,
+    written: Callable[[Path], None],
 ) -> dict[str, Any]:
-    """Make a component of its finished blocks; returns what is recorded of it."""
+    """Make a component of its finished blocks; returns what is recorded of it. written: as `write_component` has it."""
     started = time.perf_counter()
     plan = outcome.applied_to(plan)
     size = checkpoint.write_component(
-        part / plan.component, prepared.folder, plan, files, prepared.options.max_shard_bytes
+        part / plan.component, prepared.folder, plan, files, prepared.options.max_shard_bytes, written
     )
     seconds += time.perf_counter() - started
     return {

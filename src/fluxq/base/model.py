@@ -123,19 +123,19 @@ class ModelFolder:
         held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
         raise ValueError(f"{folder}: {held}")
 
-    def digest(self, component: str, hashed: Mapping[str, str] | None = None) -> str:
-        """SHA-256 of the component: its config.json, and names, dtypes, shapes and bytes of its tensors.
+    def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
+        """SHA-256 of the component: its config.json, and names, dtypes, shapes and fingerprints of its tensors.
 
-        How these are cut into files makes no difference. hashed: name -> SHA-256 of the bytes of those tensors that
-        were read already; the others are read.
+        How these are cut into files makes no difference. read: name -> `fingerprint_of` those tensors that were read
+        already; the others are read.
         """
-        files, known = [TensorFile(path) for path in self.weight_files(component)], hashed or {}
+        files, known = [TensorFile(path) for path in self.weight_files(component)], read or {}
         tensors = [(file, name) for file in files for name in file.keys()]
 
         def describe(of: tuple[TensorFile, str]) -> list[Any]:
             file, name = of
             stored = file.stored[name]
-            return [name, stored.dtype, stored.shape, known.get(name) or file.sha256(name)]
+            return [name, stored.dtype, stored.shape, known.get(name) or file.fingerprint(name)]
 
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             described = sorted(pool.map(describe, tensors))

@@ -14,7 +14,6 @@ so that every tensor begins at a multiple of its item size. The format: https://
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,8 @@ from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import xxhash
 
 if TYPE_CHECKING:
     import torch
@@ -98,9 +99,13 @@ class TensorFile:
             _read_into(stream, data.numpy().data)
         return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
 
-    def sha256(self, name: str) -> str:
-        """Hex SHA-256 of a tensor's bytes, a few of them in memory at a time."""
-        stored, found = self.stored[name], hashlib.sha256()
+    def fingerprint(self, name: str) -> str:
+        """Hex XXH3-128 of a tensor's bytes, a few of them in memory at a time.
+
+        It tells tensors apart as surely as SHA-256 does and takes a fifteenth of the time; it does not stand up to
+        someone who makes a tensor for it.
+        """
+        stored, found = self.stored[name], xxhash.xxh3_128()
         with _damage(self.path), FileIO(self.path) as stream:
             stream.seek(stored.begin)
             for at in range(0, stored.nbytes, _AT_ONCE):
@@ -128,9 +133,9 @@ def by_tensor(files: Iterable[File]) -> dict[str, File]:
     return found
 
 
-def sha256_of(tensor: Tensor) -> str:
-    """Hex SHA-256 of a tensor's bytes, as `TensorFile.sha256` has it."""
-    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
+def fingerprint_of(tensor: Tensor) -> str:
+    """Hex XXH3-128 of a tensor's bytes, as `TensorFile.fingerprint` has it."""
+    return xxhash.xxh3_128(_bytes_of(tensor)).hexdigest()
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
