@@ -28,7 +28,7 @@ import tempfile
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from math import prod
@@ -262,6 +262,9 @@ class ModelWeights(SourceWeights):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    def let_go(self, names: Iterable[str]) -> None:
+        pass
 
     def stored(self, name: str) -> Stored:
         tensor = self.tensors[name]
@@ -550,6 +553,9 @@ class OneOfEachShape(SourceWeights):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[self.stored(name).shape]
+
+    def let_go(self, names: Iterable[str]) -> None:
+        pass
 
     def stored(self, name: str) -> Stored:
         return self.source.stored(name)

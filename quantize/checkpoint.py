@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.linears import is_linear, linear_size, linears_of
+from fluxq.base.memory import free_bytes
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, module_of
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
 from fluxq.quantize.pointwise import placeholder
@@ -46,6 +48,7 @@ KNOWN_FEATURES = frozenset(
 PLAN_FILE = "fluxq_plan.json"
 
 MAX_SHARD_BYTES = 10 * 10**9  # diffusers' own
+_CACHED = 0.5  # of the free memory: larger models are not left in the system's cache
 _MOST_MODULES = 8_000  # of a model; the largest known have a third
 
 WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
@@ -170,6 +173,18 @@ class SourceWeights:
             raise ValueError(f"{self.folder}: the weights lack {name!r}, which the model's config.json implies")
         stream, name_in_file = self._files[name]
         return stream.get_tensor(name_in_file)
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Have the system forget what was read, if it cannot keep all of it: what is written then finds room sooner."""
+        if self._is_beyond_memory:
+            for name in names:
+                stream, name_in_file = self._files[name]
+                stream.let_go(name_in_file)
+
+    @cached_property
+    def _is_beyond_memory(self) -> bool:
+        free = free_bytes(torch.device("cpu"))
+        return free is not None and self.nbytes > _CACHED * free
 
     def stored(self, name: str) -> Stored:
         """Dtype, shape and place of a tensor, from its file's header."""

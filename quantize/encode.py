@@ -80,7 +80,8 @@ def pack(codes: Tensor, element: Element) -> Tensor:
     if element.bits != 4:
         return codes
     pairs = codes.contiguous().view(torch.int16) & 0x0F0F  # of neighbours, the even one in the low byte
-    return (pairs | (pairs >> 4)).to(torch.uint8)  # which is all that is kept
+    pairs |= pairs >> 4
+    return pairs.to(torch.uint8)  # which is all that is kept
 
 
 def unpack(stored: Tensor, element: Element) -> Tensor:
@@ -173,12 +174,13 @@ def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tens
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:
-    """Codes of x within ±6.."""
-    magnitude = x.abs()
+    """Codes of x within ±6; x is used up."""
+    codes = (x.view(torch.int32) >> 28).bitwise_and_(8)  # the sign
+    magnitude = x.abs_()
     step = _e2m1_step(magnitude)
-    codes = magnitude.div_(step).round_().to(torch.int32)
-    codes += (step.view(torch.int32) - _FP32_HALF) >> 22  # 0, 2 or 4: the code of 2 is 4 and not 2 / 1, that of 4 is 6
-    codes += (x.view(torch.int32) >> 28) & 8  # the sign
+    codes += magnitude.div_(step).round_().to(torch.int32)
+    # And 0, 2 or 4: the code of 2 is 4 and not 2 / 1, that of 4 is 6.
+    codes += step.view(torch.int32).sub_(_FP32_HALF).bitwise_right_shift_(22)
     return codes.to(torch.uint8)
 
 

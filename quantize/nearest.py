@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fluxq.base import memory
 from fluxq.quantize import encode
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.tensor import QuantizedTensor, largest
@@ -79,12 +80,15 @@ def round_pieces(
     """
 
     def read(piece: Piece) -> dict[str, Tensor]:
-        return {name: source[name] for name in piece.names}
+        tensors = {name: source[name] for name in piece.names}
+        source.let_go(piece.names)
+        return tensors
 
     def work(piece: Piece, tensors: dict[str, Tensor]) -> Rounded:
         return _rounded(piece, tensors, source, dtype, input_scales)
 
-    return in_order(pieces, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
+    with memory.used_again():
+        yield from in_order(pieces, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
 
 
 def in_order(

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.base.residence import free_bytes
+from fluxq.base.memory import free_bytes
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.linear import QuantLinear
 

@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 import fluxq
 from fluxq import jobs, tiny
 from fluxq.base.files import read_json, write_json
-from fluxq.base.residence import free_bytes
+from fluxq.base.memory import free_bytes
 from fluxq.eval.card import model_card
 from fluxq.eval.sides import Side
 from fluxq.quantize import graphs, originals, steps

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
+from fluxq.base import memory
 from fluxq.base import tensors as files
 from fluxq.base.tensors import DTYPES, TensorFile, join_weights, save_weights
 
@@ -261,3 +262,33 @@ def test_a_read_takes_no_more_memory_than_the_tensor(tmp_path):
     for name in stored.keys():
         assert not stored.get_tensor(name).any()
     assert held() - before < 3 << 22
+
+
+def test_for_a_while_memory_of_large_tensors_is_used_again_when_they_are_gone(tmp_path):
+    large = {name: torch.full((600, 1000), value, dtype=torch.float32) for name, value in (("a", 1.0), ("b", 2.0))}
+    save_weights(large, tmp_path / "x.safetensors", {})
+    file = TensorFile(tmp_path / "x.safetensors")
+    with memory.used_again():
+        first = file.get_tensor("a")
+        view, place = first[10:], first.data_ptr()
+        del first
+        second = file.get_tensor("b")
+        assert second.data_ptr() != place and (view == 1).all()  # a view keeps it
+        del view
+        again = file.get_tensor("a")
+        assert again.data_ptr() == place and (second == 2).all() and (again == 1).all()
+        assert again.untyped_storage().nbytes() == again.nbytes
+    assert (again == 1).all()
+    del again
+    assert not memory._FREE.blocks
+
+
+def test_little_memory_is_kept(monkeypatch):
+    monkeypatch.setattr(memory, "_KEPT", 7 << 20)
+    with memory.used_again():
+        two, three, four = (memory.empty(size << 20) for size in (2, 3, 4))
+        place = three.data_ptr()
+        del two, four, three  # one after the other; the first is too much then
+        assert sum(block.nbytes for block in memory._FREE.blocks.values()) == 7 << 20
+        assert memory.empty(2 << 20).data_ptr() == place  # the smallest that holds it
+        assert memory.empty(1 << 20).untyped_storage().nbytes() == 1 << 20

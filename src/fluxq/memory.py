@@ -19,8 +19,9 @@ import torch
 
 from fluxq import footprint
 from fluxq.base.console import first_line, logger
+from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder
-from fluxq.base.residence import Residence, free_bytes, residence_of
+from fluxq.base.residence import Residence, residence_of
 from fluxq.calibrate.capture import Item
 from fluxq.integrations.bounded import is_model, load_bounded
 from fluxq.quantize.lora import Updates
@@ -59,8 +60,42 @@ class Bound:
                 residence.set_working(model, working)
 
 
-def bound_of(
-    limit: int,
+@dataclass(frozen=True)
+class Demand:
+    """What a job asks of a device. working, fitting: as of a Bound. needs: what is done -> bytes that it takes at once.
+
+    least: bytes, the smallest bound that would do. most: what asks for it.
+    """
+
+    device: str
+    dtype: str
+    working: Mapping[str, int]
+    fitting: Mapping[str, int]
+    needs: Mapping[str, int]
+
+    @property
+    def most(self) -> str:
+        return max(self.needs, key=lambda each: self.needs[each])
+
+    @property
+    def least(self) -> int:
+        nbytes = self.needs[self.most]
+        return math.ceil(nbytes / _OF_GPU) if torch.device(self.device).type == "cuda" else nbytes + _OF_HOST
+
+    def __str__(self) -> str:
+        return f"{in_words(self.least)}, for {self.most}"
+
+    def bound(self, limit: int) -> Bound:
+        """The bound for the job; ValueError naming the least memory that would do, if that is more than `limit`."""
+        if self.least > limit:
+            raise ValueError(
+                f"--max-memory {in_words(limit)}: {self.most} needs {in_words(self.least)}; give at least that"
+                + (", or a smaller --height and --width" if self.most.startswith("running") else "")
+            )
+        return Bound(limit, self.device, self.dtype, self.working, self.fitting)
+
+
+def demand_of(
     device: str,
     dtype: str,
     folder: ModelFolder,
@@ -70,8 +105,8 @@ def bound_of(
     fitted: Iterable[Plan],
     fused: Collection[str],
     shows_images: bool,
-) -> Bound:
-    """The bound for a job; ValueError naming the least memory that would do, if that is more than `limit`.
+) -> Demand:
+    """What a job asks of `device`, from shapes.
 
     items, call: of everything that the pipeline makes. fitted: plans with layers that are fitted. fused: components
     with LoRA updates. shows_images: whether images are decoded.
@@ -91,18 +126,11 @@ def bound_of(
             plan, working[plan.component], itemsize, widened=plan.component in fused, on_gpu=on_gpu
         )
         fitting[plan.component] = max(blocks.values())
+        coming = 2 * footprint.largest(folder, plan.component, itemsize)
         for block, needed in blocks.items():
             widest = max(layer.k for layer in plan.quantized if layer.block == block)
-            coming = 2 * footprint.largest(folder, plan.component, itemsize)
             needs[f"fitting {block} ({widest} channels)"] = needed + coming
-    what = max(needs, key=lambda each: needs[each])
-    least = math.ceil(needs[what] / _OF_GPU) if on_gpu else needs[what] + _OF_HOST
-    if least > limit:
-        raise ValueError(
-            f"--max-memory {in_words(limit)}: {what} needs {in_words(least)}; give at least that"
-            + (", or a smaller --height and --width" if what.startswith("running") else "")
-        )
-    return Bound(limit, device, dtype, working, fitting)
+    return Demand(device, dtype, working, fitting, needs)
 
 
 def in_words(nbytes: int) -> str:

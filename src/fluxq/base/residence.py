@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from accelerate.hooks import ModelHook
@@ -32,20 +31,8 @@ from torch import Tensor, nn
 Read = Callable[[str], Tensor]  # name of a parameter or buffer in its model -> the tensor, on the CPU
 
 _WHOLE = (nn.MultiheadAttention,)  # modules that use weights of the modules in them without running these
-_MEMORY = Path("/proc/meminfo")
 _FAVOURED = 1 << 10  # the rank of what `focus` names
 _LOOKED_AT = 8  # modules behind the one that runs, that are read ahead if they are not there
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that a device can still give, of a GPU or of the machine; None where the system does not say."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    if not _MEMORY.is_file():
-        return None  # only Linux says
-    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 
 
 class Residence:

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import xxhash
+
+from fluxq.base import memory
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +93,19 @@ class TensorFile:
         if name not in self.stored:
             raise ValueError(f"{self.path}: holds no tensor {name!r}; copy the file again")
         stored = self.stored[name]
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        data = memory.empty(stored.nbytes)
         with _damage(self.path), FileIO(self.path) as stream:
             if _version(stream) != self._version:
                 raise ValueError("it was replaced or written to while it was read")
             stream.seek(stored.begin)
             _read_into(stream, data.numpy().data)
         return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
+
+    def let_go(self, name: str) -> None:
+        """Have the system forget a tensor's bytes, which it keeps after they were read; where it can be told to."""
+        stored = self.stored[name]
+        with FileIO(self.path) as stream, suppress(AttributeError):
+            os.posix_fadvise(stream.fileno(), stored.begin, stored.nbytes, os.POSIX_FADV_DONTNEED)
 
     def fingerprint(self, name: str) -> str:
         """Hex XXH3-128 of a tensor's bytes, a few of them in memory at a time.

@@ -1,0 +1,97 @@
+"""How much memory is free; and, for a while, memory of tensors that is used again when they are gone.
+
+The system clears every page that it hands out, which takes several times as long as to copy from a file that it holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_MEMORY = Path("/proc/meminfo")
+_LARGE = 1 << 20  # bytes; less comes from malloc, which keeps what it has
+_KEPT = 1 << 28  # bytes that nobody uses
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a device can still give, of a GPU or of the machine; None where the system does not say."""
+    import torch
+
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if not _MEMORY.is_file():
+        return None  # only Linux says
+    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
+
+
+@contextmanager
+def used_again() -> Iterator[None]:
+    """What is read in here is read into memory of tensors that are gone, of which some is kept until the end."""
+    before, _FREE.most = _FREE.most, _KEPT
+    try:
+        yield
+    finally:
+        _FREE.most = before
+        _FREE.trim()
+
+
+def empty(nbytes: int) -> Tensor:
+    """Bytes (nbytes,) uint8 on the CPU, with anything in them, as `torch.empty` gives them."""
+    import torch
+
+    if nbytes < _LARGE or not _FREE.most:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.from_numpy(np.asarray(_Lent(_FREE.take(nbytes)))[:nbytes])
+
+
+class _Free:
+    """Blocks that nobody uses, by number; beyond `most` bytes those go that were given back first."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, np.ndarray] = {}
+        self.most = 0
+        self._numbers = count()
+        self._lock = threading.RLock()  # Python collects what it likes where it likes: a block may come back in here
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A block that is as large, or up to twice."""
+        with self._lock:
+            fits = [(block.nbytes, n) for n, block in [*self.blocks.items()] if nbytes <= block.nbytes <= 2 * nbytes]
+            block = self.blocks.pop(min(fits)[1], None) if fits else None
+        return np.empty(nbytes, dtype=np.uint8) if block is None else block
+
+    def give(self, block: np.ndarray) -> None:
+        with self._lock:
+            self.blocks[next(self._numbers)] = block
+            self.trim()
+
+    def trim(self) -> None:
+        with self._lock:
+            while sum(block.nbytes for block in [*self.blocks.values()]) > self.most:
+                self.blocks.pop(min(self.blocks), None)
+
+
+_FREE = _Free()
+
+
+class _Lent:
+    """A block of memory that its last array, and so the tensor that lives in it, gives back."""
+
+    def __init__(self, block: np.ndarray) -> None:
+        self._block = block
+        self.__array_interface__ = block.__array_interface__
+
+    def __del__(self, free: _Free = _FREE) -> None:  # a name of the module may be gone when Python ends
+        free.give(self._block)
