@@ -6,6 +6,7 @@ starting point.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -109,12 +110,19 @@ def _shared_arguments(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
-    """Denoising steps of a call: what it says, else the pipeline's own default."""
-    if "num_inference_steps" in call:
-        return int(call["num_inference_steps"])
-    import inspect
+    """Denoising steps that a call makes: those it says, else the pipeline's own; less where `strength` skips the first.
 
-    return int(inspect.signature(pipe.__call__).parameters["num_inference_steps"].default)
+    Pipelines that begin at an image leave out (1 - strength) of the steps, rounded down; those of Stable Diffusion XL
+    round the rest down, and make one less then.
+    """
+    parameters = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
+
+    def said(name: str) -> Any:
+        return call[name] if name in call else parameters[name].default
+
+    steps = int(said("num_inference_steps"))
+    strength = said("strength") if "strength" in parameters else 1
+    return steps if strength is None else min(steps, steps - int(steps - steps * strength))
 
 
 def spread(steps: int, total: int) -> tuple[int, ...]:
@@ -215,7 +223,8 @@ def trajectory_of(
 
 def noise_levels(pipe: Any) -> tuple[float, ...]:
     """Sigma of each step of the call that the pipeline ran last, and the one it ended at."""
-    return tuple(float(sigma) for sigma in pipe.scheduler.sigmas)
+    began = getattr(pipe.scheduler, "begin_index", None) or 0  # at an image, not at noise
+    return tuple(float(sigma) for sigma in pipe.scheduler.sigmas[began:])
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def model_card(record: dict[str, Any]) -> str:
     parts = record["components"]
     lines = [
         *_front_matter(record),
-        f"# {model['name']}, quantized with fluxq ({recipe['name']})",
+        f"# {model['name']}, {_title(record)}",
         "",
         f"{_scope(parts)}. Base model: {_base(model)}; licence: "
         f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
@@ -61,16 +61,44 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         "## How it was made",
         "",
-        f"- recipe `{recipe['name']}`, profile `{recipe['profile']}`, SHA-256 `{record['identity']['recipe'][:16]}`",
-        *_steps_lines(recipe.get("steps")),
-        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
-        f"- prompts: {record['prompts']['source']}, SHA-256 `{record['prompts']['digest'][:16]}`",
-        f"- calibration: {_calibration(record)}",
+        *(_imported_lines(record["imported"]) if "imported" in record else _recipe_lines(record)),
         f"- versions: {', '.join(f'{name} {value}' for name, value in record['versions'].items())}",
         "",
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tag(record: dict[str, Any]) -> str:
+    return "imported" if "imported" in record else record["recipe"]["name"]
+
+
+def _title(record: dict[str, Any]) -> str:
+    name = record["recipe"]["name"]
+    return name if "imported" in record else f"quantized with fluxq ({name})"
+
+
+def _recipe_lines(record: dict[str, Any]) -> list[str]:
+    recipe = record["recipe"]
+    return [
+        f"- recipe `{recipe['name']}`, profile `{recipe['profile']}`, SHA-256 `{record['identity']['recipe'][:16]}`",
+        *_steps_lines(recipe.get("steps")),
+        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
+        f"- prompts: {record['prompts']['source']}, SHA-256 `{record['prompts']['digest'][:16]}`",
+        f"- calibration: {_calibration(record)}",
+    ]
+
+
+def _imported_lines(parts: list[dict[str, Any]]) -> list[str]:
+    """Which files of which program, and what was done to them."""
+    lines = []
+    for part in parts:
+        of = f"`{part['component']}`" if part["component"] else "the model"
+        files = ", ".join(f"`{name}` (SHA-256 `{digest[:16]}`)" for name, digest in part["files"].items())
+        lines.append(f"- {of} was imported by `fluxq import` from {files}: {part['about']}")
+        faults = sorted({fault for layer in part["mended"].values() for fault in layer})
+        lines += [f"- mended in it: {', '.join(faults)}"] if faults else []
+    return lines
 
 
 def with_evaluation(card_text: str, report: Report) -> str:
@@ -194,7 +222,7 @@ def license_text(fields: dict[str, str]) -> str:
 
 def _front_matter(record: dict[str, Any]) -> list[str]:
     model = record["model"]
-    lines = ["---", "library_name: diffusers", f"tags: [quantization, fluxq, {record['recipe']['name']}]"]
+    lines = ["---", "library_name: diffusers", f"tags: [quantization, fluxq, {_tag(record)}]"]
     lines += [f"{field}: {value}" for field, value in model["license"].items()]
     if "/" in model["name"]:  # a hub id; a local folder's name would point at a stranger's model
         lines += [f"base_model: {model['name']}", "base_model_relation: quantized"]

@@ -70,7 +70,7 @@ def debug(
         )
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and growth is not None:
+    if record is not None and growth is not None and "imported" not in record:  # which no recipe made
         said = dict(record["recipe"])
         recipe = str(said.pop("name")), Recipe.model_validate(said)
     return debug_pipelines(

@@ -151,7 +151,7 @@ class SourceWeights:
         self._files: dict[str, tuple[TensorFile, str]] = {}
         model_class = model_class_of(library_of(folder, component), folder.components[component])
         self._fp32_modules = frozenset(getattr(model_class, "_keep_in_fp32_modules", None) or ())
-        names_in = _transformers_names(folder, component) if _is_of_transformers(model_class) else None
+        names_in = names_in_model(model_on_meta(folder, component)) if _is_of_transformers(model_class) else None
         for path in folder.weight_files(component):
             stream = TensorFile(path)
             for name in stream.keys():
@@ -284,14 +284,14 @@ def write_component(
     plan: Plan,
     files: Iterable[Path],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    written: Callable[[Path], None] | None = None,
+    written: Callable[[Path, str], None] | None = None,
 ) -> int:
     """Write a quantized component's weight shards and config into the folder `target`; returns bytes of tensors.
 
     plan: with the schemes that layers ended with. files: finished blocks, whose bytes are copied. A shard takes tensors
     in the order of the blocks until the next one does not fit; one that is larger than a shard has one of its own.
     Shards are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
-    written: is told of each as soon as it is whole.
+    written: is told of each file, and its SHA-256.
     """
     library, codes = library_of(source, plan.component), {f"{layer.name}.weight" for layer in plan.quantized}
     total = write_shards(target, library, files, codes, max_shard_bytes, written)
@@ -306,28 +306,46 @@ def write_shards(
     files: Iterable[Path],
     codes: Collection[str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    written: Callable[[Path], None] | None = None,
+    written: Callable[[Path, str], None] | None = None,
 ) -> int:
     """`write_component` without the config. codes: names of the tensors that are filed under `filed_shape`."""
+    parts: dict[str, tuple[Path, Stored]] = {}
+    for file in files:
+        for name, stored in TensorFile(file).stored.items():
+            shape = filed_shape(library, stored.shape) if name in codes else stored.shape
+            parts[name] = file, replace(stored, shape=shape)
+    target.mkdir(parents=True)
+    return join_shards(target, library, parts, {"format": "pt"}, max_shard_bytes, written)
+
+
+def join_shards(
+    target: Path,
+    library: str,
+    parts: Mapping[str, tuple[Path, Stored]],
+    metadata: Mapping[str, str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    written: Callable[[Path, str], None] | None = None,
+) -> int:
+    """Shards, in a folder that exists, of tensors that lie in other files; their index if there are several.
+
+    metadata: of every shard, as diffusers has it. Returns bytes of tensors.
+    """
     stem = WEIGHTS_NAME[library]
     shards: list[dict[str, tuple[Path, Stored]]] = [{}]
     total = size = 0
-    for file in files:
-        for name, stored in TensorFile(file).stored.items():
-            if shards[-1] and size + stored.nbytes > max_shard_bytes:
-                shards.append({})
-                size = 0
-            shape = filed_shape(library, stored.shape) if name in codes else stored.shape
-            shards[-1][name] = file, replace(stored, shape=shape)
-            size += stored.nbytes
-            total += stored.nbytes
-    target.mkdir(parents=True)
+    for name, (file, stored) in parts.items():
+        if shards[-1] and size + stored.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = file, stored
+        size += stored.nbytes
+        total += stored.nbytes
     several = len(shards) > 1
     names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for shard, name in zip(shards, names if several else [f"{stem}.safetensors"], strict=True):
-        join_weights(shard, target / name, {"format": "pt"})
+        sha256 = join_weights(shard, target / name, metadata)
         if written is not None:
-            written(target / name)
+            written(target / name, sha256)
     if several:
         weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -440,12 +458,13 @@ def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
     return model
 
 
-def _transformers_names(folder: ModelFolder, component: str) -> Callable[[str], str]:
-    """Name in a file -> name in the model, by the rules of transformers' own loader."""
+def names_in_model(model: Any) -> Callable[[str], str]:
+    """Name in a file -> name in the model, by the rules of transformers' own loader; of others' models the same."""
+    if not _is_of_transformers(type(model)):
+        return lambda name: name
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    model: Any = model_on_meta(folder, component)
     held = model.state_dict()
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
 

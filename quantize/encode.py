@@ -5,7 +5,7 @@ Everything is computed in fp32. Outcomes that a format leaves open are fixed her
 - no scale is ever zero: fp32 and bf16 scales and the global scale are at least 2^-126, E4M3 scales 2^-9, E8M0
   scales 2^-126 (byte 1). Blocks too small for that lose precision, and at last become zeros;
 - E8M0 bytes of finite blocks are 1 to 254; byte 0 is never written, and read as 2^-127;
-- values beyond the largest code saturate; int4's -8 is read, but values under an amax scale never reach it;
+- values beyond the largest code saturate; int4's -8 and int8's -128 are read, but never written;
 - E4M3 and E2M1 keep the sign of zero, and of a negative that rounds to zero; integers have no -0;
 - a block that holds NaN or infinity gets a NaN scale and decodes to NaN throughout, and so does all that
   shares a global scale derived from it; nothing else is touched;

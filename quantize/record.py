@@ -46,7 +46,7 @@ class Component(_Part):
 
 
 class Model(_Part):
-    source: str
+    source: str | None  # None where another program's file was imported without its base
     revision: str | None
     digests: dict[str, str]
 
@@ -76,7 +76,7 @@ class Record(_Part):
     model: Model
     recipe: Recipe
     identity: Identity
-    prompts: Prompts
+    prompts: Prompts | None
     loras: list[Lora] = []
     components: list[Component] = Field(min_length=1)
     statistics_digest: str | None

@@ -477,14 +477,14 @@ def _sources(
     record = read_record(home) if home else None
     if source is not None:
         folder = resolve_model(str(source))
-    elif record is not None:
+    elif record is not None and record["model"]["source"]:
         folder = resolve_model(record["model"]["source"], revision=record["model"]["revision"])
     else:  # quantized while it was loaded: from there
         found = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
         if found is None:
             raise ValueError(
                 f"what 16-bit model this {type(pipe).__name__} was quantized from is not known, because it was not "
-                f"loaded from a folder with a {PLAN_FILE}: name that model's folder or hub id as source="
+                f"loaded from a folder with a {PLAN_FILE} that says so: name that model's folder or hub id as source="
             )
         folder = resolve_model(str(found))
     for name in models:
@@ -492,8 +492,9 @@ def _sources(
             raise ValueError(f"{folder.path / name} is quantized itself; name the 16-bit model as source=")
     if record is None:
         return lambda name: SourceWeights(folder, name), None
-    for name in models:
-        digest, wanted = folder.digest(name), record["model"]["digests"].get(name)
+    digests = record["model"]["digests"]
+    for name in models if digests or "imported" not in record else ():  # none where there was no base
+        digest, wanted = folder.digest(name), digests.get(name)
         if digest != wanted:
             raise ValueError(
                 f"{folder.name}: its {name} is not what this checkpoint was made from (SHA-256 {digest[:16]}…, "

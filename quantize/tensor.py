@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fluxq.base import memory
 from fluxq.quantize import encode
 from fluxq.recipes.formats import Format, find_format
 
@@ -74,8 +75,7 @@ class QuantizedTensor:
         """Room for a matrix (n, k), for `put` to fill."""
         shapes = stored_shapes(format, n, k)
         codes, scale = (
-            torch.empty(shape, dtype=dtype, device=device)
-            for shape, dtype in (shapes["weight"], shapes["weight_scale"])
+            memory.empty(shape, dtype, device) for shape, dtype in (shapes["weight"], shapes["weight_scale"])
         )
         return cls(codes, scale, global_scale, (n, k), format)
 

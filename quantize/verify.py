@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,15 +83,15 @@ def verify(path: Path) -> list[Result]:
     return results
 
 
-def hash_files(path: Path, begun: Mapping[Path, Future[str]]) -> dict[str, str]:
+def hash_files(path: Path, known: Mapping[Path, str]) -> dict[str, str]:
     """SHA-256 of every file of a folder by its relative name: what `fluxq quantize` records.
 
-    begun: what the hashes will be of files that were whole before others were written.
+    known: of files that were hashed as they were written.
     """
     files = sorted(file for file in path.rglob("*") if file.is_file())
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        hashes = [begun.get(file) or pool.submit(sha256_file, file) for file in files]
-        return {file.relative_to(path).as_posix(): found.result() for file, found in zip(files, hashes, strict=True)}
+        hashes = pool.map(lambda file: known.get(file) or sha256_file(file), files)
+        return {file.relative_to(path).as_posix(): found for file, found in zip(files, hashes, strict=True)}
 
 
 class _NotRecorded(Exception):
@@ -211,7 +211,8 @@ def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    if not checkpoint.quantized:
+    is_dequantized = "imported" in (read_plan_file(checkpoint.path) or {})  # by `fluxq import --dequantize`
+    if not checkpoint.quantized and not is_dequantized:
         yield Finding("config.json", "no component has a quantization_config of fluxq; `fluxq quantize` writes one")
     for component, config in checkpoint.quantized.items():
         needed = sorted({feature for scheme in config.schemes.values() for feature in scheme.features})
@@ -261,7 +262,8 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
     except (KeyError, TypeError) as error:
         path = checkpoint.path / PLAN_FILE
         raise ValueError(f"{path}: does not list components with layers ({error!r}); copy it again") from None
-    for component in sorted(planned.keys() ^ checkpoint.quantized.keys()):
+    in_16_bit = {component for component, layers in planned.items() if set(layers.values()) == {"16bit"}}
+    for component in sorted((planned.keys() - in_16_bit) ^ checkpoint.quantized.keys()):
         says, other = (PLAN_FILE, "config.json") if component in planned else ("config.json", PLAN_FILE)
         yield Finding(component, f"{says} says it is quantized, {other} does not; copy both files again")
     for component in sorted(planned.keys() & checkpoint.quantized.keys()):
@@ -291,7 +293,6 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "finite": (torch.isfinite, "finite"),
     "positive": (lambda t: torch.isfinite(t.float()) & (t.float() > 0), "finite and above 0"),
     "e4m3": (lambda t: (t.view(torch.uint8) & 0x7F) != 0x7F, "numbers"),
-    "int8": (lambda t: t != -128, "in [-127, 127]"),
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from filelock import FileLock
 from peft import LoraConfig
 from torch import nn
 
@@ -51,26 +52,33 @@ def pipe():
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """checkpoint("nvfp4") is a folder with the embedded pipeline under that shipped recipe, made once a session.
 
-    Calibration is cut to 8 images and there is no closing check. Copy the folder before damaging it.
-    checkpoint("16 bit") is the embedded pipeline itself.
+    Calibration is cut to 8 images and there is no closing check. Copy the folder before damaging it: the other
+    process that runs tests may read it too. checkpoint("16 bit") is the embedded pipeline itself.
     """
-    return _maker(tmp_path_factory.mktemp("checkpoints"), fitted=True)
+    return _maker(tmp_path_factory, "checkpoints", fitted=True)
 
 
 @pytest.fixture(scope="session")
 def plain_checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """The same with weights rounded to nearest, for tests of formats and files: fitting has tests of its own."""
-    return _maker(tmp_path_factory.mktemp("plain"), fitted=False)
+    return _maker(tmp_path_factory, "plain", fitted=False)
 
 
-def _maker(root: Path, fitted: bool) -> Callable[[str], Path]:
+def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable[[str], Path]:
+    """Of several processes that run tests, the first that asks for a checkpoint makes it, for all of them."""
+    base = factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    root.mkdir(exist_ok=True)
+
     def make(recipe: str) -> Path:
         if recipe == SIXTEEN_BIT:
             return Path(tiny.path())
         folder = root / f"tiny-{recipe}"
-        if not folder.exists():
-            path = quick(recipe, root, fitted)
-            jobs.quantize(jobs.prepare(jobs.Options(model="tiny", recipe=str(path), output=str(folder), check=False)))
+        with FileLock(root / f"{recipe}.lock"):
+            if not folder.exists():
+                path = quick(recipe, root, fitted)
+                asked = jobs.Options(model="tiny", recipe=str(path), output=str(folder), check=False)
+                jobs.quantize(jobs.prepare(asked))
         return folder
 
     return make
@@ -244,13 +252,26 @@ def copy_of(source: Path, target: Path) -> Path:
     return target
 
 
+# Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.
+LONG = (
+    "test_eval_executor",
+    "test_max_memory",
+    "test_notebooks",
+    "test_package",
+    "test_parallel",
+    "test_streaming",
+    "test_torchrun",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--write-features", action="store_true", help="write the cells that ran into docs/diffusers.md")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
+    """Long files first; skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     for item in items:
         costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
         if costs and recipe_of(item) not in QUICK:

@@ -3,11 +3,11 @@
     python tests/hostile.py FOLDER SEED TARGET=COUNT…
 
 FOLDER holds what is damaged: `model` (a pipeline), `quantized` (a checkpoint of fluxq), `families` (a folder with
-configurations of each), `work` and `begun` (what an interrupted run leaves), `prompts` (a file of each kind), `lora.safetensors`,
-`statistics.safetensors`, `recipe.yaml` and `report.json`. Of every target the file is changed COUNT times, always the
-same way for one SEED, and read as a user would have it read. Printed is JSON: {"cases", "refused", "faults"}. A fault
-is an error that is no ValueError and no OSError or names no file, more than 2 seconds or 1 GB for one file, and a file
-opened outside the folder.
+configurations of each), `work` and `begun` (what interrupted runs leave), `prompts` (a file of each kind), `exchange`
+(models in the layouts of other programs), `lora.safetensors`, `statistics.safetensors`, `recipe.yaml` and
+`report.json`. Of every target the file is changed COUNT times, always the same way for one SEED, and read as a user
+would have it read. Printed is JSON: {"cases", "refused", "faults"}. A fault is an error that is no ValueError and no
+OSError or names no file, more than 2 seconds or 1 GB for one file, and a file opened outside the folder.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def write_damaged(file: Path, original: Path, target: Target, chance: random.Ran
 
 
 def _damaged(text: bytes, kind: str, target: Target, chance: random.Random) -> bytes:
-    if kind in (".txt", ".csv", ".tsv", ".parquet") or chance.random() < 0.25:
+    if kind in (".txt", ".csv", ".tsv", ".parquet", ".gguf") or chance.random() < 0.25:
         return garbled(text, chance)
     if kind == ".jsonl":
         lines = text.splitlines()
@@ -237,7 +237,7 @@ def read_report(folder: Path) -> None:
 def read_generation(folder: Path) -> None:
     from fluxq.base.model import resolve_model
     from fluxq.calibrate.capture import images_per_batch
-    from fluxq.jobs import require_call
+    from fluxq.requirements import require_call
 
     model = resolve_model(str(folder / "model"), local_files_only=True)
     call = model.generation_defaults
@@ -312,13 +312,13 @@ def read_job(folder: Path) -> None:
     from types import SimpleNamespace
     from typing import cast
 
-    from fluxq import jobs
+    from fluxq import work_folder
 
     output = folder / "begun" / "out"
     options = SimpleNamespace(overwrite=False, parallel_blocks=False)
     prepared = cast(Any, SimpleNamespace(output=output, identity={"model": {"transformer": "a"}}, options=options))
     try:
-        jobs._begin(prepared, output.parent / "its own")
+        work_folder._begin(prepared, output.parent / "its own")
     except ValueError as error:
         if "an interrupted run with another" not in str(error):  # the answer to a sound one
             raise
@@ -339,8 +339,43 @@ def prompts_in(suffix: str) -> Callable[[Path], None]:
     return read
 
 
+def inspected(name: str) -> Callable[[Path], None]:
+    """A reader of that file or folder of another program; what is wrong with a layer counts as refused."""
+
+    def read(folder: Path) -> None:
+        from fluxq.quantize.exchange.inspect import inspect_path
+
+        for report in inspect_path(folder / "exchange" / name).values():
+            if not report.is_sound or report.contradictions:
+                raise ValueError(f"{report.path}: {[*report.faults, *report.contradictions][0]}")
+
+    return read
+
+
+def imported(name: str) -> Callable[[Path], None]:
+    """A reader that makes a checkpoint of it."""
+
+    def read(folder: Path) -> None:
+        from fluxq.quantize.exchange.importing import import_model
+
+        import_model(folder / "exchange" / name, folder / "imported", dequantize=True, overwrite=True)
+
+    return read
+
+
 FAMILIES = ("sana", "unet", "wan", "hidream", "z_image", "sd3", "clip", "qwen3", "qwen2_5_vl", "kl")
 PROMPTS = (".txt", ".jsonl", ".json", ".yaml", ".csv", ".tsv", ".parquet")
+
+EXCHANGE = {  # name below `exchange` -> the file that is damaged
+    "comfy.safetensors": "comfy.safetensors",
+    "nunchaku.safetensors": "nunchaku.safetensors",
+    "model.gguf": "model.gguf",
+    "torchao": "torchao/diffusion_pytorch_model.safetensors",
+    "modelopt": "modelopt/config.json",
+    "compressed_tensors": "compressed_tensors/config.json",
+    "nunchaku_lite": "nunchaku_lite/config.json",
+}
+IMPORTED = ("torchao", "modelopt", "compressed_tensors", "nunchaku_lite")  # which need no base
 
 _WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 TARGETS = {
@@ -371,6 +406,8 @@ TARGETS = {
     "outputs": Target("work/outputs/block-000/00000.safetensors", read_outputs),
     "outputs done": Target("work/outputs/block-000/done.json", read_outputs),
     "levels": Target("work/levels.json", read_levels),
+    **{f"inspect {name}": Target(f"exchange/{file}", inspected(name)) for name, file in EXCHANGE.items()},
+    **{f"import {name}": Target(f"exchange/{EXCHANGE[name]}", imported(name)) for name in IMPORTED},
     "job": Target("begun/.out.0123456789abcdef.work/job.json", read_job),
     **{
         f"prompts{kind}": Target(f"prompts/p{kind}", prompts_in(kind), FRAGMENTS + YAML_FRAGMENTS * (kind == ".yaml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -108,10 +109,15 @@ def test_options_have_the_names_that_diffusers_uses(command, options):
 def test_plan_prints_every_layer_and_why(fluxq, recipe):
     result = fluxq("plan", "--recipe", recipe)
     assert result.code == 0 and result.err == "" and result.left == []
-    first, *_, last = result.out.splitlines()
+    first, *_, last, on_cpu, on_gpu = result.out.splitlines()
     assert first.startswith("model tiny (no MODEL given") and first.endswith(f"recipe {recipe}")
     assert LAYER in result.out and "last projection" in result.out
     assert last.startswith("transformer: ") and "bits per weight" in last
+    for device, line in (("cpu", on_cpu), ("cuda", on_gpu)):
+        said = re.fullmatch(
+            rf"--max-memory with --device {device}: at least ([0-9.]+)MiB, for (fitting|running) .*", line
+        )
+        assert said and 64 * (device == "cpu") < float(said[1]) < 150
 
 
 def test_plan_as_json(fluxq):
@@ -240,7 +246,7 @@ def test_quiet_is_quiet_and_json_is_json(fluxq):
 
 
 def test_rtn_needs_no_data_and_its_scales_are_dynamic(fluxq, monkeypatch, tmp_path):
-    monkeypatch.setattr("fluxq.jobs.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
+    monkeypatch.setattr("fluxq.prepared.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
     assert fluxq("quantize", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out").code == 0
     said = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())["quantization_config"]
     assert "nvfp4-nvfp4" in said["layers"] and said["required_features"] == []
@@ -584,7 +590,7 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    for place in ("fluxq.jobs.load_pipeline", "fluxq.jobs.write_text", "fluxq.quantize.checkpoint.copy_rest"):
+    for place in ("fluxq.prepared.load_pipeline", "fluxq.jobs.write_text", "fluxq.quantize.checkpoint.copy_rest"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             result = fluxq("quantize", "--recipe", "fp8", *([] if "load" in place else ["--no-check"]))

@@ -487,22 +487,32 @@ def test_another_triton_takes_the_newest_rows_and_says_so(monkeypatch, caplog) -
 IMPORTED_FIRST = ["fluxq.kernels.launch", "fluxq.kernels.bench", "fluxq.quantize.norms", "fluxq.environment"]
 
 
-@pytest.mark.parametrize("module", IMPORTED_FIRST)
-def test_kernels_are_registered_whatever_is_imported_first(module: str) -> None:
-    """In a process of its own; the ops say which devices have kernels of their own."""
-    code = (
-        f"import {module}, sys, torch\n"
-        "from fluxq.integrations.gpu import OPS\n"
-        "for name in OPS:\n"
-        "    if name in sys.modules:\n"
-        "        for op in OPS[name]:\n"
-        "            short = getattr(sys.modules[name], op)._qualname\n"
-        "            assert torch._C._dispatch_has_kernel_for_dispatch_key(short, 'CUDA'), short\n"
-        "            print(short)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+IN_ITS_OWN_PROCESS = f"""
+import importlib, os, sys, torch
+
+for module in {IMPORTED_FIRST}:
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0, module
+        continue
+    importlib.import_module(module)
+    from fluxq.integrations.gpu import OPS
+
+    for name in OPS:
+        if name in sys.modules:
+            for op in OPS[name]:
+                short = getattr(sys.modules[name], op)._qualname
+                assert torch._C._dispatch_has_kernel_for_dispatch_key(short, 'CUDA'), short
+                print(module, short)
+    sys.exit()
+"""
+
+
+def test_kernels_are_registered_whatever_is_imported_first() -> None:
+    """Each in a process of its own, forked once torch is there; the ops say which devices have kernels of their own."""
+    done = subprocess.run([sys.executable, "-c", IN_ITS_OWN_PROCESS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "fluxq::" in done.stdout
+    assert {line.split()[0] for line in done.stdout.splitlines() if "fluxq::" in line} == set(IMPORTED_FIRST)
 
 
 def test_an_op_on_a_gpu_is_launched_there(monkeypatch) -> None:

@@ -552,11 +552,11 @@ class Meeting:
         return pipe
 
 
-def test_two_actors_make_what_one_process_makes(tmp_path, whole, ray_engine):
-    made = work_in(tmp_path / "images", Meeting(TINY, tmp_path))
+def test_two_actors_make_what_one_process_makes(tmp_path, side, whole, ray_engine):
+    made = work_in(tmp_path / "images", Meeting(SIDES[side], tmp_path))
     images = ensure_images(made, ray_engine)
-    assert images.digest == ensure_images(whole("tiny")).digest and images.seconds > 0
-    require_same(made, whole("tiny"), workers=2)
+    assert images.digest == ensure_images(whole(side)).digest and images.seconds > 0
+    require_same(made, whole(side), workers=2)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import nn
 
 from fluxq import QuantLinear, tiny
@@ -144,6 +145,27 @@ def sana() -> tuple[DiffusionPipeline, dict]:
     return pipe, {**SMALL, **size, "complex_human_instruction": None}
 
 
+def fill() -> tuple[DiffusionPipeline, dict]:
+    """The embedded pipeline, with a transformer that reads an image and a mask."""
+    parts = {name: part for name, part in tiny.load(dtype="float32").components.items() if part is not None}
+    read = {name: parts["transformer"].config[name] for name in ("joint_attention_dim", "pooled_projection_dim")}
+    parts["transformer"] = transformer("flux", in_channels=48, out_channels=16, **read)
+    return diffusers.FluxFillPipeline(**parts), {**SMALL, "max_sequence_length": 8}
+
+
+def wan() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.WanPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=encoder("umt5"),
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=3, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+        ),
+        scheduler=FLOW(),
+        transformer=transformer("wan", image_dim=None, added_kv_proj_dim=None, text_dim=128),
+    )
+    return pipe, {**SMALL, "num_frames": 1, "guidance_scale": 4.0, "max_sequence_length": 8}
+
+
 @pytest.fixture
 def quantize(tmp_path, monkeypatch):
     """quantize(make, options…) runs `fluxq quantize` on what `make` gives, and returns click's result."""
@@ -194,3 +216,27 @@ def test_a_pipeline_that_does_not_tell_of_its_steps_is_quantized_without_running
     done = quantize(pixart, "--recipe", "nvfp4", "--profile", "rtn", "--no-check")
     assert done.exit_code == 0, done.stderr
     assert any(isinstance(module, QuantLinear) for module in loaded().modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "columns", "options", "following"),
+    [
+        (fill, {"image": "a.png", "mask": "mask.png"}, [], "eval"),
+        (wan, {"frames": 5, "negative_prompt": "a dog"}, ["--no-check"], "verify"),  # only images can be compared
+    ],
+    ids=["fill", "wan"],
+)
+def test_what_rows_say_goes_through_a_whole_job(make, columns, options, following, quantize):
+    for name, mode in (("a.png", "RGB"), ("mask.png", "L")):
+        Image.new(mode, (16, 16), "white").save(name)
+    rows = [{"prompt": f"a {word} circle", **columns} for word in ("red", "blue")]
+    Path("p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("quick.yaml").write_text("extends: nvfp4\ncalibration: {count: 2, steps: 2}\n")
+    done = quantize(make, "--recipe", "quick.yaml", "--profile", "balanced", "--prompts", "p.jsonl", *options)
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(Path("out", "fluxq_plan.json").read_text())
+    said = {"image": "image", "mask": "mask_image", "frames": "num_frames", "negative_prompt": "negative_prompt"}
+    assert [set(item[2]) for item in record["trajectory"]["items"]] == [{said[column] for column in columns}] * 2
+    assert all(group["sqnr_db"] > 5 for group in record["components"][0]["groups"])
+    assert options or (record["check"]["finite"] and record["check"]["images"] == 4)
+    assert f"next: fluxq {following} out" in done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import copy_of, write_lora
+from exchange_files import tensors_of, write_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from test_inspect import gguf_bytes
 
 from fluxq import tiny
 from fluxq.base.files import read_json, sha256_json, write_json
@@ -25,6 +28,8 @@ from fluxq.calibrate.blocks import _OnDisk
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import GroupSums, Statistics
 from fluxq.quantize.checkpoint import list_linears
+from fluxq.quantize.exchange import nunchaku
+from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.finished import GroupOutcome, Outcome, finish, is_finished
 from fluxq.quantize.group import Stage
 from fluxq.quantize.lora import LoraFile, read_updates
@@ -37,6 +42,8 @@ FEW = {  # cases of every run, of the files that are read in no time
     **dict.fromkeys(("generation", "block", "calls", "call", "outputs", "outputs done", "levels", "job"), 6),
     **{f"{name} config": 1 for name in (*hostile.FAMILIES, "tokenizer")},
     **{f"prompts{suffix}": 4 for suffix in hostile.PROMPTS},
+    **{f"inspect {name}": 2 for name in hostile.EXCHANGE},
+    **{f"import {name}": 1 for name in hostile.IMPORTED},
     **{"second expert": 1, "scheduler": 1, "tokenizer": 1},
 }
 QUICK = {  # cases of every run
@@ -75,6 +82,7 @@ def strange(tmp_path_factory, pipe, plain_checkpoint) -> Path:
     begun = {"fluxq": "1", "model": {"transformer": "b", "text_encoder": "c"}, "copied": "d", "dtype": "bfloat16"}
     write_json(root / "begun" / ".out.0123456789abcdef.work" / "job.json", begun)
     write_prompts(root / "prompts")
+    write_exchange(root / "exchange")
     return root
 
 
@@ -87,6 +95,23 @@ def write_families(root: Path) -> None:
         write_json(root / name / "model_index.json", {"_class_name": "WanPipeline", **entries})
         for component in components:
             write_json(root / name / component / "config.json", family.tiny_config)
+
+
+def write_exchange(root: Path) -> None:
+    """A small model in every layout whose words stand in a header or a configuration."""
+    root.mkdir()
+    write_model(root / "comfy.safetensors", "comfy", "nvfp4-nvfp4-static")
+    write_model(root / "torchao", "torchao", "fp8-fp8")
+    write_model(root / "modelopt", "modelopt", "nvfp4-nvfp4-static")
+    write_model(root / "compressed_tensors", "compressed_tensors", "int8-16bit")
+    write_model(root / "nunchaku_lite", "nunchaku_lite", "int4-int4")
+    weight = torch.zeros(128, 128)
+    layer = tensors_of(weight, Scheme.parse("int4-int4"), torch.zeros(128).bfloat16())
+    encoded = nunchaku.encode(layer, single_file=True)
+    header = nunchaku.metadata({"a": encoded.entry}, "NunchakuFluxTransformer2dModel", {"num_layers": 1})
+    save_file({f"a.{name}": tensor for name, tensor in encoded.tensors.items()}, root / "nunchaku.safetensors", header)
+    blocks = {"a.weight": (1, (2, 32), b"\1" * 128), "b.weight": (0, (2, 2), b"\0" * 16)}  # F16 and F32
+    (root / "model.gguf").write_bytes(gguf_bytes(blocks))
 
 
 def write_work(work: Path) -> None:
@@ -193,6 +218,35 @@ def test_the_watch_sees_what_it_is_there_for(strange):
     assert told.pop("is_sound") == ""
     assert told.keys() == starts.keys()
     assert all(told[name].startswith(start) for name, start in starts.items()), told
+
+
+TABLE = torch.linspace(-1, 1, 16)
+IN_TENSORS = {  # layers whose JSON is the data of a tensor: what it is called, what it says, the rest
+    "comfy": ("comfy_quant", {"format": "awq_w4a16", "group_size": 64, "params": {"convrot": False}}, {}),
+    "bnb": (
+        "weight.quant_state.bitsandbytes__nf4",
+        {"shape": [64, 64], "blocksize": 64, "nested_blocksize": 64, "nested_offset": 0.5, "dtype": "bfloat16"},
+        {"weight.nested_absmax": torch.ones(1), "weight.nested_quant_map": torch.zeros(256)},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", IN_TENSORS)
+def test_json_in_a_tensor_may_say_anything(dialect, tmp_path):
+    name, said, rest = IN_TENSORS[dialect]
+    rest = rest or {"weight_scale": torch.ones(1, 64).bfloat16(), "weight_zeros": torch.zeros(1, 64).bfloat16()}
+    if dialect == "bnb":
+        rest |= {"weight.absmax": torch.zeros(64, dtype=torch.uint8), "weight.quant_map": TABLE}
+    rest |= {"weight": torch.zeros((2048, 1) if dialect == "bnb" else (64, 32), dtype=torch.uint8)}
+    path, kinds = tmp_path / "model.safetensors", set()
+    for number in range(-1, 150):
+        chance = random.Random(number)
+        text = json.dumps(said) if number < 0 else hostile.changed(said, chance, hostile.FRAGMENTS)
+        data = text.encode() if number % 4 else hostile.garbled(text.encode(), chance)
+        stored = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)
+        save_file({f"a.{key}": tensor for key, tensor in (rest | {name: stored}).items()}, path)
+        kinds |= {(number < 0, fault.kind) for fault in inspect_path(path)[""].faults if fault.is_error}
+    assert kinds == {(False, "unreadable")}
 
 
 # One stranger's idea each

@@ -158,6 +158,9 @@ def test_what_missed_a_gate_is_written_but_not_uploaded(api, tmp_path):
     [
         (["--push-to-hub", "me/x"], "tags: [a]", {}, "model names no licence"),
         (["--push-to-hub", "me/x"], "license_link: LICENSE.md", {}, "model names no licence"),
+        (["--push-to-hub", "me/x"], "license: other\nlicense_link: LICENSE.md", {}, "model names no licence"),
+        (["--push-to-hub", "me/x"], "license: Unknown", {}, "and `license_name:` of one that the hub has no word for"),
+        (["--push-to-hub", "me/x", "--no-check"], "license: other\nlicense_name: mine", {}, "leave out --no-check"),
         (["--push-to-hub", "me/x", "--no-check"], "license: mit", {}, "leave out --no-check"),
         (["--push-to-hub", "me/x/y"], "license: mit", {}, "me/x/y"),
         (["--private"], "license: mit", {}, "--push-to-hub REPO"),

@@ -21,7 +21,7 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import open_model, open_models
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.inspect import FAULTS, Inspection, inspect_path
-from fluxq.quantize.exchange.layouts import block_scales, pad, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.layouts import swap_nibbles
 
 GOLDEN = Path(__file__).parent / "golden"
 NVFP4, FP8 = "nvfp4-nvfp4-static", "fp8-fp8"
@@ -91,173 +91,7 @@ def test_what_is_right_is_told_and_proved(dialect, scheme, base, tmp_path) -> No
     assert 4 < report.bits_per_weight < 12 and report.in_16_bit
 
 
-# --- the traps
-
-
-def swapped(tensors: Tensors) -> None:
-    tensors["weight"] = swap_nibbles(tensors["weight"])
-
-
-def linear_scales(module: str, tensors: Tensors) -> None:
-    n, k = tensors["bias"].shape[0], tensors["weight"].shape[1] * (2 if tensors["weight"].dtype == torch.uint8 else 1)
-    scale = tensors["weight_scale"]
-    groups = k // (16 if "weight_scale_2" in tensors else 32)
-    tensors["weight_scale"] = pad(unblock_scales(scale.view(torch.uint8), n, groups), 128, 4).view(scale.dtype)
-
-
-def row_col(module: str, tensors: Tensors) -> None:
-    """What ModelOpt's padding makes of block scales: columns in multiples of 16, and tiles over those."""
-    n, groups = tensors["bias"].shape[0], tensors["weight"].shape[1] // 8
-    scale = unblock_scales(tensors["weight_scale"], n, groups)
-    tensors["weight_scale"] = block_scales(pad(scale, 1, 16))
-
-
-def to_bf16(scale: Tensor) -> Tensor:
-    return scale.bfloat16().float()
-
-
-TRAPS = {
-    "1 nibbles, ModelOpt": ("modelopt", NVFP4, change("weight", swap_nibbles), "swapped nibbles", {}),
-    "1 nibbles, torchao": ("torchao", "nvfp4-nvfp4", change("_weight_qdata", swap_nibbles), "swapped nibbles", {}),
-    "1 nibbles, one layer": ("comfy", NVFP4, change("weight", swap_nibbles, QKV), "swapped nibbles", {}),
-    "2 ModelOpt's ComfyUI export": ("comfy", NVFP4, change("weight", swap_nibbles), "swapped nibbles", {}),
-    "3 row_col padding": ("comfy", NVFP4, row_col, "scales padded to 16 columns", {}),
-    "4 nibbles under linear scales": (
-        "bfl",
-        NVFP4,
-        change("weight", swap_nibbles),
-        "swapped nibbles",
-        {"marked": False},
-    ),
-    "5 swizzle, comfy": ("comfy", NVFP4, linear_scales, "missing swizzle", {}),
-    "5 swizzle, mxfp8": ("comfy", "mxfp8-mxfp8", linear_scales, "missing swizzle", {}),
-    "5 swizzle, ModelOpt": ("modelopt", NVFP4, change("weight_scale", block_scales), "swizzled scales", {}),
-    "7 global scale": ("modelopt", NVFP4, change("weight_scale_2", lambda t: 1 / t), "reciprocal global scale", {}),
-    "7 global scale, compressed-tensors": (
-        "compressed_tensors",
-        NVFP4,
-        change("weight_global_scale", lambda t: 1 / t),
-        "reciprocal global scale",
-        {},
-    ),
-    "7 scale": ("comfy", "int8-int8", change("weight_scale", lambda t: 1 / t), "reciprocal scale", {}),
-    "8 dtype of scales": (
-        "modelopt",
-        FP8,
-        change("weight_scale", lambda t: t.bfloat16()),
-        "scale of another dtype",
-        {},
-    ),
-    "12 one scale": ("bfl", "fp8-fp8", change("weight_scale", lambda t: t.max()), "one scale per tensor", {}),
-    "13 input_scale, BFL": (
-        "bfl",
-        NVFP4,
-        drop("input_scale"),
-        "missing input_scale",
-        {"marked": False, "original": True},
-    ),
-    "13 input_scale, ModelOpt": ("modelopt", NVFP4, drop("input_scale"), "missing input_scale", {}),
-}
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_a_trap_is_named_and_nothing_else_is(trap, base, tmp_path) -> None:
-    dialect, scheme, broken, kind, how = TRAPS[trap]
-    report = inspect_path(made(tmp_path, dialect, scheme, broken, **how), base)[""]
-    expected = {kind}
-    if trap.startswith("12"):  # and rounded for other scales
-        expected |= {fault.kind for fault in report.faults if fault.kind == "scale off by a factor"}
-    assert set(kinds(report)) == expected or (trap.startswith("12") and kind in kinds(report))
-    count = sum(fault.kind == kind for fault in report.faults)
-    assert count == (1 if "one layer" in trap else len(report.layers) if trap[0] not in "3" else count) and count
-    assert FAULTS[kind].is_error
-    if scheme != FP8 and "input_scale" not in trap:
-        proved = [layer.against for layer in report.layers if layer.against and kind in layer.against.best]
-        assert proved and all(against.plausible for against in proved)
-
-
-SHAPES = ("3 row_col padding", "7 global scale", "8 dtype of scales", "12 one scale", "13 input_scale, ModelOpt")
-
-
-@pytest.mark.parametrize("trap", SHAPES)
-def test_what_shapes_and_numbers_tell_needs_no_base(trap, tmp_path) -> None:
-    dialect, scheme, broken, kind, how = TRAPS[trap]
-    report = inspect_path(made(tmp_path, dialect, scheme, broken, **how))[""]
-    assert set(kinds(report)) == {kind}
-
-
-def test_two_traps_at_once_are_both_named(base, tmp_path) -> None:
-    def broken(module: str, tensors: Tensors) -> None:
-        swapped(tensors)
-        linear_scales(module, tensors)
-
-    path = made(tmp_path, "comfy", NVFP4, broken)
-    report = inspect_path(path, base)[""]
-    assert set(kinds(report)) == {"swapped nibbles", "missing swizzle"}
-    unmarked = inspect_path(made(tmp_path, "comfy", NVFP4, broken, marked=False), base)[""]
-    assert unmarked.is_sound and unmarked.dialect in ("bfl", "modelopt")  # which is what such a file is
-    assert "proved against the base" in unmarked.evidence
-
-
-def test_trap_6_a_header_without_tensors_is_a_contradiction(tmp_path) -> None:
-    both = inspect_path(made(tmp_path, "comfy", NVFP4))[""]
-    assert both.contradictions == ()
-    header = inspect_path(made(tmp_path, "comfy", NVFP4, only_header=True))[""]
-    assert header.dialect == "comfy" and "no comfy_quant tensors" in header.contradictions[0]
-    assert [layer.scheme for layer in header.layers] == [layer.scheme for layer in both.layers]
-
-
-def test_trap_8_scales_of_bf16_are_told(tmp_path) -> None:
-    for name in ("weight_scale_2", "weight_scale"):
-        scheme = NVFP4 if name == "weight_scale_2" else FP8
-        rounded = inspect_path(made(tmp_path / name, "bfl", scheme, change(name, to_bf16)))[""]
-        assert kinds(rounded, notes=True)["scale rounded to bf16"] == 1
-        exact = inspect_path(made(tmp_path / name, "bfl", scheme))[""]
-        assert kinds(exact, notes=True)["scale rounded to bf16"] == 0
-        one = inspect_path(made(tmp_path / name, "bfl", scheme, change(name, to_bf16, "transformer_blocks.0.ff.net.2")))
-        assert kinds(one[""], notes=True)["scale rounded to bf16"] == 0
-    golden = inspect_path(GOLDEN / "comfy_nvfp4.safetensors")[""]
-    assert kinds(golden, notes=True)["scale rounded to bf16"] == 1  # as comfy-kitchen computes it
-    assert kinds(inspect_path(GOLDEN / "modelopt_nvfp4.safetensors")[""], notes=True)["scale rounded to bf16"] == 0
-
-
-def test_trap_9_a_kind_of_layers_left_in_16_bit_is_named(tmp_path) -> None:
-    def left(keep: tuple[str, ...]) -> dict[str, str]:
-        report = inspect_path(made(tmp_path, "modelopt", NVFP4, keep=keep))[""]
-        return {fault.layer: fault.what for fault in report.faults if fault.kind == "left in 16 bit"}
-
-    found = left(("norm", "proj_out"))
-    assert "presets leave out whatever is called proj_out" in found["single_transformer_blocks.*.proj_out"]
-    assert "single_transformer_blocks.*.proj_out" not in left(("norm",))
-
-
-def test_trap_10_an_ignore_pattern_that_matches_quantized_layers(tmp_path) -> None:
-    for ignore, count in ((["norm_out*", "proj_out*"], 0), (["single_transformer_blocks*"], 1), (["*proj_out*"], 1)):
-        report = inspect_path(made(tmp_path, "modelopt", NVFP4, config={"ignore": ignore}))[""]
-        assert kinds(report)["ignored though quantized"] == count
-
-
-def test_trap_11_stock_diffusers_does_not_load_a_folder_of_modelopt(tmp_path) -> None:
-    assert kinds(inspect_path(made(tmp_path, "modelopt", NVFP4))[""], notes=True)["not for diffusers"] == 1
-    assert kinds(inspect_path(made(tmp_path / "t", "torchao", FP8))[""], notes=True)["not for diffusers"] == 0
-
-
-@pytest.mark.parametrize(
-    ("dialect", "scheme", "name", "kind"),
-    [
-        ("modelopt", NVFP4, "weight_scale", "zero scales"),  # trap 14
-        ("modelopt", "mxfp8-mxfp8", "weight_scale", "E8M0 byte 0"),  # trap 15
-        ("modelopt", NVFP4, "weight_scale_2", "global scale of 0"),
-    ],
-)
-def test_traps_14_and_15_zeros_among_scales(dialect, scheme, name, kind, tmp_path) -> None:
-    def zero(scale: Tensor) -> Tensor:
-        scale = scale.clone()
-        scale.reshape(-1).view(torch.uint8)[:4] = 0
-        return scale
-
-    report = inspect_path(made(tmp_path, dialect, scheme, change(name, zero)))[""]
-    assert kinds(report, notes=True)[kind] == len(report.layers)
+# --- what else is wrong with files; the fifteen traps are in test_traps.py
 
 
 def test_rows_of_a_fused_layer_in_another_order(base, tmp_path) -> None:
@@ -326,7 +160,10 @@ def test_codes_that_are_nan(tmp_path) -> None:
 # --- files
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.safetensors") if "gguf" not in path.name))
+LAYERS = [path.stem for path in GOLDEN.glob("*.safetensors") if not path.name.startswith(("gguf", "flux"))]
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
 def test_golden_files_are_told_by_what_is_in_them(name, tmp_path) -> None:
     if name == "input_linear":
         return

@@ -25,7 +25,7 @@ from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
 from fluxq.quantize.nearest import pieces_of, round_pieces, sqnr, weight_matrix
-from fluxq.quantize.pointwise import QuantPointwise, in_place_of
+from fluxq.quantize.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.quantize.run import quantize_linear
 from fluxq.quantize.shard import shard
 from fluxq.quantize.tensor import QuantizedTensor
@@ -179,6 +179,46 @@ def test_what_is_no_image_of_its_channels_is_refused():
         layer(torch.zeros(2, 64, 4, 4).bfloat16())
     with pytest.raises(ValueError, match="1x1 convolution and takes images: only layers that take tokens"):
         shard(layer, "N", 0, 2)
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, 2, K, 4, 4)], ids=str)
+def test_an_image_has_three_axes_or_four(shape):
+    with pytest.raises(ValueError, match=rf"is no image: expected \(B, {K}, H, W\)"):
+        quantized()[0](torch.zeros(shape).bfloat16())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_has_what_is_read_of_a_convolution(bias):
+    layer, source = quantized()[0], convolution(bias)
+    for name in ("kernel_size", "stride", "dilation", "padding", "groups"):
+        assert getattr(layer, name) == getattr(source, name), name
+    plain = layer.plain(bias, torch.float16)
+    assert repr(plain) == repr(source) and plain.weight.is_meta and plain.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_stands_in_its_place_until_it_is_read_takes_no_memory(bias):
+    """Of a convolution, of one that is quantized already, and of a Linear."""
+    scheme, source = Scheme.parse("nvfp4-16bit"), convolution(bias)
+    quantized_already = in_place_of(source, placeholder(source, scheme, torch.float16))
+    olds = {QuantPointwise: (source, quantized_already), QuantLinear: (as_linear(source),)}
+    for kind, old in ((kind, old) for kind, those in olds.items() for old in those):
+        found = placeholder(old, scheme, torch.float16)
+        assert type(found) is kind and (found.in_features, found.out_features) == (K, N)
+        assert (found.bias is not None) == bias and found.scheme == scheme and found.compute_dtype == torch.float16
+        assert all(parameter.is_meta for parameter in found.parameters())
+        assert in_place_of(old, found) is found and type(found) is kind
+
+
+def test_a_layer_goes_by_what_it_takes_the_place_of():
+    source, (layer, tokens) = convolution(), quantized()
+    assert type(in_place_of(as_linear(source), layer)) is QuantLinear
+    assert type(in_place_of(source, tokens)) is QuantPointwise
+    assert type(in_place_of(tokens, quantized()[1])) is QuantPointwise  # the place of a quantized one
+    with pytest.raises(ValueError, match="is no Linear"):
+        placeholder(nn.Conv2d(K, N, 3), Scheme.parse("fp8-fp8"), torch.bfloat16)
+    with pytest.raises(ValueError, match="QuantLinear"):
+        placeholder(nn.Conv2d(K + 8, N, 1), Scheme.parse("nvfp4-nvfp4"), torch.bfloat16)
 
 
 def test_gradients_reach_its_input():

@@ -18,7 +18,15 @@ from fluxq import jobs, tiny
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import Calls, capture_calls
-from fluxq.calibrate.capture import Trajectory, batches, capture_statistics, run_pipeline, steps_to_see, trajectory_of
+from fluxq.calibrate.capture import (
+    Trajectory,
+    batches,
+    capture_statistics,
+    number_of_steps,
+    run_pipeline,
+    steps_to_see,
+    trajectory_of,
+)
 from fluxq.calibrate.prompts import ARGUMENTS, Row, load_prompts
 from fluxq.calibrate.sensitivity import noise_level_weights
 from fluxq.calibrate.statistics import Statistics
@@ -474,6 +482,32 @@ def test_images_reach_the_transformer(make, call, columns, tokens, folder, monke
     assert torch.equal(inputs_of(again)[0]["hidden_states"], third)
 
 
+@pytest.mark.parametrize(("strength", "made"), [(None, 3), (0.5, 2), (0.6, 3), (0.7, 3), (0.75, 3), (1.0, 4)])
+def test_of_an_image_only_the_steps_that_are_made_are_looked_at(strength, made, folder):
+    """Of four steps, of which the pipeline's own strength, .6, leaves three: what is recorded is what ran."""
+    pipe = flux(diffusers.FluxImg2ImgPipeline)
+    pipe.set_progress_bar_config(disable=True)
+    call = {**FLUX_CALL, "num_inference_steps": 4, **({"strength": strength} if strength else {})}
+    [item] = rows_of(folder, [{"prompt": "a cat", "image": "one.png"}], type(pipe)).rows
+    steps = number_of_steps(pipe, call)
+    [found] = capture_calls(
+        pipe,
+        {"transformer": block_names(FAMILIES["flux"], pipe.transformer)},
+        [(item, 1)],
+        [],
+        call,
+        steps=steps,
+        digests={"transformer": "m"},
+        folder=folder / "calls",
+    ).values()
+    sigmas = tuple(1 - step / 4 for step in range(4 - made, 4))
+    assert (steps, [each.step for each in found.calls]) == (made, list(range(made)))
+    assert list(found.trajectory["steps_seen"]) == list(range(made))
+    assert tuple(found.trajectory["sigmas"]) == pytest.approx(sigmas)
+    seen = [float(k["timestep"]) for k in inputs_of(found)]
+    assert seen == pytest.approx(sigmas, abs=1e-2)  # in the model's 16 bit
+
+
 SIZES = [
     (row(prompt, height=height, width=width), 100 + i)
     for i, (prompt, height, width) in enumerate(
@@ -522,7 +556,7 @@ def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> 
 
 
 def test_a_job_refuses_columns_before_anything_is_computed(folder, quick_recipe, monkeypatch):
-    monkeypatch.setattr(jobs, "load_pipeline", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("fluxq.prepared.load_pipeline", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"column 'image' is the argument image, which FluxPipeline does not take"):
         prepared(folder, [{"prompt": "a", "image": "one.png"}], str(quick_recipe("nvfp4")), folder / "out")
 

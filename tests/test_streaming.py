@@ -29,7 +29,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from fluxq import jobs
+from fluxq import jobs, work_folder
 from fluxq.base import console
 from fluxq.base.files import sole_writer
 from fluxq.base.model import resolve_model
@@ -476,7 +476,7 @@ def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path,
     first = quantize(tmp_path)
     monkeypatch.setattr(jobs, "_quantize", lambda *_: pytest.fail("quantized again"))
     assert jobs.quantize(prepared) == json.loads((tmp_path / "out" / PLAN).read_text())
-    assert first["identity"] == jobs._hashed(prepared)
+    assert first["identity"] == work_folder.with_digests(prepared)
 
 
 # Memory and cost
@@ -660,8 +660,8 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
     def measured(part: Path, *_: object) -> dict[str, str]:
         nonlocal most
         (blocks,) = tmp_path.glob(".out.*.work/transformer")
-        most = jobs._size(part) + jobs._size(blocks)
-        half.append(jobs._space_needed(prepared, blocks.parent))
+        most = work_folder._size(part) + work_folder._size(blocks)
+        half.append(work_folder._space_needed(prepared, blocks.parent))
         return {}
 
     if slack < 1.1:
@@ -669,7 +669,7 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
     else:
         options = jobs.Options("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
     prepared = jobs.prepare(options)
-    needed = jobs._space_needed(prepared, tmp_path / "nothing")
+    needed = work_folder._space_needed(prepared, tmp_path / "nothing")
     monkeypatch.setattr(jobs, "hash_files", measured)
     jobs.quantize(prepared)
     headers = 100_000  # and the small files

@@ -15,6 +15,7 @@ from safetensors.torch import load, load_file, save_file
 
 from fluxq.base import memory
 from fluxq.base import tensors as files
+from fluxq.base.files import sha256_file
 from fluxq.base.tensors import DTYPES, TensorFile, join_weights, save_weights
 
 NAMES = ["a", "b.weight", "é", 'quote"', "back\\slash", "line\nbreak", "\x01", "\x7f", "\u2028", "日本", "", " "]
@@ -207,19 +208,8 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
         save_weights({"a": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file", {})
 
 
-def refused_by_the_kernel(*_):
-    raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-
-@pytest.mark.parametrize("kernel", ["copies", "cannot", "does nothing", "is another"])
-def test_a_file_made_of_parts_of_others_is_the_one_that_is_written_at_once(tmp_path, monkeypatch, kernel):
+def test_a_file_made_of_parts_of_others_is_the_one_that_is_written_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_AT_ONCE", 100)
-    if kernel == "cannot":
-        monkeypatch.setattr(os, "copy_file_range", refused_by_the_kernel)
-    elif kernel == "does nothing":
-        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
-    elif kernel == "is another":
-        monkeypatch.delattr(os, "copy_file_range")
     held = {f"tensor {word}": drawn(word, 30, 7) for word in DTYPES}
     parts = {}
     for at in range(3):
@@ -286,9 +276,33 @@ def test_for_a_while_memory_of_large_tensors_is_used_again_when_they_are_gone(tm
 def test_little_memory_is_kept(monkeypatch):
     monkeypatch.setattr(memory, "_KEPT", 7 << 20)
     with memory.used_again():
-        two, three, four = (memory.empty(size << 20) for size in (2, 3, 4))
+        two, three, four = (memory.empty((size << 20,), torch.uint8) for size in (2, 3, 4))
         place = three.data_ptr()
         del two, four, three  # one after the other; the first is too much then
         assert sum(block.nbytes for block in memory._FREE.blocks.values()) == 7 << 20
-        assert memory.empty(2 << 20).data_ptr() == place  # the smallest that holds it
-        assert memory.empty(1 << 20).untyped_storage().nbytes() == 1 << 20
+        assert memory.empty((2 << 20,), torch.uint8).data_ptr() == place  # the smallest that holds it
+        assert memory.empty((1 << 20,), torch.uint8).untyped_storage().nbytes() == 1 << 20
+
+
+def test_large_files_go_to_the_disk_as_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LARGE", 1000)
+    monkeypatch.setattr(files, "_BEHIND", 500)
+    monkeypatch.setattr(files, "_AT_ONCE", 192)
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size), raising=False)
+    tensors = {name: torch.randn(40, 8) for name in "abc"}
+    save_weights(tensors, tmp_path / "apart.safetensors", {})
+    whole = (tmp_path / "apart.safetensors").stat().st_size
+    assert synced[0] < whole == synced[-1]
+    held = TensorFile(tmp_path / "apart.safetensors")
+    parts = {name: (held.path, held.stored[name]) for name in held.keys()}
+    assert join_weights(parts, tmp_path / "joined", {}) == sha256_file(tmp_path / "joined") == sha256_file(held.path)
+    assert synced[-1] == whole
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "fdatasync", full, raising=False)
+    for write in (lambda to: save_weights(tensors, to, {}), lambda to: join_weights(parts, to, {})):
+        with pytest.raises(OSError, match=r"cannot write full \(.*no room\); .* GB are free"):
+            write(tmp_path / "full")

@@ -121,7 +121,6 @@ VALUES = [
     *(("nvfp4", f"{LAYER}.weight_scale_2", put(value)) for value in (0.0, -1.0, float("inf"))),
     *(("nvfp4", f"{LAYER}.input_scale", put(value)) for value in (0.0, -1.0, float("nan"))),
     *((recipe, f"{LAYER}.weight", put_byte(byte)) for recipe in ("fp8", "mxfp8") for byte in (0x7F, 0xFF)),
-    ("int8", f"{LAYER}.weight", put(-128)),
     *((recipe, f"{LAYER}.bias", put(float("nan"))) for recipe in shipped_recipes()),
     ("fp8", "x_embedder.weight", put(float("-inf"))),
 ]

@@ -31,8 +31,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if kind not in ("nf4", "fp4"):
         raise ValueError(f"bnb: the layer has no {STATE}nf4; 8-bit and other files of bitsandbytes are not read here")
     state = state_of(held.take(STATE + kind, torch.uint8))
-    if tuple(state.get("shape", ())) != shape:
-        raise ValueError(f"bnb: quant_state says the weight is {state.get('shape')}, the model has {list(shape)}")
+    if shape_of(state) != tuple(shape):
+        raise ValueError(f"bnb: quant_state says the weight is {state['shape']}, the model has {list(shape)}")
     codes = held.take("weight", torch.uint8, (n * k // 2, 1), (n * k // 2,)).reshape(-1)
     table = held.take("weight.quant_map", torch.float32, (16,))
     count = _blocks(n * k, state, "blocksize")
@@ -67,6 +67,16 @@ def state_of(tensor: Tensor) -> dict[str, Any]:
     if not isinstance(state, dict) or not isinstance(state.get("shape"), list):
         raise ValueError("bnb: quant_state is no JSON object with a shape; get the file again")
     return state
+
+
+def shape_of(state: Mapping[str, Any]) -> tuple[int, int]:
+    """(N, K) of the weight that a quant_state is of."""
+    shape = state["shape"]
+    if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 24 for size in shape):
+        raise ValueError(
+            f"bnb: quant_state says the weight is {str(shape)[:80]}, expected two sizes; get the file again"
+        )
+    return shape[0], shape[1]
 
 
 def _blocks(elements: int, state: Mapping[str, Any], name: str) -> int:

@@ -129,8 +129,6 @@ def _read_int8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) 
     if entry.get("convrot"):
         size = entry.get("convrot_groupsize", 256)
         return rotate_back(codes * scale.unsqueeze(1), size), f"its columns are rotated in blocks of {size}"
-    if (codes == -128).any():
-        return codes * scale.unsqueeze(1), "it has codes of -128"
     return {"weight": codes, "weight_scale": scale.expand(n).contiguous()}
 
 

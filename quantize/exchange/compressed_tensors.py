@@ -100,9 +100,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return native(rows[0], shape, done | own, beside)
 
 
-def _read_rows(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
     scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), ()).float()
     if codes.dtype == torch.int8:
@@ -157,9 +155,7 @@ def _read_blocks(
     return weights, done
 
 
-def _int8(codes: Tensor, scale: Tensor) -> tuple[str, dict[str, Tensor]] | Plain:
-    if (codes == -128).any():
-        return Plain(codes * scale.reshape(-1, 1), None, "it has codes of -128")
+def _int8(codes: Tensor, scale: Tensor) -> tuple[str, dict[str, Tensor]]:
     return "int8", {"weight": codes, "weight_scale": scale.reshape(-1).expand(codes.shape[0]).contiguous()}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, join_weights
-from fluxq.quantize.checkpoint import WEIGHTS_NAME, copy_rest
+from fluxq.quantize.checkpoint import copy_rest, join_shards
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
 from fluxq.quantize.exchange.native import NativeComponent
 
@@ -28,7 +28,7 @@ MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is wri
 class Contents:
     """An encoded component. parts: tensor -> where it lies. entries: by quantized module. plain: tensors in 16 bit.
 
-    in_16_bit: Linears, by their name in diffusers or transformers.
+    in_16_bit: Linears, by their name in diffusers or transformers. max_shard_bytes: of the files of a folder.
     """
 
     source: NativeComponent
@@ -36,6 +36,7 @@ class Contents:
     entries: Mapping[str, Mapping[str, Any]]
     plain: Sequence[str]
     in_16_bit: list[str]
+    max_shard_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Writer:
 
     write(made, name, checkpoint, contents): `made` is the folder or, for a file, the folder that it and what goes
     beside it are put into. library: of the components that it is for. is_pipeline: the whole pipeline is written.
+    is_file: weights are one file, whatever their size; in a folder they are cut into shards.
     """
 
     write: Callable[[Path, str, ModelFolder, Sequence[Contents]], None]
@@ -136,7 +138,7 @@ def _component(
     folder: Path, one: Contents, quantization: dict[str, Any] | None, metadata: Mapping[str, str] = {}
 ) -> None:
     folder.mkdir(exist_ok=True)
-    join_weights(one.parts, folder / f"{WEIGHTS_NAME[one.source.library]}.safetensors", {"format": "pt", **metadata})
+    join_shards(folder, one.source.library, one.parts, {"format": "pt", **metadata}, one.max_shard_bytes)
     described = {} if quantization is None else {"quantization_config": quantization}
     write_json(folder / "config.json", {**one.source.config, **described})
     origin = one.source.folder.path / one.source.component

@@ -1,6 +1,7 @@
 """The dialects: which program reads which layout, what of ours each holds, and where a file says so.
 
 `encode` and `decode` of a row are about one layer; names of layers, containers and configurations are others' work.
+READERS, at the end, are the programs: how a file gets into each, and with which of them tests load what is written.
 """
 
 from __future__ import annotations
@@ -12,8 +13,19 @@ from typing import Any
 
 from torch import Tensor
 
-from fluxq.quantize.exchange import bfl, bnb, comfy, compressed_tensors, gguf, legacy, modelopt, nunchaku, torchao
-from fluxq.quantize.exchange.layer import Encoded, Plain, QuantTensors, Row
+from fluxq.quantize.exchange import (
+    bfl,
+    bnb,
+    comfy,
+    compressed_tensors,
+    gguf,
+    legacy,
+    modelopt,
+    nunchaku,
+    nunchaku_file,
+    torchao,
+)
+from fluxq.quantize.exchange.layer import Encoded, Names, Plain, QuantTensors, Row
 
 Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], QuantTensors | Plain]
 
@@ -21,7 +33,8 @@ Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], Qu
 @dataclass(frozen=True)
 class Dialect:
     """encode: None where files are only read. rows: its formats. names: of the layers in a file, "diffusers" or
-    "original". container: what a model is written as. marked_by: what tells the format of a layer.
+    "original". container: what a model is written as. marked_by: what tells the format of a layer. widened: formats
+    whose codes no format of ours holds, so that they are read as 16 bit.
     """
 
     about: str
@@ -31,6 +44,25 @@ class Dialect:
     names: str
     container: str
     marked_by: str
+    widened: Names = ()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program that reads a dialect.
+
+    command: that gets the checkpoint tiny-nvfp4, or one named there, into it. package, version: on PyPI, that tests run
+    it with; "" for a program that was not run: what is written for it follows its specification. formats: those that
+    tests read with it. proof: what these tests hold against ours, or how far tests without it go.
+    """
+
+    program: str
+    dialect: str
+    command: str
+    package: str = ""
+    version: str = ""
+    formats: Names = ()
+    proof: str = ""
 
 
 DIALECTS = {
@@ -82,7 +114,7 @@ DIALECTS = {
     "nunchaku": Dialect(
         "nunchaku's single files",
         partial(nunchaku.encode, single_file=True),
-        nunchaku.decode,
+        nunchaku_file.decode,
         nunchaku.ROWS,
         "nunchaku",
         "file",
@@ -97,9 +129,106 @@ DIALECTS = {
         "folder",
         "config.json: config_groups",
     ),
-    "gguf": Dialect("llama.cpp's blocks", None, gguf.decode, (), "original", "GGUF file", "type of each tensor"),
-    "bnb": Dialect("bitsandbytes' NF4", None, bnb.decode, (), "diffusers", "folder", "quant_state tensors"),
+    "gguf": Dialect(
+        "llama.cpp's blocks",
+        None,
+        gguf.decode,
+        (),
+        "original",
+        "GGUF file",
+        "type of each tensor",
+        tuple(name for name in gguf.TYPES if name not in ("F32", "F16", "BF16")),
+    ),
+    "bnb": Dialect(
+        "bitsandbytes' NF4", None, bnb.decode, (), "diffusers", "folder", "quant_state tensors", ("nf4", "fp4")
+    ),
     "legacy": Dialect(
         "ComfyUI's fp8 of before comfy_quant", None, legacy.decode, legacy.ROWS, "original", "file", "scaled_fp8 tensor"
     ),
 }
+
+_WHOLE = "whole models: all weights are ours bit for bit"
+READERS = (
+    Reader(
+        "diffusers",
+        "bfl",
+        "fluxq export tiny-nvfp4 --format bfl",
+        "diffusers",
+        "0.42.1",
+        ("fp8r", "nvfp4"),
+        f"{_WHOLE}, the output is that of a bf16 model of them; no fluxq in the process",
+    ),
+    Reader(
+        "diffusers",
+        "torchao",
+        "fluxq export tiny-nvfp4 --format torchao",
+        "torchao",
+        "0.18.0",
+        ("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"),
+        _WHOLE,
+    ),
+    Reader(
+        "diffusers",
+        "nunchaku_lite",
+        "fluxq export tiny-nvfp4 --format nunchaku_lite",
+        proof="names, shapes and dtypes pass the loader's own strict check; its kernels want a GPU and a download",
+    ),
+    Reader(
+        "ComfyUI",
+        "comfy",
+        "fluxq export tiny-nvfp4 --format comfy -o ComfyUI/models/diffusion_models/tiny-nvfp4.safetensors",
+        proof="comfy-kitchen, its own decoder, was run",
+    ),
+    Reader(
+        "comfy-kitchen",
+        "comfy",
+        "",
+        "comfy-kitchen",
+        "0.2.40",
+        ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
+        "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit",
+    ),
+    Reader(
+        "SGLang-Diffusion",
+        "comfy",
+        "fluxq export tiny-nvfp4 --format comfy && "
+        "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
+    ),
+    Reader(
+        "SGLang-Diffusion",
+        "modelopt",
+        "fluxq export tiny-nvfp4 --format modelopt && sglang generate --model-path ./tiny-nvfp4-modelopt --prompt TEXT",
+        proof="NVFP4; its fp8 has one scale for each weight, and x",
+    ),
+    Reader(
+        "vLLM-Omni",
+        "modelopt",
+        "fluxq export tiny-nvfp4 --format modelopt && vllm serve ./tiny-nvfp4-modelopt --omni",
+        proof="tensors and configuration are those that ModelOpt 0.47 writes",
+    ),
+    Reader(
+        "ModelOpt",
+        "modelopt",
+        "",
+        "nvidia-modelopt",
+        "0.47.0",
+        ("NVFP4",),
+        "the producer: its own tensor class decodes ours bit for bit, its conversion of configurations gives ours",
+    ),
+    Reader("nunchaku", "nunchaku", "fluxq export tiny-int4-svd --format nunchaku", proof="FLUX.1 only"),
+    Reader(
+        "vLLM",
+        "compressed_tensors",
+        "fluxq export OUT --format compressed-tensors && vllm serve ./OUT-compressed-tensors",
+        proof="a text encoder that was quantized, with its tokenizer",
+    ),
+    Reader(
+        "transformers",
+        "compressed_tensors",
+        "fluxq export OUT --format compressed-tensors",
+        "compressed-tensors",
+        "0.20.0",
+        tuple(dict.fromkeys(row.name for row in compressed_tensors.ROWS)),
+        "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder",
+    ),
+)

@@ -27,8 +27,8 @@ from fluxq.base.console import progress
 from fluxq.base.files import sole_writer
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, TensorFile, save_weights
-from fluxq.quantize.checkpoint import QUANT_METHOD, library_of
-from fluxq.quantize.exchange import containers, nunchaku, nunchaku_file
+from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
+from fluxq.quantize.exchange import containers, modelopt, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.containers import Contents
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
@@ -114,19 +114,23 @@ def export(
     component: str | None = None,
     requantize: bool = False,
     overwrite: bool = False,
+    max_shard_bytes: int | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Exported:
     """Write a checkpoint for another program.
 
     dialect: a key of DIALECTS that has a writer. component: by default the denoisers, for compressed_tensors the text
-    encoder. on_start: called once everything was checked. ValueError, before anything is written, for what the dialect
-    cannot hold, naming the layers; and where `target` exists, without `overwrite`.
+    encoder. max_shard_bytes: of the files of a folder, by default MAX_SHARD_BYTES. on_start: called once everything was
+    checked. ValueError, before anything is written, for what the dialect cannot hold, naming the layers; where `target`
+    exists, without `overwrite`; and for a shard size of a dialect that is one file.
     """
     if dialect not in containers.WRITERS:
         known = ", ".join(containers.WRITERS)
         raise ValueError(f"format {dialect!r} is not written here; formats are {known}")
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; give another one, or --overwrite")
+    if max_shard_bytes is not None and containers.WRITERS[dialect].is_file:
+        raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
     plans = [_plan(NativeComponent(checkpoint, name), dialect, requantize) for name in names]
     others = _other_quantized(checkpoint, names) if containers.WRITERS[dialect].is_pipeline else []
@@ -134,7 +138,7 @@ def export(
     on_start()
     done = Exported(dialect, str(target), names, in_16_bit=others)
     with sole_writer(target), _work_folder(target) as work:
-        written = [plan.write(work / "parts", done) for plan in plans]
+        written = [plan.write(work / "parts", done, max_shard_bytes or MAX_SHARD_BYTES) for plan in plans]
         made = work / "made"
         containers.WRITERS[dialect].write(made, target.name, checkpoint, written)
         done.nbytes = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
@@ -151,7 +155,7 @@ class ComponentPlan:
     choices: list[Choice]
     plain: dict[str, tuple[tuple[str, ...], Order]]
 
-    def write(self, folder: Path, done: Exported) -> Contents:
+    def write(self, folder: Path, done: Exported, max_shard_bytes: int) -> Contents:
         """Encode every unit into a file of its own in `folder`; what came of it is added to `done`."""
         folder = folder / self.source.component
         folder.mkdir(parents=True)
@@ -199,7 +203,7 @@ class ComponentPlan:
                 notes[words] += len(self.choices)
         done.notes, done.formats = dict(notes), dict(formats)
         in_16_bit = [name for name in source.linears if name not in entries]
-        return Contents(source, parts, entries, plain, in_16_bit)
+        return Contents(source, parts, entries, plain, in_16_bit, max_shard_bytes)
 
 
 def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentPlan:
@@ -218,6 +222,8 @@ def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentP
         count = sum(map(len, problems.values()))
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
+    if dialect == "modelopt":
+        choices = _readable_together(source, choices, main)
     if not any(choice.how != "16 bit" for choice in choices):
         raise ValueError(f"{dialect} holds no layer of {source.component}: everything would be in 16 bit")
     return ComponentPlan(source, dialect, choices, plain)
@@ -277,6 +283,34 @@ def _choice(
         if nearest is not None:
             return Choice(unit, "rounded", nearest, why)
     return Choice(unit, "16 bit", None, why) if has_16_bit else why
+
+
+def _readable_together(source: NativeComponent, choices: list[Choice], main: tuple[str, str | None]) -> list[Choice]:
+    """The same for a folder of ModelOpt's, with side layers in 16 bit that its readers could not load.
+
+    vLLM-Omni gives no modulation a quantized layer. SGLang-Diffusion reads folders of one algorithm, vLLM-Omni mixes of
+    some. Sources: vLLM-Omni's `safe_quant_config`, `get_quant_method` of vLLM's ModelOptMixedPrecisionConfig, SGLang's
+    ModelOptFp4Config and ModelOptFp8Config.
+    """
+
+    def algorithm(choice: Choice) -> str:
+        if choice.scheme is None:
+            return ""
+        layer = QuantTensors({}, _shape(source, choice.unit), choice.scheme)
+        return row_for(layer, DIALECTS["modelopt"].rows, "modelopt")[0].name
+
+    names = [algorithm(choice) for choice in choices]
+    sides = [all(_is_side(source, part, main) for part in choice.unit.parts) for choice in choices]
+    mains = {name for name, is_side in zip(names, sides, strict=True) if not is_side}
+    done = []
+    for choice, name, is_side in zip(choices, names, sides, strict=True):
+        why = ""
+        if name and is_side and any(_is_modulation(source, part) for part in choice.unit.parts):
+            why = "vLLM-Omni computes modulation in 16 bit"
+        elif name and is_side and {name} != mains and not {name, *mains} <= modelopt.READ_MIXED:
+            why = f"no reader of modelopt takes {name} beside {' and '.join(sorted(mains))}"
+        done.append(replace(choice, how="16 bit", scheme=None, why=why) if why else choice)
+    return done
 
 
 def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:

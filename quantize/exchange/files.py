@@ -23,7 +23,8 @@ from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder
 from fluxq.base.tensors import Stored, TensorFile, by_tensor
 from fluxq.quantize.checkpoint import QuantizationConfig
-from fluxq.quantize.exchange.bnb import STATE, state_of
+from fluxq.quantize.exchange import nunchaku_file
+from fluxq.quantize.exchange.bnb import STATE, shape_of, state_of
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
@@ -65,17 +66,19 @@ class FileLayer:
     @property
     def nbytes(self) -> int:
         """Of everything but the bias."""
-        return sum(stored.nbytes for suffix, stored in self.stored.items() if suffix != "bias")
+        return sum(stored.nbytes for suffix, stored in self.stored.items() if suffix.rpartition(".")[2] != "bias")
 
 
 class ModelFile:
     """One model, that is one component, in one file or several.
 
     container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN. evidence: what tells it; contradictions: what
-    speaks for another. names: of its modules, "diffusers" or "original". family: None where no row knows its names.
+    speaks for another. names: of its modules, "diffusers", "original" or "nunchaku". family: None where no row knows
+    them.
     groups: tensors that may be of a quantized layer, by module and suffix. layers: by name; plain: names of all other
-    tensors. faults: layer -> why it could not even be taken apart. undecided: dialects among which nothing in the file
-    decides; `dialect` is the first guess.
+    tensors. prefix: of the denoiser's names in a file that holds other components too; others: names of their tensors,
+    of which nothing else here tells. faults: layer -> why it could not even be taken apart. undecided: dialects among
+    which nothing in the file decides; `dialect` is the first guess.
     """
 
     def __init__(self, path: Path, files: list[TensorFile | GGUFFile], container: str, config: dict[str, Any]) -> None:
@@ -83,11 +86,17 @@ class ModelFile:
         self._files = by_tensor(files)
         self.metadata = {key: text for file in files for key, text in file.metadata().items()}
         self.stored = {name: file.stored[name] for name, file in self._files.items()}
-        self.groups = grouped(self.stored)
+        is_whole = any(name.startswith(CHECKPOINT_PREFIX) for name in self.stored)
+        self.prefix = CHECKPOINT_PREFIX if is_whole else ""
+        own = {name: stored for name, stored in self.stored.items() if name.startswith(self.prefix)}
+        self.others = [name for name in self.stored if name not in own]
+        self.groups = grouped(own)
         self.undecided: tuple[str, ...] = ()
         self.dialect, self.evidence, self.contradictions = dialect_of(self)
         if self.contradictions == (UNDECIDED,):
             self.undecided = ("comfy", "bfl" if self.dialect == "comfy" else "modelopt")
+        if self.others:
+            self.container += f" with {', '.join(self.other_components())} beside the denoiser"
         self._take_apart()
 
     def read_as(self, dialect: str, why: str) -> ModelFile:
@@ -102,8 +111,25 @@ class ModelFile:
     def _take_apart(self) -> None:
         self.faults: dict[str, str] = {}
         self.layers = {layer.name: layer for layer in self._read_layers()}
+        if self.dialect == "nunchaku":
+            self._pair_sides()
         taken = {name for layer in self.layers.values() for name in layer.parts.values()}
-        self.plain = [name for name in self.stored if name not in taken]
+        self.plain = [name for name in self.stored if name.startswith(self.prefix) and name not in taken]
+
+    def other_components(self) -> dict[str, tuple[int, int]]:
+        """Name -> (tensors, bytes) of what lies beside the denoiser in its file."""
+        found: dict[str, tuple[int, int]] = {}
+        for name in self.others:
+            first, *rest = name.split(".")
+            component = ".".join([first, *rest[: first in _OF_SEVERAL]])
+            count, nbytes = found.get(component, (0, 0))
+            found[component] = count + 1, nbytes + self.stored[name].nbytes
+        return found
+
+    @property
+    def files(self) -> list[Path]:
+        """Of safetensors or GGUF, those that hold the model."""
+        return list(dict.fromkeys(file.path for file in self._files.values()))
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -137,7 +163,7 @@ class ModelFile:
 
     @cached_property
     def identity(self) -> tuple[Family | None, str]:
-        """The family, and whether modules go by "diffusers" or "original" names."""
+        """The family, and whether modules go by "diffusers", "original" or "nunchaku" names."""
         return _identify(self)
 
     @property
@@ -157,11 +183,12 @@ class ModelFile:
         held = [f"{name}.weight" for name in self.layers]
         held += [f"{name}.bias" for name, layer in self.layers.items() if "bias" in layer.parts]
         held += [name for name in self.plain if name not in SIGNS]
+        if self.names == "nunchaku":
+            return {name: Joined(name, _of_nunchaku(name)) for name in held}
         if self.names == "diffusers" or self.family is None:
-            return {name: Joined(name, (name,)) for name in held}
-        whole = any(name.startswith(CHECKPOINT_PREFIX) for name in held)
-        prefix = CHECKPOINT_PREFIX if whole else ""
-        return {prefix + each.original: each for each in diffusers_names(self.family.name, held)}
+            bare = {name: name.removeprefix(self.prefix) for name in held}
+            return {name: Joined(own, (own,)) for name, own in bare.items()}
+        return {self.prefix + each.original: each for each in diffusers_names(self.family.name, held)}
 
     def linears_in_16_bit(self) -> dict[str, tuple[int, int]]:
         """Matrices that are not quantized, by module."""
@@ -180,6 +207,8 @@ class ModelFile:
             stored = {suffix: self.stored[whole] for suffix, whole in parts.items()}
             if not is_quantized(stored, self.dialect):
                 continue
+            if self.dialect == "bnb" and stored["weight"].dtype.startswith("F8"):
+                continue  # a plain cast beside the codes
             if self.dialect == NATIVE:
                 if name not in schemes:
                     self.faults[name] = "has codes, and config.json names no scheme for it; copy both files again"
@@ -194,14 +223,37 @@ class ModelFile:
                 continue
             yield FileLayer(name, parts, stored, entry, shape)
 
+    def _pair_sides(self) -> None:
+        """Make one layer of the two that stand for a single block's `proj_out`."""
+        first, rest = nunchaku_file.SIDES
+        for name in [name for name in self.layers if nunchaku_file.parts_of(name) and name.startswith(_SINGLE)]:
+            block, _, member = name.rpartition(".")
+            if member not in nunchaku_file.SIDES or name not in self.layers:
+                continue
+            other = self.layers.get(f"{block}.{rest if member == first else first}")
+            if other is None or other.shape[0] != self.layers[name].shape[0]:
+                self.faults[name] = f"is a part of proj_out without the other, {first} or {rest}; get the file again"
+                continue
+            sides = {side: self.layers.pop(f"{block}.{side}") for side in nunchaku_file.SIDES}
+            shape = sides[first].shape[0], sides[first].shape[1] + sides[rest].shape[1]
+            whole = f"{block}.{first}+{rest}"
+            self.layers[whole] = FileLayer(
+                whole,
+                {f"{side}.{suffix}": part for side, layer in sides.items() for suffix, part in layer.parts.items()},
+                {f"{side}.{suffix}": part for side, layer in sides.items() for suffix, part in layer.stored.items()},
+                {**sides[rest].entry, "columns": sides[first].shape[1]},
+                shape,
+            )
+
     def _shape(
         self, stored: Mapping[str, Stored], entry: Mapping[str, Any], parts: Mapping[str, str]
     ) -> tuple[int, int]:
         """(N, K) of a layer; N is that of the bias where padding hides it."""
         if self.dialect == "bnb":
-            state = state_of(self.read(next(parts[suffix] for suffix in parts if suffix.startswith(STATE))))
-            n, k = (*state["shape"], 0, 0)[:2]
-            return int(n), int(k)
+            states = [parts[suffix] for suffix in parts if suffix.startswith(STATE)]
+            if not states:
+                raise ValueError("has codes and no quant_state; 8-bit layers of bitsandbytes are not read here")
+            return shape_of(state_of(self.read(states[0])))
         suffix = next(suffix for suffix in CODES if suffix in stored)
         codes = stored[suffix]
         if len(codes.shape) not in (2, 3):
@@ -367,9 +419,20 @@ def _legacy_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> 
 
 
 def _nunchaku_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    from_gelu = name.endswith(("mlp_fc2", "mlp_context_fc2")) and model.dialect == "nunchaku"
+    found = nunchaku_file.parts_of(name) if model.dialect == "nunchaku" else None
+    if found is None:
+        return {}
+    _, row = found
     is_int4 = "wscales" in stored and stored["wscales"].dtype in FLOATS
-    return {"act_unsigned": True} if from_gelu and is_int4 else {}
+    said: dict[str, Any] = {"chunks": row.chunks} if row.chunks else {}
+    return said | ({"act_unsigned": True} if row.after_gelu and is_int4 else {})
+
+
+def _of_nunchaku(name: str) -> tuple[str, ...]:
+    """What of diffusers a tensor of nunchaku's file is."""
+    module, _, suffix = name.rpartition(".")
+    found = nunchaku_file.parts_of(module)
+    return tuple(f"{part}.{suffix}" for part in found[0]) if found else (nunchaku_file.diffusers_name(name),)
 
 
 def _guess(stored: Mapping[str, Stored], words: Mapping[str, str]) -> str:
@@ -423,12 +486,13 @@ _ENTRIES: dict[str, Callable[[ModelFile, str, Mapping[str, Stored]], dict[str, A
 
 
 def _identify(model: ModelFile) -> tuple[Family | None, str]:
-    """(family, "diffusers" or "original"), from config.json or the names."""
+    """(family, "diffusers", "original" or "nunchaku"), from config.json or the names."""
+    if model.dialect == "nunchaku" and all(nunchaku_file.parts_of(name) for name in model.layers):
+        return FAMILIES["flux"], "nunchaku"
     said = model.config.get("_class_name"), *_listed(model.config.get("architectures"))
     named = [family for family in FAMILIES.values() if family.model in said]
     modules = [*model.layers, *model.linears_in_16_bit()]
-    whole = [name for name in modules if name.startswith(CHECKPOINT_PREFIX)]
-    bare = [name.removeprefix(CHECKPOINT_PREFIX) for name in whole or modules]
+    bare = [name.removeprefix(model.prefix) for name in modules]
     scores: Counter[tuple[str, str]] = Counter()
     for family in named or FAMILIES.values():
         if family.library == "diffusers" or named:
@@ -464,4 +528,6 @@ def _mapped(family: str, modules: list[str]) -> int:
     return count
 
 
+_OF_SEVERAL = ("text_encoders", "conditioner", "cond_stage_model")  # what follows is a component's name
+_SINGLE = "single_transformer_blocks."
 _SAME_NAMES = ("qwen_image", "hidream")  # ComfyUI's names are diffusers' own

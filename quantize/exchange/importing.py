@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import progress
-from fluxq.base.files import atomic_folder, sole_writer, write_json
+from fluxq.base.files import atomic_folder, sha256_file, sole_writer, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
-from fluxq.base.model import ModelFolder, require_harmless, require_safe
+from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
 from fluxq.base.tensors import save_weights
-from fluxq.quantize.checkpoint import QuantizationConfig, build_on_meta, copy_rest, library_of, write_shards
+from fluxq.quantize.checkpoint import (
+    PLAN_FILE,
+    QuantizationConfig,
+    build_on_meta,
+    copy_rest,
+    library_of,
+    names_in_model,
+    write_shards,
+)
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
+from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, split
-from fluxq.quantize.exchange.marks import NATIVE, PLAIN
+from fluxq.quantize.exchange.marks import NATIVE, PLAIN, json_object
+from fluxq.quantize.exchange.nunchaku_file import parts_of
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.pointwise import placeholder
@@ -36,25 +46,6 @@ from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined
 
 _NAMED = 4  # layers in an error, before it says how many more
-
-
-@dataclass
-class Imported:
-    """What `import_model` made of a component. quantized: module -> scheme. dequantized: module -> why it is in 16
-    bit now. mended: layer in the file -> what was wrong with it and is not any more. notes: what was left behind.
-    """
-
-    component: str
-    dialect: str
-    output: str
-    quantized: dict[str, str] = field(default_factory=dict)
-    dequantized: dict[str, str] = field(default_factory=dict)
-    mended: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def describe(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -69,37 +60,53 @@ class _Target:
 
 
 def import_model(
-    path: Path, output: Path, base: Path | None = None, *, dequantize: bool = False, overwrite: bool = False
+    path: Path,
+    output: Path,
+    base: Path | ModelFolder | None = None,
+    *,
+    dequantize: bool = False,
+    overwrite: bool = False,
+    card: Callable[[dict[str, Any]], str] | None = None,
 ) -> list[Imported]:
     """Make a checkpoint of fluxq, at the folder `output`, of what another program quantized.
 
     path: a file, a component's folder or a pipeline's. base: the 16-bit model (a file or folder); a single file needs
-    it for the configuration, and where nothing says how codes and scales stand. The output is a pipeline's folder where
-    `path` or `base` is one, else a component's. dequantize: layers whose codes no format of ours holds become 16 bit.
+    it for the configuration where its header has none, and where nothing says how codes and scales stand. The output
+    is a pipeline's folder where `path` or `base` is one, else a component's; either has a plan file, and a README.md
+    that `card` makes of what that says. dequantize: layers whose codes no format of ours holds become 16 bit.
 
     ValueError names the layers that cannot be read, or are not the base's, or would need `dequantize`. Errors of
     reading are those of `open_models`.
     """
     if output.exists() and not overwrite and any(output.iterdir() if output.is_dir() else [output]):
         raise ValueError(f"{output} exists; choose another place, or overwrite it")
+    source = ModelFolder(base.name, base) if isinstance(base, Path) else base
+    place = source.path if source else None
     models = {name: model for name, model in open_models(path).items() if model.dialect not in (PLAIN, NATIVE)}
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
+    targets = {name: _target(path, place, name, model) for name, model in models.items()}
     work = output.parent / f".{output.name}.work"
     reports = []
     with sole_writer(output), _gone_at_last(work), atomic_folder(output, work, overwrite=overwrite) as made:
         for name, model in models.items():
-            target = _target(path, base, name, model)
-            report = Imported(target.component, model.dialect, str(output))
+            target = targets[name]
+            report = Imported(target.component, model.dialect, str(output), target.class_name, target.library)
             folder = made / target.component if target.pipeline else made / "component"
-            _write(folder, model, target, Base.of(base, name, model) if base else None, report, dequantize)
+            _write(folder, model, target, Base.of(place, name, model) if place else None, report, dequantize)
+            report.files = {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
             reports.append(report)
             if target.pipeline is None:
                 for file in folder.iterdir():
                     file.rename(made / file.name)
                 folder.rmdir()
-        if target.pipeline is not None:
-            copy_rest(made, target.pipeline, [report.component for report in reports])
+        pipeline = next((target.pipeline for target in targets.values()), None)
+        if pipeline is not None:
+            copy_rest(made, pipeline, [report.component for report in reports])
+        record = record_of(made, path, pipeline, source, reports)
+        write_json(made / PLAN_FILE, record)
+        if card is not None:
+            write_text(made / "README.md", card(record))
     return reports
 
 
@@ -120,22 +127,34 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
     if base is not None and (base / "model_index.json").is_file():
         folder = ModelFolder(base.name, base)
         require_safe(folder)
-        wanted = model.config.get("_class_name") or (model.family.model if model.family else None)
+        wanted = _class_name(model.config) or (model.family.model if model.family else None)
         found = [name for name, class_name in folder.components.items() if class_name == wanted]
         if len(found) != 1:
-            raise ValueError(f"{base}: {len(found)} of its components are a {wanted}; give the component's folder")
+            what = f"{len(found)} of its components are a {wanted}" if wanted else "no family has its names"
+            raise ValueError(f"{model.path}: {what}, of {base}; give the component's own folder as --base")
         return _of_pipeline(folder, found[0])
-    config = dict(model.config)
-    if not config and base is not None:
-        config = dict(Base.of(base, component, model).model.config)
     for folder in (path, base):
         if folder is not None and (folder / "config.json").is_file():
             require_harmless(folder / "config.json")
-    class_name = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
-    if not isinstance(class_name, str):
+    config = dict(model.config)
+    if not config and base is not None:
+        config = dict(Base.of(base, component, model).model.config)
+    if not config and model.names == "nunchaku" and model.family and "config" in model.metadata:  # which it has itself
+        config = json_object(model.metadata["config"], f"{model.path}: `config` in the header")
+        require_harmless_values(config, f"{model.path}: `config` in the header")
+        config["_class_name"] = model.family.model
+    class_name = _class_name(config)
+    if class_name is None:
         raise ValueError(f"{model.path}: does not say the model's configuration; give the 16-bit model as --base")
     library = "diffusers" if hasattr(importlib.import_module("diffusers"), class_name) else "transformers"
     return _Target(component, library, class_name, config, None)
+
+
+def _class_name(config: Mapping[str, Any]) -> str | None:
+    """Of the model's class, as diffusers or transformers write it."""
+    listed = config.get("architectures")
+    said = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else None)
+    return said if isinstance(said, str) else None
 
 
 def _of_pipeline(folder: ModelFolder, component: str) -> _Target:
@@ -159,9 +178,21 @@ def _write(
             f"{model.path}: no format of ours holds the codes of {model.dialect} ({len(model.layers)} layers); "
             "--dequantize makes them 16 bit"
         )
+    if model.dialect == "nunchaku" and model.names != "nunchaku":
+        foreign = next(name for name in model.layers if not parts_of(name))
+        raise ValueError(
+            f"{model.path}: {foreign} is no layer of nunchaku's FLUX.1, and of its single files only those are read; "
+            "get the model as a folder that diffusers loads (nunchaku_lite)"
+        )
+    if not model.layers:
+        others = f" beside {', '.join(model.other_components())}, which are left out" if model.others else ""
+        raise ValueError(
+            f"{model.path}: has no quantized layer of the {target.class_name}{others}; take the 16-bit model"
+        )
     config = {key: value for key, value in target.config.items() if key != "quantization_config"}
     network = _network(model, target, config)
     expected, linears = network.state_dict(keep_vars=True), linears_of(network)
+    own_name = names_in_model(network)
     refused: dict[str, str] = {}
     schemes: dict[str, Scheme] = {}
     written: set[str] = set()
@@ -178,23 +209,21 @@ def _write(
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         whole = joined.get(f"{name}.weight")
         if whole is None or not whole.parts:
-            report.notes.append(f"{name} is of another component and was left out")
+            report.notes.append(f"{name} is nothing of diffusers' model and was left out")
             continue
-        modules = [part.removesuffix(".weight") for part in whole.parts]
+        modules = [own_name(part).removesuffix(".weight") for part in whole.parts]
         try:
-            found, repairs = _read(model, layer, whole, base)
-            if repairs:
-                report.mended[name] = list(repairs)
+            found, against = _read(model, layer, whole, base)
+            if against is not None:
+                report.errors |= dict.fromkeys(modules, against.error)
+            if against is not None and against.best:
+                report.mended[name] = list(against.best)
             for module, part in zip(modules, _split(found, modules, expected), strict=True):
                 why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
                 if not why and isinstance(part, QuantTensors):
                     schemes[module] = part.scheme
                     put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()})
-                    if part.beside:
-                        left = (
-                            f"{', '.join(part.beside)} of {name} was left out: x takes its scale from each token here"
-                        )
-                        report.notes.append(left)
+                    report.notes += [f"{name}: {_LEFT_OUT.get(what, what)}" for what in part.beside]
                 elif dequantize:
                     report.dequantized[module] = why
                     put(_dense(module, part, expected))
@@ -207,9 +236,9 @@ def _write(
     moved = _moved(model, joined, base, report)
     for name in model.plain:
         whole = joined.get(name)
-        if whole is None:
-            report.notes.append(f"{name} is of another component and was left out")
+        if whole is None:  # a sign, which is no tensor of the model
             continue
+        whole = whole._replace(parts=tuple(map(own_name, whole.parts)))
         tensor = model.read(name)
         rows = moved.get(name.rpartition(".")[0])
         put(_plain(tensor if rows is None else tensor[rows], whole, expected, model))
@@ -220,6 +249,8 @@ def _write(
     parts.rmdir()
     report.quantized = {module: str(scheme) for module, scheme in schemes.items()}
     report.notes = _counted(report.notes)
+    for other, (count, nbytes) in model.other_components().items():
+        report.notes.append(f"{other}, {count} tensors of {nbytes / 1e6:.3g} MB beside the denoiser, was left out")
     if schemes:
         config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
     write_json(folder / "config.json", config)
@@ -238,10 +269,11 @@ def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Mo
 
 def _read(
     model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None
-) -> tuple[QuantTensors | Plain, tuple[str, ...]]:
-    """(the layer with the rows of diffusers behind one another, what was mended); ValueError where it cannot be."""
+) -> tuple[QuantTensors | Plain, Against | None]:
+    """(the layer with the rows of diffusers behind one another, what the base said); ValueError where it cannot be."""
     tensors: dict[str, Tensor] = model.read_layer(layer)
     n, _ = layer.shape
+    against: Against | None = None
     repairs: tuple[str, ...] = ()
     orders: dict[str, Tensor] = {}
     if base is not None:
@@ -268,7 +300,7 @@ def _read(
             found = reordered(found, orders[name].argsort())
     if whole.order == "halves swapped":
         found = reordered(found, torch.cat(list(torch.arange(n).chunk(2))[::-1]))
-    return found, repairs
+    return found, against
 
 
 def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, report: Imported) -> dict[str, Tensor]:
@@ -382,7 +414,16 @@ def _several(found: Mapping[str, str]) -> str:
 
 
 def _counted(notes: list[str]) -> list[str]:
-    """The first few of each kind."""
-    if len(notes) <= _NAMED:
-        return notes
-    return [*notes[:_NAMED], f"and {len(notes) - _NAMED} more like these"]
+    """The first of each kind, with how many more layers it is true of."""
+    kinds: dict[str, list[str]] = {}
+    for note in notes:
+        kinds.setdefault(note.partition(": ")[2] or note, []).append(note)
+    return [
+        f"{found[0]} (and {len(found) - 1} more layers)" if len(found) > 1 else found[0] for found in kinds.values()
+    ]
+
+
+_LEFT_OUT = {
+    "input_scale": "input_scale was left out, x takes its scale from each token here",
+    "wzeros": "zero points were 7 scales, rounded to 16 bit; here they are exactly 7, at most 3 % of a step away",
+}

@@ -412,9 +412,8 @@ def _format(model: ModelFile, layer: FileLayer) -> str:
     if model.dialect.startswith("nunchaku"):
         if "wzeros" in layer.parts:
             return "awq_w4a16"
-        return "svdq_w4a4 " + (
-            "nvfp4" if "wscales" in layer.stored and layer.stored["wscales"].dtype == "F8_E4M3" else "int4"
-        )
+        scales = [stored.dtype for suffix, stored in layer.stored.items() if suffix.endswith("wscales")]
+        return f"svdq_w4a4 {'nvfp4' if 'F8_E4M3' in scales else 'int4'}"
     if model.dialect == "legacy":
         return "scaled_fp8"
     if model.dialect == "bnb":

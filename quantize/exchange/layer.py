@@ -19,7 +19,7 @@ from torch import Tensor
 from fluxq.quantize.exchange.layouts import as_bytes
 from fluxq.quantize.linear import LOW_RANK, QuantLinear
 from fluxq.quantize.tensor import stored_shapes
-from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.formats import Format, Scheme, find_format
 
 Names = tuple[str, ...]
 
@@ -96,8 +96,11 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
     scheme = layer.scheme
     same = [row for row in rows if row.weights == scheme.weights.name]
     if not same:
-        held = ", ".join(dict.fromkeys(row.weights for row in rows))
-        raise ValueError(f"{dialect} has no format for {scheme.weights.name} weights; it holds {held}")
+        held = dict.fromkeys(row.weights for row in rows)
+        own, near = scheme.weights, [name for name in held if find_format(name).element == scheme.weights.element]
+        theirs = "".join(f", its {name} {_scales(find_format(name))}" for name in near)
+        why = f"; {own.name} has {_scales(own)}{theirs}" if near else ""
+        raise ValueError(f"{dialect} has no format for {own.name} weights; it holds {', '.join(held)}{why}")
     activations = scheme.activations.name if scheme.activations else None
     exact = [row for row in same if row.activations == activations]
     near = [row for row in same if activations in row.also]
@@ -130,7 +133,7 @@ def _misfit(layer: QuantTensors, row: Row) -> str:
         return f"{row.name} needs a calibrated input_scale, which the scheme {scheme} lacks; quantize with calibration"
     for name in row.needs:
         if name not in layer.beside:
-            return f"{row.name} needs {name}, which the scheme {scheme} does not store; give it in `beside`"
+            return f"{row.name} needs {name}, which the scheme {scheme} does not store: one calibrated scale of x"
     for letter, size, unit in zip("NK", layer.shape, row.multiples, strict=True):
         if size % unit:
             return f"{row.name} needs {letter} in multiples of {unit}, this layer has {letter} = {size}"
@@ -139,6 +142,11 @@ def _misfit(layer: QuantTensors, row: Row) -> str:
 
 def _words(activations: str | None) -> str:
     return activations or "16-bit"
+
+
+def _scales(weights: Format) -> str:
+    rows, columns = weights.block
+    return "one scale" if not rows else f"a scale for each {columns} of a row" if columns else "a scale for each row"
 
 
 def named_row(rows: Sequence[Row], name: Any, dialect: str, activations: str | None = "") -> Row:

@@ -105,14 +105,16 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
 
     version: of the ModelOpt whose schema this is. One algorithm is written as ModelOpt writes it, several as
     MIXED_PRECISION with `quantized_layers`. The last four keys say what no reader should have to guess; SGLang reads
-    them, others pass them over.
+    them, others pass them over. vLLM and SGLang look for ignored names anywhere in a path, so that FLUX's `proj_out`
+    would take each block's with it: a name that is part of a quantized layer's is written as a pattern of the whole,
+    `[p]roj_out`, which both match too.
     """
     if not entries:
         raise ValueError("modelopt: no layer is quantized")
     kinds = {tuple(sorted(entry.items())) for entry in entries.values()}
     one = dict(next(iter(entries.values()))) if len(kinds) == 1 else {"quant_algo": "MIXED_PRECISION"}
     described: dict[str, Any] = {}
-    if len(kinds) == 1 and one["quant_algo"] in _GROUPS:
+    if len(kinds) == 1 and one["quant_algo"] in _DESCRIBED_ALONE:
         described["config_groups"] = {"group_0": {**_group(one), "targets": ["Linear"]}}
     elif len(kinds) > 1:
         groups = []
@@ -121,7 +123,8 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
             groups.append({**_group(dict(kind)), "targets": targets})
         described["config_groups"] = {f"group_{index}": group for index, group in enumerate(groups)}
         described["quantized_layers"] = {name: dict(entry) for name, entry in entries.items()}
-    described |= {"ignore": list(ignore), "quant_algo": one["quant_algo"]}
+    patterns = [f"[{name[0]}]{name[1:]}" if any(name in layer for layer in entries) else name for name in ignore]
+    described |= {"ignore": patterns, "quant_algo": one["quant_algo"]}
     described |= {"producer": {"name": "modelopt", "version": version}, "quant_method": "modelopt"}
     if any(entry["quant_algo"] in _NVFP4 for entry in entries.values()):
         described |= {"group_size": 16, "swap_weight_nibbles": False}
@@ -149,6 +152,8 @@ def _compute_dtype(layer: QuantTensors) -> torch.dtype:
 _ALWAYS_SMOOTH = ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ")  # by ones, where the scheme is not
 _NVFP4 = ("NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4")
 _GROUPED = (*_NVFP4, "MXFP8", "mxfp4", "W4A16_AWQ")
+_DESCRIBED_ALONE = ("FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_SVD")  # by `config_groups` too
+READ_MIXED = frozenset({"FP8", "NVFP4", "W4A16_NVFP4", "MXFP8"})  # by vLLM's reader of MIXED_PRECISION
 _FP8, _FP4, _INT8 = ({"num_bits": bits, "type": kind} for bits, kind in ((8, "float"), (4, "float"), (8, "int")))
 _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "FP8": {"input_activations": _FP8, "weights": _FP8},

@@ -139,10 +139,7 @@ def decode(
         same = (product == product[0]).all()
         done["weight_scale_2"] = product[0].clone() if same else product.reshape(n, 1)
     else:
-        scale = untile(held.scale("wscales", _HALVES, (k // 64, n)), _INT4_SCALES, (n, k // 64))
-        done["weight_scale"] = scale.bfloat16()
-        if not torch.equal(done["weight_scale"].float(), scale.float()):
-            raise ValueError("nunchaku: scales are fp16 numbers that bf16 does not hold, which those of int4 are here")
+        done["weight_scale"] = untile(held.scale("wscales", _HALVES, (k // 64, n)), _INT4_SCALES, (n, k // 64))
     smooth = untile(held.scale("smooth_factor", _HALVES, (k,)), _VECTOR, (k,))
     if (smooth == 0).any():
         raise ValueError("nunchaku: smooth_factor holds zeros, by which x would be divided; get the file again")
@@ -160,10 +157,29 @@ def decode(
         done["bias"] = untile(held.take("bias", _HALVES, (n,)), _VECTOR, (n,))
     held.finish()
     _, done = without_idle_ranks(replace(row.scheme(), rank=r), done)
+    precise = done["weight_scale"]
+    if row.weights == "int4":
+        done["weight_scale"] = precise.bfloat16()
     layer = native(row, shape, done)
+    if not torch.equal(done["weight_scale"].float(), precise.float()):
+        return _widened(layer, precise, (entry or {}).get("act_unsigned", False))
     if (entry or {}).get("act_unsigned"):
         return replace(layer, tensors={**layer.tensors, "bias": _bias_without_shift(layer, 1)})
     return layer
+
+
+def _widened(layer: QuantTensors, scale: Tensor, act_unsigned: bool) -> Plain:
+    """An int4 layer whose scales (N, K/64) are fp16 numbers that bf16, in which ours are, does not hold."""
+    codes = unpack(layer.tensors["weight"], _INT4)
+    weight = (codes.reshape(len(codes), -1, 64) * scale.float().unsqueeze(-1)).reshape(layer.shape)
+    if "pre_quant_scale" in layer.tensors:
+        weight = weight * layer.tensors["pre_quant_scale"].float()
+    if layer.scheme.rank:
+        weight += layer.tensors["svdquant_lora_b"].float() @ layer.tensors["svdquant_lora_a"].float()
+    bias = layer.tensors.get("bias")
+    if act_unsigned:
+        bias = GELU_SHIFT * weight.sum(1) + (0 if bias is None else bias.float())
+    return Plain(weight, bias, "its scales are fp16 numbers that bf16 does not hold")
 
 
 def two_factors(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -253,31 +269,36 @@ def interleaved(layer: QuantTensors, chunks: int) -> QuantTensors:
     1 is added to the bias of the chunks that scale, the second and the last but one: those blocks multiply by the chunk
     itself. nunchaku_lite runs diffusers' blocks and takes the layer as it is. ValueError without a bias.
     """
-    ones = _scaling_rows(layer, chunks)
-    rows = torch.arange(len(ones)).reshape(chunks, -1).T.reshape(-1)
-    return _reordered(layer, rows, (layer.tensors["bias"].float() + ones)[rows])
+    bias, ones = _modulating(layer, chunks)
+    rows = torch.arange(len(bias)).reshape(chunks, -1).T.reshape(-1)
+    return _reordered(layer, rows, (bias.float() + ones)[rows].to(bias.dtype))
 
 
-def chunked(layer: QuantTensors, chunks: int) -> QuantTensors:
+def chunked(layer: QuantTensors | Plain, chunks: int) -> QuantTensors | Plain:
     """Inverse of `interleaved`, but for what the sum with 1 rounded off the bias."""
-    ones = _scaling_rows(layer, chunks)
-    rows = torch.arange(len(ones)).reshape(-1, chunks).T.reshape(-1)
-    return _reordered(layer, rows, layer.tensors["bias"].float()[rows] - ones)
+    bias, ones = _modulating(layer, chunks)
+    rows = torch.arange(len(bias)).reshape(-1, chunks).T.reshape(-1)
+    bias = (bias.float()[rows] - ones).to(bias.dtype)
+    if isinstance(layer, Plain):
+        return replace(layer, weight=layer.weight[rows], bias=bias)
+    return _reordered(layer, rows, bias)
 
 
-def _scaling_rows(layer: QuantTensors, chunks: int) -> Tensor:
-    """(N,) 1 for each row of a chunk that scales, 0 elsewhere."""
-    n, _ = layer.shape
-    if n % chunks or "bias" not in layer.tensors or layer.scheme.rank:
-        raise ValueError(f"nunchaku: no modulation of {chunks} chunks with a bias: N = {n}, {layer.scheme}")
-    ones = torch.zeros(chunks, n // chunks)
+def _modulating(layer: QuantTensors | Plain, chunks: int) -> tuple[Tensor, Tensor]:
+    """The bias (N,) of a modulation, and (N,) 1 for each row of a chunk that scales, 0 elsewhere."""
+    is_plain = isinstance(layer, Plain)
+    bias = layer.bias if is_plain else layer.tensors.get("bias")
+    if bias is None or len(bias) % chunks or (not is_plain and layer.scheme.rank):
+        said = layer.why if is_plain else layer.scheme
+        raise ValueError(f"nunchaku: no modulation of {chunks} chunks with a bias: {said}")
+    ones = torch.zeros(chunks, len(bias) // chunks)
     ones[[1, chunks - 2]] = 1
-    return ones.reshape(-1)
+    return bias, ones.reshape(-1)
 
 
 def _reordered(layer: QuantTensors, rows: Tensor, bias: Tensor) -> QuantTensors:
     tensors = {name: t[rows] if t.ndim and t.shape[0] == len(rows) else t for name, t in layer.tensors.items()}
-    return replace(layer, tensors=tensors | {"bias": bias.to(layer.tensors["bias"].dtype)})
+    return replace(layer, tensors=tensors | {"bias": bias})
 
 
 def _bias_without_shift(layer: QuantTensors, sign: int) -> Tensor:
@@ -306,10 +327,14 @@ def _from_awq(held: Tensors, shape: tuple[int, int]) -> QuantTensors | Plain:
     scale, zeros = (held.take(name, _HALVES, (k // 64, n)) for name in ("wscales", "wzeros"))
     done = {"bias": held.take("bias", _HALVES, (n,))} if "bias" in held else {}
     held.finish()
-    if scale.dtype == torch.bfloat16 and torch.equal(zeros, scale * -8):
-        done["weight"] = pack(codes, _INT4) ^ 0x88
-        done["weight_scale"] = positive(scale.T.contiguous(), "nunchaku: wscales")
-        return native(ROWS[2], shape, done)
+    for zero in (8, 7):  # that of what is exported here, and deepcompressor's, whose product is rounded to 16 bit
+        own, exact = codes.view(torch.int8) - zero, scale.float() * -zero
+        is_near = ((zeros.float() - exact).abs() <= 2.0**-8 * exact.abs()).all()  # product and scale were rounded
+        if scale.dtype == torch.bfloat16 and is_near and own.max() <= _INT4.max:
+            done["weight"] = pack(own, _INT4)
+            done["weight_scale"] = positive(scale.T.contiguous(), "nunchaku: wscales")
+            beside = {} if torch.equal(zeros.float(), exact) else {"wzeros": zeros}
+            return native(ROWS[2], shape, done, beside)
     dense = codes.reshape(n, -1, 64) * scale.float().T.unsqueeze(-1) + zeros.float().T.unsqueeze(-1)
     return Plain(dense.reshape(shape), done.get("bias"), f"its int4 has zero points, or scales in {scale.dtype}")
 

@@ -213,8 +213,8 @@ def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict
 
 
 def is_whole(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether no rows can be taken out of a layer: blocks run on over rows, or scales stand by columns."""
-    return any(name in tensors for name in ("weight_zeros", "wzeros", "weight.quant_map"))
+    """Whether no rows can be taken out of a layer: blocks run on over rows, scales stand by columns, or it is two."""
+    return any(name in tensors for name in ("weight_zeros", "wzeros", "weight.quant_map", "out_proj.qweight"))
 
 
 def _starts(n: int) -> list[int]:

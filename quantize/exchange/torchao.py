@@ -25,7 +25,6 @@ from torch import Tensor
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
-    Plain,
     QuantTensors,
     Row,
     Tensors,
@@ -69,9 +68,9 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
     )
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors:
     """The layer whose weight is (N, K) = shape. entry: the header's JSON object for it."""
-    n, k = shape
+    n, _ = shape
     name, said = entry.get("_type"), entry.get("_data")
     if not isinstance(said, dict) or not isinstance(name, str) or name not in _READERS:
         raise ValueError(f"torchao: tensor class {name!r} is none that is read here; known are {', '.join(_READERS)}")
@@ -79,9 +78,6 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     done = held.bias(n)
     weights, own = _READERS[name](held, shape, said)
     held.finish()
-    if weights == "int8" and (own["weight"] == -128).any():
-        dense = own["weight"] * own["weight_scale"].unsqueeze(1) * own.get("pre_quant_scale", torch.ones(k)).float()
-        return Plain(dense, done.get("bias"), "it has codes of -128")
     rounds_x = said.get("act_quant_kwargs") is not None
     rows = [row for row in ROWS if (row.weights, row.activations is not None) == (weights, rounds_x)]
     if not rows:

@@ -20,13 +20,15 @@ def export_checkpoint(
     component: str | None = None,
     requantize: bool = False,
     overwrite: bool = False,
+    max_shard_bytes: int | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Exported:
     """Write the checkpoint folder `output` in one of FORMATS.
 
     target: by default ./<output>-<format>, with .safetensors where the format is one file. component: of the pipeline,
     by default its denoisers, for compressed-tensors its text encoder. requantize: round layers again that the format
-    cannot hold as they are. on_start: called when all is checked and writing begins.
+    cannot hold as they are. max_shard_bytes: of the files of a format that is a folder, by default 10 GB. on_start:
+    called when all is checked and writing begins.
 
     Raises ValueError, before anything is written, for what the format cannot hold, naming the layers and why.
     """
@@ -48,5 +50,6 @@ def export_checkpoint(
         component=component,
         requantize=requantize,
         overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
         on_start=on_start,
     )

@@ -66,12 +66,14 @@ def activations(folder: ModelFolder, component: str, size: Size, itemsize: int) 
     """Bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
     if _is_vae(folder, component):
         config = folder.config(component)
-        outer = [*config.get("block_out_channels", ())[:2], *config.get("decoder_block_out_channels", ())[:2]]
+        halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
+        outer = [channels for half in halves for channels in (half or ())[:2]]
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
         return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
     source, config = SourceWeights(folder, component), folder.config(component)
-    vocabularies = {config.get("vocab_size"), config.get("text_config", {}).get("vocab_size")}
-    shapes = [shape for name in source.names if len(shape := source.stored(name).shape) > 1]
+    vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
+    weights = [source.stored(name).shape for name in source.names if name.endswith("weight")]  # no tables of positions
+    shapes = [shape for shape in weights if len(shape) > 1]
     widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
     return itemsize * _tokens(folder, component, size) * max(widths, default=0)
 

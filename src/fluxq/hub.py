@@ -11,6 +11,8 @@ from typing import Any
 from fluxq.base.console import first_line
 from fluxq.base.model import ModelFolder
 
+_NO_NAMES = ("other", "unknown")  # what the hub takes for `license:` where another field has to name it
+
 
 def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
     """ValueError unless the base model names a licence, the closing check will run and the hub knows who asks."""
@@ -18,10 +20,12 @@ def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo)  # its ValueError says what is wrong with the name
-    if "license" not in folder.license:
+    said = folder.license
+    if "license" not in said or (said["license"].lower() in _NO_NAMES and "license_name" not in said):
         raise ValueError(
-            f"{folder.name} names no licence (`license:` in the front matter of its README.md), so nobody could tell "
-            "what others may do with the checkpoint: add it there, or leave out --push-to-hub"
+            f"{folder.name} names no licence (`license:` in the front matter of its README.md, and `license_name:` of "
+            "one that the hub has no word for), so nobody could tell what others may do with the checkpoint: add it "
+            "there, or leave out --push-to-hub"
         )
     if not check:
         raise ValueError("--push-to-hub uploads only what passed the closing check: leave out --no-check")

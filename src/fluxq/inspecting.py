@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fluxq.base.model import resolve_model
+from fluxq.base.model import ModelFolder, resolve_model
 
 if TYPE_CHECKING:
     from fluxq.quantize.exchange.importing import Imported
@@ -20,7 +21,7 @@ def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
     """
     from fluxq.quantize.exchange.inspect import inspect_path
 
-    return inspect_path(Path(path).expanduser(), _path_of(base) if base else None)
+    return inspect_path(Path(path).expanduser(), _found(base).path if base else None)
 
 
 def import_(
@@ -30,17 +31,19 @@ def import_(
 
     Arguments and errors are those of `inspect`, and of `import_model` in quantize/exchange/importing.py.
     """
+    from fluxq.eval.card import model_card
     from fluxq.quantize.exchange.importing import import_model
 
     source = Path(path).expanduser()
-    target = Path(output).expanduser() if output else Path(f"{source.resolve().name.partition('.')[0]}-fluxq")
-    where = _path_of(base) if base else None
-    return import_model(source, target, where, dequantize=dequantize, overwrite=overwrite)
+    name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", source.resolve().name)
+    target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
+    where = _found(base) if base else None
+    return import_model(source, target, where, dequantize=dequantize, overwrite=overwrite, card=model_card)
 
 
-def _path_of(model: str) -> Path:
-    """Where a model is: a file or a component's folder as given, else as `resolve_model` finds pipelines."""
+def _found(model: str) -> ModelFolder:
+    """A file or a component's folder as given, else as `resolve_model` finds pipelines."""
     path = Path(model).expanduser()
     if path.is_file() or (path.is_dir() and not (path / "model_index.json").is_file()):
-        return path
-    return resolve_model(model).path
+        return ModelFolder(path.resolve().name, path)
+    return resolve_model(model)

@@ -28,11 +28,11 @@ from fluxq.eval.schema import JSON_FILE, Debug, Item, Protocol, Report, Run, Siz
 from fluxq.eval.sides import BACKENDS, Side, variants
 from fluxq.integrations.optimize import optimize
 from fluxq.integrations.prepare import prepare
-from fluxq.jobs import require_call, require_device, require_images
 from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
+from fluxq.requirements import require_call, require_device, require_images
 
 if TYPE_CHECKING:
     from fluxq.eval.evaluate import Candidate
@@ -95,8 +95,11 @@ def subject(output: Path, options: Options) -> Subject:
     require_device(options.device)
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
+    source = options.model or record["model"]["source"]
+    if source is None:
+        raise ValueError(f"{output}: imported without a base, so its 16-bit model is not known; give it as --model")
     folder = resolve_model(
-        options.model or record["model"]["source"],
+        source,
         revision=options.revision or record["model"]["revision"],
         local_files_only=options.local_files_only,
     )

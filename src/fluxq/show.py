@@ -13,15 +13,19 @@ if TYPE_CHECKING:
 
     from fluxq.catalogue import Model
     from fluxq.eval.schema import Debug, Estimate, Report, Speed
-    from fluxq.jobs import Prepared
+    from fluxq.memory import Demand
+    from fluxq.prepared import Prepared
     from fluxq.quantize.exchange.export import Exported
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cost import Cost
     from fluxq.recipes.plan import Plan
 
 
-def plan(prepared: Prepared, costs: dict[str, Cost]) -> None:
-    """Every Linear with formats, bits and reason, and the mean; with `costs`, those instead of the Linears."""
+def plan(prepared: Prepared, costs: dict[str, Cost], demands: Sequence[Demand | None] = ()) -> None:
+    """Every Linear with formats, bits and reason, and the mean; with `costs`, those instead of the Linears.
+
+    demands: of quantizing, on each device; the least that it may be given is said.
+    """
     for component in prepared.plans:
         if costs:
             _summary(component)
@@ -40,6 +44,8 @@ def plan(prepared: Prepared, costs: dict[str, Cost]) -> None:
         _summary(component)
     for component, cost in costs.items():
         _cost(component, cost)
+    for each in filter(None, demands):
+        click.echo(f"--max-memory with --device {each.device}: at least {each}")
 
 
 def plan_json(prepared: Prepared, costs: dict[str, Cost]) -> dict[str, Any]:
@@ -88,8 +94,10 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     ]
     _table(header, rows)
     _decisions(parts)
+    from fluxq.requirements import makes_video
+
     click.echo(f"checkpoint: {prepared.output}")
-    click.echo(f"next: fluxq eval {prepared.output}")
+    click.echo(f"next: fluxq {'verify' if makes_video(prepared.folder) else 'eval'} {prepared.output}")
 
 
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:

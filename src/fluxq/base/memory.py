@@ -6,9 +6,10 @@ The system clears every page that it hands out, which takes several times as lon
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def used_again() -> Iterator[None]:
-    """What is read in here is read into memory of tensors that are gone, of which some is kept until the end."""
+    """Large tensors that are read or rounded in here take the memory of others that are gone; some is kept for that."""
     before, _FREE.most = _FREE.most, _KEPT
     try:
         yield
@@ -47,13 +48,14 @@ def used_again() -> Iterator[None]:
         _FREE.trim()
 
 
-def empty(nbytes: int) -> Tensor:
-    """Bytes (nbytes,) uint8 on the CPU, with anything in them, as `torch.empty` gives them."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """`torch.empty`, in memory that was used before where there is such."""
     import torch
 
-    if nbytes < _LARGE or not _FREE.most:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    return torch.from_numpy(np.asarray(_Lent(_FREE.take(nbytes)))[:nbytes])
+    nbytes = prod(shape) * dtype.itemsize
+    if not _FREE.most or nbytes < _LARGE or torch.device(device).type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.asarray(_Lent(_FREE.take(nbytes)))[:nbytes]).view(dtype).reshape(shape)
 
 
 class _Free:

@@ -290,7 +290,12 @@ def require_harmless(config: Path) -> None:
     That is attention under the name of a repository, whose code transformers would fetch and run, and a number of
     layers that no model has, for each of which a configuration may make entries.
     """
-    left: list[tuple[str, Any]] = list(read_json(config).items())
+    require_harmless_values(read_json(config), str(config))
+
+
+def require_harmless_values(values: Mapping[str, Any], config: str) -> None:
+    """`require_harmless` of a configuration that stands elsewhere; config: where."""
+    left: list[tuple[str, Any]] = list(values.items())
     while left:
         key, value = left.pop()
         if isinstance(value, dict):

@@ -13,12 +13,13 @@ so that every tensor begins at a multiple of its item size. The format: https://
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 _LENGTH = 8  # bytes that say how long the header is
 _LONGEST_HEADER = 10_000_000  # of some 80,000 tensors; safetensors allows ten times that, which takes 4 GB to parse
 _TOO_LARGE = 1 << 63  # bytes that no memory has
+_LARGE = 1 << 25  # bytes of a file, or a tensor, that do not stay in the system's memory
+_BEHIND = 1 << 28  # bytes that are not on the disk yet, half of them on their way
 _AT_ONCE = 1 << 23  # bytes that are copied through memory at a time
-_CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}  # the kernel does not copy between these files
 _METADATA = "__metadata__"
 
 
@@ -93,7 +95,7 @@ class TensorFile:
         if name not in self.stored:
             raise ValueError(f"{self.path}: holds no tensor {name!r}; copy the file again")
         stored = self.stored[name]
-        data = memory.empty(stored.nbytes)
+        data = memory.empty((stored.nbytes,), torch.uint8)
         with _damage(self.path), FileIO(self.path) as stream:
             if _version(stream) != self._version:
                 raise ValueError("it was replaced or written to while it was read")
@@ -104,8 +106,8 @@ class TensorFile:
     def let_go(self, name: str) -> None:
         """Have the system forget a tensor's bytes, which it keeps after they were read; where it can be told to."""
         stored = self.stored[name]
-        with FileIO(self.path) as stream, suppress(AttributeError):
-            os.posix_fadvise(stream.fileno(), stored.begin, stored.nbytes, os.POSIX_FADV_DONTNEED)
+        with FileIO(self.path) as stream:
+            _forget(stream.fileno(), stored.begin, stored.nbytes)
 
     def fingerprint(self, name: str) -> str:
         """Hex XXH3-128 of a tensor's bytes, a few of them in memory at a time.
@@ -157,25 +159,33 @@ def write_weights(
     """`save_weights` of tensors that are made as they are written; described: the same on any device, meta included."""
     stored = {name: Stored(word_for(t.dtype), tuple(t.shape), 0, t.nbytes) for name, t in described.items()}
     header, placed = _lay_out(stored, metadata)
-    with _room(path), FileIO(path, "w") as target:
-        _write(target, header)
+    with _room(path), _Written(path) as target:
+        target.write(header)
         for name in placed:
-            _write(target, _bytes_of(make(name)))
+            target.write(_bytes_of(make(name)))
 
 
-def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file of tensors that lie in others: bytes are copied, by the kernel where it can.
+def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata: Mapping[str, str]) -> str:
+    """Write a file of tensors that lie in others; returns the hex SHA-256 of it.
 
     parts: name -> the file, and where the tensor lies in it; its shape is the one written. OSError as `save_weights`.
     """
     header, placed = _lay_out({name: stored for name, (_, stored) in parts.items()}, metadata)
+    found, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
     with _room(path), ExitStack() as opened:
         sources = {file: opened.enter_context(FileIO(file)) for file in {file: None for file, _ in parts.values()}}
-        target = opened.enter_context(FileIO(path, "w"))
-        _write(target, header)
+        target, hasher = (
+            opened.enter_context(_Written(path)),
+            opened.enter_context(ThreadPoolExecutor(1)),
+        )
+        target.write(header)
         for name in placed:
             file, stored = parts[name]
-            _copy(sources[file], stored.begin, stored.nbytes, target)
+            for data in _pieces(sources[file], stored, room):
+                hashed = hasher.submit(found.update, data)  # beside writing it
+                target.write(data)
+                hashed.result()
+    return found.hexdigest()
 
 
 def word_for(dtype: torch.dtype) -> str:
@@ -322,36 +332,78 @@ def _read_into(stream: FileIO, view: memoryview) -> None:
         view = view[count:]
 
 
-def _write(target: FileIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[target.write(view) :]
-
-
 def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _copy(source: FileIO, begin: int, count: int, target: FileIO) -> None:
-    """Append `count` bytes of `source` to `target`."""
-    source.seek(begin)
-    try:
-        while hasattr(os, "copy_file_range") and count:
-            done = os.copy_file_range(source.fileno(), target.fileno(), count)
-            if not done:
-                break  # some file systems say so of files that do not end here
-            count -= done
-    except OSError as error:
-        if error.errno not in _CANNOT:
-            raise
-    while count:
-        data = source.read(min(count, _AT_ONCE))
-        if not data:
-            raise ValueError(f"{source.name}: ends {count} bytes too early; it was written to while it was copied")
-        _write(target, data)
-        count -= len(data)
+class _Written:
+    """A new file. What is written of a large one goes to the disk at once, and the system forgets it.
+
+    So a file that has been renamed is there after a power cut too, and the pages that the system had for it serve for
+    what is written next: those it has not had in use can cost ten times as much, on virtual machines above all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = FileIO(path, "w")
+        self._closing = ExitStack()
+        self._at = self._settled = 0
+        self._settling: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        self._closing.enter_context(self._file)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._closing:
+            if self._at >= _LARGE and error[0] is None:
+                self._settle().result()
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+        self._at += len(data)
+        if self._at - self._settled >= _BEHIND:
+            self._settle()
+
+    def _settle(self) -> Future[None]:
+        """Begin with what is not on the disk, when all before it is."""
+        if self._thread is None:
+            self._thread = self._closing.enter_context(ThreadPoolExecutor(1))
+        if self._settling is not None:
+            self._settling.result()
+        begin, self._settled = self._settled, self._at
+        self._settling = self._thread.submit(self._to_disk, begin, self._at - begin)
+        return self._settling
+
+    def _to_disk(self, begin: int, count: int) -> None:
+        if hasattr(os, "fdatasync"):  # not on macOS and Windows
+            os.fdatasync(self._file.fileno())
+        _forget(self._file.fileno(), begin, count)
+
+
+def _forget(file: int, begin: int, count: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, begin, count, os.POSIX_FADV_DONTNEED)
+
+
+def _pieces(source: FileIO, stored: Stored, room: memoryview) -> Iterator[memoryview]:
+    """The bytes of a tensor, a few at a time, each in place of the ones before; what was read is forgotten."""
+    source.seek(stored.begin)
+    left = stored.nbytes
+    if left >= _LARGE and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(source.fileno(), stored.begin, left, os.POSIX_FADV_WILLNEED)
+    while left:
+        count = source.readinto(room[: min(left, len(room))])
+        if not count:
+            raise ValueError(f"{source.name}: ends {left} bytes too early; it was written to while it was copied")
+        yield room[:count]
+        left -= count
+    if stored.nbytes >= _LARGE:
+        _forget(source.fileno(), stored.begin, stored.nbytes)
 
 
 @contextmanager

@@ -1,0 +1,189 @@
+"""What an imported checkpoint says of itself: its `fluxq_plan.json`, made of what was read and of what was written.
+
+The file is as any other checkpoint's, so what reads those reads it: `imported` says of each component which dialect of
+which files it was (with their SHA-256) and what was mended, `recipe` is none that could be run again, and `model` is
+the base where one was given. A layer's SQNR is that of the rows that were compared with the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import log10
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fluxq.base.files import read_json, sha256_json
+from fluxq.base.linears import linear_size, linears_of
+from fluxq.base.model import ModelFolder
+from fluxq.base.provenance import versions
+from fluxq.base.tensors import TensorFile
+from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig, build_on_meta, library_of
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.structure import model_family
+from fluxq.quantize.verify import hash_files
+from fluxq.recipes.family import Family
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan
+
+
+@dataclass
+class Imported:
+    """What `import_model` made of a component, of a class of `library`.
+
+    quantized: module -> scheme. dequantized: module -> why it is in 16 bit now. mended: layer in the file -> what was
+    wrong with it and is not any more. errors: module -> distance of its layer to the base's, of sampled rows, as a
+    share. files: that it was read from -> SHA-256. notes: what was left behind.
+    """
+
+    component: str
+    dialect: str
+    output: str
+    class_name: str
+    library: str
+    quantized: dict[str, str] = field(default_factory=dict)
+    dequantized: dict[str, str] = field(default_factory=dict)
+    mended: dict[str, list[str]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return asdict(self)
+
+
+def record_of(
+    made: Path, path: Path, pipeline: ModelFolder | None, base: ModelFolder | None, reports: Sequence[Imported]
+) -> dict[str, Any]:
+    """What the plan file of the folder `made` holds, whose other files are all there.
+
+    path: what was imported. pipeline: whose other components were copied; base: the 16-bit model, in whatever form.
+    """
+    origin = base if base is not None and (base.path / "model_index.json").is_file() else None
+    known = [report.component for report in reports if origin and report.component in origin.components]
+    parts = [_component(made / report.component, report) for report in reports]
+    parts += _copied(made, [report.component for report in reports]) if pipeline else []
+    files = {"files": {report.component: report.files for report in reports}}
+    about = pipeline or base or ModelFolder(path.name, path)
+    dialects = " and ".join(dict.fromkeys(report.dialect for report in reports))
+    return {
+        "fluxq_version": version("fluxq"),
+        "identity": {"recipe": sha256_json(files), "dtype": _dtype(made)},
+        "model": {
+            "name": (base or about).name,
+            "source": _source(origin) if origin else None,
+            "revision": origin.commit if origin else None,
+            "license": about.license,
+            "digests": {component: origin.digest(component) for component in known} if origin else {},
+        },
+        "recipe": {"name": f"imported from {dialects}"},
+        "imported": [
+            {
+                "component": report.component,
+                "from": path.resolve().name,
+                "dialect": report.dialect,
+                "about": DIALECTS[report.dialect].about,
+                "files": report.files,
+                "base": base.name if base else None,
+                "mended": report.mended,
+                "dequantized": report.dequantized,
+                "notes": report.notes,
+            }
+            for report in reports
+        ],
+        "loras": [],
+        "prompts": None,
+        "trajectory": None,
+        "statistics_digest": None,
+        "components": parts,
+        "versions": versions(),
+        "check": None,
+        "files": hash_files(made, {}),
+    }
+
+
+def _component(folder: Path, report: Imported) -> dict[str, Any]:
+    """What is recorded of a component that was imported into `folder`; `Plan` has the words."""
+    reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
+    reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
+    found = _described(folder, report.component, report.library, report.class_name, reasons, "16 bit in the file")
+    for layer in found["layers"]:
+        error = report.errors.get(layer["name"])
+        layer["weight_sqnr_db"] = round(-20 * log10(error), 2) if error else None
+    return {**found, "notes": report.notes}
+
+
+def _copied(made: Path, imported: Sequence[str]) -> list[dict[str, Any]]:
+    """Of components that were checkpoints of fluxq before, and were copied."""
+    folder, found = ModelFolder(made.name, made), []
+    for component, class_name in folder.components.items():
+        if component in imported or not (made / component / "config.json").is_file():
+            continue
+        schemes = _schemes(folder.config(component))
+        if schemes:
+            reasons, library = dict.fromkeys(schemes, "copied, as it was quantized"), library_of(folder, component)
+            found.append(_described(made / component, component, library, class_name, reasons, "16 bit in the file"))
+    return found
+
+
+def _described(
+    folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str], other: str
+) -> dict[str, Any]:
+    """A component as it stands in `folder`. reasons: by layer; other: of those that are not in it."""
+    config = read_json(folder / "config.json")
+    schemes = _schemes(config)
+    model = build_on_meta(library, class_name, {key: config[key] for key in config if key != "quantization_config"})
+    family = _family(model)
+    layers = []
+    for name, module in linears_of(model).items():
+        located = family.locate(name) if family else None
+        role = located[0].role if located else KEPT_ROLE if family and family.kept(name) else UNKNOWN_ROLE
+        n, k = linear_size(module)
+        layers.append(LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, other)))
+    plan = Plan(family.name if family else GENERIC, component, tuple(layers))
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
+    return {
+        "component": component,
+        "family": plan.family,
+        "notes": [],
+        "attention": "16bit",
+        "bytes_before": 2 * sum(tensor.numel() for tensor in tensors.values()),
+        "bytes_after": sum(TensorFile(path).nbytes for path in folder.glob("*.safetensors")),
+        "bits_per_weight": round(plan.bits_per_weight, 4),
+        "layers": [
+            {**layer.describe(), "bits_per_weight": round(layer.bits_per_weight, 4), "weight_sqnr_db": None}
+            for layer in plan.layers
+        ],
+        "groups": [],
+    }
+
+
+def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:
+    """Of a component's quantized layers; none in 16 bit."""
+    said = config.get("quantization_config")
+    if not isinstance(said, dict) or said.get("quant_method") != QUANT_METHOD:
+        return {}
+    return QuantizationConfig.from_dict(said).schemes
+
+
+def _family(model: nn.Module) -> Family | None:
+    try:
+        return model_family(model)
+    except ValueError:  # a text encoder without a row
+        return None
+
+
+def _dtype(made: Path) -> str:
+    """That of most tensors which are not quantized, by name."""
+    words = [stored.dtype for path in made.rglob("*.safetensors") for stored in TensorFile(path).stored.values()]
+    return "float16" if words.count("F16") > words.count("BF16") else "bfloat16"
+
+
+def _source(folder: ModelFolder) -> str:
+    """A model such that it means the same from any folder."""
+    is_local = folder.commit is None and folder.name != "tiny"
+    return str(folder.path.resolve()) if is_local else folder.name

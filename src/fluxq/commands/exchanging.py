@@ -1,0 +1,98 @@
+"""Commands for files of other programs: inspect, export, import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fluxq import show
+from fluxq.commands.options import PATH, bytes_in, common_options, output_option, overwrite_option
+from fluxq.commands.session import session_of
+
+EXPORTS = ("bfl", "modelopt", "comfy", "torchao", "nunchaku_lite", "nunchaku", "compressed-tensors")
+
+
+@click.command("inspect")
+@click.argument("path")
+@click.option("--base", metavar="MODEL", help="The 16-bit model, against which layouts and layers are proved.")
+@click.option("--layers", "every_layer", is_flag=True, help="Print every layer; with --base also its error.")
+@common_options
+def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: Any) -> None:
+    """Say what the file or folder PATH is, whoever quantized it, and what is wrong with it; exit code 1 if anything is.
+
+    \b
+    Example:
+      fluxq inspect tiny-nvfp4 --base tiny
+    """
+    with session_of(arguments) as session:
+        from fluxq import inspecting, show_inspection
+
+        found = inspecting.inspect(path, base)
+        session.start_work()
+        session.print(
+            {name: report.describe() for name, report in found.items()},
+            lambda: show_inspection.inspections(found, every_layer=every_layer),
+        )
+        wrong = sorted({fault.kind for report in found.values() for fault in report.faults if fault.is_error})
+        if wrong:
+            raise RuntimeError(f"{path}: {', '.join(wrong)}")
+
+
+@click.command("export")
+@click.argument("output")
+@click.option("--format", "format", type=click.Choice(EXPORTS), required=True, help="The layout to write.")
+@click.option("--output", "-o", "target", type=PATH, help="Where to write; by default ./<OUTPUT>-<format>.")
+@click.option("--component", help="By default the denoisers; for compressed-tensors the text encoder.")
+@click.option("--requantize", is_flag=True, help="Round layers again that the format cannot hold as they are.")
+@click.option(
+    "--max-shard-size",
+    "max_shard_bytes",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Cut the weights of a folder into files of at most this size; by default 10GB.",
+)
+@overwrite_option
+@common_options
+def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
+    """Write the checkpoint OUTPUT for another program, codes moved bit by bit; refuses what its format cannot hold.
+
+    Layers of no main format, modulation for one, are written in 16 bit where the format lacks theirs, and listed.
+
+    \b
+    Example:
+      fluxq export tiny-nvfp4 --format comfy
+    """
+    with session_of(arguments) as session:
+        from fluxq import exchange
+
+        done = exchange.export_checkpoint(output, format, target, on_start=session.start_work, **session.arguments)
+        session.print(done.describe(), lambda: show.exported(done))
+
+
+@click.command("import")
+@click.argument("path")
+@click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, gives what it lacks.")
+@output_option
+@click.option("--dequantize", is_flag=True, help="Layers whose codes no format of fluxq holds become 16 bit.")
+@overwrite_option
+@common_options
+def import_file(
+    path: str, base: str | None, output: str | None, dequantize: bool, overwrite: bool, **arguments: Any
+) -> None:
+    """Make a checkpoint of PATH, a file or folder that another program quantized; codes stay as they are.
+
+    \b
+    Example:
+      fluxq import flux1-dev-nvfp4.safetensors --base black-forest-labs/FLUX.1-dev
+    """
+    with session_of(arguments) as session:
+        from fluxq import inspecting, show_inspection
+
+        reports = inspecting.import_(path, base, output, dequantize=dequantize, overwrite=overwrite)
+        session.start_work()
+        session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
+
+
+COMMANDS = (inspect_file, export_checkpoint, import_file)

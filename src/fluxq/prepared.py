@@ -1,0 +1,138 @@
+"""What commands take, and what they read of it: the input of every job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fluxq import memory
+from fluxq.base.files import sha256_json
+from fluxq.base.model import ModelFolder, load_pipeline
+from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.prompts import PromptSet
+from fluxq.calibrate.sharing import watch_shared_inputs
+from fluxq.calibrate.statistics import Statistics
+from fluxq.memory import Bound
+from fluxq.quantize import checkpoint
+from fluxq.quantize.checkpoint import SourceWeights
+from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into
+from fluxq.recipes.plan import GENERIC, Plan
+from fluxq.recipes.recipe import Calibration, Recipe
+from fluxq.requirements import require_steps
+
+CHECK_IMAGES = 4
+# Calibration and evaluation draw noise from seeds that never meet.
+_CALIBRATION_SEEDS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every command takes; None leaves the recipe's, the folder's or the pipeline's own value."""
+
+    model: str | None = None
+    recipe: str = "nvfp4"
+    profile: Any = None
+    output: str | None = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    seed: int | None = None
+    prompts: str | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    components: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    statistics: str | None = None
+    lora: tuple[str, ...] = ()
+    revision: str | None = None
+    local_files_only: bool = False
+    overwrite: bool = False
+    check: bool = True
+    parallel_blocks: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
+    max_shard_bytes: int = checkpoint.MAX_SHARD_BYTES
+    max_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
+
+    options: Options
+    folder: ModelFolder
+    recipe_name: str
+    recipe: Recipe
+    calibration: Calibration
+    plans: tuple[Plan, ...]
+    prompts: PromptSet
+    statistics: Statistics | None
+    output: Path
+    identity: dict[str, Any]
+    loras: tuple[LoraFile, ...] = ()
+    updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
+    finished: dict[str, Any] | None = None
+    ranks: Ranks = ALONE
+    bound: Bound | None = None
+
+    @property
+    def device(self) -> str:
+        """What this process computes on: of several, each takes a GPU of its own."""
+        return self.ranks.device(self.options.device)
+
+    @property
+    def calibrated(self) -> dict[str, Plan]:
+        """Component -> plan, of those whose activations calibration looks at: the transformers."""
+        return {plan.component: plan for plan in self.plans if plan.kind == "transformer"}
+
+    @property
+    def fitted(self) -> dict[str, Plan]:
+        """Component -> plan, of those with layers that are fitted to their inputs."""
+        plans = self.calibrated.items()
+        return {name: plan for name, plan in plans if any(la.method.needs_data for la in plan.quantized)}
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Pipeline arguments: the folder's defaults, overridden by the command line."""
+        return {**self.folder.generation_defaults, **self.options.call}
+
+    @property
+    def calibration_items(self) -> Sequence[Any]:
+        """(row, seed) of each image that calibration looks at."""
+        return self.prompts.items(self.calibration.count, _CALIBRATION_SEEDS + self.calibration.seed)
+
+    @property
+    def check_items(self) -> Sequence[Any]:
+        """(row, seed) of each image of the closing check: of rows with sizes or images those like the first."""
+        return self.prompts.alike.items(CHECK_IMAGES, self.calibration.seed)
+
+    def weights(self, component: str) -> SourceWeights:
+        """The component's 16-bit weights, LoRA files fused."""
+        if component in self.updates:
+            return FusedWeights(self.folder, component, self.updates[component])
+        return SourceWeights(self.folder, component)
+
+    def digest(self, component: str) -> str:
+        """SHA-256 of the component's weights, LoRA files included."""
+        own = self.identity.get("model", {}).get(component)
+        own = own if isinstance(own, str) else self.folder.digest(component)
+        if component not in self.updates:
+            return own
+        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)])
+
+    def load_reference(self) -> Any:
+        """The 16-bit pipeline that the checkpoint is made from and measured against."""
+        require_steps(self.folder)
+        if self.bound is not None:
+            pipe = self.bound.load(self.folder, self.updates)
+        else:
+            memory.warn_of_size(self.folder, self.options.dtype, self.device)
+            pipe: Any = load_pipeline(self.folder, self.options.dtype, self.device)
+            for component, updates in self.updates.items():
+                fuse_into(getattr(pipe, component), updates)
+        for component, plan in self.calibrated.items():
+            if plan.family == GENERIC and (component in self.fitted or plan.static_groups()):
+                groups = plan.statistics_groups().values()
+                watch_shared_inputs(getattr(pipe, component), [[layer.name for layer in group] for group in groups])
+        return pipe

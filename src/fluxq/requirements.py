@@ -1,0 +1,83 @@
+"""What a device, a pipeline and an output must be for a job to work; each refuses it with the cure."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from fluxq.base.console import first_line
+from fluxq.base.model import GENERATION_FILE, ModelFolder
+
+
+def require_device(device: str) -> None:
+    """ValueError for a device that torch cannot use."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device {device!r} cannot be used: {first_line(error)}; give --device cpu, or cuda with a GPU"
+        ) from None
+
+
+def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
+    """Refuse generation defaults that the pipeline does not take, before it is loaded."""
+    pipeline = folder.pipeline_class
+    if pipeline is None:
+        name = folder.index["_class_name"]
+        raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
+    unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
+    if unknown:
+        raise ValueError(
+            f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {', '.join(unknown)}; remove it"
+        )
+
+
+def require_steps(folder: ModelFolder) -> None:
+    """ValueError for a pipeline that does not tell of its steps, which a run of it is followed by."""
+    pipeline = folder.pipeline_class
+    if pipeline is not None and "callback_on_step_end" not in inspect.signature(pipeline.__call__).parameters:
+        raise ValueError(
+            f"{folder.name}: a {pipeline.__name__} takes no callback_on_step_end in this diffusers, so it cannot be "
+            "calibrated or checked; --profile rtn --no-check quantizes it without running it"
+        )
+
+
+def require_images(folder: ModelFolder, cure: str) -> None:
+    """ValueError for a pipeline that makes video."""
+    pipeline = folder.pipeline_class
+    if pipeline is not None and makes_video(folder):
+        raise ValueError(f"{folder.name}: a {pipeline.__name__} makes video, and only images can be compared; {cure}")
+
+
+def makes_video(folder: ModelFolder) -> bool:
+    """Whether the pipeline's calls say how many frames they make."""
+    pipeline = folder.pipeline_class
+    return pipeline is not None and "num_frames" in inspect.signature(pipeline.__call__).parameters
+
+
+def scheduler_of(folder: ModelFolder) -> Any:
+    """The pipeline's, from its files; ValueError for one that this diffusers does not have."""
+    name = folder.components.get("scheduler", "")
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise ValueError(f"{folder.name}: this diffusers has no scheduler {name!r}; leave `steps` out of the recipe")
+    return kind.from_pretrained(folder.path / "scheduler", local_files_only=True)
+
+
+def require_parent(output: Path) -> None:
+    """ValueError where nothing can be made at `output`."""
+    parent = existing_parent(output)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(
+            f"output {output} cannot be made: {parent} is no folder one may write to; give another --output"
+        )
+
+
+def existing_parent(output: Path) -> Path:
+    """The nearest folder around `output` that is there; its disk is what will be written to."""
+    return next(parent for parent in output.resolve().parents if parent.exists())

@@ -1,0 +1,52 @@
+"""What `fluxq export` and `fluxq inspect --base` hold in memory: some copies of the largest layer, of any model.
+
+A model of 24 GB has layers of 130 MB. Here it is one of 12 blocks and one of 4, whose layers are the same, and the
+embedded model, of which nothing but the code takes memory.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from test_streaming import full_size, linux, model_of, process  # noqa: F401
+
+WIDTH = 768
+LARGEST = 4 * 7 * WIDTH * WIDTH  # bytes in fp32 of what a ComfyUI file joins: q, k, v and the feed-forward's first
+COMMANDS = {
+    "modelopt": ("export", "fp8", "--format", "modelopt", "-o", "modelopt"),
+    "comfy": ("export", "fp8", "--format", "comfy", "--requantize", "-o", "comfy.safetensors"),
+    "inspect a folder": ("inspect", "modelopt", "--base", "model"),
+    "inspect a file": ("inspect", "comfy.safetensors", "--base", "model"),
+}
+MOST = {"modelopt": 4, "comfy": 6, "inspect a folder": 6, "inspect a file": 8}  # times the largest layer in fp32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_allocator() -> Iterator[None]:
+    """What is freed goes back at once, so that a peak is what was held, and not what the allocator kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        yield
+
+
+@linux
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_layer_whatever_the_model(process, model_of, tmp_path) -> None:  # noqa: F811
+    peaks: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    sizes = []
+    for single in (0, 2, 10):
+        folder = tmp_path / str(single)
+        folder.mkdir()
+        if single:
+            model_of(folder / "model", WIDTH, 2, single)
+        model = "model" if single else "tiny"
+        made = process(folder, "quantize", model, "--recipe", "fp8", "--profile", "rtn", "--no-check", "-o", "fp8")
+        assert made["code"] == 0, made["err"]
+        for name, arguments in COMMANDS.items():
+            used = process(folder, *(model if argument == "model" else argument for argument in arguments))
+            assert used["code"] == 0, (name, used["err"])
+            peaks[name].append(used["peak"] / LARGEST)
+        sizes.append(sum(file.stat().st_size for file in folder.glob("model/**/*.safetensors")) / LARGEST)
+    for name, (code, small, large) in peaks.items():
+        assert 0.5 < large - code < MOST[name], (name, peaks[name])
+        assert large - small < 0.5, (name, peaks[name])
+    assert sizes[2] - sizes[1] > 8, sizes  # what a growth with the model would be a part of

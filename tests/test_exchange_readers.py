@@ -1,0 +1,218 @@
+"""Layers as we write them, read by the programs themselves where they are installed; and what is only read here."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from test_exchange_layers import (
+    HOLDS,
+    K,
+    N,
+    codes_alone,
+    effective,
+    golden,
+    header_of,
+    layer_of,
+    quantized,
+    relative,
+)
+from torch import Tensor
+
+from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
+from fluxq.quantize.exchange.dialects import DIALECTS, READERS
+from fluxq.quantize.exchange.layer import Plain, QuantTensors
+
+
+def exported(dialect: str, text: str, n: int, k: int) -> tuple[QuantTensors, Any]:
+    layer = quantized(text, n, k)
+    encode = DIALECTS[dialect].encode
+    assert encode is not None
+    return layer, encode(layer)
+
+
+def formats_read_by(program: str, dialect: str) -> set[str]:
+    """Formats that docs/exchange.md says a program was run on."""
+    (reader,) = [each for each in READERS if (each.program, each.dialect) == (program, dialect)]
+    return set(reader.formats)
+
+
+@pytest.mark.reader("diffusers", "bfl")
+def test_diffusers_reads_bfl_layers() -> None:
+    from diffusers.quantizers.bfl.bfl_quantizer import BFLQuantizer
+    from diffusers.quantizers.bfl.utils import _dequantize_weight
+    from diffusers.quantizers.quantization_config import BFLQuantizationConfig
+
+    formats = set()
+    for text, (n, k) in product(HOLDS["bfl"].split(), ((N, K), (48, 32))):
+        layer, encoded = exported("bfl", text, n, k)
+        state = {f"block.{name}": tensor for name, tensor in encoded.tensors.items()}
+        read = BFLQuantizer(BFLQuantizationConfig()).maybe_update_state_dict(state)
+        assert read.keys() == {"block.weight", "block.bias"}
+        assert torch.equal(_dequantize_weight(read["block.weight"]), codes_alone(layer)), text
+        formats.add(encoded.entry["format"])
+    assert formats == formats_read_by("diffusers", "bfl")
+
+
+@pytest.mark.reader("comfy-kitchen", "comfy")
+def test_comfy_kitchen_reads_comfy_layers() -> None:
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+    layouts_of = {
+        "float8_e4m3fn": ("TensorCoreFP8Layout", {"scale": "weight_scale"}),
+        "nvfp4": ("TensorCoreNVFP4Layout", {"scale": "weight_scale_2", "block_scale": "weight_scale"}),
+        "mxfp8": ("TensorCoreMXFP8Layout", {"scale": "weight_scale"}),
+        "int8_tensorwise": ("TensorWiseINT8Layout", {"scale": "weight_scale"}),
+        "awq_w4a16": ("TensorCoreAWQW4A16Layout", {"scale": "weight_scale", "zeros": "weight_zeros"}),
+    }
+    formats = set()
+    for text in HOLDS["comfy"].split():
+        for n, k in ((N, 384), (40, 384)):
+            layer, encoded = exported("comfy", text, n, k)
+            name, parts = layouts_of[encoded.entry["format"]]
+            params = {part: encoded.tensors[key] for part, key in parts.items()}
+            if "group_size" in encoded.entry:
+                params["group_size"] = encoded.entry["group_size"]
+            built = get_layout_class(name).Params(**params, orig_dtype=torch.float32, orig_shape=(n, k))
+            weight = QuantizedTensor(encoded.tensors["weight"], name, built).dequantize()[:n, :k]
+            assert torch.equal(weight, codes_alone(layer)), text
+            formats.add(encoded.entry["format"])
+    assert formats == formats_read_by("comfy-kitchen", "comfy")
+
+
+@pytest.mark.reader("diffusers", "torchao")
+def test_torchao_reads_torchao_layers() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.core.config import config_from_dict, config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import (
+        flatten_tensor_state_dict,
+        unflatten_tensor_state_dict,
+    )
+
+    formats = set()
+    for text in HOLDS["torchao"].split():
+        for n, k in ((N, K), (48, 32)):
+            layer, encoded = exported("torchao", text, n, k)
+            file = {f"block.{name}": tensor for name, tensor in encoded.tensors.items()}
+            header = torchao.metadata({"block": encoded.entry}, ["block.bias"])
+            state, left = unflatten_tensor_state_dict(file, header)
+            assert not left
+            values = state["block.weight"].dequantize(torch.float32).float()
+            if encoded.entry["_type"] == "Int8Tensor":  # which multiplies in the dtype of the model
+                assert relative(values, codes_alone(layer)) < 2.0**-8
+            else:
+                assert torch.equal(values, codes_alone(layer)), text
+            assert flatten_tensor_state_dict(state)[1] == header
+            formats.add(encoded.entry["_type"])
+            written = torchao.config({"block": encoded.entry}, ["proj_out"])["quant_type"]["default"]
+            assert config_to_dict(config_from_dict(written)) == written
+    assert formats == formats_read_by("diffusers", "torchao")
+
+
+@pytest.mark.reader("transformers", "compressed_tensors")
+def test_compressed_tensors_reads_its_layers() -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+    formats = set()
+    for text in HOLDS["compressed_tensors"].split():
+        layer, encoded = exported("compressed_tensors", text, 48, 384)
+        described = compressed_tensors.config({"block": encoded.entry}, [])
+        QuantizationConfig.model_validate(described)
+        group = {key: value for key, value in described["config_groups"]["group_0"].items() if key != "format"}
+        scheme = QuantizationScheme.model_validate(group)
+        compressor = BaseCompressor.get_value_from_registry(encoded.entry["format"])
+        assert infer_module_format(torch.nn.Linear, scheme).value == encoded.entry["format"], text
+        weight = compressor.decompress(dict(encoded.tensors), scheme)["weight"]
+        loss = 2.0**-8 if weight.dtype == torch.bfloat16 else 2.0**-22
+        assert relative(weight, codes_alone(layer)) < loss, text
+        formats.add(encoded.entry["format"])
+    assert formats == formats_read_by("transformers", "compressed_tensors")
+
+
+@pytest.mark.reader("ModelOpt", "modelopt")
+def test_modelopt_reads_its_layers() -> None:
+    pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    layer, encoded = exported("modelopt", "nvfp4-nvfp4-static", N, K)
+    t = encoded.tensors
+    tensor = NVFP4QTensor(torch.Size((N, K)), torch.float32, t["weight"])
+    read = tensor.dequantize(scale=t["weight_scale"], double_scale=t["weight_scale_2"], block_sizes={-1: 16})
+    assert torch.equal(read, codes_alone(layer))
+    assert {encoded.entry["quant_algo"]} == formats_read_by("ModelOpt", "modelopt")
+    entries = {"a": encoded.entry, "b": exported("modelopt", "fp8-fp8", N, K)[1].entry}
+    quantization = {"quant_algo": "MIXED_PRECISION", "quantized_layers": entries, "exclude_modules": ["c"]}
+    producer = {"name": "modelopt", "version": "0.47.0"}
+    theirs = convert_hf_quant_config_format({"producer": producer, "quantization": quantization})
+    ours = modelopt.config(entries, ["c"], "0.47.0")
+    assert {key: ours[key] for key in theirs} == theirs
+
+
+@pytest.mark.parametrize("name", ["gguf_q8_0", "gguf_q4_0", "gguf_q4_k", "gguf_q6_k"])
+def test_gguf_blocks_decode_to_what_their_definition_says(name: str) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    file, kind = golden(name), header_of(name)["type"]
+    reference = file.pop("__dequant_ref")
+    n, k = reference.shape
+    decoded = DIALECTS["gguf"].decode(file, (n, k), {"type": kind})
+    assert isinstance(decoded, Plain) and torch.equal(decoded.weight, reference)
+    by_hand = {"gguf_q8_0": q8_0, "gguf_q4_0": q4_0, "gguf_q4_k": q4_k, "gguf_q6_k": q6_k}[name]
+    blocks = file["weight"].reshape(n * k // (256 if kind.endswith("K") else 32), -1)
+    assert torch.allclose(decoded.weight, by_hand(blocks).reshape(n, k), rtol=1e-6)
+    with pytest.raises(ValueError, match=f"bytes of {kind} are no weight"):
+        DIALECTS["gguf"].decode(file, (n, 2 * k), {"type": kind})
+    with pytest.raises(ValueError, match="'IQ1_S' are not read here"):
+        DIALECTS["gguf"].decode(file, (n, k), {"type": "IQ1_S"})
+
+
+def halves(block: Tensor, at: int) -> Tensor:
+    return block[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def q8_0(block: Tensor) -> Tensor:
+    return halves(block, 0) * block[:, 2:].contiguous().view(torch.int8)
+
+
+def q4_0(block: Tensor) -> Tensor:
+    return halves(block, 0) * (torch.cat([block[:, 2:] & 15, block[:, 2:] >> 4], dim=1).float() - 8)
+
+
+def q4_k(block: Tensor) -> Tensor:
+    """Eight runs of 32: 6-bit scales and minima, packed in 12 bytes, times one fp16 number each."""
+    six = block[:, 4:16].int()
+    low, mid, high = six[:, 0:4], six[:, 4:8], six[:, 8:12]
+    scale = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=1)
+    minimum = torch.cat([mid & 63, (high >> 4) | (mid >> 6 << 4)], dim=1)
+    quants = block[:, 16:].reshape(-1, 4, 1, 32) >> torch.tensor([0, 4]).reshape(1, 1, 2, 1) & 15
+    runs = quants.reshape(-1, 8, 32).float()
+    return (halves(block, 0) * scale).unsqueeze(-1) * runs - (halves(block, 2) * minimum).unsqueeze(-1)
+
+
+def q6_k(block: Tensor) -> Tensor:
+    """Sixteen runs of 16: 4 low and 2 high bits of each code + 32, int8 scales, one fp16 number."""
+    low = block[:, :128].reshape(-1, 2, 1, 64) >> torch.tensor([0, 4]).reshape(1, 1, 2, 1) & 15
+    high = block[:, 128:192].reshape(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6]).reshape(1, 1, 4, 1) & 3
+    codes = (low.reshape(-1, 16, 16).int() | high.reshape(-1, 16, 16).int() << 4) - 32
+    scale = halves(block, 208) * block[:, 192:208].contiguous().view(torch.int8)
+    return scale.unsqueeze(-1) * codes
+
+
+def test_bitsandbytes_golden_decodes_to_its_producers_values() -> None:
+    file = golden("bnb_nf4")
+    reference = file.pop("__dequant_ref")
+    decoded = DIALECTS["bnb"].decode(file, (N, K), {})
+    assert isinstance(decoded, Plain) and decoded.bias is not None
+    assert torch.equal(decoded.weight.bfloat16(), reference)
+    assert relative(decoded.weight, golden("input_linear")["weight"]) < 0.1
+
+
+def test_comfys_int8_golden_has_codes_of_minus_128() -> None:
+    file = golden("comfy_int8")
+    decoded = comfy.decode(layer_of(file), (N, K))
+    assert isinstance(decoded, QuantTensors) and (decoded.tensors["weight"] == -128).any()
+    assert torch.equal(effective(decoded).bfloat16(), file["__dequant_ref"])
