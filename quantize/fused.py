@@ -111,7 +111,7 @@ def restore(model: nn.Module) -> int:
 
 def fusable_models() -> str:
     """The classes of models that have a fused form, for messages."""
-    return ", ".join(family.model for family in FAMILIES.values() if family.fusable)
+    return ", ".join(sorted(family.model for family in FAMILIES.values() if family.fusable))
 
 
 def _restore_block(block: nn.Module) -> bool:

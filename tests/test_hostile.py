@@ -306,7 +306,17 @@ def test_a_number_of_layers_fills_no_memory(tiny_folder, component, key):
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 5000, "[" * 100_000 + "]" * 100_000, '{"a": ' + "9" * 5000 + "}", "\xff", "[]", '{"a": NaN', ""]
+    "text",
+    [
+        "9" * 5000,
+        "[" * 100_000 + "]" * 100_000,
+        '{"a": ' + "9" * 5000 + "}",
+        "\xff",
+        "[]",
+        '{"\\ud800": 1}',
+        '{"a": NaN',
+        "",
+    ],
 )
 def test_no_json_is_named(tmp_path, text):
     (tmp_path / "some.json").write_bytes(text.encode("latin-1"))
@@ -327,6 +337,12 @@ def test_a_json_larger_than_any_is_refused_unread(tmp_path):
         ("scheduler", "scheduler_config.json", {"num_train_timesteps": 10**12}, "num_train_timesteps is 1000000000000"),
         ("scheduler", "scheduler_config.json", {"num_train_timesteps": float("inf")}, "num_train_timesteps is inf"),
         ("tokenizer_2", "tokenizer_config.json", {"extra_ids": 10**9}, "extra_ids is 1000000000, expected a number up"),
+        (
+            "transformer",
+            "config.json",
+            {"attention_head_dim": 2**32 - 1},
+            "attention_head_dim is 4294967295, expected a",
+        ),
         ("text_encoder", "config.json", {"text_config": {"num_hidden_layers": 2**40}}, "more than 8000 modules"),
     ],
 )

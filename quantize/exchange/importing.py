@@ -346,7 +346,7 @@ def _split(
         raise ValueError(f"the model has no {missing[0]}; is its configuration that of another one?")
     sizes = [expected[f"{module}.weight"].shape[0] for module in modules]
     n, k = (tuple(layer.weight.shape) if isinstance(layer, Plain) else layer.shape)[:2]
-    width = expected[f"{modules[0]}.weight"].numel() // sizes[0]
+    width = expected[f"{modules[0]}.weight"].numel() // max(1, sizes[0])
     if (sum(sizes), width) != (n, k):
         raise ValueError(f"is {n}×{k}, the model asks for {sum(sizes)}×{width}; is its configuration another's?")
     if isinstance(layer, QuantTensors):

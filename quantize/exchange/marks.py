@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from fluxq.base.tensors import Stored
@@ -19,6 +20,7 @@ NATIVE, PLAIN = "fluxq", "16 bit"  # beside the keys of DIALECTS
 class Headers(Protocol):
     """What is known of a file before a tensor is read: `ModelFile` in files.py."""
 
+    path: Path
     container: str
     metadata: dict[str, str]
     stored: dict[str, Stored]
@@ -176,7 +178,7 @@ def json_object(text: str, what: str) -> dict[str, Any]:
 def said_by_comfy(model: Headers) -> dict[str, Any]:
     """Layer -> entry, of `_quantization_metadata`."""
     text = model.metadata.get("_quantization_metadata")
-    layers = json_object(text, "_quantization_metadata").get("layers") if text else None
+    layers = json_object(text, f"{model.path}: _quantization_metadata").get("layers") if text else None
     return layers if isinstance(layers, dict) else {}
 
 

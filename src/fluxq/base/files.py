@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -117,7 +118,10 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     if size > longest:
         raise ValueError(f"{path}: {size} bytes, and {longest} are read at most; copy it again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if re.search(r"\\u[dD]", text):  # half of a surrogate pair can be written by nobody
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of thousands of digits, nesting
         raise ValueError(f"{path}: not valid JSON ({error}); the file is damaged, copy it again") from None
     if not isinstance(value, dict):

@@ -33,6 +33,7 @@ _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
 _MOST_LAYERS = 8000
+_LARGEST_NUMBER = 10**9  # of a size; times a text that stands where another size belongs, it would fill the memory
 _LARGEST_TABLE = 100_000  # a hundred times the steps that models are trained on
 _LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
     **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000, "num_frames": 10_000},
@@ -287,8 +288,8 @@ def module_of(library: object) -> str | None:
 def require_harmless(config: Path) -> None:
     """ValueError for what loading would come to grief over before it could be seen.
 
-    That is attention under the name of a repository, whose code transformers would fetch and run, and a number of
-    layers that no model has, for each of which a configuration may make entries.
+    That is attention under the name of a repository, whose code transformers would fetch and run, a number of layers
+    that no model has, for each of which a configuration may make entries, and a size that nothing has.
     """
     require_harmless_values(read_json(config), str(config))
 
@@ -304,6 +305,8 @@ def require_harmless_values(values: Mapping[str, Any], config: str) -> None:
             raise ValueError(f"{config}: asks for attention from {value!r}, whose code is never run; remove {key!r}")
         elif key.endswith(("layers", "depth")) and isinstance(value, (int, float)) and value > _MOST_LAYERS:
             raise ValueError(f"{config}: {key}: its numbers ask for more than {_MOST_LAYERS} modules")
+        elif type(value) is int and value > _LARGEST_NUMBER and not key.endswith("theta"):
+            raise ValueError(f"{config}: {key} is {str(value)[:80]}, expected a number up to {_LARGEST_NUMBER}")
 
 
 def _require_moderate(config: Path, only: str) -> None:
