@@ -535,7 +535,7 @@ def test_on_a_gpu_attention_is_read_beside_the_feed_forward_where_a_kernel_can(
 
 
 def test_what_cannot_be_fused_is_refused_by_name(pipe) -> None:
-    with pytest.raises(ValueError, match="Linear: no fused form is known, only of .*, FluxTransformer2DModel"):
+    with pytest.raises(ValueError, match=r"Linear: no fused form is known, only of .*, FluxTransformer2DModel"):
         fluxq.optimize(nn.Linear(2, 2))
 
     class Mine(stock.FluxTransformerBlock):

@@ -785,7 +785,7 @@ def test_without_a_record_weights_are_compared(pipe, tiny_folder, folder, tmp_pa
     shutil.copytree(folder, tmp_path / "moved")
     (tmp_path / "moved" / PLAN_FILE).unlink()
     pipe = tiny.load(folder=tmp_path / "moved")
-    with pytest.raises(ValueError, match=f"is not known.*with a {PLAN_FILE} that says so: name that model's folder or hub id as"):
+    with pytest.raises(ValueError, match=f"is not known.*with a {PLAN_FILE} that says so: name that model's folder"):
         keep_steps(pipe)
     with keep_steps(pipe, source=str(tiny_folder)):
         assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == "kqqkk"
