@@ -677,6 +677,14 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
     assert half[0] < 0.75 * needed  # with all blocks done
 
 
+def test_what_a_writer_left_that_was_killed_at_its_lock_is_removed(tmp_path):
+    for name in (".out.pid.abc.part", ".other.pid.abc.part"):
+        (tmp_path / name).write_text("1 on here")
+    with sole_writer(tmp_path / "out"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".other.pid.abc.part", ".out.lock", ".out.pid"]
+    assert [path.name for path in tmp_path.iterdir()] == [".other.pid.abc.part"]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
