@@ -107,7 +107,7 @@ class TensorFile:
         """Have the system forget a tensor's bytes, which it keeps after they were read; where it can be told to."""
         stored = self.stored[name]
         with FileIO(self.path) as stream:
-            _forget(stream.fileno(), stored.begin, stored.nbytes)
+            _advise(stream, stored.begin, stored.nbytes, "POSIX_FADV_DONTNEED")
 
     def fingerprint(self, name: str) -> str:
         """Hex XXH3-128 of a tensor's bytes, a few of them in memory at a time.
@@ -174,10 +174,8 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
     found, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
     with _room(path), ExitStack() as opened:
         sources = {file: opened.enter_context(FileIO(file)) for file in {file: None for file, _ in parts.values()}}
-        target, hasher = (
-            opened.enter_context(_Written(path)),
-            opened.enter_context(ThreadPoolExecutor(1)),
-        )
+        target = opened.enter_context(_Written(path))
+        hasher = opened.enter_context(ThreadPoolExecutor(1))
         target.write(header)
         for name in placed:
             file, stored = parts[name]
@@ -382,20 +380,21 @@ class _Written:
     def _to_disk(self, begin: int, count: int) -> None:
         if hasattr(os, "fdatasync"):  # not on macOS and Windows
             os.fdatasync(self._file.fileno())
-        _forget(self._file.fileno(), begin, count)
+        _advise(self._file, begin, count, "POSIX_FADV_DONTNEED")
 
 
-def _forget(file: int, begin: int, count: int) -> None:
+def _advise(file: FileIO, begin: int, count: int, what: str) -> None:
+    """Tell the system what is going to be done with bytes of a file, where it can be told."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, begin, count, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), begin, count, getattr(os, what))
 
 
 def _pieces(source: FileIO, stored: Stored, room: memoryview) -> Iterator[memoryview]:
     """The bytes of a tensor, a few at a time, each in place of the ones before; what was read is forgotten."""
     source.seek(stored.begin)
     left = stored.nbytes
-    if left >= _LARGE and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(source.fileno(), stored.begin, left, os.POSIX_FADV_WILLNEED)
+    if stored.nbytes >= _LARGE:
+        _advise(source, stored.begin, stored.nbytes, "POSIX_FADV_WILLNEED")
     while left:
         count = source.readinto(room[: min(left, len(room))])
         if not count:
@@ -403,7 +402,7 @@ def _pieces(source: FileIO, stored: Stored, room: memoryview) -> Iterator[memory
         yield room[:count]
         left -= count
     if stored.nbytes >= _LARGE:
-        _forget(source.fileno(), stored.begin, stored.nbytes)
+        _advise(source, stored.begin, stored.nbytes, "POSIX_FADV_DONTNEED")
 
 
 @contextmanager

@@ -46,8 +46,11 @@ def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | N
         session.announce()
         prepared = session.prepare(writes=False)
         costs = session.jobs.model_costs(prepared, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
-        demands = [] if gpu else [session.jobs.demand(prepared, device, writes=True) for device in ("cpu", "cuda")]
-        session.print(show.plan_json(prepared, costs), lambda: show.plan(prepared, costs, demands))
+        devices = () if gpu else ("cpu", "cuda")
+        session.print(
+            show.plan_json(prepared, costs),
+            lambda: show.plan(prepared, costs, [session.jobs.demand(prepared, each, writes=True) for each in devices]),
+        )
 
 
 @click.command()
