@@ -68,6 +68,7 @@ from fluxq.recipes.recipe import Recipe, load_recipe  # noqa: E402
 COMPONENT = "transformer"
 STEPS = 8  # of each image; all are looked at
 HEAD = 128  # channels of an attention head
+NVFP4_MAX = 6.0 * 448.0  # times the global scale: the largest number
 LAYERS: tuple[tuple[int, int, str, Maker], ...] = (  # N, K, family of synthetic.py, what makes the input
     (3072, 3072, "adaln", "norm"),
     (12288, 3072, "adaln", "norm"),
@@ -92,6 +93,7 @@ DRAWN = (1 << 25) + 1  # random numbers that all its tensors are made of; odd, s
 @click.option("--calls", default=64, show_default=True, help=f"To fit on; {STEPS} make an image.")
 @click.option("--layers", is_flag=True, help="Single layers in one thread instead, and rounding to nearest.")
 @click.option("--family", type=click.Choice(["flux"]), help="A model on disk, which the command rounds to nearest.")
+@click.option("--max-memory", metavar="SIZE", help="With --family: what the command is given.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="With --family: keep the model here.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Result file.")
 def main(
@@ -105,6 +107,7 @@ def main(
     calls: int,
     layers: bool,
     family: str | None,
+    max_memory: str | None,
     work: Path | None,
     out: Path | None,
 ) -> None:
@@ -112,7 +115,7 @@ def main(
     double, _, single = blocks.partition("+")
     if family:
         about = {"commit": commit(), "family": family, "profile": profile, "machine": cpu_name()}
-        shape = {"hidden": hidden, "blocks": [int(double), int(single)]}
+        shape = {"hidden": hidden, "blocks": [int(double), int(single)], "max_memory": max_memory}
         target = out or ROOT / "benchmarks" / f"full_size_{profile}.json"
         with ExitStack() as stack:
             folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -377,7 +380,9 @@ def on_disk(recipes: str, profile: str, about: dict[str, Any], work: Path, out: 
     write_model(source, about["hidden"], double, single, runs=profile != "rtn")
     found = about | {"bytes": tree_bytes(source), "threads": torch.get_num_threads(), "recipes": {}}
     for recipe in recipes.split(","):
-        row = found["recipes"][recipe] = measure_on_disk(source, recipe, profile, work / f"{source.name}-{recipe}")
+        options = ["--recipe", recipe, "--profile", profile]
+        options += ["--max-memory", about["max_memory"]] if about["max_memory"] else []
+        row = found["recipes"][recipe] = measure_on_disk(source, recipe, options, work / f"{source.name}-{recipe}")
         write_json(out, found)
         seconds = ", ".join(f"{part} {value:.1f} s" for part, value in row["seconds"].items())
         click.echo(f"{recipe}: {seconds}; {row['times_the_bound']:.2f} times the longer of the bounds")
@@ -385,9 +390,9 @@ def on_disk(recipes: str, profile: str, about: dict[str, Any], work: Path, out: 
         click.echo(f"{recipe}: peak of {peaks}; one block: {row['block']}")
 
 
-def measure_on_disk(source: Path, recipe: str, profile: Any, output: Path) -> dict[str, Any]:
-    """A row of the result."""
-    command = ["quantize", str(source), "--recipe", recipe, "--profile", profile, "--no-check", "-o", str(output)]
+def measure_on_disk(source: Path, recipe: str, options: list[str], output: Path) -> dict[str, Any]:
+    """A row of the result. options: of the command."""
+    command = ["quantize", str(source), *options, "--no-check", "-o", str(output)]
     watch, peaks = Watch(), {}
     forget(source)
     with watch("quantize"):
@@ -504,7 +509,10 @@ def run_command(*arguments: str) -> int:
 
 
 def open_a_block(source: Path, output: Path) -> dict[str, Any]:
-    """Read the layers of the last block from a checkpoint and compute with them, as loading and running it would."""
+    """Read the layers of the last block from a checkpoint and compute with them, as loading and running it would.
+
+    x is drawn; where a layer's input scale was calibrated, x is made no larger than what was seen: more is clipped.
+    """
     written = SourceWeights(ModelFolder(output.name, output), COMPONENT)
     plain = SourceWeights(ModelFolder(source.name, source), COMPONENT)
     config = ModelFolder(output.name, output).config(COMPONENT)
@@ -516,7 +524,10 @@ def open_a_block(source: Path, output: Path) -> dict[str, Any]:
         weight = plain[f"{name}.weight"]
         n, k = weight.shape
         layer = QuantLinear.from_tensors({p: written[f"{name}.{p}"] for p in parts}, (n, k), schemes[name])
-        x = torch.randn(16, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+        x = torch.randn(16, k, generator=torch.Generator().manual_seed(0))
+        if schemes[name].static_input:
+            x *= min(1.0, written[f"{name}.input_scale"].item() * NVFP4_MAX / x.abs().max().item())
+        x = x.bfloat16()
         expected = torch.nn.functional.linear(x, weight, plain[f"{name}.bias"])
         found[name.removeprefix(f"{block}.")] = round(sqnr(expected.float(), layer(x).float()), 1)
     return {"path": block, "output_sqnr_db": found}

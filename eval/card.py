@@ -34,11 +34,7 @@ def model_card(record: dict[str, Any]) -> str:
         f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
         "",
         "```python",
-        "import fluxq",
-        "import torch",
-        "from diffusers import DiffusionPipeline",
-        "",
-        f'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder", dtype=torch.{record["identity"]["dtype"]})',
+        *_loading(record),
         *(["fluxq.keep_steps(pipe)"] if recipe.get("steps") else []),
         "```",
         "",
@@ -54,7 +50,7 @@ def model_card(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
         *(row for part in parts for row in _scope_rows(part)),
         "",
-        *(line for part in parts for note in part.get("notes", ()) for line in (f"`{part['component']}`: {note}", "")),
+        *(line for part in parts for note in part.get("notes", ()) for line in (f"`{_of(part)}`: {note}", "")),
         "## Measured quality",
         "",
         *_check_lines(check),
@@ -67,6 +63,20 @@ def model_card(record: dict[str, Any]) -> str:
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _loading(record: dict[str, Any]) -> list[str]:
+    """Of a pipeline, or of the one model that was imported without one."""
+    part = record["components"][0]
+    library, name, loaded = "diffusers", "DiffusionPipeline", "pipe"
+    if not part["component"]:
+        library, name, loaded = part["library"], part["class_name"], "model"
+    call = f'{loaded} = {name}.from_pretrained("path/to/this/folder", dtype=torch.{record["identity"]["dtype"]})'
+    return ["import fluxq", "import torch", f"from {library} import {name}", "", call]
+
+
+def _of(part: dict[str, Any]) -> str:
+    return part["component"] or "model"
 
 
 def _tag(record: dict[str, Any]) -> str:
@@ -222,7 +232,9 @@ def license_text(fields: dict[str, str]) -> str:
 
 def _front_matter(record: dict[str, Any]) -> list[str]:
     model = record["model"]
-    lines = ["---", "library_name: diffusers", f"tags: [quantization, fluxq, {_tag(record)}]"]
+    first = record["components"][0]
+    library = "diffusers" if first["component"] else first["library"]
+    lines = ["---", f"library_name: {library}", f"tags: [quantization, fluxq, {_tag(record)}]"]
     lines += [f"{field}: {value}" for field, value in model["license"].items()]
     if "/" in model["name"]:  # a hub id; a local folder's name would point at a stranger's model
         lines += [f"base_model: {model['name']}", "base_model_relation: quantized"]
@@ -235,7 +247,7 @@ def _scope(parts: list[dict[str, Any]]) -> str:
         done = sum(layer["scheme"] != "16bit" for layer in part["layers"])
         attention = part.get("attention", "16bit")
         counts.append(
-            f"{done} of {len(part['layers'])} Linears of the {part['component']} are quantized"
+            f"{done} of {len(part['layers'])} Linears of the {_of(part)} are quantized"
             + (f", its self-attention is computed in {attention}" if attention != "16bit" else "")
         )
     return "; ".join(counts)
@@ -244,14 +256,14 @@ def _scope(parts: list[dict[str, Any]]) -> str:
 def _size_row(part: dict[str, Any]) -> str:
     before, after = part["bytes_before"], part["bytes_after"]
     sizes = f"{before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({after / before:.0%})"
-    return f"| {part['component']} | {sizes} | {part['bits_per_weight']:.2f} |"
+    return f"| {_of(part)} | {sizes} | {part['bits_per_weight']:.2f} |"
 
 
 def _scope_rows(part: dict[str, Any]) -> list[str]:
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for layer in part["layers"]:
         kinds.setdefault((layer["role"], layer["scheme"]), []).append(layer)
-    return [_scope_row(part["component"], role, scheme, layers) for (role, scheme), layers in kinds.items()]
+    return [_scope_row(_of(part), role, scheme, layers) for (role, scheme), layers in kinds.items()]
 
 
 def _scope_row(component: str, role: str, scheme: str, layers: list[dict[str, Any]]) -> str:

@@ -17,7 +17,6 @@ from fluxq.eval.denoiser import denoisers
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
 from fluxq.quantize.prepare import Origin, reencode_layer
-from fluxq.quantize.steps import about_to_keep, keep_recorded_steps
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Side:
 
     def open(self, device: str = "cpu") -> Any:
         """The pipeline, ready to be called. ValueError for a backend, cache or attention that it cannot have."""
+        from fluxq.quantize.steps import about_to_keep, keep_recorded_steps  # which imports torch's compiler
+
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
         folder = ModelFolder(self.name, Path(self.folder))

@@ -1,4 +1,4 @@
-"""Is a checkpoint folder what it claims to be? No model runs, and one tensor is in memory at a time.
+"""Is a checkpoint, a pipeline's folder or one model's, what it claims to be? Nothing runs; one tensor is in memory.
 
 The plan file says what was written (layers, sizes, a hash of every file), config.json what a loader will build. Both
 are held against the files; CHECKS, at the end of this file, says how.
@@ -106,7 +106,7 @@ class _Checkpoint:
 
     @cached_property
     def folder(self) -> ModelFolder:
-        return resolve_model(str(self.path.resolve()))
+        return resolve_model(str(self.path.resolve()), one_model=True)
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -123,7 +123,8 @@ class _Checkpoint:
             library = importlib.import_module(library_of(self.folder, component))
             component_class = getattr(library, class_name, None)
             if component_class is None:
-                raise ValueError(f"{component} is a {class_name}, which {library.__name__} does not have; update it")
+                what = f"{component or 'config.json'}: {class_name}"
+                raise ValueError(f"{what} is no class of this {library.__name__}; update it")
             if issubclass(component_class, nn.Module):
                 found.append(component)
         return found
@@ -139,7 +140,7 @@ class _Checkpoint:
                     found[component] = QuantizationConfig.from_dict(config)
                     _ = found[component].schemes  # ValueError for one that this version does not know
                 except ValueError as error:
-                    raise ValueError(f"{component}/config.json: {error}") from None
+                    raise ValueError(f"{_file(component)}: {error}") from None
         return found
 
     def weights(self, component: str) -> dict[str, TensorFile]:
@@ -177,6 +178,14 @@ class _Expected:
     identity: int
 
 
+def _file(component: str) -> str:
+    return f"{component}/config.json" if component else "config.json"
+
+
+def _tensor(component: str, name: str) -> str:
+    return f"{component}: {name}" if component else name
+
+
 def _safe(checkpoint: _Checkpoint) -> Iterator[Finding]:
     root = checkpoint.path.resolve()
     for file in sorted(root.rglob("*")):
@@ -205,7 +214,7 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
     for component in checkpoint.models:
         if not (checkpoint.path / component / "config.json").is_file():
-            yield Finding(f"{component}/config.json", "missing, though model_index.json names the model; copy it again")
+            yield Finding(_file(component), "missing, though model_index.json names the model; copy it again")
         else:
             checkpoint.weights(component)
 
@@ -219,7 +228,7 @@ def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
         if sorted(config.required_features) != needed:
             listed = list(config.required_features)
             what = f"required_features are {listed}, its layers need {needed}; copy the file again"
-            yield Finding(f"{component}/config.json", what)
+            yield Finding(_file(component), what)
 
 
 def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -228,14 +237,15 @@ def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
         tied = {expected[name].identity for name in expected.keys() & held.keys()}
         for name in sorted(expected.keys() - held.keys()):
             if expected[name].identity not in tied:
-                yield Finding(f"{component}: {name}", "missing, though config.json implies it; copy the weights again")
+                what = "missing, though config.json implies it; copy the weights again"
+                yield Finding(_tensor(component, name), what)
         for name in sorted(held.keys() - expected.keys()):
             what = "config.json implies no such tensor, and no loader would read it; copy both files again"
-            yield Finding(f"{component}: {name}", what)
-        for name in progress(sorted(expected.keys() & held.keys()), f"Reading {component}"):
+            yield Finding(_tensor(component, name), what)
+        for name in progress(sorted(expected.keys() & held.keys()), f"Reading {component or checkpoint.path.name}"):
             what = _fault(held[name].get_tensor(name), expected[name])
             if what:
-                yield Finding(f"{component}: {name}", f"{what}; copy the weights again, or quantize again")
+                yield Finding(_tensor(component, name), f"{what}; copy the weights again, or quantize again")
 
 
 def _fault(tensor: Tensor, expected: _Expected) -> str:
@@ -265,18 +275,18 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
     in_16_bit = {component for component, layers in planned.items() if set(layers.values()) == {"16bit"}}
     for component in sorted((planned.keys() - in_16_bit) ^ checkpoint.quantized.keys()):
         says, other = (PLAN_FILE, "config.json") if component in planned else ("config.json", PLAN_FILE)
-        yield Finding(component, f"{says} says it is quantized, {other} does not; copy both files again")
+        yield Finding(component or "the model", f"{says} says it is quantized, {other} does not; copy both files again")
     for component in sorted(planned.keys() & checkpoint.quantized.keys()):
         written = {name: str(scheme) for name, scheme in checkpoint.quantized[component].schemes.items()}
         for name in sorted(planned[component].keys() | written.keys()):
             plan, config = planned[component].get(name, "16bit"), written.get(name, "16bit")
             if plan != config:
                 what = f"{PLAN_FILE} says {plan}, config.json {config}; copy both files again"
-                yield Finding(f"{component}: {name}", what)
+                yield Finding(_tensor(component, name), what)
         size = sum(TensorFile(path).nbytes for path in checkpoint.folder.weight_files(component))
         if size != sizes[component]:
             what = f"its tensors take {size} bytes, {PLAN_FILE} says {sizes[component]}; copy the weights again"
-            yield Finding(component, what)
+            yield Finding(component or "the model", what)
 
 
 def _rule(scheme: Scheme, parameter: str) -> str | None:

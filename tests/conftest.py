@@ -1,267 +1,19 @@
-"""What the tests share: offline, one thread, the embedded pipeline to damage, and checkpoints made once."""
+"""What every process of a run needs: its environment, options, and the table of docs/diffusers.md that tests fill.
+
+Fixtures are in shared.py, which imports what is slow to import; a process that only hands out tests does without.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported: before torch and diffusers
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, as below for this one
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, as in shared.py for this one
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import diffusers
 import pytest
-import torch
-from filelock import FileLock
-from peft import LoraConfig
-from torch import nn
-
-from fluxq import jobs, tiny
-from fluxq.recipes.family import Family
-from fluxq.recipes.patterns import matches
-from fluxq.recipes.recipe import load_recipe, shipped_recipes
-
-torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite several times slower
-
-
-@pytest.fixture
-def tiny_folder(tmp_path) -> Path:
-    """A copy of the embedded pipeline's folder that a test may damage."""
-    return copy_of(tiny.path(), tmp_path / "model")
-
-
-@pytest.fixture
-def quick_recipe(tmp_path) -> Callable[..., Path]:
-    """quick_recipe("nvfp4") writes nvfp4.yaml, the shipped recipe with little calibration, and returns its path.
-
-    fitted=False: its input scales are calibrated, its weights rounded to nearest.
-    """
-    (tmp_path / "recipes").mkdir()
-    return lambda recipe, fitted=True: quick(recipe, tmp_path / "recipes", fitted)
-
-
-@pytest.fixture(scope="session")
-def pipe():
-    """The embedded pipeline in bfloat16, loaded once; tests must leave it as it was."""
-    return tiny.load()
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
-    """checkpoint("nvfp4") is a folder with the embedded pipeline under that shipped recipe, made once a session.
-
-    Calibration is cut to 8 images and there is no closing check. Copy the folder before damaging it: the other
-    process that runs tests may read it too. checkpoint("16 bit") is the embedded pipeline itself.
-    """
-    return _maker(tmp_path_factory, "checkpoints", fitted=True)
-
-
-@pytest.fixture(scope="session")
-def plain_checkpoint(tmp_path_factory) -> Callable[[str], Path]:
-    """The same with weights rounded to nearest, for tests of formats and files: fitting has tests of its own."""
-    return _maker(tmp_path_factory, "plain", fitted=False)
-
-
-def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable[[str], Path]:
-    """Of several processes that run tests, the first that asks for a checkpoint makes it, for all of them."""
-    base = factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    root.mkdir(exist_ok=True)
-
-    def make(recipe: str) -> Path:
-        if recipe == SIXTEEN_BIT:
-            return Path(tiny.path())
-        folder = root / f"tiny-{recipe}"
-        with FileLock(root / f"{recipe}.lock"):
-            if not folder.exists():
-                path = quick(recipe, root, fitted)
-                asked = jobs.Options(model="tiny", recipe=str(path), output=str(folder), check=False)
-                jobs.quantize(jobs.prepare(asked))
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def tested_recipes(pytestconfig) -> list[str]:
-    """The shipped recipes whose checkpoints this run tests: a few, or all of them with --run-slow."""
-    return [name for name in shipped_recipes() if pytestconfig.getoption("--run-slow") or name in QUICK]
-
-
-@pytest.fixture(scope="session")
-def statistics_file(tmp_path_factory) -> Path:
-    """What `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
-    folder = tmp_path_factory.mktemp("statistics")
-    options = jobs.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
-    return jobs.calibrate(jobs.prepare(options, writes=False))
-
-
-@pytest.fixture
-def lora_file(tmp_path, pipe) -> Callable[..., Path]:
-    """lora_file(name, layers, rank=4, alpha=None, seed=0) writes a LoRA as trainers do and returns its path.
-
-    layers: how the names of the embedded transformer's Linears that it changes end.
-    """
-    return lambda name, layers, **how: write_lora(tmp_path / name, pipe.transformer, layers, **how)
-
-
-@pytest.fixture(scope="session")
-def family_inputs() -> Callable[[Family], dict]:
-    """family_inputs(row) are arguments of a small forward pass of the row's tiny configuration, fp32."""
-    return _inputs
-
-
-def _inputs(family: Family) -> dict:
-    if family.library == "transformers":
-        return {"input_ids": torch.tensor([[1, 5, 9, 2]])}
-    text, time = torch.randn(1, 5, 64), torch.tensor([500.0])
-    return {
-        "FluxTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "pooled_projections": torch.randn(1, 64),
-            "timestep": time,
-            "img_ids": torch.zeros(4, 3),
-            "txt_ids": torch.zeros(5, 3),
-        },
-        "Flux2Transformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "timestep": torch.tensor([0.5]),
-            "guidance": torch.tensor([4.0]),
-            "img_ids": torch.zeros(4, 4),
-            "txt_ids": torch.zeros(5, 4),
-        },
-        "SD3Transformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 8, 8),
-            "encoder_hidden_states": text,
-            "pooled_projections": torch.randn(1, 64),
-            "timestep": time,
-        },
-        "QwenImageTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "encoder_hidden_states_mask": torch.ones(1, 5, dtype=torch.bool),
-            "timestep": time,
-            "img_shapes": [[(1, 2, 2)]],
-        },
-        "WanTransformer3DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 1, 4, 4),
-            "encoder_hidden_states": torch.randn(1, 512, 64),
-            "encoder_hidden_states_image": torch.randn(1, 6, 64),
-            "timestep": time,
-        },
-        "ChromaTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "timestep": torch.tensor([0.5]),
-            "img_ids": torch.zeros(4, 3),
-            "txt_ids": torch.zeros(5, 3),
-        },
-        "ZImageTransformer2DModel": lambda: {
-            "x": [torch.randn(4, 1, 4, 4)],
-            "t": torch.tensor([0.5]),
-            "cap_feats": [text[0]],
-        },
-        "PixArtTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 8, 8),
-            "encoder_hidden_states": text,
-            "timestep": time,
-        },
-        "LTXVideoTransformer3DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 16),
-            "encoder_hidden_states": text,
-            "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool),
-            "timestep": time,
-            "num_frames": 1,
-            "height": 2,
-            "width": 2,
-        },
-        "HunyuanVideoTransformer3DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 1, 4, 4),
-            "encoder_hidden_states": text,
-            "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool),
-            "pooled_projections": torch.randn(1, 64),
-            "timestep": time,
-            "guidance": torch.tensor([6000.0]),
-        },
-        "SanaTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 4, 4),
-            "encoder_hidden_states": text,
-            "timestep": time,
-        },
-        "HiDreamImageTransformer2DModel": lambda: {
-            "hidden_states": torch.randn(1, 4, 8, 8),
-            "timesteps": time,
-            "encoder_hidden_states_t5": text,
-            "encoder_hidden_states_llama3": torch.randn(2, 1, 5, 64),
-            "pooled_embeds": torch.randn(1, 64),
-        },
-        "UNet2DConditionModel": lambda: {
-            "sample": torch.randn(1, 4, 8, 8),
-            "timestep": time,
-            "encoder_hidden_states": torch.randn(1, 5, 256),
-            "added_cond_kwargs": {"text_embeds": torch.randn(1, 128), "time_ids": torch.ones(1, 6)},
-        },
-        "AutoencoderKL": lambda: {"sample": torch.randn(1, 3, 8, 8)},
-    }[family.model]()
-
-
-def write_lora(path: Path, model: nn.Module, layers: tuple[str, ...], rank: int = 4, alpha=None, seed: int = 0) -> Path:
-    noise = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and any(matches(f"**.{end}", name) for end in layers):
-            size = module.weight.float().norm() / (module.in_features * module.out_features) ** 0.5
-            a = torch.randn(rank, module.in_features, generator=noise) / module.in_features**0.5
-            b = torch.randn(module.out_features, rank, generator=noise) * size * module.in_features**0.5 / rank**0.5
-            tensors[f"{name}.lora_A.weight"] = a.bfloat16()
-            tensors[f"{name}.lora_B.weight"] = (0.2 * b).bfloat16()
-    targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    config = LoraConfig(r=rank, lora_alpha=alpha or rank, target_modules=targets).to_dict()
-    config["target_modules"] = sorted(config["target_modules"])
-    diffusers.FluxPipeline.save_lora_weights(
-        path.parent, tensors, weight_name=path.name, transformer_lora_adapter_metadata=config
-    )
-    return path
-
-
-def quick(recipe: str, folder: Path, fitted: bool = True) -> Path:
-    """A recipe file in `folder` that extends a shipped one and calibrates on 8 images, if at all."""
-    file = folder / f"{recipe}.yaml"
-    calibrated = load_recipe(recipe)[1].calibration is not None
-    text = f"extends: {recipe}\n" + ("calibration: {count: 8, steps: 2}\n" if calibrated else "")
-    if not fitted:
-        # Keys that a recipe's main formats have are merged, so 4-over-6 has to be said too.
-        main = load_recipe(recipe)[1].components["transformer"]
-        operands = {"weights": main.weights, "activations": main.activations}
-        plain = "".join(f", {name}: {{four_over_six: false}}" for name, operand in operands.items() if operand)
-        plain += ", transforms: [], low_rank: null, rounding: {method: rtn, scales: amax}"
-        text += f"components: {{transformer: {{{plain.removeprefix(', ')}}}}}\n"
-    file.write_text(text)
-    return file
-
-
-def copy_of(source: Path, target: Path) -> Path:
-    """Copy a folder tree and let its owner write to it."""
-    shutil.copytree(source, target)
-    for path in target.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    return target
-
-
-# Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.
-LONG = (
-    "test_eval_executor",
-    "test_max_memory",
-    "test_notebooks",
-    "test_package",
-    "test_parallel",
-    "test_streaming",
-    "test_torchrun",
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -269,57 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-features", action="store_true", help="write the cells that ran into docs/diffusers.md")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first; skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
-    for item in items:
-        costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
-        if costs and recipe_of(item) not in QUICK:
-            item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") == "no" or config.option.collectonly:  # tests run here, not in other processes
+        gc.disable()  # until all is imported and collected, see shared.py
+        config.pluginmanager.import_plugin("shared")
 
 
 # The table of docs/diffusers.md: a row for each `feature` marker, a column for 16 bit and some recipes. A cell is
-# what the tests of that row and column found: "yes" unless they recorded another word, for example "refused".
+# what the tests of that row and column found, as shared.py tells.
 
-SIXTEEN_BIT = "16 bit"
-COLUMNS = (
-    SIXTEEN_BIT,
-    "fp8",
-    "int4",
-    "int8",
-    "mxfp8",
-    "nvfp4",
-    "nvfp4-max",
-)  # the rest stores the same kinds of tensor
-QUICK = (
-    None,
-    SIXTEEN_BIT,
-    "int8",
-    "nvfp4",
-    "nvfp4-max",
-)  # checkpoints of every run: a fitted one takes seconds to make
 FEATURES = Path(__file__).parent.parent / "docs" / "diffusers.md"
 _cells: dict[tuple[str, str], set[str]] = {}
-
-
-def recipe_of(item: pytest.Item) -> str | None:
-    """The recipe, or "16 bit", that a test is parametrized with; None if with neither."""
-    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    known = (SIXTEEN_BIT, *shipped_recipes())
-    return next((value for value in given if isinstance(value, str) and value in known), None)
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = (yield).get_result()
-    marker = item.get_closest_marker("feature")
-    if marker and report.when == "call" and report.passed and recipe_of(item) in COLUMNS:
-        word = dict(item.user_properties).get("cell", "yes")
-        report.user_properties.append(("feature", [marker.args[0], recipe_of(item), str(word)]))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -340,6 +52,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     found = {cell: ", ".join(sorted(words)) for cell, words in _cells.items()}
     wrong = {cell: word for cell, word in found.items() if rows.get(cell[0], {}).get(cell[1]) != word}
     if wrong and session.config.getoption("--write-features"):
+        from shared import COLUMNS
+
         for (feature, column), word in wrong.items():
             rows.setdefault(feature, {})[column] = word
         written = [[row, *(words.get(column, "") for column in COLUMNS)] for row, words in rows.items()]

@@ -332,7 +332,7 @@ def wan(tmp_path_factory) -> Path:
 
 def test_two_transformers_are_fitted_each_to_its_own_calls(fluxq, wan, tmp_path):
     recipe = tmp_path / "quick.yaml"
-    recipe.write_text("extends: nvfp4-max\ncalibration: {count: 2, steps: 4}\n")
+    recipe.write_text("extends: nvfp4\ncompat: full\ncalibration: {count: 2, steps: 4}\n")
     done = fluxq("quantize", wan, "--recipe", recipe, "-o", "out", "--no-check")  # both, unless one is named
     assert done.exit_code == 0, done.stderr
     record = json.loads(Path("out", "fluxq_plan.json").read_text())

@@ -82,7 +82,7 @@ def test_flux_dev_in_numbers():
     assert part(found, "modulation").layers == len(modulation) == 76
 
 
-TINY_PASSES = {  # tokens of conftest's family_inputs
+TINY_PASSES = {  # tokens of shared.py's family_inputs
     "flux": ForwardPass("flux", image=4, text=5),
     "flux2": ForwardPass("flux2", image=4, text=5),
     "sd3": ForwardPass("sd3", image=16, text=5),

@@ -1,4 +1,4 @@
-"""Whole models between fluxq and other programs: those that the programs wrote, and there and back through files."""
+"""Whole models between fluxq and other programs: those that the programs wrote, and the files of what fluxq writes."""
 
 import hashlib
 import json
@@ -13,13 +13,10 @@ from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_exchange_layers import same_bytes
-from test_export import loaded, quantized_layers, relative
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
-from fluxq.quantize.exchange import containers
-from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.export import Exported, export
+from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 
@@ -75,7 +72,7 @@ def test_of_the_same_codes_tensors_and_config_are_what_modelopt_writes(name, tmp
     linears = NativeComponent(resolve_model(str(tmp_path / "native")), "transformer").linears
     held = [name for name in linears if any(fnmatchcase(name, pattern) for pattern in patterns)]
     assert [[name for name in linears if fnmatchcase(name, pattern)] for pattern in names] == [[name] for name in held]
-    assert "[p]roj_out" in names and "single_transformer_blocks.0.proj_out" not in held
+    assert "proj_out*" in names and "single_transformer_blocks.0.proj_out" not in held
 
 
 def test_of_the_same_codes_a_bfl_file_is_that_of_diffusers_quantizer(tmp_path) -> None:
@@ -102,61 +99,6 @@ def test_modelopt_still_writes_the_goldens() -> None:
         tensors, config, *_ = make_models.MAKERS[name]()
         require_same(tensors, load_file(GOLDEN / f"{name}.safetensors"))
         assert config == notes_of(name)["config"]
-
-
-# --- there and back
-
-
-ROUND_TRIPS = [
-    *(("nvfp4", dialect) for dialect in ("bfl", "modelopt", "comfy", "torchao", "nunchaku_lite")),
-    *(("fp8", dialect) for dialect in ("bfl", "modelopt", "torchao")),
-    *(("mxfp8", dialect) for dialect in ("modelopt", "comfy", "torchao")),
-    *(("int8", dialect) for dialect in ("comfy", "torchao")),
-    *(("int4", dialect) for dialect in ("comfy", "nunchaku_lite")),
-]
-QUICK = {("nvfp4", "bfl"), ("nvfp4", "comfy"), ("nvfp4", "nunchaku_lite"), ("mxfp8", "torchao"), ("int8", "comfy")}
-
-
-def there_and_back(folder: Path, dialect: str, tmp_path: Path) -> tuple[Exported, dict[str, Tensor], dict[str, Tensor]]:
-    """(what the export said, the transformer's tensors before, and after an import of what it wrote)."""
-    is_file = containers.WRITERS[dialect].is_file
-    target = tmp_path / ("model.safetensors" if is_file else "model")
-    done = export(resolve_model(str(folder)), dialect, target)
-    base = resolve_model("tiny").path if is_file else None
-    import_model(target, tmp_path / "back", base)
-    before, after = (load_file(path / "transformer" / WEIGHTS) for path in (folder, tmp_path / "back"))
-    return done, before, after
-
-
-@pytest.mark.parametrize(
-    ("recipe", "dialect"),
-    [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in ROUND_TRIPS],
-)
-def test_shipped_recipes_come_back_byte_for_byte(recipe, dialect, plain_checkpoint, tmp_path) -> None:
-    """All but modulation that the dialect has in 16 bit and scales that its row says that it rounds."""
-    folder = plain_checkpoint(recipe)
-    done, before, after = there_and_back(folder, dialect, tmp_path)
-    source = NativeComponent(resolve_model(str(folder)), "transformer")
-    modulation = {name for name in source.schemes if "norm" in name}
-    codes = source.schemes.keys() - (modulation if done.dequantized else set())
-    assert len(done.dequantized) in (0, len(modulation)) and not done.requantized
-    rows = [
-        row for row in DIALECTS[dialect].rows if any(row.weights == s.weights.name for s in source.schemes.values())
-    ]
-    rounds = {name for row in rows for name in row.rounds}
-    for name, tensor in before.items():
-        module, _, suffix = name.rpartition(".")
-        if module in source.schemes and module not in codes:
-            widened = source.layer(module).linear().collapsed()[0] if suffix == "weight" else None
-            assert widened is None or torch.equal(after[name], widened.bfloat16()), name
-            continue
-        if suffix not in rounds:
-            assert same_bytes(after[name], tensor), name
-    assert bool(rounds) == (dialect == "nunchaku_lite") and codes
-    if rounds:
-        back, own = (quantized_layers(loaded(path)) for path in (tmp_path / "back", folder))
-        for name in codes:
-            assert relative(back[name].collapsed()[0], own[name].collapsed()[0]) < 2.0**-8, name
 
 
 # --- files of a folder

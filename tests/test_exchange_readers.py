@@ -1,10 +1,15 @@
 """Layers as we write them, read by the programs themselves where they are installed; and what is only read here."""
 
+import json
+import os
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_exchange_layers import (
     HOLDS,
     K,
@@ -16,11 +21,14 @@ from test_exchange_layers import (
     layer_of,
     quantized,
     relative,
+    same_bytes,
 )
 from torch import Tensor
 
+from fluxq.base.model import resolve_model
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS, READERS
+from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
 
 
@@ -151,6 +159,53 @@ def test_modelopt_reads_its_layers() -> None:
     theirs = convert_hf_quant_config_format({"producer": producer, "quantization": quantization})
     ours = modelopt.config(entries, ["c"], "0.47.0")
     assert {key: ours[key] for key in theirs} == theirs
+
+
+NUNCHAKU = os.environ.get("FLUXQ_NUNCHAKU", "")
+READ_NUNCHAKU = """
+import json, sys
+from unittest.mock import MagicMock
+checkout, precision, file, out = sys.argv[1:]
+sys.path.insert(0, checkout)
+sys.modules["nunchaku._C"] = sys.modules["nunchaku._C.ops"] = MagicMock()  # its CUDA kernels, which no loader calls
+from nunchaku.__version__ import __version__
+from nunchaku.models.transformers import transformer_flux_v2
+from nunchaku.utils import get_precision_from_quantization_config
+from safetensors import safe_open
+from safetensors.torch import save_file
+transformer_flux_v2.get_precision = lambda: precision  # which it takes from the GPU
+model = transformer_flux_v2.NunchakuFluxTransformer2DModelV2.from_pretrained(file, device="cpu")
+held = model.state_dict()
+for name, module in model.named_modules():
+    if getattr(module, "wtscale", None) is not None:
+        held[f"{name}.wtscale"] = module.wtscale
+save_file({name: tensor.contiguous() for name, tensor in held.items()}, out)
+with safe_open(file, "pt") as stream:
+    config = json.loads(stream.metadata()["quantization_config"])
+names = transformer_flux_v2.convert_flux_state_dict({name: name for name in safe_open(file, "pt").keys()})
+assert "fluxq" not in sys.modules
+print(json.dumps([__version__, get_precision_from_quantization_config(config), names]))
+"""
+
+
+@pytest.mark.skipif(not NUNCHAKU, reason="FLUXQ_NUNCHAKU names no checkout of nunchaku")
+@pytest.mark.reader("nunchaku", "nunchaku")
+@pytest.mark.parametrize(("recipe", "precision"), [("int4-svd", "int4"), ("nvfp4", "nvfp4")])
+def test_nunchakus_own_loader_takes_its_files(recipe, precision, plain_checkpoint, tmp_path) -> None:
+    file, read = tmp_path / "x.safetensors", tmp_path / "read.safetensors"
+    export(resolve_model(str(plain_checkpoint(recipe))), "nunchaku", file, requantize=recipe == "nvfp4")
+    said = "fp4" if precision == "nvfp4" else "int4"
+    command = [sys.executable, "-c", READ_NUNCHAKU, NUNCHAKU, said, str(file), str(read)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr[-3000:]
+    version, header, renamed = json.loads(done.stdout.splitlines()[-1])
+    (reader,) = [each for each in READERS if each.program == "nunchaku"]
+    assert (version, header) == (reader.version, precision)
+    assert {f"svdq_w4a4 {precision}", "awq_w4a16"} <= formats_read_by("nunchaku", "nunchaku")
+    held, written = load_file(read), load_file(file)
+    assert held.keys() == renamed.keys()
+    for name, own in renamed.items():
+        assert same_bytes(held[name], written[own]), name
 
 
 @pytest.mark.parametrize("name", ["gguf_q8_0", "gguf_q4_0", "gguf_q4_k", "gguf_q6_k"])

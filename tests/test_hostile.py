@@ -13,10 +13,10 @@ import hostile
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import copy_of, write_lora
 from exchange_files import tensors_of, write_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from shared import copy_of, write_lora
 from test_inspect import gguf_bytes
 
 from fluxq import tiny

@@ -81,11 +81,15 @@ def test_a_top_level_folder_is_linked_and_is_no_package_of_its_own(folder: str) 
 
 
 @pytest.mark.parametrize(
-    "statement", ["import fluxq", "import fluxq; fluxq.FORMATS", "import fluxq; fluxq.tiny.PROMPTS", "import fluxq.cli"]
+    "statement",
+    [
+        *("import fluxq", "import fluxq; fluxq.FORMATS", "import fluxq; fluxq.tiny.PROMPTS", "import fluxq.cli"),
+        "sys.path.insert(0, 'tests'); import conftest",  # in the process that hands tests out
+    ],
 )
 def test_importing_loads_nothing_heavy(statement: str) -> None:
     code = f"import sys\n{statement}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = done.stdout.strip()
     assert loaded == "[]"
 

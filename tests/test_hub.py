@@ -5,7 +5,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from conftest import copy_of
+from shared import copy_of
 
 from fluxq import hub, jobs, judge, tiny
 from fluxq.base.files import read_json, write_json

@@ -1,6 +1,7 @@
 """Files of other programs as checkpoints of fluxq: every code as it was, in models that diffusers loads."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from test_exchange_layers import same_bytes
 from test_inspect import change, drop, gguf_bytes, made
 
 import fluxq
+from fluxq import judge
 from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
+from fluxq.eval.card import model_card
 from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.layouts import swap_nibbles
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.quantize.verify import verify
+from fluxq.quantize.verify import CHECKS, verify
 from fluxq.recipes.keymaps import original_names
 
 NVFP4, FP8 = "nvfp4-nvfp4-static", "fp8-fp8"
@@ -95,6 +98,16 @@ def test_a_pipeline_as_base_makes_a_whole_pipeline(plain_checkpoint, tmp_path) -
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a red circle", num_inference_steps=1, height=64, width=64, output_type="pt").images
     assert torch.isfinite(image).all()
+
+
+def test_an_imported_pipeline_is_evaluated_like_any_other(plain_checkpoint, tmp_path) -> None:
+    made = export(ModelFolder("tiny", plain_checkpoint("fp8")), "bfl", tmp_path / "fp8.safetensors")
+    import_model(Path(made.target), tmp_path / "out", plain_checkpoint("16 bit"))
+    call = {"height": 16, "width": 16, "num_inference_steps": 1}
+    options = judge.Options(count=1, seeds=1, backends=("native",), metrics=("psnr",), call=call, images=tmp_path / "i")
+    report = judge.evaluate(judge.subject(tmp_path / "out", options))
+    assert report is not None and report.runs[0].recipe == "imported from bfl"
+    assert report.runs[0].provenance["imported files (SHA-256)"].startswith("fp8.safetensors (")
 
 
 def test_faults_are_mended_where_the_base_proves_them(base, tmp_path) -> None:
@@ -209,6 +222,64 @@ def test_the_command_imports_a_folder_by_itself(tmp_path) -> None:
     assert done.exit_code == 0 and len(json.loads(done.output)[0]["quantized"]) == 22
     native = CliRunner().invoke(cli, ["import", str(out), "-o", str(tmp_path / "third")])
     assert native.exit_code == 2 and "nothing in it was quantized by another program" in native.output
+
+
+def test_one_model_without_its_pipeline_is_a_checkpoint_too(base, tmp_path) -> None:
+    """What is typed next: verify, export into a file and into a folder, import of those; eval says what it lacks."""
+    out = tmp_path / "out"
+    import_model(made(tmp_path, "comfy", NVFP4), out, base, card=model_card)
+    assert [(result.check, result.status) for result in verify(out)] == [(check, "ok") for check in CHECKS]
+    (loading,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    exec(loading.replace("path/to/this/folder", str(out)), names := {})
+    assert len(layers(names["model"])) == 22 and "of the model are quantized" in (out / "README.md").read_text()
+    for dialect, target in (("bfl", "file.safetensors"), ("comfy", "file.safetensors"), ("modelopt", "folder")):
+        at = tmp_path / dialect / target
+        at.parent.mkdir()
+        done = CliRunner().invoke(cli, ["export", str(out), "--format", dialect, "-o", str(at)])
+        assert done.exit_code == 0 and f"{dialect} of the model" in done.output, done.output
+        assert not list(at.parent.rglob("fluxq_plan.json")) and not list(at.parent.rglob("model_index.json"))
+        back = tmp_path / f"back from {dialect}"
+        (report,) = import_model(at, back, base if dialect == "comfy" else None)  # its configuration is beside it
+        assert (report.dialect, report.component) == (dialect, "") and {r.status for r in verify(back)} == {"ok"}
+        held = [load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (out, back)]
+        assert held[0].keys() == held[1].keys() and all(same_bytes(held[0][name], held[1][name]) for name in held[0])
+    for command in ("eval", "bench", "debug"):
+        done = CliRunner().invoke(cli, [command, str(out)])
+        assert done.exit_code == 2 and "one model without its pipeline" in done.output and "--base" in done.output
+    done = CliRunner().invoke(cli, ["quantize", str(out), "--recipe", "fp8"])
+    assert done.exit_code == 2 and "give the pipeline's folder" in done.output
+
+
+def test_what_is_damaged_in_one_models_folder_is_named(base, tmp_path) -> None:
+    out, layer = tmp_path / "out", "transformer_blocks.0.attn.to_k.weight_scale"
+    weights = out / "diffusion_pytorch_model.safetensors"
+    import_model(made(tmp_path, "bfl", FP8), out, base)
+    tensors = load_file(weights)
+    save_file(tensors | {layer: tensors[layer] * 0}, weights, {"format": "pt"})
+    found = {result.check: [finding.where for finding in result.findings] for result in verify(out)}
+    assert found["tensors"] == [layer] and found["hashes"] == [weights.name]
+    config = json.loads((out / "config.json").read_text())
+    for class_name, what in ((None, "names no class"), ("Absent", "config.json: Absent")):
+        (out / "config.json").write_text(json.dumps(config | {"_class_name": class_name}))
+        assert any(what in finding.what for result in verify(out) for finding in result.findings)
+
+
+def test_a_configuration_beside_a_file_is_checked_like_any_other(base, tmp_path) -> None:
+    path = made(tmp_path, "bfl", FP8)
+    beside = path.with_name("model.config.json")
+    with pytest.raises(ValueError, match="give the 16-bit model as --base"):
+        import_model(path, tmp_path / "out")
+    config = json.loads((base / "config.json").read_text())
+    beside.write_text(json.dumps(config | {"num_layers": 10**6}))
+    with pytest.raises(ValueError, match=r"model\.config\.json: num_layers"):
+        import_model(path, tmp_path / "out")
+    beside.unlink()
+    beside.symlink_to(base / "config.json")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        inspect_path(path)
+    beside.unlink()
+    beside.write_text('{"no": "class"}')  # some other program's
+    assert inspect_path(path)[""].container == "single safetensors file"
 
 
 @pytest.mark.parametrize("dialect", ["bfl", "modelopt", "torchao"])

@@ -76,8 +76,7 @@ def drop(name: str) -> Break:
 )
 def test_what_is_right_is_told_and_proved(dialect, scheme, base, tmp_path) -> None:
     report = inspect_path(made(tmp_path, dialect, scheme), base)[""]
-    unmarked = dialect == "bfl" and scheme == NVFP4  # no field says so; ModelOpt's layers are the very same
-    assert report.dialect in (("bfl", "modelopt") if unmarked else (dialect,))
+    assert (report.dialect, report.contradictions) == (dialect, ())
     assert (report.family, report.is_sound, kinds(report)) == ("flux", True, Counter())
     for layer in report.layers:
         assert layer.scheme == scheme and layer.role
@@ -140,6 +139,10 @@ def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_pa
     tuned = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     assert report(tuned)["differs"] == layer
     assert not {"differs", "folded factors", "scale off by a factor"} & report(weight).keys()
+    for axis in (0, 1):  # so little that one factor for the whole layer would do nearly as well
+        sizes = [-1 if i == axis else 1 for i in range(2)]
+        mild = report(weight * torch.linspace(0.7, 1.1, weight.shape[axis]).view(sizes))
+        assert mild.get("folded factors") == layer and "scale off by a factor" not in mild
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -1.0])
@@ -155,6 +158,28 @@ def test_codes_that_are_nan(tmp_path) -> None:
 
     report = inspect_path(made(tmp_path, "bfl", FP8, change("weight", nan)))[""]
     assert kinds(report)["codes that are NaN"] == len(report.layers)
+
+
+@pytest.mark.parametrize("scheme", [NVFP4, FP8])
+def test_bfls_header_tells_its_files_from_modelopts(scheme, base, tmp_path) -> None:
+    """Layers and names are the very same."""
+    path = made(tmp_path, "modelopt", scheme) / "diffusion_pytorch_model.safetensors"
+    report = inspect_path(path)[""]
+    assert report.dialect == "modelopt" and kinds(report, notes=True)["nothing says the format"] == 1
+    said = {"quantization": "nvfp4" if scheme == NVFP4 else "fp8r"}
+    save_file(load_file(path), path, said)
+    report = inspect_path(path, base)[""]
+    assert (report.dialect, report.evidence) == ("bfl", (f"the header says {said['quantization']}",))
+    assert report.is_sound and not kinds(report, notes=True)["nothing says the format"]
+    beside = inspect_path(path.parent)[""]  # config.json weighs more than a header
+    assert beside.dialect == "modelopt" and "as bfl has it" in beside.contradictions[0]
+
+
+def test_bfls_word_in_the_header_of_a_file_for_comfyui_does_not_make_it_bfls(base, tmp_path) -> None:
+    path = made(tmp_path, "comfy", NVFP4, marked=False)
+    save_file(load_file(path), path, {"quantization": "nvfp4", "format": "pt"})
+    for report in (inspect_path(path)[""], inspect_path(path, base)[""]):
+        assert report.dialect == "comfy" and report.is_sound
 
 
 # --- files

@@ -9,8 +9,8 @@ import diffusers
 import pytest
 import torch
 import transformers
-from conftest import copy_of
 from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+from shared import copy_of
 
 from fluxq import QuantLinear, jobs, tiny
 from fluxq.base.files import read_json, write_json

@@ -149,20 +149,23 @@ def test_a_file_holds_everything(tmp_path):
     assert (tmp_path / "s.safetensors").stat().st_mode & 0o444 == 0o444 & ~_umask()
 
 
+def save_merged(path):
+    statistics(items=[("a", 0)]).merge(statistics(items=[("b", 1)], seed=5)).save(path)
+
+
 SAVE = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from test_statistics import statistics
-both = statistics(items=[("a", 0)]).merge(statistics(items=[("b", 1)], seed=5))
-both.save(pathlib.Path(sys.argv[1]))
+from test_statistics import save_merged
+save_merged(pathlib.Path(sys.argv[1]))
 """
 
 
 def test_the_same_split_gives_the_same_bytes_in_two_processes(tmp_path):
+    """This one and another, whose hashes of texts have another seed."""
     files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
-    here = str(Path(__file__).parent)
-    runs = [subprocess.Popen([sys.executable, "-c", SAVE, str(file), here]) for file in files]
-    assert [run.wait(60) for run in runs] == [0, 0]
+    save_merged(files[0])
+    subprocess.run([sys.executable, "-c", SAVE, str(files[1]), str(Path(__file__).parent)], check=True, timeout=60)
     assert files[0].read_bytes() == files[1].read_bytes()
     Statistics.load(files[0])
 

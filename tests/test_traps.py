@@ -186,7 +186,7 @@ def test_what_export_writes_falls_into_none(recipe, dialect, plain_checkpoint, t
     model = plain_checkpoint("16 bit")
     path = Path(done.target) if suffix else Path(done.target, "transformer")
     report = inspect_path(path, model / "transformer")[""]
-    known = {"modelopt": {"not for diffusers"}, "bfl": {"nothing says the format"}}  # traps 11 and 1: the formats' own
+    known = {"modelopt": {"not for diffusers"}}  # trap 11: the format's own
     in_16_bit = {"widened", "left in 16 bit"} if done.dequantized else set()
     assert set(kinds(report, notes=True)) <= known.get(dialect, set()) | in_16_bit
     assert all(".norm" in fault.layer for fault in report.faults if fault.kind == "left in 16 bit")  # modulation
@@ -195,6 +195,16 @@ def test_what_export_writes_falls_into_none(recipe, dialect, plain_checkpoint, t
         assert layer.against is not None and layer.against.plausible and not layer.against.best, layer.name
     if recipe == "nvfp4" and dialect != "nunchaku_lite":
         assert any(words.startswith("no swapped nibbles: proved") for words in report.proofs)
+
+
+def test_factors_that_export_folds_are_no_fault(checkpoint, tiny_folder, tmp_path) -> None:
+    """nvfp4 as shipped: weights are W / factor, modulations take the factors. No layer has a wrong scale for it."""
+    done = export(resolve_model(str(checkpoint("nvfp4"))), "bfl", tmp_path / "model.safetensors")
+    report = inspect_path(Path(done.target), Path(tiny_folder))[""]
+    found = {fault.layer for fault in report.faults if fault.kind == "folded factors"}
+    assert found & done.folded.keys() and found - done.folded.keys()  # rows of modulations, columns of their readers
+    assert set(kinds(report, notes=True)) == {"folded factors"} and report.is_sound
+    assert report.evidence == ("the header says nvfp4+fp8r",)
 
 
 # --- 1 to 5: where codes and scales stand

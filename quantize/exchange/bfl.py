@@ -4,8 +4,11 @@
     nvfp4    weight U8 [N, K/2], weight_scale E4M3 [N, K/16], weight_scale_2 and input_scale F32 [], as ModelOpt's
 
 A layer is nvfp4 where it has `weight_scale_2`, nothing else marks it, and both may stand in one file. Without
-`input_scale` diffusers refuses nvfp4. BFL's FLUX.2 files are another dialect, ComfyUI's. Source: diffusers 0.42.1,
-quantizers/bfl.
+`input_scale` diffusers refuses nvfp4. BFL's FLUX.2 files are another dialect, ComfyUI's.
+
+The header of BFL's FLUX.3 files says `quantization`: "fp8r" or "nvfp4". diffusers does not look at it; SGLang-Diffusion
+asks for it. A file of ours with layers of both names both, "nvfp4+fp8r". Sources: diffusers 0.42.1, quantizers/bfl;
+SGLang 0.5.23, multimodal_gen/runtime/pipelines/flux3_image_weights.py.
 """
 
 from __future__ import annotations
@@ -40,9 +43,16 @@ def decode(
 
 
 def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The header of a file: of one in fp8r alone, BFL's two words; diffusers reads none. entries: by layer."""
-    only_rows = {entry["format"] for entry in entries.values()} == {"fp8r"}
-    return {"quantization": "fp8r", "scale": "per_row_fp32"} if only_rows else {}
+    """The header of a file, as BFL writes it. entries: by layer."""
+    formats = {entry["format"] for entry in entries.values()}
+    said = "+".join(sorted(formats, reverse=True))
+    return {"quantization": said, **({"scale": "per_row_fp32"} if formats == {"fp8r"} else {"format": "pt"})}
+
+
+def said_formats(header: Mapping[str, str]) -> frozenset[str]:
+    """The formats that a file's header names; empty where it is not BFL's."""
+    said = frozenset(header.get("quantization", "").split("+"))
+    return said if said <= {row.name for row in ROWS} else frozenset()
 
 
 _READER = "diffusers"

@@ -9,7 +9,8 @@
 
 The format stands in `comfy_quant`, a tensor of JSON, and again in the header's `_quantization_metadata`: ComfyUI reads
 either, SGLang only the tensor. Without `full_precision_matrix_mult` x is rounded to the weight's format, with it the
-weight is widened. Source: ComfyUI's comfy/ops.py and quant_ops.py, comfy-kitchen 0.2.40.
+weight is widened. ComfyUI itself has no awq_w4a16: files of it are read here, and none are written. Source: ComfyUI
+0.33.0's comfy/ops.py and quant_ops.py, comfy-kitchen 0.2.40.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
 
 _WIDENED = "full_precision_matrix_mult"
 _LONGEST = 1 << 12  # bytes of a comfy_quant; they are some dozens
+_UNSCALED = "without input_scale ComfyUI rounds x to E4M3 as it is, unscaled, and clips it at 448"
+_UNREAD = "ComfyUI 0.33.0 does not load awq_w4a16, which its decoder comfy-kitchen has"
 
 
 def encode(layer: QuantTensors) -> Encoded:
@@ -50,6 +53,8 @@ def encode(layer: QuantTensors) -> Encoded:
     entry: dict[str, Any] = {"format": row.name}
     if row.activations is None and row.name != "awq_w4a16":
         entry[_WIDENED] = True
+    if row.activations == "fp8_tensor" and "input_scale" not in layer.beside:
+        notes += (_UNSCALED,)
     if row.name == "nvfp4":
         if tensors["weight_scale_2"].ndim:
             raise ValueError("comfy: nvfp4 has one global scale; q, k and v of one file must share theirs")
@@ -193,7 +198,7 @@ def rotate_back(weight: Tensor, size: Any) -> Tensor:
 
 
 _SGLANG = "ComfyUI, SGLang-Diffusion"
-_INT4_G128 = Row("awq_w4a16", "int4_g128", None, read_by="ComfyUI")
+_INT4_G128 = Row("awq_w4a16", "int4_g128", None, unread=_UNREAD)
 ROWS = (
     Row("float8_e4m3fn", "fp8_tensor", "fp8_tensor", also=("fp8",), read_by=_SGLANG),
     Row("float8_e4m3fn", "fp8_tensor", None, read_by=_SGLANG),
@@ -203,6 +208,6 @@ ROWS = (
     Row("mxfp8", "mxfp8", None, read_by=_SGLANG),
     Row("int8_tensorwise", "int8", "int8", read_by=_SGLANG),
     Row("int8_tensorwise", "int8", None, read_by=_SGLANG),
-    Row("awq_w4a16", "int4", None, read_by="ComfyUI"),
+    Row("awq_w4a16", "int4", None, unread=_UNREAD),
     _INT4_G128,
 )

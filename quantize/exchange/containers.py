@@ -2,7 +2,7 @@
 
 bfl, comfy             NAME.safetensors; beside bfl's, NAME.config.json: what `from_single_file(config=…)` takes
 modelopt, torchao,
-nunchaku_lite          a pipeline folder; components that were not quantized are copied
+nunchaku_lite          a pipeline folder, components that were not quantized copied; of one model, its folder
 compressed_tensors     a folder of transformers: the text encoder, and the tokenizer of the pipeline that goes with it
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, join_weights
-from fluxq.quantize.checkpoint import copy_rest, join_shards
+from fluxq.quantize.checkpoint import PLAN_FILE, copy_rest, join_shards
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
 from fluxq.quantize.exchange.native import NativeComponent
 
@@ -113,8 +113,9 @@ def _nunchaku_lite(made: Path, name: str, checkpoint: ModelFolder, contents: Seq
 def _compressed_tensors(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
     (one,) = contents
     _component(made, one, compressed_tensors.config(one.entries, one.in_16_bit))
-    tokenizer = checkpoint.path / one.source.component.replace("text_encoder", "tokenizer")
-    if tokenizer.is_dir() and tokenizer.name != one.source.component:
+    beside = one.source.component.replace("text_encoder", "tokenizer")
+    tokenizer = checkpoint.path / beside
+    if tokenizer.is_dir() and beside != one.source.component:
         for path in sorted(tokenizer.iterdir()):
             if path.is_file() and not (made / path.name).exists() and path.suffix in _OF_TOKENIZERS:
                 shutil.copyfile(path, made / path.name)
@@ -143,7 +144,7 @@ def _component(
     write_json(folder / "config.json", {**one.source.config, **described})
     origin = one.source.folder.path / one.source.component
     for path in sorted(origin.glob("*.json")):
-        if path.name != "config.json" and not path.name.endswith(".index.json"):
+        if path.name not in ("config.json", PLAN_FILE) and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
 
 

@@ -53,7 +53,9 @@ class Reader:
 
     command: that gets the checkpoint tiny-nvfp4, or one named there, into it. package, version: on PyPI, that tests run
     it with; "" for a program that was not run: what is written for it follows its specification. formats: those that
-    tests read with it. proof: what these tests hold against ours, or how far tests without it go.
+    tests read with it. proof: what these tests hold against ours, or how far tests without it go. commit: of a program
+    that is not on PyPI, of which tests run a checkout that they are given. interpreter: the environment
+    variable that names the Python of a program whose packages are not ours.
     """
 
     program: str
@@ -63,6 +65,8 @@ class Reader:
     version: str = ""
     formats: Names = ()
     proof: str = ""
+    commit: str = ""
+    interpreter: str = ""
 
 
 DIALECTS = {
@@ -177,7 +181,12 @@ READERS = (
         "ComfyUI",
         "comfy",
         "fluxq export tiny-nvfp4 --format comfy -o ComfyUI/models/diffusion_models/tiny-nvfp4.safetensors",
-        proof="comfy-kitchen, its own decoder, was run",
+        "ComfyUI",
+        "0.33.0",
+        ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"),
+        "its loader, on FLUX.1, FLUX.2, SD3.5 and Wan of few blocks: no name is missing or left over, all weights are "
+        "ours bit for bit, the output is that of a plain model of them",
+        "783545f6",
     ),
     Reader(
         "comfy-kitchen",
@@ -193,18 +202,33 @@ READERS = (
         "comfy",
         "fluxq export tiny-nvfp4 --format comfy && "
         "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
+        "sglang",
+        "0.5.23",
+        ("nvfp4", "mxfp8", "int8_tensorwise"),
+        "its reader of markers: format of every layer; NVFP4 comes out in rows with the codes we have",
+        interpreter="FLUXQ_SGLANG_PYTHON",
     ),
     Reader(
         "SGLang-Diffusion",
         "modelopt",
         "fluxq export tiny-nvfp4 --format modelopt && sglang generate --model-path ./tiny-nvfp4-modelopt --prompt TEXT",
-        proof="NVFP4; its fp8 has one scale for each weight, and x",
+        "sglang",
+        "0.5.23",
+        ("NVFP4",),
+        "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit; its fp8 "
+        "has one scale for each weight, and x",
+        interpreter="FLUXQ_SGLANG_PYTHON",
     ),
     Reader(
         "vLLM-Omni",
         "modelopt",
         "fluxq export tiny-nvfp4 --format modelopt && vllm serve ./tiny-nvfp4-modelopt --omni",
-        proof="tensors and configuration are those that ModelOpt 0.47 writes",
+        "vllm-omni",
+        "0.30.0",
+        ("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"),
+        "its loader on FLUX.1, Qwen-Image and Z-Image of few blocks: all tensors find their parameters, all "
+        "weights are ours bit for bit",
+        interpreter="FLUXQ_VLLM_OMNI_PYTHON",
     ),
     Reader(
         "ModelOpt",
@@ -215,7 +239,17 @@ READERS = (
         ("NVFP4",),
         "the producer: its own tensor class decodes ours bit for bit, its conversion of configurations gives ours",
     ),
-    Reader("nunchaku", "nunchaku", "fluxq export tiny-int4-svd --format nunchaku", proof="FLUX.1 only"),
+    Reader(
+        "nunchaku",
+        "nunchaku",
+        "fluxq export tiny-int4-svd --format nunchaku",
+        "nunchaku",
+        "1.3.0dev",
+        ("svdq_w4a4 int4", "svdq_w4a4 nvfp4", "awq_w4a16"),
+        "FLUX.1 only; its loader in Python checks all names and shapes and holds what is in the file; its kernels want "
+        "a GPU",
+        "92e46957",
+    ),
     Reader(
         "vLLM",
         "compressed_tensors",

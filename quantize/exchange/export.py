@@ -132,7 +132,8 @@ def export(
     if max_shard_bytes is not None and containers.WRITERS[dialect].is_file:
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
-    plans = [_plan(NativeComponent(checkpoint, name), dialect, requantize) for name in names]
+    stay = partial(_factors_stay, dialect)
+    plans = [_plan(NativeComponent(checkpoint, name, stay), dialect, requantize) for name in names]
     others = _other_quantized(checkpoint, names) if containers.WRITERS[dialect].is_pipeline else []
     plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
     on_start()
@@ -169,7 +170,7 @@ class ComponentPlan:
             parts.update((prefix + name, (file, stored)) for name, stored in TensorFile(file).stored.items())
 
         encode = _encoder(self)
-        for choice in progress(self.choices, f"exporting {source.component}"):
+        for choice in progress(self.choices, f"exporting {source.component or source.folder.name}"):
             unit = choice.unit
             layers = [source.layer(name) for name in unit.parts]
             if choice.how == "codes":
@@ -210,22 +211,24 @@ def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentP
     """What becomes of every layer; ValueError naming all that cannot be written."""
     units, plain = _units(source, DIALECTS[dialect].names)
     main = _main_scheme(source)
-    choices, problems = [], dict[str, list[str]]()
+    choices, problems = [], dict[str, dict[str, None]]()  # why -> modules; nunchaku has two layers of some
     for unit in units:
         choice = _choice(source, unit, dialect, main, requantize)
         if isinstance(choice, str):
-            problems.setdefault(choice, []).extend(unit.parts)
+            problems.setdefault(choice, {}).update(dict.fromkeys(unit.parts))
         else:
             choices.append(choice)
     if problems:
-        lines = [f"  {_compact(names)}: {why}" for why, names in problems.items()]
-        count = sum(map(len, problems.values()))
+        lines = [f"  {_compact(list(names))}: {why}" for why, names in problems.items()]
+        count = len({name for names in problems.values() for name in names})
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
     if dialect == "modelopt":
         choices = _readable_together(source, choices, main)
     if not any(choice.how != "16 bit" for choice in choices):
-        raise ValueError(f"{dialect} holds no layer of {source.component}: everything would be in 16 bit")
+        raise ValueError(
+            f"{dialect} holds no layer of {source.component or 'the model'}: everything would be in 16 bit"
+        )
     return ComponentPlan(source, dialect, choices, plain)
 
 
@@ -325,7 +328,8 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
         return "a 1x1 convolution, of which the program quantizes none"
     if any(f"{name}.bias" in source and name not in source.biases for name in unit.parts):
         return "centring gave it a bias, which the model itself has not"
-    for suffix in ("weight_scale_2", "input_scale"):
+    of_layers = ("weight_scale_2", "input_scale", *(["weight_scale"] * (not schemes[0].weights.block[0])))
+    for suffix in of_layers:
         values = [source.small(name, suffix) for name in unit.parts]
         if any(value is not None and values[0] is not None and not torch.equal(value, values[0]) for value in values):
             return f"the file joins layers whose {suffix} differ"
@@ -340,6 +344,12 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
     return why
 
 
+def _factors_stay(dialect: str, scheme: Scheme) -> bool:
+    """Whether layers under a scheme have factors of x there in any case, so that there is nothing to gain by a fold."""
+    rows = [row for row in DIALECTS[dialect].rows if (row.weights, row.activations) == _formats(scheme)]
+    return any(row.factors_stay for row in rows)
+
+
 def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
     n, k = sum(source.shapes[name][0] for name in unit.parts), source.shapes[unit.parts[0]][1]
     return n, {"": k, "first": n, "rest": k - n}[unit.row.columns]
@@ -348,10 +358,10 @@ def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
 def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str) -> str:
     """Why no format of the dialect holds a layer; empty if one does."""
     try:
-        row_for(QuantTensors({}, shape, scheme), DIALECTS[dialect].rows, dialect)
+        row, _ = row_for(QuantTensors({}, shape, scheme), DIALECTS[dialect].rows, dialect)
     except ValueError as error:
         return str(error)
-    return ""
+    return row.unread
 
 
 def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
@@ -389,7 +399,7 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> Scheme | None
     rows = [
         row
         for row in DIALECTS[dialect].rows
-        if not unit.row.parts or (row.activations is None) == bool(unit.row.chunks)
+        if not row.unread and (not unit.row.parts or (row.activations is None) == bool(unit.row.chunks))
     ]
     for row in sorted(rows, key=partial(_distance, own=own)):
         two_level = bool(row.activations and find_format(row.activations).two_level)
@@ -520,11 +530,13 @@ def _components(checkpoint: ModelFolder, dialect: str, component: str | None) ->
     quantized = _other_quantized(checkpoint, [])
     if component is not None:
         names = [component]
+    elif checkpoint.is_one_model:
+        names = quantized
     elif wanted.library == "transformers":
         names = [name for name in quantized if library_of(checkpoint, name) == "transformers"]
     else:
         names = [name for name in denoisers_of(checkpoint) if name in quantized]
-    held = ", ".join(quantized) or "none"
+    held = ", ".join(name or "the model itself" for name in quantized) or "none"
     if not names:
         raise ValueError(f"{checkpoint.name} has no component for {dialect}; quantized are {held}")
     if len(names) > 1 and not wanted.is_pipeline:
@@ -534,7 +546,8 @@ def _components(checkpoint: ModelFolder, dialect: str, component: str | None) ->
             raise ValueError(f"{checkpoint.name} has no quantized component {name!r}; quantized are {held}")
         if library_of(checkpoint, name) != wanted.library:
             raise ValueError(
-                f"{name}: {dialect} is for models of {wanted.library}, this one is of {library_of(checkpoint, name)}"
+                f"{name or checkpoint.name}: {dialect} is for models of {wanted.library}, this one is of "
+                f"{library_of(checkpoint, name)}"
             )
     return names
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fluxq.base.files import read_json
-from fluxq.base.model import PICKLES, ModelFolder
+from fluxq.base.model import PICKLES, ModelFolder, require_harmless
 from fluxq.base.tensors import Stored, TensorFile, by_tensor
 from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange import nunchaku_file
@@ -180,15 +180,19 @@ class ModelFile:
 
         ValueError that names the tensor that no row of recipes/keymaps.py knows.
         """
-        held = [f"{name}.weight" for name in self.layers]
-        held += [f"{name}.bias" for name, layer in self.layers.items() if "bias" in layer.parts]
-        held += [name for name in self.plain if name not in SIGNS]
+        held = self.of_model()
         if self.names == "nunchaku":
             return {name: Joined(name, _of_nunchaku(name)) for name in held}
         if self.names == "diffusers" or self.family is None:
             bare = {name: name.removeprefix(self.prefix) for name in held}
             return {name: Joined(own, (own,)) for name, own in bare.items()}
         return {self.prefix + each.original: each for each in diffusers_names(self.family.name, held)}
+
+    def of_model(self) -> list[str]:
+        """Names of the tensors that it stands for: weight and bias of a quantized layer, and what is plain."""
+        found = [f"{name}.weight" for name in self.layers]
+        found += [f"{name}.bias" for name, layer in self.layers.items() if "bias" in layer.parts]
+        return found + [name for name in self.plain if name not in SIGNS]
 
     def linears_in_16_bit(self) -> dict[str, tuple[int, int]]:
         """Matrices that are not quantized, by module."""
@@ -329,7 +333,20 @@ def _open_file(path: Path) -> ModelFile:
         files = sorted(path.parent.glob(f"{stem}*.safetensors"))
         _require_inside(path.parent, files)
         return ModelFile(path, [TensorFile(file) for file in files], f"{len(files)} safetensors files", {})
-    return ModelFile(path, [TensorFile(path)], "single safetensors file", {})
+    config = _config_beside(path)
+    beside = " with its configuration beside it" if config else ""
+    return ModelFile(path, [TensorFile(path)], f"single safetensors file{beside}", config)
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    """NAME.config.json, as an export to bfl writes it for `from_single_file`; empty where there is none."""
+    beside = path.with_name(f"{path.stem}.config.json")
+    if not beside.is_file():
+        return {}
+    _require_inside(path.parent, [beside])
+    require_harmless(beside)
+    config = read_json(beside)
+    return config if "_class_name" in config else {}
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -493,12 +510,13 @@ def _identify(model: ModelFile) -> tuple[Family | None, str]:
     named = [family for family in FAMILIES.values() if family.model in said]
     modules = [*model.layers, *model.linears_in_16_bit()]
     bare = [name.removeprefix(model.prefix) for name in modules]
+    tensors = [name.removeprefix(model.prefix) for name in model.of_model()]
     scores: Counter[tuple[str, str]] = Counter()
     for family in named or FAMILIES.values():
         if family.library == "diffusers" or named:
             scores[family.name, "diffusers"] = sum(_is_known(family, module) for module in bare)
         if family.name in ORIGINALS and family.name not in _SAME_NAMES:
-            scores[family.name, "original"] = _mapped(family.name, bare)
+            scores[family.name, "original"] = _mapped(family.name, bare, tensors)
     (found, names), score = scores.most_common(1)[0]
     if 2 * score <= len(bare):
         return (named[0] if named else None), "diffusers"
@@ -513,12 +531,15 @@ def _is_known(family: Family, module: str) -> bool:
     return family.locate(module) is not None or family.kept(module) is not None
 
 
-def _mapped(family: str, modules: list[str]) -> int:
-    """How many of the names a row of the key map knows."""
-    try:
-        return len(diffusers_names(family, modules))
-    except ValueError:
-        pass
+def _mapped(family: str, modules: list[str], tensors: list[str]) -> int:
+    """How many of the modules a row of the key map knows; one more where it knows every tensor.
+
+    Linears of Sana go by the names of PixArt's, convolutions do not; a UNet's blocks are not told from Linears alone.
+    """
+    if _knows(family, tensors):
+        return len(modules) + 1
+    if _knows(family, modules):
+        return len(modules)
     count = 0
     for module in modules:
         try:
@@ -526,6 +547,14 @@ def _mapped(family: str, modules: list[str]) -> int:
         except ValueError:
             continue
     return count
+
+
+def _knows(family: str, names: list[str]) -> bool:
+    try:
+        diffusers_names(family, names)
+    except ValueError:
+        return False
+    return bool(names)
 
 
 _OF_SEVERAL = ("text_encoders", "conditioner", "cond_stage_model")  # what follows is a component's name

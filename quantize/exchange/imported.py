@@ -148,6 +148,8 @@ def _described(
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
     return {
         "component": component,
+        "library": library,
+        "class_name": class_name,
         "family": plan.family,
         "notes": [],
         "attention": "16bit",

@@ -244,11 +244,13 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         if not against.plausible:
             yield "differs", f"an error of {against.error:.3g} is left even so"
     elif not against.plausible:
-        if abs(against.factor - 1) > 0.02 and (1 - against.cosine**2) ** 0.5 < 0.3 and against.cosine > 0:
-            yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
-        elif against.columns is not None and against.columns < min(0.3, 0.5 * against.error):
-            what = f"error {against.error:.3g}, and {against.columns:.3g} once each row or column takes a factor"
+        left = (1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
+        own = torch.inf if against.columns is None else against.columns  # once each row or column takes its own
+        if any(own < min(most, share * left) for most, share in _FOLDED):
+            what = f"error {against.error:.3g}, and {own:.3g} once each row or column takes a factor"
             yield "folded factors", what
+        elif abs(against.factor - 1) > 0.02 and left < 0.3 and against.cosine > 0:
+            yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
         elif against.cosine < 0.2:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
             yield "another model's layer", f"{what}{min(against.errors.values()):.3g}"
@@ -497,6 +499,7 @@ _AGAIN = "get the file again"
 _CONVERT = "write it again with a converter that does, or read it with `fluxq import --base`"
 _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
 _MATTERS = 0.05  # of the weights
+_FOLDED = ((0.2, 0.8), (0.3, 0.5))  # the most that factors of rows or columns leave; as a share of what one leaves
 _WIDENED = 0.05  # error of a weight that was in 8 bits
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (

@@ -71,6 +71,8 @@ class Row:
     `decode` says. also: other activations that `encode` takes, with a note. input_scale: the calibrated global scale.
     smooth, low_rank: whether the reader applies them. multiples: of N and K. needs: tensors that no scheme of ours
     stores. rounds: native tensors that the dialect holds in fewer bits. read_by: programs that read just this format.
+    factors_stay: its layers all have factors, by which the reader divides x, so that none are folded without need.
+    unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
     """
 
     name: str
@@ -84,6 +86,8 @@ class Row:
     needs: Names = ()
     rounds: Names = ()
     read_by: str = ""
+    factors_stay: bool = False
+    unread: str = ""
 
     def scheme(self, **features: Any) -> Scheme:
         """What the format says without more."""

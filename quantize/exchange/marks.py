@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.checkpoint import QUANT_METHOD
+from fluxq.quantize.exchange.bfl import said_formats
 from fluxq.quantize.exchange.bnb import STATE
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
@@ -124,6 +125,14 @@ def _by_svdquant(model: Headers) -> str:
     return "quantization_config in the header" if text and "svdquant" in text else ""
 
 
+def _by_header(model: Headers) -> str:
+    """BFL's words; nvfp4 beside fused projections is what converters to ComfyUI's layout write too."""
+    said = said_formats(model.metadata)
+    if not said or ("nvfp4" in said and any(map(_FUSED.search, model.groups))):
+        return ""
+    return f"the header says {model.metadata['quantization']}"
+
+
 MARKS: tuple[tuple[str, Callable[[Headers], str]], ...] = (
     (NATIVE, _by_config(QUANT_METHOD)),
     ("gguf", lambda model: "it begins with GGUF" if model.container == "GGUF file" else ""),
@@ -143,7 +152,7 @@ MARKS: tuple[tuple[str, Callable[[Headers], str]], ...] = (
     ("legacy", _by_tensor("scale_weight")),
     ("modelopt", _by_config("modelopt", "modelopt_fp4", "modelopt_mixed")),
     ("modelopt", _by_producer),
-    ("bfl", lambda model: "the header says fp8r" if model.metadata.get("quantization") == "fp8r" else ""),
+    ("bfl", _by_header),
 )
 
 
@@ -199,4 +208,5 @@ _NAME = re.compile(
     r"(?P<module>.+)\.(?P<suffix>weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)"
     r"|_weight_\w+|" + "|".join(_SUFFIXES) + ")"
 )
+_FUSED = re.compile(r"\.(?:qkv|linear1)$")
 _PACKED = re.compile(r"(?:^|\.)(?:double_blocks|single_blocks|joint_blocks)\.|\.qkv$")

@@ -15,7 +15,8 @@ keeps the sign of -0, ModelOpt writes +0. Measured on files that ModelOpt 0.47 w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -105,9 +106,9 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
 
     version: of the ModelOpt whose schema this is. One algorithm is written as ModelOpt writes it, several as
     MIXED_PRECISION with `quantized_layers`. The last four keys say what no reader should have to guess; SGLang reads
-    them, others pass them over. vLLM and SGLang look for ignored names anywhere in a path, so that FLUX's `proj_out`
-    would take each block's with it: a name that is part of a quantized layer's is written as a pattern of the whole,
-    `[p]roj_out`, which both match too.
+    them, others pass them over. vLLM looks for ignored names anywhere in a path, so that FLUX's `proj_out` would take
+    each block's with it: a name that is part of a quantized layer's is written as a pattern of the whole, `proj_out*`,
+    which SGLang matches too. Of patterns it knows the asterisk alone.
     """
     if not entries:
         raise ValueError("modelopt: no layer is quantized")
@@ -123,13 +124,23 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
             groups.append({**_group(dict(kind)), "targets": targets})
         described["config_groups"] = {f"group_{index}": group for index, group in enumerate(groups)}
         described["quantized_layers"] = {name: dict(entry) for name, entry in entries.items()}
-    patterns = [f"[{name[0]}]{name[1:]}" if any(name in layer for layer in entries) else name for name in ignore]
-    described |= {"ignore": patterns, "quant_algo": one["quant_algo"]}
+    described |= {"ignore": [_ignored(name, entries) for name in ignore], "quant_algo": one["quant_algo"]}
     described |= {"producer": {"name": "modelopt", "version": version}, "quant_method": "modelopt"}
     if any(entry["quant_algo"] in _NVFP4 for entry in entries.values()):
         described |= {"group_size": 16, "swap_weight_nibbles": False}
         described |= {"checkpoint_weight_scale_layout": "linear", "checkpoint_uses_packed_qkv": False}
     return described
+
+
+def _ignored(name: str, quantized: Collection[str]) -> str:
+    """The name, or a pattern of it that is in no quantized layer's name and matches none."""
+    if not any(name in layer for layer in quantized):
+        return name
+    for at in range(len(name), -1, -1):
+        pattern = f"{name[:at]}*{name[at:]}"
+        if not any(fnmatchcase(layer, pattern) for layer in quantized):
+            return pattern
+    raise ValueError(f"modelopt: {name!r} is in 16 bit, and no pattern tells it from the quantized layers; quantize it")
 
 
 def _group(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ an input, and what modulates it, says the family's row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -54,9 +54,12 @@ class NativeComponent:
 
     schemes, shapes: of quantized layers by module name. biases: names of modules whose 16-bit original has one.
     pixelwise: 1x1 convolutions among the quantized layers. linears: (N, K) of every Linear. plain: other tensors.
+    factors_stay: whether factors of layers under a scheme are left to them where no mean has to be folded.
     """
 
-    def __init__(self, folder: ModelFolder, component: str) -> None:
+    def __init__(
+        self, folder: ModelFolder, component: str, factors_stay: Callable[[Scheme], bool] = lambda scheme: False
+    ) -> None:
         self.folder, self.component = folder, component
         self.library, self.class_name = library_of(folder, component), folder.components[component]
         self.config = folder.config(component)
@@ -79,6 +82,7 @@ class NativeComponent:
             f"{name}.{suffix}" for name, layer in self._layers.items() for suffix, _ in layer.named_parameters()
         }
         self.plain = [name for name in self._files if name not in quantized]
+        self._factors_stay = factors_stay
         self._why_not: dict[str, str] = {}
         self.folds = self._find_folds()
 
@@ -187,13 +191,19 @@ class NativeComponent:
             readers = [path for path in members if path in self.linears]
             done.update(readers)
             fold: Fold | str = "no Linear modulates its input"
-            if group is not None and group.modulation is not None:
+            if self._stays(readers):
+                fold = "every layer has factors there"
+            elif group is not None and group.modulation is not None:
                 fold = self._fold(readers, f"{block}.{group.modulation.linear}", group.modulation)
             if isinstance(fold, Fold):
                 folds.setdefault(fold.modulation, []).append(fold)
             else:
                 self._why_not |= {path: fold for path in readers if path in self.schemes}
         return folds
+
+    def _stays(self, readers: list[str]) -> bool:
+        schemes = [self.schemes[name] for name in readers if name in self.schemes]
+        return all(not scheme.center and self._factors_stay(scheme) for scheme in schemes)
 
     def _fold(self, readers: list[str], modulation: str, row: Modulation) -> Fold | str:
         """The fold of one input, or why there is none."""

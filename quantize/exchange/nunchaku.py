@@ -386,6 +386,7 @@ ROWS = (
         multiples=(128, 128),
         rounds=("pre_quant_scale",),
         read_by=_READER,
+        factors_stay=True,
     ),
     Row(
         "svdq_w4a4 nvfp4",
@@ -397,6 +398,7 @@ ROWS = (
         multiples=(128, 128),
         rounds=("pre_quant_scale", "weight_scale_2", "input_scale"),
         read_by=_READER,
+        factors_stay=True,
     ),
     Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
 )

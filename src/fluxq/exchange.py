@@ -23,7 +23,7 @@ def export_checkpoint(
     max_shard_bytes: int | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Exported:
-    """Write the checkpoint folder `output` in one of FORMATS.
+    """Write the checkpoint folder `output`, a pipeline's or one model's, in one of FORMATS.
 
     target: by default ./<output>-<format>, with .safetensors where the format is one file. component: of the pipeline,
     by default its denoisers, for compressed-tensors its text encoder. requantize: round layers again that the format
@@ -44,7 +44,7 @@ def export_checkpoint(
     elif suffix and Path(target).suffix != suffix:
         raise ValueError(f"{target}: {format} is one file; let its name end in {suffix}")
     return export(
-        resolve_model(str(folder)),
+        resolve_model(str(folder), one_model=True),
         dialect,
         Path(target),
         component=component,

@@ -190,7 +190,7 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
 
 def quantized_models(output: str) -> list[torch.nn.Module]:
     """The quantized components of a checkpoint folder, on the meta device."""
-    folder = resolve_model(output, local_files_only=True)
+    folder = resolve_model(output, local_files_only=True, one_model=True)
     names = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
     quantized = [name for name in names if "quantization_config" in folder.config(name)]
     if not quantized:

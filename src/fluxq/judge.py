@@ -92,6 +92,11 @@ class Subject:
 def subject(output: Path, options: Options) -> Subject:
     """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from."""
     record = read_record(output)
+    if ModelFolder(output.name, output).is_one_model:
+        raise ValueError(
+            f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
+            "the pipeline as --base makes a whole one"
+        )
     require_device(options.device)
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
@@ -431,17 +436,27 @@ def _candidates(asked: Subject, sides: Sequence[Side]) -> list[Candidate]:
         components=tuple(part["component"] for part in parts),
         bytes_before=sum(part["bytes_before"] for part in parts),
         bytes_after=sum(part["bytes_after"] for part in parts),
-        bits_per_weight=bits / sum(weights),
+        bits_per_weight=bits / sum(weights) if weights else 16.0,  # imported, and all dequantized
     )
     provenance = {
         **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
         "checkpoint (SHA-256)": asked.quantized.digest,
+        **_origin(record),
+    }
+    recipe = record["recipe"]["name"], record["identity"]["recipe"]
+    return [Candidate(side, *recipe, size, _gates(asked), provenance) for side in sides]
+
+
+def _origin(record: dict[str, Any]) -> dict[str, str]:
+    """What the codes come from."""
+    if "imported" in record:
+        files = [file for part in record["imported"] for file in part["files"].items()]
+        return {"imported files (SHA-256)": ", ".join(f"{name} ({digest[:16]})" for name, digest in files)}
+    return {
         "recipe (SHA-256)": record["identity"]["recipe"],
         "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",
         "statistics (SHA-256)": record["statistics_digest"] or _without_statistics(record),
     }
-    recipe = record["recipe"]["name"], record["identity"]["recipe"]
-    return [Candidate(side, *recipe, size, _gates(asked), provenance) for side in sides]
 
 
 def _without_statistics(record: dict[str, Any]) -> str:

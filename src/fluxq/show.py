@@ -197,7 +197,8 @@ def verified(results: Sequence[Result]) -> None:
 
 def exported(done: Exported) -> None:
     """What an export wrote, and every layer that did not keep its codes."""
-    click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {', '.join(done.components)}")
+    of = ", ".join(name or "the model" for name in done.components)
+    click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
     held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
     click.echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
     for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):

@@ -147,3 +147,4 @@ def imported(reports: Iterable[Imported]) -> None:
         for words in report.notes:
             click.echo(f"  note: {words}")
     click.echo(f"checkpoint: {output}")
+    click.echo(f"next: fluxq verify {output}")

@@ -64,10 +64,24 @@ class ModelFolder:
     path: Path
     commit: str | None = None
 
+    @property
+    def is_one_model(self) -> bool:
+        """Whether it is one model's folder, as its `save_pretrained` writes it, and no pipeline's."""
+        return not (self.path / "model_index.json").is_file() and (self.path / "config.json").is_file()
+
     @cached_property
     def index(self) -> dict[str, Any]:
-        """`model_index.json`."""
-        return read_json(self.path / "model_index.json")
+        """`model_index.json`; of one model's folder, what that says of a pipeline whose only component is ""."""
+        if not self.is_one_model:
+            return read_json(self.path / "model_index.json")
+        config = self.config("")
+        listed = config.get("architectures")
+        first = listed[0] if isinstance(listed, list) and listed else None
+        said = {"diffusers": config.get("_class_name"), "transformers": first}
+        for library, class_name in said.items():
+            if isinstance(class_name, str):
+                return {"": [library, class_name]}
+        raise ValueError(f"{self.path / 'config.json'}: names no class of diffusers or transformers; copy it again")
 
     @property
     def components(self) -> dict[str, str]:
@@ -167,8 +181,12 @@ class ModelFolder:
         return {field: str(data.get(field)) for field in fields if data.get(field)}
 
 
-def resolve_model(model: str, *, revision: str | None = None, local_files_only: bool = False) -> ModelFolder:
+def resolve_model(
+    model: str, *, revision: str | None = None, local_files_only: bool = False, one_model: bool = False
+) -> ModelFolder:
     """MODEL as users write it: a pipeline folder, a hub id, or `tiny` for the embedded pipeline.
+
+    one_model: the folder of one model without its pipeline will do, too.
 
     Raises FileNotFoundError if nothing answers to that name and ValueError if it is no safe pipeline folder.
     """
@@ -182,7 +200,10 @@ def resolve_model(model: str, *, revision: str | None = None, local_files_only: 
         path = _download(model, revision, local_files_only)
     commit = path.name if not is_local and path.parent.name == _SNAPSHOTS else None
     folder = ModelFolder(path.resolve().name if is_local else model, path, commit)
-    require_safe(folder)
+    if one_model and folder.is_one_model:
+        _require_safe_files(folder)
+    else:
+        require_safe(folder)
     return folder
 
 
@@ -239,6 +260,11 @@ def check_weights(folder: ModelFolder) -> None:
 
 def require_safe(folder: ModelFolder) -> None:
     """ValueError for a folder that asks for remote code or for files elsewhere."""
+    if folder.is_one_model:
+        raise ValueError(
+            f"{folder.path}: one model without its pipeline (it has a config.json and no model_index.json); give the "
+            "pipeline's folder"
+        )
     if not (folder.path / "model_index.json").is_file():
         raise ValueError(
             f"{folder.path}: not a diffusers pipeline folder (it has no model_index.json); give the folder that has"
@@ -258,6 +284,11 @@ def require_safe(folder: ModelFolder) -> None:
                 )
         if component == ".." or Path(component).name != component:
             raise ValueError(f"{folder.path}: component name {component!r} leads out of the folder")
+    _require_safe_files(folder)
+
+
+def _require_safe_files(folder: ModelFolder) -> None:
+    """The part of `require_safe` that looks at the components."""
     for link in _links_out(folder.path):
         raise ValueError(f"{link}: a link that leads out of the folder; put the file itself there")
     for component in folder.components:
