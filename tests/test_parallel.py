@@ -1,13 +1,13 @@
 """Split over two processes by tokens, by outputs or by inputs, quantized layers and models compute what one does.
 
-The two ranks are forked from this process, which has imported what they need: each runs `rank_main` over gloo and
-writes its results, which the tests compare with this process's own.
+This file is also the program of the two ranks: `python test_parallel.py RANK FOLDER RECIPE=CHECKPOINT...` runs
+everything in `rank_main` over gloo and writes its results, which the tests compare with this process's own.
 """
 
 import datetime
 import functools
-import multiprocessing
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -252,32 +252,29 @@ def test_a_transformer_of_column_parallel_layers_is_the_transformer_bit_for_bit(
 def ranks(tmp_path_factory, checkpoint, tested_recipes) -> list[dict[str, Tensor]]:
     """What each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    checkpoints = {recipe: checkpoint(recipe) for recipe in tested_recipes}
-    context = multiprocessing.get_context("fork")
-    started = []
+    recipes = [f"{recipe}={checkpoint(recipe)}" for recipe in tested_recipes]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(folder), *recipes],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
     try:
-        for rank in range(RANKS):
-            started.append(context.Process(target=run_rank, args=(rank, folder, checkpoints)))
-            started[rank].start()
-        for process in started:
-            process.join(timeout=180)
+        said = [process.communicate(timeout=180)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    for rank, process in enumerate(started):
-        assert process.exitcode == 0, (folder / f"{rank}.txt").read_text()
+    for process, text in zip(started, said, strict=True):
+        assert process.returncode == 0, text
     return [load_file(folder / f"{rank}.safetensors") for rank in range(RANKS)]
 
 
 # What a rank does.
-
-
-def run_rank(rank: int, folder: Path, checkpoints: dict[str, Path]) -> None:
-    sys.stdout = sys.stderr = (folder / f"{rank}.txt").open("w", buffering=1)
-    for number in (1, 2):
-        os.dup2(sys.stderr.fileno(), number)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    save_file(rank_main(rank, folder, checkpoints), folder / f"{rank}.safetensors")
 
 
 @torch.no_grad()
@@ -428,3 +425,10 @@ def output(model: nn.Module) -> Tensor:
 def error(got: Tensor, want: Tensor) -> float:
     """Root of the relative squared error."""
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+if __name__ == "__main__":
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    checkpoints = dict(argument.split("=", 1) for argument in sys.argv[3:])
+    results = rank_main(rank, folder, {recipe: Path(path) for recipe, path in checkpoints.items()})
+    save_file(results, folder / f"{rank}.safetensors")

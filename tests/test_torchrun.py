@@ -1,6 +1,6 @@
 """Several processes at one job: they write what one process writes, take up what killed ones left, and share the work.
 
-Most are started as torchrun starts processes, but forked from this one, which has imported fluxq: see `together`.
+This file is also a program: torchrun starts it, and it runs a list of commands, see `serve`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fluxq import jobs
 from fluxq.base.ranks import ALONE, Ranks, launched, ranks_of_launch
@@ -60,17 +58,17 @@ HOW = ("--prompts", "prompts.jsonl", "--num-inference-steps", "2")
 # The program
 
 
-def serve(orders: list[Any]) -> None:
+def serve(orders: str) -> None:
     """Run commands of `fluxq` one after the other, in processes that stay connected; each says what it did.
 
     An order is (name, arguments, whom to kill): (rank, "at" or "after", the n-th block or seconds).
     """
     from fluxq.base import ranks as module
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not that of the process which started this one, and ends it so
+    torch.set_num_threads(1)
     with ranks_of_launch() as ranks:
         module.ranks_of_launch = lambda: contextlib.nullcontext(ranks)
-        for name, arguments, kill in orders:
+        for name, arguments, kill in json.loads(orders):
             made = obey(ranks.rank, name, arguments, kill)
             Path(f"{name}.{ranks.rank}.json").write_text(json.dumps(made))
 
@@ -124,16 +122,11 @@ def arguments(name: str) -> list[str]:
     return [*JOBS[name], *given, "-o", name]
 
 
-def together(folder: Path, orders: list[Any], count: int = 2) -> str:
-    """Two processes of one launch run the orders in `folder`; what torchrun says if one fails, else ""."""
-    how: dict[str, Any] = {"run_id": folder.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    config = LaunchConfig(1, 1, count, **how, max_restarts=0, start_method="fork")
-    with contextlib.chdir(folder):
-        try:
-            elastic_launch(config, serve)(orders)
-        except ChildFailedError as failed:
-            return str(failed)
-    return ""
+def together(folder: Path, orders: list[Any], count: int = 2) -> subprocess.CompletedProcess[str]:
+    """Two processes under torchrun run the orders in `folder`."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+    command = [sys.executable, *launch, __file__, json.dumps(orders)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def alone(folder: Path, name: str) -> Path:
@@ -176,9 +169,9 @@ def shared(tmp_path_factory) -> Path:
     orders = [(name, arguments(name), None) for name in JOBS]
     killed = ("killed", [*arguments("parallel")[:-1], "killed"], (1, "at", 2))
     ended = together(folder, [*orders, killed])
-    assert (folder / "statistics.1.json").is_file(), ended
-    assert ended
-    (folder / "killed.err").write_text(ended)
+    assert (folder / "statistics.1.json").is_file(), ended.stderr
+    assert ended.returncode != 0
+    (folder / "killed.err").write_text(ended.stderr)
     return folder
 
 
@@ -258,7 +251,7 @@ def test_processes_killed_at_random_times_in_a_row_end_with_the_same_bytes(singl
         assert (folder / name).exists() or before.items() <= blocks_in(folder).items()
     if not (folder / name).exists():
         ended = together(folder, [(name, arguments(name), None)], 3)
-        assert not ended, ended
+        assert ended.returncode == 0, ended.stderr
     assert files_of(folder / name) == single(name)
     assert not list(folder.glob(".*"))
 
@@ -345,3 +338,7 @@ def test_processes_without_a_folder_in_common_are_refused(pipe):
         )
     with pytest.raises(ValueError, match="need a folder for the outputs"):
         Replay(pipe.transformer, None, None, ranks=both)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
