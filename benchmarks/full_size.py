@@ -413,8 +413,8 @@ def measure_on_disk(source: Path, recipe: str, options: list[str], output: Path)
     return {
         "bytes": size,
         "peak_memory_bytes": peaks,
-        "seconds": watch.seconds,
-        "cpu_seconds": watch.cpu_seconds,
+        "seconds": {part: round(value, 1) for part, value in watch.seconds.items()},
+        "cpu_seconds": {part: round(value, 1) for part, value in watch.cpu_seconds.items()},
         "times_the_bound": round(watch.seconds["quantize"] / bound, 3),
         "gb_per_s": round(tree_bytes(source) / watch.seconds["quantize"] / 1e9, 3),
         "block": block,
@@ -432,8 +432,8 @@ class Watch:
     def __call__(self, part: str) -> Iterator[None]:
         start, start_cpu = time.perf_counter(), self._cpu()
         yield
-        self.seconds[part] = round(time.perf_counter() - start, 1)
-        self.cpu_seconds[part] = round(self._cpu() - start_cpu, 1)
+        self.seconds[part] = time.perf_counter() - start
+        self.cpu_seconds[part] = self._cpu() - start_cpu
 
     def _cpu(self) -> float:
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

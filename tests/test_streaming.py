@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from fluxq import jobs, work_folder
 from fluxq.base import console
-from fluxq.base.files import sole_writer
+from fluxq.base.files import atomic_path, sole_writer
 from fluxq.base.model import resolve_model
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize import run
@@ -678,11 +678,14 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
 
 
 def test_what_a_writer_left_that_was_killed_at_its_lock_is_removed(tmp_path):
-    for name in (".out.pid.abc.part", ".other.pid.abc.part"):
-        (tmp_path / name).write_text("1 on here")
+    left = {}
+    for name in ("out", "other"):
+        with atomic_path(tmp_path / f".{name}.pid") as left[name]:
+            left[name].write_text("1 on here")
+        (tmp_path / f".{name}.pid").rename(left[name])  # as if killed before it had its name
     with sole_writer(tmp_path / "out"):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".other.pid.abc.part", ".out.lock", ".out.pid"]
-    assert [path.name for path in tmp_path.iterdir()] == [".other.pid.abc.part"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [left["other"].name, ".out.lock", ".out.pid"]
+    assert list(tmp_path.iterdir()) == [left["other"]]
 
 
 class Terminal(io.StringIO):

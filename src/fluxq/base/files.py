@@ -83,7 +83,7 @@ def sole_writer(target: Path) -> Iterator[None]:
     lock, owner = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "pid"))
     try:
         with FileLock(lock, timeout=0):
-            for left in target.parent.glob(f"{glob.escape(owner.name)}.*.part"):  # by one that was killed just here
+            for left in target.parent.glob(f".{glob.escape(owner.name)}.*.part"):  # by one that was killed just here
                 left.unlink(missing_ok=True)
             write_text(owner, f"{os.getpid()} on {platform.node()}")
             try:
