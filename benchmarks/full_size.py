@@ -4,7 +4,7 @@
     python benchmarks/full_size.py --device cpu --hidden 256 --blocks 1+1 --pixels 128 --text 32       that it runs
     python benchmarks/full_size.py --layers                                      layer_times.json: one CPU thread
     python benchmarks/full_size.py --family flux --profile rtn                   full_size_rtn.json: files, no GPU
-    python benchmarks/full_size.py --family flux --blocks 1+1                    full_size_balanced.json: fitted, no GPU
+    python benchmarks/full_size.py --family flux --blocks 1+1 --max-memory 3.5GiB  full_size_balanced.json: fitted
 
 Nothing is downloaded: weights, prompts and noise are random numbers. All the rest is what `fluxq quantize` does, by its
 own functions: calls are captured, noise levels weighed, blocks replayed, groups fitted. Outputs of blocks stay in the
