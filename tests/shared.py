@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,6 +246,13 @@ def quick(recipe: str, folder: Path, fitted: bool = True) -> Path:
         text += f"components: {{transformer: {{{plain.removeprefix(', ')}}}}}\n"
     file.write_text(text)
     return file
+
+
+def said_by(command: list[str], folder: Path) -> str:
+    """What a program printed that ran in `folder`, in a process that finds no fluxq but an installed one."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def copy_of(source: Path, target: Path) -> Path:

@@ -8,7 +8,6 @@ latent channels, heads of 128 where it takes no other. On a CPU it widens weight
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from shared import said_by
 from test_exchange_layers import quantized
 from torch import Tensor
 
@@ -216,15 +216,7 @@ def read(tmp_path_factory):
         save_file(inputs_of(family)[0], root / f"{number}-inputs.safetensors")
         jobs.append([str(file), str(root / f"{number}-inputs.safetensors"), str(root / f"{number}-read.safetensors")])
         models.append((state, config))
-    done = subprocess.run(
-        [PYTHON, "-c", READ, CHECKOUT, json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(said_by([PYTHON, "-c", READ, CHECKOUT, json.dumps(jobs)], root).splitlines()[-1])
     read = [(*model, load_file(job[2]), m) for model, job, m in zip(models, jobs, said["models"], strict=True)]
     return said["version"], read
 
@@ -260,13 +252,8 @@ def test_comfyui_rounds_x_by_our_scales_and_factors(tmp_path) -> None:
     spread = (x * layer.tensors["pre_quant_scale"]).abs().max().float()
     layer.tensors["input_scale"] = spread / (448 * 6)
     save_file({**comfy.encode(layer).tensors, "x": x}, tmp_path / "in.safetensors")
-    done = subprocess.run(
-        [PYTHON, "-c", MULTIPLY, CHECKOUT, str(tmp_path / "in.safetensors"), str(tmp_path / "out.safetensors")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    files = [str(tmp_path / name) for name in ("in.safetensors", "out.safetensors")]
+    said_by([PYTHON, "-c", MULTIPLY, CHECKOUT, *files], tmp_path)
     theirs, ours = load_file(tmp_path / "out.safetensors")["y"].float(), layer.linear()(x).detach().float()
     weight, bias = layer.linear().collapsed()
     wide = torch.nn.functional.linear(x.float(), weight.float(), bias.float())

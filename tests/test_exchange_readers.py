@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from itertools import product
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from shared import said_by
 from test_exchange_layers import (
     HOLDS,
     K,
@@ -196,9 +196,7 @@ def test_nunchakus_own_loader_takes_its_files(recipe, precision, plain_checkpoin
     export(resolve_model(str(plain_checkpoint(recipe))), "nunchaku", file, requantize=recipe == "nvfp4")
     said = "fp4" if precision == "nvfp4" else "int4"
     command = [sys.executable, "-c", READ_NUNCHAKU, NUNCHAKU, said, str(file), str(read)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr[-3000:]
-    version, header, renamed = json.loads(done.stdout.splitlines()[-1])
+    version, header, renamed = json.loads(said_by(command, tmp_path).splitlines()[-1])
     (reader,) = [each for each in READERS if each.program == "nunchaku"]
     assert (version, header) == (reader.version, precision)
     assert {f"svdq_w4a4 {precision}", "awq_w4a16"} <= formats_read_by("nunchaku", "nunchaku")

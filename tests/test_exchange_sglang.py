@@ -8,13 +8,13 @@ scales into rows, in its own order; its kernels, and the models that are built a
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from shared import said_by
 
 from fluxq.base.model import resolve_model
 from fluxq.quantize.exchange.dialects import READERS
@@ -105,15 +105,7 @@ def read(plain_checkpoint, tmp_path_factory):
         export(resolve_model(str(plain_checkpoint(recipe))), dialect, target)
         models.append(shapes_of(target))
         asked.append([str(target), models[-1][1], str(root / f"{recipe}-{dialect}-read.safetensors")])
-    done = subprocess.run(
-        [PYTHON, "-c", READ, json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(said_by([PYTHON, "-c", READ, json.dumps(asked)], root).splitlines()[-1])
     held = [load_file(job[2]) if Path(job[2]).exists() else {} for job in asked]
     of_each = zip(MODELS, models, held, said["models"], strict=True)
     return said["version"], {key: (*model, rows, words) for key, model, rows, words in of_each}

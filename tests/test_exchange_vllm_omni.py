@@ -8,7 +8,6 @@ own reference kernels. An operator that its build for CUDA lacks there is declar
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from shared import quick
+from shared import quick, said_by
 
 import fluxq
 from fluxq import jobs
@@ -160,15 +159,7 @@ def read(tmp_path_factory):
     for number, (family, recipe, exclude, file, _) in enumerate(MODELS):
         models.append((exported(family, recipe, exclude, root / str(number)), root / str(number) / "out"))
         asked.append([str(root / str(number) / "out"), file, str(root / f"{number}.safetensors")])
-    done = subprocess.run(
-        [PYTHON, "-c", READ, str(root / "rendezvous"), json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(said_by([PYTHON, "-c", READ, str(root / "rendezvous"), json.dumps(asked)], root).splitlines()[-1])
     held = [load_file(job[2]) if Path(job[2]).exists() else {} for job in asked]
     return said["version"], [(*m, h, s) for m, h, s in zip(models, held, said["models"], strict=True)]
 

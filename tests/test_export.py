@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -19,7 +17,7 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shared import copy_of
+from shared import copy_of, said_by
 from torch import Tensor, nn
 
 import fluxq
@@ -120,8 +118,7 @@ def read_by_diffusers(exported, tmp_path_factory):
         config = file.with_name(file.stem + ".config.json")
         jobs.append([str(file), str(config), str(root / f"{recipe}.safetensors")])
     command = [sys.executable, "-c", READ_BFL, str(root / "given.safetensors"), json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr[-3000:]
+    said_by(command, root)
     for recipe, job in zip(("nvfp4", "fp8"), jobs, strict=True):
         found[recipe] = load_file(job[2])
     return found

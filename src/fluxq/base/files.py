@@ -23,7 +23,7 @@ _LONGEST_JSON = 1 << 24  # bytes; parsed, each may take thirty
 def atomic_path(target: Path) -> Iterator[Path]:
     """A temporary path beside `target`; renamed to it when the block ends, removed when the block raises."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=_part_prefix(target), suffix=".part", dir=target.parent)
     os.close(handle)
     part = Path(name)
     try:
@@ -32,6 +32,11 @@ def atomic_path(target: Path) -> Iterator[Path]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _part_prefix(target: Path) -> str:
+    """How the name begins under which `atomic_path` writes a file."""
+    return f".{target.name}."
 
 
 @contextmanager
@@ -83,7 +88,8 @@ def sole_writer(target: Path) -> Iterator[None]:
     lock, owner = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "pid"))
     try:
         with FileLock(lock, timeout=0):
-            for left in target.parent.glob(f".{glob.escape(owner.name)}.*.part"):  # by one that was killed just here
+            # What one that was killed just here left behind.
+            for left in target.parent.glob(f"{glob.escape(_part_prefix(owner))}*.part"):
                 left.unlink(missing_ok=True)
             write_text(owner, f"{os.getpid()} on {platform.node()}")
             try:

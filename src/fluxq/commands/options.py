@@ -88,17 +88,24 @@ run_options = option_group(
 )
 output_option = click.option("--output", "-o", help="Where to write; by default ./<model>-<recipe>.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what stands at the output.")
-lora_option = click.option(
-    "--lora",
-    multiple=True,
-    metavar="[COMPONENT=]FILE[:WEIGHT]",
-    help="Fuse this LoRA before quantizing (repeatable); into what its keys name, of two transformers the first.",
-)
-max_memory_option = click.option(
-    "--max-memory",
-    callback=bytes_in,
-    metavar="SIZE",
-    help="What weights and activations may take on --device, as in 8GiB; weights that do not fit are read in turn.",
+fitting_options = option_group(
+    model_options,
+    recipe_options,
+    run_options,
+    click.option(
+        "--max-memory",
+        callback=bytes_in,
+        metavar="SIZE",
+        help="What weights and activations may take on --device, as in 8GiB; weights that do not fit are read in turn.",
+    ),
+    click.option(
+        "--lora",
+        multiple=True,
+        metavar="[COMPONENT=]FILE[:WEIGHT]",
+        help="Fuse this LoRA before quantizing (repeatable); into what its keys name, of two transformers the first.",
+    ),
+    output_option,
+    overwrite_option,
 )
 statistics_option = click.option(
     "--statistics", metavar="FILE", help="Input scales cover what this file of `fluxq calibrate` saw."

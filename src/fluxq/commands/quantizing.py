@@ -10,13 +10,9 @@ from fluxq import show
 from fluxq.commands.options import (
     bytes_in,
     common_options,
-    lora_option,
-    max_memory_option,
+    fitting_options,
     model_options,
-    output_option,
-    overwrite_option,
     recipe_options,
-    run_options,
     size_options,
     statistics_option,
 )
@@ -54,13 +50,7 @@ def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | N
 
 
 @click.command()
-@model_options
-@recipe_options
-@run_options
-@max_memory_option
-@lora_option
-@output_option
-@overwrite_option
+@fitting_options
 @common_options
 def calibrate(**arguments: Any) -> None:
     """Run MODEL on prompts and write statistics of what flows into each group of Linears.
@@ -80,13 +70,7 @@ def calibrate(**arguments: Any) -> None:
 
 
 @click.command()
-@model_options
-@recipe_options
-@run_options
-@max_memory_option
-@lora_option
-@output_option
-@overwrite_option
+@fitting_options
 @statistics_option
 @click.option("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the closing check.")
 @click.option("--parallel-blocks", is_flag=True, help="Fit each block to what 16-bit blocks before it return.")
