@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.model import PROMPTS_FILE, ModelFolder
+from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -174,6 +175,13 @@ def load_prompts(
     return found
 
 
+def require_source(source: str) -> None:
+    """Raise FileNotFoundError for a file of prompts that is not there; any other source may be a dataset's name."""
+    path = Path(source)
+    if path.suffix.lower() in READERS and not path.exists():
+        raise FileNotFoundError(f"prompt file {source!r} does not exist{path_near(path)}")
+
+
 def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
     """What the source is called, where it is, and its rows."""
     if source == "default":
@@ -185,8 +193,7 @@ def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]
         return path.name, path, _reader(path)(path)
     if path.is_dir():
         return path.name, path, _read_saved(path)
-    if path.suffix.lower() in READERS:
-        raise FileNotFoundError(f"prompt file {source!r} does not exist")
+    require_source(source)
     names = {key.lower(): name for name, row in DATASETS.items() for key in (name, row.repo) if key}
     if source.lower() in names:
         name = names[source.lower()]

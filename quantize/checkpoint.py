@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.linears import is_linear, linear_size, linears_of
 from fluxq.base.memory import free_bytes
-from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, module_of
+from fluxq.base.model import HASHED_AT_ONCE, PICKLES, PLAN_FILE, ModelFolder, module_of
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
 from fluxq.quantize.pointwise import placeholder
 from fluxq.recipes.formats import Scheme
@@ -45,7 +45,6 @@ FORMAT_VERSION = 1
 KNOWN_FEATURES = frozenset(
     {"static_input_scale", "low_rank", "center", "smooth", "deflation", "hadamard", "four_over_six"}
 )
-PLAN_FILE = "fluxq_plan.json"
 
 MAX_SHARD_BYTES = 10 * 10**9  # diffusers' own
 _CACHED = 0.5  # of the free memory: larger models are not left in the system's cache
@@ -203,6 +202,15 @@ class SourceWeights:
     def nbytes(self) -> int:
         """Bytes of all tensors, from the files' headers."""
         return sum(self.stored(name).nbytes for name in self._files)
+
+
+def is_model(folder: ModelFolder, component: str) -> bool:
+    """Whether a component has weights: tokenizers and schedulers have none."""
+    try:
+        model_class_of(library_of(folder, component), folder.components[component])
+    except ValueError:
+        return False
+    return True
 
 
 def library_of(folder: ModelFolder, component: str) -> str:

@@ -15,9 +15,10 @@ scaling, E4M3 block scales of 16) as NVIDIA ModelOpt writes it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from dataclasses import dataclass
+
+from fluxq.base.near import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,7 @@ def find_format(name: str) -> Format:
     base, _, group = name.rpartition("_g")
     if base in FORMATS and group.isdigit():
         return FORMATS[base].with_group_size(int(group))
-    close = difflib.get_close_matches(name, FORMATS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"unknown format {name!r}{hint}; formats: {', '.join(FORMATS)}")
+    raise ValueError(f"unknown format {name!r}{did_you_mean(name, FORMATS)}; formats: {', '.join(FORMATS)}")
 
 
 INT4_GROUP_SIZES = (64, 128)

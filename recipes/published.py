@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fluxq.base.near import did_you_mean
 from fluxq.recipes.families import FAMILIES
 
 
@@ -45,13 +46,21 @@ def find_published(name: str) -> list[Published]:
     found = [row for row in PUBLISHED if wanted in (_plain(row.family), _plain(FAMILIES[row.family].model))]
     if found:
         return found
-    near = [row.name for row in PUBLISHED if wanted and wanted in _plain(" ".join((row.name, *row.also)))]
+    names = [each for row in PUBLISHED for each in (row.name, *row.also)]
+    near = [each for each in names if wanted and wanted in _plain(each)]
     known = f"models with that in their name: {', '.join(near)}" if near else f"families: {', '.join(FAMILIES)}"
-    raise ValueError(f"{name}: no published model, family or model class of that name; {known}")
+    hint = did_you_mean(name, names) if not near else ""
+    raise ValueError(f"{name}: no published model, family or model class of that name{hint or '; ' + known}")
+
+
+def hub_ids(name: str) -> tuple[str, ...]:
+    """Return where the hub has the published model of that name, in any case; () for a name that is none."""
+    wanted = _plain(name)
+    return next((repos for known, repos in HUB_IDS.items() if _plain(known) == wanted), ())
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    return re.sub(r"[\s_.-]", "", name).lower()
 
 
 def _unet(channels: Sequence[int], attends: Sequence[bool], **config: Any) -> dict[str, Any]:
@@ -325,3 +334,52 @@ PUBLISHED = (
     Published("FLUX.1 VAE", "kl", _vae(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)),
     Published("SDXL VAE", "kl", _vae(latent_channels=4)),
 )
+
+# Published model -> its pipelines in diffusers' layout on the Hugging Face hub.
+HUB_IDS = {
+    "FLUX.1-dev": ("black-forest-labs/FLUX.1-dev",),
+    "FLUX.1-Kontext-dev": ("black-forest-labs/FLUX.1-Kontext-dev",),
+    "FLUX.1-Krea-dev": ("black-forest-labs/FLUX.1-Krea-dev",),
+    "FLUX.1-schnell": ("black-forest-labs/FLUX.1-schnell",),
+    "FLUX.1-Fill-dev": ("black-forest-labs/FLUX.1-Fill-dev",),
+    "FLUX.1-Depth-dev": ("black-forest-labs/FLUX.1-Depth-dev",),
+    "FLUX.1-Canny-dev": ("black-forest-labs/FLUX.1-Canny-dev",),
+    "FLUX.2-dev": ("black-forest-labs/FLUX.2-dev",),
+    "FLUX.2-klein-4B": ("black-forest-labs/FLUX.2-klein-4B",),
+    "FLUX.2-klein-9B": ("black-forest-labs/FLUX.2-klein-9B",),
+    "Chroma1-HD": ("lodestones/Chroma1-HD",),
+    "Chroma1-Base": ("lodestones/Chroma1-Base",),
+    "Stable Diffusion 3 medium": ("stabilityai/stable-diffusion-3-medium-diffusers",),
+    "Stable Diffusion 3.5 medium": ("stabilityai/stable-diffusion-3.5-medium",),
+    "Stable Diffusion 3.5 large": ("stabilityai/stable-diffusion-3.5-large",),
+    "Stable Diffusion 3.5 large turbo": ("stabilityai/stable-diffusion-3.5-large-turbo",),
+    "PixArt-Sigma-XL-2": ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",),
+    "Qwen-Image": ("Qwen/Qwen-Image",),
+    "Qwen-Image-Edit": ("Qwen/Qwen-Image-Edit",),
+    "Qwen-Image-Edit-2509": ("Qwen/Qwen-Image-Edit-2509",),
+    "Qwen-Image-Edit-2511": ("Qwen/Qwen-Image-Edit-2511",),
+    "Z-Image-Turbo": ("Tongyi-MAI/Z-Image-Turbo",),
+    "Wan2.1-T2V-1.3B": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers",),
+    "Wan2.1-T2V-14B": ("Wan-AI/Wan2.1-T2V-14B-Diffusers",),
+    "Wan2.1-I2V-14B": ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
+    "Wan2.2-T2V-A14B": ("Wan-AI/Wan2.2-T2V-A14B-Diffusers",),
+    "Wan2.2-I2V-A14B": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers",),
+    "Wan2.2-TI2V-5B": ("Wan-AI/Wan2.2-TI2V-5B-Diffusers",),
+    "LTX-Video-2B": ("Lightricks/LTX-Video",),
+    "HunyuanVideo": ("hunyuanvideo-community/HunyuanVideo",),
+    "HunyuanVideo-I2V": ("hunyuanvideo-community/HunyuanVideo-I2V",),
+    "HiDream-I1-Full": ("HiDream-ai/HiDream-I1-Full",),
+    "HiDream-I1-Dev": ("HiDream-ai/HiDream-I1-Dev",),
+    "HiDream-I1-Fast": ("HiDream-ai/HiDream-I1-Fast",),
+    "SANA-0.6B": ("Efficient-Large-Model/Sana_600M_1024px_diffusers",),
+    "SANA-1.6B": ("Efficient-Large-Model/Sana_1600M_1024px_diffusers",),
+    "SANA1.5-1.6B": ("Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",),
+    "SANA1.5-4.8B": ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",),
+    "SANA-Sprint-0.6B": ("Efficient-Large-Model/Sana_Sprint_0.6B_1024px_diffusers",),
+    "SANA-Sprint-1.6B": ("Efficient-Large-Model/Sana_Sprint_1.6B_1024px_diffusers",),
+    "Stable Diffusion XL": ("stabilityai/stable-diffusion-xl-base-1.0",),
+    "SDXL": ("stabilityai/stable-diffusion-xl-base-1.0",),
+    "SDXL-Turbo": ("stabilityai/sdxl-turbo",),
+    "Stable Diffusion 1.5": ("stable-diffusion-v1-5/stable-diffusion-v1-5",),
+    "SD1.5": ("stable-diffusion-v1-5/stable-diffusion-v1-5",),
+}

@@ -7,7 +7,6 @@ loader; anchors and aliases are refused, because a recipe needs none and a few l
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.files import sha256_json
+from fluxq.base.near import did_you_mean, path_near
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format
 
@@ -57,8 +57,7 @@ class Strict(BaseModel):
         if isinstance(value, dict):
             for key in value:
                 if key not in cls.model_fields:
-                    close = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                    hint = f" (did you mean {close[0]!r}?)" if close else f"; keys here: {', '.join(cls.model_fields)}"
+                    hint = did_you_mean(str(key), cls.model_fields) or f"; keys here: {', '.join(cls.model_fields)}"
                     raise PydanticCustomError(
                         "unknown_key", "unknown key {key}{hint}", {"key": repr(key), "hint": hint}
                     )
@@ -167,8 +166,7 @@ class Component(Strict):
             return value
         for name in value:
             if name not in TRANSFORMS:
-                close = difflib.get_close_matches(str(name), TRANSFORMS, n=1)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                hint = did_you_mean(str(name), TRANSFORMS)
                 raise ValueError(f"unknown transform {name!r}{hint}; transforms: {', '.join(TRANSFORMS)}")
         in_order = [name for name in TRANSFORMS if name in value]
         if value != in_order:
@@ -321,16 +319,18 @@ def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[s
 
 
 def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
-    """The file that `name_or_path` means: a path first, then the name of a shipped recipe."""
+    """The file that `name_or_path` means: a path first, then the name of a shipped recipe in any case."""
     path = Path(name_or_path)
     candidates = [path if relative_to is None else relative_to / path]
     if len(path.parts) == 1:
-        candidates.append(_shipped_folder() / f"{name_or_path.removesuffix('.yaml')}.yaml")
+        candidates.append(_shipped_folder() / f"{name_or_path.lower().removesuffix('.yaml')}.yaml")
     for candidate in candidates:
         if candidate.is_file():
             return candidate
     raise FileNotFoundError(
-        f"recipe {name_or_path!r} is neither a file nor a shipped recipe; shipped: {', '.join(shipped_recipes())}"
+        f"recipe {name_or_path!r} is neither a file nor a shipped recipe"
+        f"{did_you_mean(path.name.removesuffix('.yaml'), shipped_recipes()) or path_near(path)}"
+        f"; shipped: {', '.join(shipped_recipes())}"
     )
 
 
@@ -364,8 +364,7 @@ def parse_gate(text: str) -> Condition:
             f"'23.01<=fid<=23.95'; metrics: {', '.join(GATE_METRICS)}"
         )
     if metric not in GATE_METRICS:
-        close = difflib.get_close_matches(metric, GATE_METRICS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(metric, GATE_METRICS)
         raise ValueError(f"gate {text!r}: unknown metric {metric!r}{hint}; metrics: {', '.join(GATE_METRICS)}")
     return Condition(metric, bounds)
 

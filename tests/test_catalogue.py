@@ -142,8 +142,11 @@ def test_names_are_found_however_they_are_written():
     assert find_published("FLUX.1-Kontext-dev") == find_published("FLUX.1-dev")
     assert {row.family for row in find_published("wan")} == {"wan"} and len(find_published("wan")) == 6
     assert find_published("HiDreamImageTransformer2DModel") == find_published("hidream")
-    with pytest.raises(ValueError, match=r"flux\.2: no published model.*: FLUX\.2-dev, FLUX\.2-klein-4B"):
-        find_published("flux.2")
+    assert find_published("flux.2") == find_published("flux2")
+    with pytest.raises(ValueError, match=r"of that name; models with that in their name: FLUX\.2-klein-4B, FLUX"):
+        find_published("klein")
+    with pytest.raises(ValueError, match=r"of that name \(did you mean 'FLUX\.1-dev'\?\)$"):
+        find_published("FLX.1-dev")
     for nothing in ("", "nonsense"):
         with pytest.raises(
             ValueError, match="no published model, family or model class of that name; families: flux, fl"

@@ -187,7 +187,9 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
     done = fluxq(*arguments)
     assert done.code == 0, done
     lines = done.out.splitlines()
-    assert lines[0] == "model tiny (no MODEL given: the small FLUX pipeline that comes with fluxq), recipe nvfp4"
+    chosen = "model tiny (no MODEL given: the small FLUX pipeline that comes with fluxq), recipe nvfp4"
+    assert lines[0] == f"{chosen}, device cpu (torch finds no GPU)"
+    assert re.fullmatch(r"takes under a minute and 0\.7 GB of memory, estimated", lines[1])
     assert lines[-2:] == ["checkpoint: tiny-nvfp4", "next: fluxq eval tiny-nvfp4"]
     for shown in ("layers quantized", "bits per weight", "size", "mean layer SQNR", "paired PSNR"):
         assert shown in done.out
@@ -222,7 +224,7 @@ def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_pa
     how = ("tiny", "--recipe", quick_recipe("nvfp4", fitted=False), *FEW_STEPS)
     made = fluxq("calibrate", *how, "-o", "s.safetensors")
     assert made.code == 0 and made.left == ["s.safetensors"]
-    assert made.out.splitlines()[0] == "model tiny, recipe nvfp4"
+    assert made.out.splitlines()[0] == "model tiny, recipe nvfp4, device cpu (torch finds no GPU)"
     assert "statistics of 8 images in s.safetensors" in made.out
     assert_refused(fluxq("calibrate", *how, "-o", "s.safetensors"), 2, "exists; give another")
     again = fluxq("calibrate", *how, "-o", "s.safetensors", "--overwrite", "--json")
@@ -270,7 +272,7 @@ def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
 def test_a_model_folder_and_recipe_model(fluxq, tiny_folder, tmp_path):
     (tmp_path / "own.yaml").write_text(f"extends: fp8\nmodel: {tiny_folder}\n")
     result = fluxq("quantize", "--recipe", "own.yaml", "--no-check")
-    assert result.code == 0 and result.out.startswith(f"model {tiny_folder}, recipe own\n")
+    assert result.code == 0 and result.out.startswith(f"model {tiny_folder}, recipe own, device cpu")
     assert (tmp_path / "model-own" / WEIGHTS).is_file()
 
 

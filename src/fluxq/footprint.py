@@ -21,7 +21,7 @@ from fluxq.calibrate.prompts import Row
 from fluxq.quantize.checkpoint import SourceWeights, library_of
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.plan import LayerPlan, Plan
-from fluxq.recipes.workloads import forward_pass
+from fluxq.recipes.workloads import ForwardPass, forward_pass
 
 _FP32 = 4  # bytes
 _TEXT, _SHORT_TEXT = 512, 77  # tokens of a prompt where nobody says otherwise, and that CLIP's is padded to
@@ -75,7 +75,7 @@ def activations(folder: ModelFolder, component: str, size: Size, itemsize: int) 
     weights = [source.stored(name).shape for name in source.names if name.endswith("weight")]  # no tables of positions
     shapes = [shape for shape in weights if len(shape) > 1]
     widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
-    return itemsize * _tokens(folder, component, size) * max(widths, default=0)
+    return itemsize * tokens(folder, component, size) * max(widths, default=0)
 
 
 def largest(folder: ModelFolder, component: str, itemsize: int) -> int:
@@ -144,26 +144,31 @@ def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
     return grams + weights + max(_COPIES * _FP32 * at_once * k + tried, 3 * _FP32 * rows * k)  # or what came of it
 
 
-def _tokens(folder: ModelFolder, component: str, size: Size) -> int:
+def tokens(folder: ModelFolder, component: str, size: Size) -> int:
     """Of all sequences of a call, twice as many as images where guidance may run the model on both halves at once."""
     config = folder.config(component)
     if library_of(folder, component) == "transformers":
         return 2 * size.images * max(size.text or _TEXT, _SHORT_TEXT)
     sequences = size.images * (1 if config.get("guidance_embeds") else 2)
     try:
-        forward = forward_pass(
-            next((row.name for row in FAMILIES.values() if row.model == folder.components[component]), ""),
-            config,
-            height=size.height,
-            width=size.width,
-            frames=size.frames,
-            text=size.text,
-            vae=folder.config("vae") if "vae" in folder.components else None,
-        )
+        forward = forward_pass_of(folder, component, size)
     except ValueError:  # a class without a row, or one of convolutions
         image = (size.height or _SIDE) * (size.width or _SIDE) // _SPANNED**2 * (size.frames or 1)
         return sequences * (image + (size.text or _TEXT))
     return sequences * (forward.image + forward.text + forward.vision)
+
+
+def forward_pass_of(folder: ModelFolder, component: str, size: Size) -> ForwardPass:
+    """The tokens of one sequence of a denoiser; ValueError for one whose family is not modelled."""
+    return forward_pass(
+        next((row.name for row in FAMILIES.values() if row.model == folder.components[component]), ""),
+        folder.config(component),
+        height=size.height,
+        width=size.width,
+        frames=size.frames,
+        text=size.text,
+        vae=folder.config("vae") if "vae" in folder.components else None,
+    )
 
 
 def _is_vae(folder: ModelFolder, component: str) -> bool:

@@ -64,8 +64,8 @@ __all__ = [  # what the commands need of a job, whichever file it is in
     "warm_up",
 ]
 _STATISTICS, _SHARES = "statistics.safetensors", "statistics"  # in the work folder
+MOST_CALLS = 128  # of a transformer, that layers are fitted to; batches times steps
 _HELD_OUT = 10  # one image in so many decides, and is never fitted to
-_MOST_CALLS = 128  # of a transformer, that layers are fitted to; batches times steps
 
 
 def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None, batch: int) -> dict[str, Cost]:
@@ -102,7 +102,7 @@ def calibrate(prepared: Prepared) -> Path:
         raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
     identity = prepared.ranks.agree(identity_of(prepared) if prepared.ranks.leads else None)
     prepared = replace(prepared, identity=identity)
-    with memory.within(prepared.options.max_memory, prepared.device), work_of(prepared) as work:
+    with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
         statistics = _calibrate(prepared, prepared.load_reference(), work)
         if prepared.ranks.leads:
             statistics.save(prepared.output)
@@ -120,7 +120,7 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
             clear_leftovers(prepared)
         return prepared.finished
     ranks = prepared.ranks
-    with memory.within(prepared.options.max_memory, prepared.device), work_of(prepared) as work:
+    with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
         finished = finished_checkpoint(prepared) if ranks.leads else None  # another run may have written it meanwhile
         return ranks.agree(finished) or ranks.agree(_quantize(prepared, work))
 
@@ -240,7 +240,7 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
             steps=steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call)),
             digests={name: prepared.digest(name) for name in plans},
             folder=folder / "calls",
-            most=_MOST_CALLS,
+            most=MOST_CALLS,
             ranks=prepared.ranks,
         )
         weights = _level_weights(prepared, pipe, items[:IMAGES], calls, folder / "levels.json")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel
 
+from fluxq.base import devices
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
@@ -32,7 +33,7 @@ from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
-from fluxq.requirements import require_call, require_device, require_images
+from fluxq.requirements import require_call, require_images
 
 if TYPE_CHECKING:
     from fluxq.eval.evaluate import Candidate
@@ -51,7 +52,7 @@ class Options:
     revision: str | None = None
     local_files_only: bool = False
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    device: str = "auto"
     protocol: str = "smoke"
     prompts: str | None = None
     count: int | None = None
@@ -97,7 +98,7 @@ def subject(output: Path, options: Options) -> Subject:
             f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
             "the pipeline as --base makes a whole one"
         )
-    require_device(options.device)
+    options = replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
     source = options.model or record["model"]["source"]

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fluxq import footprint
-from fluxq.base.console import first_line, logger
-from fluxq.base.memory import free_bytes
+from fluxq.base.console import first_line
 from fluxq.base.model import ModelFolder
 from fluxq.base.residence import Residence, residence_of
 from fluxq.calibrate.capture import Item
-from fluxq.integrations.bounded import is_model, load_bounded
+from fluxq.integrations.bounded import load_bounded
+from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.lora import Updates
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.plan import Plan
@@ -183,22 +183,3 @@ def let_go(pipe: Any) -> None:
         residence = residence_of(model)
         if residence is not None:
             residence.rest()
-
-
-def warn_of_size(folder: ModelFolder, dtype: str, device: str) -> None:
-    """Say so if a pipeline's weights are more than the memory that is free: on the CPU nothing else would."""
-    where, itemsize = torch.device(device), getattr(torch, dtype).itemsize
-    free = free_bytes(where) if where.type in ("cpu", "cuda") else None
-    weights = sum(
-        footprint.weight_bytes(folder, component, itemsize)
-        for component in folder.components
-        if is_model(folder, component)
-    )
-    if free is not None and weights > free:
-        logger.warning(
-            "%s: its weights take %s, %s are free on %s: --max-memory SIZE reads them when it is their turn",
-            folder.name,
-            in_words(weights),
-            in_words(free),
-            device,
-        )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fluxq import memory
 from fluxq.base.files import sha256_json
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.base.ranks import ALONE, Ranks
@@ -36,7 +35,7 @@ class Options:
     profile: Any = None
     output: str | None = None
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    device: str = "auto"
     seed: int | None = None
     prompts: str | None = None
     call: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +79,11 @@ class Prepared:
     def device(self) -> str:
         """What this process computes on: of several, each takes a GPU of its own."""
         return self.ranks.device(self.options.device)
+
+    @property
+    def max_memory(self) -> int | None:
+        """Bytes that weights and activations may take on the device, None without a bound."""
+        return self.bound.limit if self.bound else self.options.max_memory
 
     @property
     def calibrated(self) -> dict[str, Plan]:
@@ -127,7 +131,6 @@ class Prepared:
         if self.bound is not None:
             pipe = self.bound.load(self.folder, self.updates)
         else:
-            memory.warn_of_size(self.folder, self.options.dtype, self.device)
             pipe: Any = load_pipeline(self.folder, self.options.dtype, self.device)
             for component, updates in self.updates.items():
                 fuse_into(getattr(pipe, component), updates)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fluxq import memory
+from fluxq import memory, placement
+from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
 from fluxq.base.ranks import ALONE, Ranks
@@ -23,33 +24,40 @@ from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
-from fluxq.requirements import makes_video, require_call, require_device, require_images, require_parent, scheduler_of
+from fluxq.requirements import makes_video, require_call, require_images, require_parent, scheduler_of
 from fluxq.work_folder import finished_checkpoint, identity_of
 
 
 def prepare(
-    options: Options, *, default_output: str = "{model}-{recipe}", writes: bool = True, ranks: Ranks = ALONE
+    options: Options,
+    *,
+    default_output: str = "{model}-{recipe}",
+    writes: bool = True,
+    runs: bool = True,
+    ranks: Ranks = ALONE,
 ) -> Prepared:
     """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work.
 
+    writes: whether a checkpoint is written. runs: whether anything is computed, so that the model has to fit.
     ranks: processes that do the job together and call the same functions. The first one prepares before the others, so
     that it alone says what is wrong, and hashes the model for all of them.
     """
     if not ranks.leads:
-        return _prepare(options, default_output, writes, ranks, ranks.agree())
-    prepared = _prepare(options, default_output, writes, ranks, None)
+        return _prepare(options, default_output, writes, runs, ranks, ranks.agree())
+    prepared = _prepare(options, default_output, writes, runs, ranks, None)
     ranks.agree(prepared.identity)
     return prepared
 
 
 def _prepare(
-    options: Options, default_output: str, writes: bool, ranks: Ranks, identity: dict[str, Any] | None
+    options: Options, default_output: str, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None
 ) -> Prepared:
+    asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
     check_weights(folder)
-    require_device(ranks.device(options.device))
+    ranks.device(options.device)  # refuses more processes than GPUs
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
@@ -84,6 +92,8 @@ def _prepare(
     if options.max_memory is not None:
         asked = demand(prepared, prepared.device, writes=writes)
         prepared = replace(prepared, bound=asked and asked.bound(options.max_memory))
+    elif runs:
+        prepared = placement.settle(prepared, lambda device: demand(prepared, device, writes=writes), asked_device)
     if not writes:
         return prepared
     if options.push_to_hub:

@@ -1,4 +1,4 @@
-"""What a device, a pipeline and an output must be for a job to work; each refuses it with the cure."""
+"""What a pipeline and an output must be for a job to work; each refuses it with the cure. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import torch
-
-from fluxq.base.console import first_line
 from fluxq.base.model import GENERATION_FILE, ModelFolder
-
-
-def require_device(device: str) -> None:
-    """ValueError for a device that torch cannot use."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {device!r} cannot be used: {first_line(error)}; give --device cpu, or cuda with a GPU"
-        ) from None
 
 
 def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
     """Refuse generation defaults that the pipeline does not take, before it is loaded."""
+    import diffusers
+
     pipeline = folder.pipeline_class
     if pipeline is None:
         name = folder.index["_class_name"]
@@ -62,6 +50,8 @@ def makes_video(folder: ModelFolder) -> bool:
 
 def scheduler_of(folder: ModelFolder) -> Any:
     """The pipeline's, from its files; ValueError for one that this diffusers does not have."""
+    import diffusers
+
     name = folder.components.get("scheduler", "")
     kind = getattr(diffusers, name, None)
     if kind is None:

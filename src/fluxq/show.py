@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from fluxq.catalogue import Model
     from fluxq.eval.schema import Debug, Estimate, Report, Speed
+    from fluxq.forecast import Forecast
     from fluxq.memory import Demand
     from fluxq.prepared import Prepared
     from fluxq.quantize.exchange.export import Exported
@@ -52,6 +53,12 @@ def plan_json(prepared: Prepared, costs: dict[str, Cost]) -> dict[str, Any]:
     """The plans as JSON; with `costs`, those too, under `cost`."""
     plans = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
     return {**plans, "cost": {name: cost.describe() for name, cost in costs.items()}} if costs else plans
+
+
+def forecast(of_job: Forecast) -> None:
+    """How long a job will take, and how much memory; nothing of one that only rounds, as fast as files are copied."""
+    if of_job.parts:
+        click.echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
 def calibrated(prepared: Prepared, path: Path) -> None:

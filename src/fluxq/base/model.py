@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
+from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json
 from fluxq.base.tensors import TensorFile
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "tiny"
 GENERATION_FILE = "fluxq_generation.json"
 PROMPTS_FILE = "fluxq_prompts.txt"
+PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -41,19 +43,6 @@ _LARGEST = {  # arguments of a call that are counts, and the most that anybody a
 }
 _ATTENTION = "attn_implementation"
 _SNAPSHOTS = "snapshots"  # in the hub's cache: commit -> folder
-_HUB_PATTERNS = [
-    "model_index.json",
-    "*/*.json",
-    "*/*.safetensors",
-    "*/*.txt",
-    "*/*.model",
-    "LICENSE*",
-    "license*",
-    "NOTICE*",
-    "notice*",
-    "README.md",
-    "fluxq_*",
-]
 
 
 @dataclass(frozen=True)
@@ -188,7 +177,8 @@ def resolve_model(
 
     one_model: the folder of one model without its pipeline will do, too.
 
-    Raises FileNotFoundError if nothing answers to that name and ValueError if it is no safe pipeline folder.
+    Raises FileNotFoundError if nothing answers to that name, PermissionError for a gated model, OSError where the hub
+    or the disk fails, and ValueError if it is no safe pipeline folder.
     """
     if model == "tiny":
         from fluxq import tiny
@@ -197,7 +187,8 @@ def resolve_model(
     path = Path(model).expanduser()
     is_local = path.is_dir()
     if not is_local:
-        path = _download(model, revision, local_files_only)
+        require_hub_id(model)
+        path = download(model, revision, local_files_only)
     commit = path.name if not is_local and path.parent.name == _SNAPSHOTS else None
     folder = ModelFolder(path.resolve().name if is_local else model, path, commit)
     if one_model and folder.is_one_model:
@@ -377,17 +368,3 @@ def _indexed(index: Path) -> list[Path]:
             raise ValueError(f"{index.parent / name}: missing, though {index.name} names it; copy the folder again")
         files.append(index.parent / name)
     return files
-
-
-def _download(model: str, revision: str | None, local_files_only: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=local_files_only)
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"model {model!r} is neither a folder nor a hub model that can be reached: {first_line(error)}"
-        ) from None

@@ -27,6 +27,8 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
       fluxq inspect tiny-nvfp4 --base tiny
     """
     with session_of(arguments) as session:
+        session.given.require_path(path)
+        session.given.require_base(base)
         from fluxq import inspecting, show_inspection
 
         found = inspecting.inspect(path, base)
@@ -65,6 +67,7 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
       fluxq export tiny-nvfp4 --format comfy
     """
     with session_of(arguments) as session:
+        session.given.require_checkpoint(output)
         from fluxq import exchange
 
         done = exchange.export_checkpoint(output, format, target, on_start=session.start_work, **session.arguments)
@@ -88,6 +91,8 @@ def import_file(
       fluxq import flux1-dev-nvfp4.safetensors --base black-forest-labs/FLUX.1-dev
     """
     with session_of(arguments) as session:
+        session.given.require_path(path)
+        session.given.require_base(base)
         from fluxq import inspecting, show_inspection
 
         reports = inspecting.import_(path, base, output, dequantize=dequantize, overwrite=overwrite)

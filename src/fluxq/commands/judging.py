@@ -182,6 +182,8 @@ def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
       fluxq report tiny-nvfp4 tiny-fp8 -o report.html
     """
     with session_of(arguments) as session:
+        for run in runs:
+            session.given.require_path(run)
         merged = session.judge.report(runs, output)
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
@@ -197,6 +199,7 @@ def verify_checkpoint(output: str, **arguments: Any) -> None:
       fluxq verify tiny-nvfp4
     """
     with session_of(arguments) as session:
+        session.given.require_checkpoint(output)
         from fluxq.quantize.verify import verify
 
         results = verify(Path(output))

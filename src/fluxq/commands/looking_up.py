@@ -87,6 +87,7 @@ def warmup(
     with session_of(arguments) as session:
         if cache is not None:
             os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
+        session.given.require_local(output)
         rows = session.jobs.warm_up(output, device, tokens or (1, 512, 4096, 4608), prefer, dtype)
         session.print(rows, lambda: show.warmed(rows))
 

@@ -10,6 +10,7 @@ import click
 
 _MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 DTYPES = ("bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
 def option_group(*decorators: Callable) -> Callable:
@@ -48,6 +49,14 @@ def bytes_in(_context: click.Context, _option: click.Parameter, value: str | Non
     return size
 
 
+def device_in(_context: click.Context, _option: click.Parameter, value: str) -> str:
+    """The name of a kind of device, with a number where there are several; whether it is there is asked later."""
+    if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
+        known = ", ".join(DEVICES)
+        raise click.BadParameter(f"device {value!r} cannot be used; give --device cpu, or cuda with a GPU ({known})")
+    return value
+
+
 PATH = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 model_options = option_group(
@@ -77,7 +86,13 @@ size_options = option_group(
 )
 run_options = option_group(
     click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
-    click.option("--device", default="cpu", show_default=True, help="Torch device that runs the pipeline."),
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        callback=device_in,
+        help="Torch device that runs the pipeline, as cpu or cuda; auto is the GPU if there is one.",
+    ),
     click.option("--seed", type=click.IntRange(0, _MAX_SEED), help="First seed; by default recipe's or protocol's."),
     click.option(
         "--prompts", help="A file (.txt, .jsonl, .csv, .parquet, …), MJHQ-30K and its like, or a datasets id."

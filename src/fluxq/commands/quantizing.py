@@ -40,7 +40,7 @@ def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | N
     with session_of(arguments) as session:
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
-        prepared = session.prepare(writes=False)
+        prepared = session.prepare(writes=False, runs=False)
         costs = session.jobs.model_costs(prepared, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
         devices = () if gpu else ("cpu", "cuda")
         session.print(
@@ -64,6 +64,7 @@ def calibrate(**arguments: Any) -> None:
         output = "{model}-{recipe}-statistics.safetensors"
         prepared = session.prepare(default_output=output, writes=False, ranks=ranks)
         session.jobs.require_free_file(prepared)
+        session.forecast(prepared, "of_calibrating")
         session.start_work()
         path = session.jobs.calibrate(prepared)
         session.print({"statistics": str(path)}, lambda: show.calibrated(prepared, path))
@@ -99,6 +100,7 @@ def quantize(**arguments: Any) -> None:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce()
         prepared = session.prepare(ranks=ranks)
+        session.forecast(prepared, "of_quantizing")
         session.start_work()
         record = session.jobs.quantize(prepared)
         if not ranks.leads:

@@ -43,6 +43,12 @@ class Session:
         self.who = ""
 
     @cached_property
+    def given(self) -> Any:
+        from fluxq import given
+
+        return given
+
+    @cached_property
     def jobs(self) -> Any:
         from fluxq import jobs
 
@@ -59,7 +65,14 @@ class Session:
         return self.jobs.Options(**self._with_call())
 
     def subject(self, output: str) -> Any:
-        """The checkpoint to judge, what it was made from and what to ask of both."""
+        """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
+        self.given.require_checkpoint(output, recorded=True)
+        self.given.require_files(self.arguments)
+        if self.arguments["model"]:
+            self.given.require_model(
+                self.arguments["model"], self.arguments["revision"], self.arguments["local_files_only"]
+            )
+        self.say(f"checkpoint {output}{self._device()}")
         return self.judge.subject(Path(output), self.judge.Options(**self._with_call()))
 
     def _with_call(self) -> dict[str, Any]:
@@ -70,17 +83,33 @@ class Session:
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
     def announce(self) -> None:
-        """The first line: what is about to be worked on, said before anything slow happens."""
+        """Check what was named, and say what is about to be worked on, before anything slow is imported."""
         if self.who:
-            return  # the first process says it
+            return  # the first process does
         from fluxq.base.model import DEFAULT_MODEL
         from fluxq.recipes.recipe import load_recipe
 
-        recipe_name, recipe = load_recipe(self.arguments["recipe"])
-        model = self.arguments["model"] or recipe.model
+        arguments = self.arguments
+        recipe_name, recipe = load_recipe(arguments["recipe"])
+        model = arguments["model"] or recipe.model
+        self.given.require_files(arguments)
+        self.given.require_model(model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"])
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
+        self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
+
+    def _device(self) -> str:
+        """What the first line says of the device, where the command has one."""
+        if "device" not in self.arguments:
+            return ""
+        from fluxq.base import devices
+
+        asked = self.arguments["device"]
+        return f", device {devices.describe(devices.choose(asked), asked)}"
+
+    def say(self, line: str) -> None:
+        """Print a line for people, unless --quiet or --json was given."""
         if not self.quiet and not self.as_json:
-            click.echo(f"model {chosen}, recipe {recipe_name}")
+            click.echo(line)
 
     def require_gpu(self, gpu: str | None, **needing: Any) -> None:
         """ValueError for an unknown GPU, and without one for options that only it gives a meaning."""
@@ -108,6 +137,14 @@ class Session:
                 self.quiet, self.as_json, self.who = True, False, f"process {ranks.rank}: "
                 set_verbosity(-1)
             yield ranks
+
+    def forecast(self, prepared: Any, of: str) -> None:
+        """Say how long the job will take and how much memory, before it starts. of: a function of forecast.py."""
+        if self.quiet or self.as_json or self.who or prepared.finished is not None:
+            return
+        from fluxq import forecast, show
+
+        show.forecast(getattr(forecast, of)(prepared))
 
     def start_work(self) -> None:
         """From here on an error is a failure of the work, no longer of what was asked for."""

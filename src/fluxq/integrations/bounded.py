@@ -26,7 +26,7 @@ from fluxq.integrations.attention import set_attention
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import lacking, put_layers, quant_layers
 from fluxq.integrations.transformers import FluxqHfQuantizer
-from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, library_of, model_class_of
+from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, is_model, library_of, model_class_of
 from fluxq.quantize.lora import Updates, fused
 
 _Tensors = Mapping[str, Callable[[], Tensor]]  # name in the model -> reads it
@@ -56,15 +56,6 @@ def load_bounded(
         residence.add(model, read, rank=ranks.get(component, 0), working=working.get(component, 0))
         models[component] = model
     return load_pipeline(folder, dtype, models=models)
-
-
-def is_model(folder: ModelFolder, component: str) -> bool:
-    """Whether a component has weights: tokenizers and schedulers have none."""
-    try:
-        model_class_of(library_of(folder, component), folder.components[component])
-    except ValueError:
-        return False
-    return True
 
 
 def _plain(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Module, _Tensors]:

@@ -1,0 +1,44 @@
+"""The device that `--device` means, and what the first line of a command says of it."""
+
+from __future__ import annotations
+
+from fluxq.base.console import first_line
+from fluxq.base.memory import free_bytes
+
+AUTO = "auto"
+
+
+def choose(device: str) -> str:
+    """Return torch's word for `device`: of "auto" the GPU if torch finds one, else the CPU.
+
+    Raises ValueError for a device that torch cannot use.
+    """
+    import torch
+
+    if device == AUTO:
+        return "cuda" if there_is_a_gpu() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device {device!r} cannot be used: {first_line(error)}; give --device cpu, or cuda with a GPU"
+        ) from None
+    return device
+
+
+def there_is_a_gpu() -> bool:
+    """Return whether torch finds a CUDA or ROCm GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def describe(device: str, asked: str) -> str:
+    """Return what the first line of a command says of its device; asked: what `--device` said."""
+    import torch
+
+    place = torch.device(device)
+    if place.type == "cuda":
+        free = free_bytes(place) or 0
+        return f"{device} ({torch.cuda.get_device_name(place)}, {free / 1e9:.1f} GB free)"
+    return f"{device} (torch finds no GPU)" if asked == AUTO else device

@@ -1,0 +1,148 @@
+"""A model of the Hugging Face hub: looked up first, fetched into the hub's cache once nothing speaks against it.
+
+What the hub refuses (a gated, missing or private model, a missing revision) and what cannot work (no pipeline, no
+safetensors weights, too little disk) is said before the first weight is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluxq.base.console import first_line, logger
+from fluxq.base.near import path_near
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PATTERNS = [
+    "model_index.json",
+    "*/*.json",
+    "*/*.safetensors",
+    "*/*.txt",
+    "*/*.model",
+    "LICENSE*",
+    "license*",
+    "NOTICE*",
+    "notice*",
+    "README.md",
+    "fluxq_*",
+]
+_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".zip")
+_CURE = (
+    "quantizing starts from a whole pipeline, its folder or hub id; docs/diffusers.md shows how to make a folder of a "
+    "single file, and `fluxq inspect` says what a quantized one is"
+)
+
+
+def no_model(model: str, why: str) -> FileNotFoundError:
+    """Return the error for a MODEL that is nowhere."""
+    return FileNotFoundError(f"model {model!r} is neither a folder nor a hub model: {why}")
+
+
+def require_hub_id(model: str) -> None:
+    """Raise FileNotFoundError for a MODEL that is no folder and cannot be a hub id, saying what it seems to be."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise no_model(model, f"it is a single file; {_CURE}")
+    if path.suffix.lower() in _FILE_ENDINGS:
+        raise no_model(model, f"there is no such file{path_near(path)}, and one file would not do: {_CURE}")
+    if model.startswith((".", "~", os.sep)) or "\\" in model or model.count("/") > 1 or model.endswith("/"):
+        raise no_model(model, f"there is no such folder{path_near(path)}")
+    if not _ID.fullmatch(model):
+        raise no_model(model, f"there is no such folder{path_near(path)}; hub ids are written owner/name")
+
+
+@cache
+def download(model: str, revision: str | None, local_files_only: bool) -> Path:
+    """Return the folder of a hub model in the local cache, fetching what is missing; once per process.
+
+    Raises FileNotFoundError for a model that the hub does not give and OSError where the disk has no room.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    if not (local_files_only or constants.HF_HUB_OFFLINE):
+        _require_fetchable(model, _look_up(model, revision))
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only)
+        )
+    except Exception as error:  # of the hub's client and of the HTTP library below it, whichever that is
+        raise _refusal(model, revision, local_files_only or constants.HF_HUB_OFFLINE, error) from None
+
+
+def _look_up(model: str, revision: str | None) -> list[Any] | None:
+    """Return what would be fetched, file by file; None where the hub does not answer, but the cache may."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        return list(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, dry_run=True))
+    except DryRunError as error:
+        if _status(error.__cause__) is not None:  # the hub's own answer
+            raise _refusal(model, revision, False, error.__cause__ or error) from None
+        return None
+    except Exception as error:
+        raise _refusal(model, revision, False, error) from None
+
+
+def _require_fetchable(model: str, files: Iterable[Any] | None) -> None:
+    """Raise for a repository that holds no pipeline, no safetensors weights, or more than the disk has room for."""
+    from huggingface_hub import constants
+
+    if files is None:
+        return
+    names = {file.filename for file in files}
+    if "model_index.json" not in names:
+        raise no_model(model, "that repository holds no diffusers pipeline (it has no model_index.json)")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ValueError(f"model {model!r} holds no safetensors weights; unpickling a stranger's file runs its code")
+    needed = sum(file.file_size for file in files if file.will_download)
+    place = next(parent for parent in Path(constants.HF_HUB_CACHE, "x").absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise OSError(
+            f"model {model!r}: {needed / 1e9:.1f} GB are to be fetched into {constants.HF_HUB_CACHE}, "
+            f"{free / 1e9:.1f} GB are free there; set HF_HOME to a larger disk"
+        )
+    if needed > 1e8:
+        logger.warning("fetching %.1f GB of %s", needed / 1e9, model)
+
+
+def _refusal(model: str, revision: str | None, offline: bool, error: BaseException) -> OSError:
+    """Return the error that says why a hub model cannot be had, and the cure."""
+    from huggingface_hub import constants, errors, get_token
+
+    page = f"{constants.ENDPOINT}/{model}"
+    if offline:
+        switch = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "--local-files-only was given"
+        return no_model(model, f"it is not (completely) on this machine, and {switch}: fetch it once without that")
+    if isinstance(error, errors.GatedRepoError):
+        who = "log in with `hf auth login` (or set HF_TOKEN)" if get_token() is None else "then run this again"
+        return PermissionError(f"model {model!r} is gated: accept its licence at {page}, and {who}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return FileNotFoundError(f"model {model!r} has no revision {revision!r}; {page}/commits/main lists them")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        cure = "check the name" if get_token() else "check the name, or `hf auth login` for a private one"
+        return no_model(model, f"the hub knows none of that name, or it is private: {cure}")
+    if isinstance(error, errors.HFValidationError):
+        return no_model(model, first_line(error))
+    status = _status(error)
+    if status in (401, 403):
+        return PermissionError(f"model {model!r}: the hub refuses the token that it was given: `hf auth login` again")
+    if status is not None:
+        return OSError(f"model {model!r}: the hub answers with status {status}; try again later")
+    return no_model(
+        model,
+        f"the hub cannot be reached ({first_line(error.__cause__ or error)}); connect this machine, or give a folder",
+    )
+
+
+def _status(error: BaseException | None) -> int | None:
+    """Return the HTTP status that the hub answered with, None for an error of another kind."""
+    return getattr(getattr(error, "response", None), "status_code", None)
