@@ -450,15 +450,6 @@ def test_running_out_of_memory_names_the_option(tmp_path, monkeypatch, error):
             raise RuntimeError("something else")
 
 
-def test_a_pipeline_larger_than_what_is_free_is_told_of(monkeypatch, caplog):
-    folder = resolve_model("tiny")
-    memory.warn_of_size(folder, "bfloat16", "cpu")
-    assert not caplog.records
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 20)
-    memory.warn_of_size(folder, "bfloat16", "cpu")
-    assert re.search(r"tiny: its weights take 3\.\dMiB, 1MiB are free on cpu: --max-memory SIZE", caplog.text)
-
-
 # What a process holds
 
 

@@ -10,6 +10,7 @@ factor of three, and nothing is decided by it.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from fluxq.calibrate.capture import batches, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.footprint import Size
 from fluxq.jobs import MOST_CALLS
-from fluxq.placement import needed_bytes
+from fluxq.placement import weight_bytes
 from fluxq.preparing import demand
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.structure import component_family, denoisers_of
@@ -111,7 +112,10 @@ def of_images(
 
 def _memory(prepared: Prepared, *, writes: bool) -> int:
     asked = demand(prepared, prepared.device, writes=writes)
-    return _PROGRAM + (prepared.max_memory or (needed_bytes(prepared, asked) if asked else 0))
+    if asked is None:
+        return _PROGRAM
+    weights = weight_bytes(prepared.folder, prepared.options.dtype)
+    return _PROGRAM + (prepared.max_memory or asked.unbounded(weights))
 
 
 def _forward(prepared: Prepared) -> _Forward:
@@ -126,6 +130,7 @@ class _Forward:
         self.rate, self.exact_rate = rate(device, dtype), rate(device, "float32")
         self.steps = number_of_steps(folder.pipeline_class, call)
         self.linears = {name: list_linears(folder, name) for name in denoisers_of(folder)}
+        self.parameters = inspect.signature(folder.pipeline_class.__call__).parameters if folder.pipeline_class else {}
 
     def seconds(self, items: Sequence[Any], steps: float) -> float:
         """All images of `items`, made in their batches with so many steps."""
@@ -148,8 +153,20 @@ class _Forward:
             plan = self._plan(component)
         except ValueError:
             return 2.0 * tokens * sum(linear.n * linear.k for linear in self.linears[component])
-        batch = max(1, round(tokens / (forward.image + forward.text + forward.vision)))
+        batch = images * (2 if self._is_guided(component) else 1)
         return sum(step.flops for step in steps(plan, replace(forward, batch=batch), _ANY_CHIP))
+
+    def _is_guided(self, component: str) -> bool:
+        """Whether a step runs the denoiser with and without the prompt."""
+        if "true_cfg_scale" in self.parameters:  # guidance proper, beside a scale that the model reads
+            return "negative_prompt" in self.call and self._argument("true_cfg_scale") > 1
+        embeds = self.folder.config(component).get("guidance_embeds")
+        return not embeds and self._argument("guidance_scale") > 1
+
+    def _argument(self, name: str) -> float:
+        default = self.parameters[name].default if name in self.parameters else None
+        value = self.call.get(name, default)
+        return value if isinstance(value, (int, float)) else 0.0
 
     def _plan(self, component: str) -> Plan:
         """Every Linear of a denoiser, as `fp8` would have it: FLOPs are those of any recipe."""

@@ -79,7 +79,13 @@ class Demand:
 
     @property
     def least(self) -> int:
-        nbytes = self.needs[self.most]
+        return self._with_overhead(self.needs[self.most])
+
+    def unbounded(self, weights: int) -> int:
+        """Bytes that the job takes at once where nothing bounds it: all `weights`, and the largest work on them."""
+        return self._with_overhead(weights + max([0, *self.working.values(), *self.fitting.values()]))
+
+    def _with_overhead(self, nbytes: int) -> int:
         return math.ceil(nbytes / _OF_GPU) if torch.device(self.device).type == "cuda" else nbytes + _OF_HOST
 
     def __str__(self) -> str:

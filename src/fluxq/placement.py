@@ -36,12 +36,6 @@ def weight_bytes(folder: ModelFolder, dtype: str) -> int:
     )
 
 
-def needed_bytes(prepared: Prepared, demand: Demand) -> int:
-    """Return what a job takes at once where nothing bounds it: all weights, and the largest piece of work on them."""
-    weights = weight_bytes(prepared.folder, prepared.options.dtype)
-    return weights + max([0, *demand.working.values(), *demand.fitting.values()])
-
-
 def settle(prepared: Prepared, demand_on: Callable[[str], Demand | None], asked: str) -> Prepared:
     """Return the job as it can run: as it is, within a bound, or on the CPU.
 
@@ -53,7 +47,8 @@ def settle(prepared: Prepared, demand_on: Callable[[str], Demand | None], asked:
     demand = demand_on(prepared.device)
     if free is None or demand is None:
         return prepared
-    weights, needed = weight_bytes(prepared.folder, prepared.options.dtype), needed_bytes(prepared, demand)
+    weights = weight_bytes(prepared.folder, prepared.options.dtype)
+    needed = demand.unbounded(weights)
     limit, name = int(_FREE * free), prepared.folder.name
     if needed <= limit or (asked != AUTO and weights <= free):  # what is needed beside the weights is an estimate
         return prepared

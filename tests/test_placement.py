@@ -1,0 +1,150 @@
+"""Where a job runs and what it is said to take: `--device auto`, models that do not fit, and the forecast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fluxq import forecast, jobs, placement, preparing
+from fluxq.base import devices
+from fluxq.base.model import resolve_model
+from fluxq.forecast import Forecast, in_words
+from fluxq.memory import Demand
+from fluxq.prepared import Prepared
+
+MIB = 1 << 20
+
+
+def prepared(device: str = "auto", recipe: str = "nvfp4", **options: object) -> Prepared:
+    return jobs.prepare(jobs.Options(recipe=recipe, device=device, **options), writes=False)
+
+
+def settled(device: str, free: dict[str, int], monkeypatch, asked: str = "auto") -> Prepared:
+    """A job on `device` of a machine with so many MiB free, by type of device."""
+    job = prepared("cpu")
+    monkeypatch.setattr(placement, "free_bytes", lambda place: int(MIB * free[place.type]))
+    job = replace(job, options=replace(job.options, device=device))
+    return placement.settle(job, lambda each: preparing.demand(job, each, writes=True), asked)
+
+
+def test_auto_is_the_gpu_if_there_is_one(monkeypatch):
+    for there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(devices, "there_is_a_gpu", lambda there=there: there)
+        assert devices.choose("auto") == device
+    assert devices.describe("cpu", "auto") == "cpu (torch finds no GPU)" and devices.describe("cpu", "cpu") == "cpu"
+
+
+def test_a_model_that_fits_is_left_alone(monkeypatch, caplog):
+    for asked in ("auto", "cpu"):
+        assert settled("cpu", {"cpu": 1000}, monkeypatch, asked).bound is None
+    assert not caplog.records
+
+
+def test_with_auto_the_weights_of_a_model_that_does_not_fit_wait_for_their_turn(monkeypatch, caplog):
+    job = settled("cuda", {"cuda": 47}, monkeypatch)
+    assert job.device == "cuda" and job.max_memory == job.bound.limit == int(0.9 * 47 * MIB)
+    assert "MiB are free on cuda: weights are read when it is their turn, and at most 42.3MiB are used" in caplog.text
+
+
+def test_with_auto_a_gpu_without_room_is_left_alone(monkeypatch, caplog):
+    job = settled("cuda", {"cuda": 4, "cpu": 1000}, monkeypatch)
+    assert (job.device, job.bound) == ("cpu", None)
+    assert "fitting transformer_blocks.0" in caplog.text and "4MiB are free: the CPU is used" in caplog.text
+
+
+def test_a_model_that_fits_nowhere_is_refused(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"tiny does not fit on this machine: .*MiB, for fitting .*4MiB are free; `--pro"
+    ):
+        settled("cpu", {"cpu": 4}, monkeypatch)
+
+
+def test_a_device_of_ones_own_choice_is_kept_or_refused(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"tiny does not fit on cuda: its weights take 3\.\dMiB, 2MiB are free; leave out"
+    ):
+        settled("cuda", {"cuda": 2, "cpu": 1000}, monkeypatch, "cuda")
+    assert settled("cuda", {"cuda": 5}, monkeypatch, "cuda").bound is None  # what else it needs is an estimate
+
+
+def test_nothing_has_to_fit_where_nothing_runs(monkeypatch):
+    monkeypatch.setattr(placement, "free_bytes", lambda place: 1)
+    job = jobs.prepare(jobs.Options(recipe="fp8"), writes=False, runs=False)
+    assert job.bound is None
+    job = jobs.prepare(jobs.Options(recipe="fp8", profile="rtn", check=False, output="not-made"))
+    assert job.bound is None
+
+
+def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_path, quick_recipe):
+    recipe = str(quick_recipe("nvfp4", fitted=False))
+    outputs = []
+    job = jobs.prepare(jobs.Options(recipe=recipe, output=str(tmp_path / "all"), check=False))
+    demand = preparing.demand(job, "cpu", writes=True)
+    between = (demand.least + demand.unbounded(placement.weight_bytes(job.folder, "bfloat16"))) / 2
+    for name, free in (("all", 1 << 40), ("turn", round(between / 0.9))):
+        monkeypatch.setattr(placement, "free_bytes", lambda place, free=free: free)
+        job = jobs.prepare(jobs.Options(recipe=recipe, output=str(tmp_path / name), check=False))
+        assert (job.bound is None) == (name == "all")
+        jobs.quantize(job)
+        outputs.append((tmp_path / name / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())
+    assert outputs[0] == outputs[1]
+
+
+# What a job is said to take
+
+
+def test_the_forecast_names_what_takes_long():
+    job = prepared(check=True)
+    told = forecast.of_quantizing(job)
+    assert list(told.parts) == ["calibrating", "fitting", "closing check of 4 images"]
+    assert told.parts["fitting"] > 0.4 * 16 and told.memory_bytes > 700_000_000  # sixteen groups
+    rounded = forecast.of_quantizing(prepared(recipe="fp8"))
+    assert list(rounded.parts) == ["closing check of 4 images"]
+    assert forecast.of_quantizing(prepared(recipe="fp8", check=False)).parts == {}
+    assert list(forecast.of_calibrating(job).parts) == ["calibrating"]
+
+
+def test_forecast_flops_are_those_of_a_forward_pass(pipe):
+    made = forecast._Forward(resolve_model("tiny"), {"height": 16, "width": 16}, "cpu", "bfloat16")
+    with FlopCounterMode(display=False) as counter:
+        pipe("a red three", height=16, width=16, num_inference_steps=2, guidance_scale=1.0, output_type="latent")
+    counted = counter.get_flop_counts()["FluxTransformer2DModel"]
+    assert 2 * made.flops("transformer", 1) == pytest.approx(sum(counted.values()), rel=0.02)
+
+
+def test_a_family_that_is_not_modelled_is_estimated_by_its_weights(monkeypatch):
+    made = forecast._Forward(resolve_model("tiny"), {}, "cpu", "bfloat16")
+    exact = made.flops("transformer", 1)
+
+    def unknown(*_: object) -> None:
+        raise ValueError("not modelled")
+
+    monkeypatch.setattr(forecast.footprint, "forward_pass_of", unknown)
+    weights = sum(linear.n * linear.k for linear in made.linears["transformer"])
+    assert made.flops("transformer", 1) == 2 * weights * made.tokens("transformer", 1) != exact
+
+
+def test_times_are_said_as_people_say_them():
+    said = [in_words(seconds) for seconds in (3, 50, 89, 100, 3600, 6000, 9000, 86400, 200_000)]
+    assert said == [
+        *("under a minute", "1 minute", "1 minute", "2 minutes", "60 minutes", "2 hours", "2 hours"),
+        *("24 hours", "2 days"),
+    ]
+    assert str(Forecast({"fitting": 3.0})) == "under a minute"
+    told = Forecast({"calibrating": 600, "fitting": 7200, "closing check of 4 images": 60})
+    assert str(told) == "about 2 hours (calibrating 10 minutes, fitting 2 hours)"
+    assert str(Forecast({"calibrating": 600})) == "about 10 minutes"
+
+
+def test_the_rate_is_what_a_product_reached():
+    rate = forecast.rate("cpu", "float32")
+    assert 1e8 < rate < 1e13 and forecast.rate("cpu", "float32") == rate
+    assert isinstance(torch.get_num_threads(), int)
+
+
+def test_a_demand_says_what_needs_most():
+    demand = Demand("cpu", "bfloat16", {"transformer": 5}, {}, {"running transformer": 5 * MIB, "fitting x": 9 * MIB})
+    assert str(demand).endswith("for fitting x")
