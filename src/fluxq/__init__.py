@@ -90,6 +90,7 @@ def _register(function: str) -> None:
 _REGISTRATIONS = {
     "diffusers.models.attention_dispatch": "fluxq.integrations.attention:register",
     "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
+    "diffusers.pipelines.pipeline_utils": "fluxq.integrations.dtypes:register",
     "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
     "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",
     "transformers.quantizers.auto": "fluxq.integrations.transformers:register",

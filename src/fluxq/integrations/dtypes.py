@@ -1,0 +1,125 @@
+"""One dtype for a pipeline that is loaded without saying which.
+
+Without `dtype=` diffusers loads its models in fp32 and transformers its own in the dtype of the files, so a pipeline
+fails where two of them meet, at the latest in the VAE, after all steps. A pipeline with layers of fluxq takes the dtype
+in which these compute:
+
+- a component whose numbers all are numbers of that dtype, such as fp32 copies of a 16-bit file, is cast to it. Nothing
+  is lost, and `save_pretrained` writes what the file held;
+- any other, such as a VAE that was published in fp32, stays as it is, and what it is given is cast to its dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from fluxq.base.console import logger
+from fluxq.integrations.loading import quant_layers
+
+_CODERS = ("encode", "decode")  # what pipelines call of a VAE
+_HIDDEN = ("sample", "hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
+
+
+def register() -> None:
+    """Make `DiffusionPipeline.from_pretrained` settle one dtype where the caller names none."""
+    load: Any = DiffusionPipeline.from_pretrained.__func__  # pyright: ignore[reportFunctionMemberAccess]  a classmethod
+
+    @functools.wraps(load)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        pipe = load(cls, *args, **kwargs)
+        if kwargs.get("dtype") is None and kwargs.get("torch_dtype") is None:
+            settle(pipe)
+        return pipe
+
+    DiffusionPipeline.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def settle(pipe: DiffusionPipeline) -> None:
+    """Make the components of a pipeline with quantized layers compute in one dtype, or understand each other's.
+
+    Other pipelines are left alone. A warning names the call that says the dtype.
+    """
+    models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    dtype = _dtype_of(models)
+    if dtype is None:
+        return
+    wider = []
+    for name, model in models.items():
+        if quant_layers(model) or all(tensor.dtype == dtype for _, tensor in _numbers(model)):
+            continue
+        if _is_exact(model, dtype):
+            for _, tensor in _numbers(model):
+                tensor.data = tensor.data.to(dtype)
+        else:
+            wider.append(name)
+    if wider:
+        _let_meet(models, dtype)
+    kept = f"; {', '.join(wider)}: more digits than that, kept" if wider else ""
+    logger.warning(
+        "no dtype= was given: %s is loaded in %s%s; better say so: %s.from_pretrained(…, dtype=%s)",
+        *(type(pipe).__name__, str(dtype).removeprefix("torch."), kept, type(pipe).__name__, dtype),
+    )
+
+
+def _dtype_of(models: Mapping[str, nn.Module]) -> torch.dtype | None:
+    """The 16-bit dtype of the first quantized model, None if there is none."""
+    return next((layer.compute_dtype for model in models.values() for _, layer in quant_layers(model)), None)
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a floating dtype that files hold, but for those that the model always has in fp32."""
+    always = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not any(part in always for part in name.split(".")):
+            yield name, tensor
+
+
+def _is_exact(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a cast to `dtype` changes no number; of weights that wait elsewhere nobody knows."""
+    tensors = [tensor.detach() for _, tensor in _numbers(model)]
+    if any(tensor.is_meta for tensor in tensors):
+        return False
+    return all(torch.equal(tensor, tensor.to(dtype).to(tensor.dtype)) for tensor in tensors)
+
+
+def _let_meet(models: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+    """Cast what VAEs and denoisers are given to the dtype in which they compute."""
+    for model in models.values():
+        if all(hasattr(model, name) for name in _CODERS):
+            for name in _CODERS:
+                setattr(model, name, _Casting(model, name))
+        elif quant_layers(model):
+            model.register_forward_pre_hook(functools.partial(_cast_hidden, dtype=dtype), with_kwargs=True)
+
+
+def _cast_hidden(
+    _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Latents and embeddings as `dtype`; timesteps, guidance and rotations keep their digits."""
+    cast = {name: _as(value, dtype) for name, value in kwargs.items() if name in _HIDDEN}
+    return (*(_as(value, dtype) for value in args[:1]), *args[1:]), {**kwargs, **cast}
+
+
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _Casting:
+    """A method of a model whose first argument is cast to the model's dtype; copied with the model."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.name = model, name
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = next(tensor.dtype for _, tensor in _numbers(self.model))
+        return getattr(type(self.model), self.name)(self.model, _as(value, dtype), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Casting:
+        return _Casting(deepcopy(self.model, memo), self.name)
