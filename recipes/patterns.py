@@ -6,12 +6,26 @@ Anchored at both ends, so `proj_out` is the module at the top and never `single_
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 
 def matches(pattern: str, path: str) -> bool:
     """Whether the module path `path` matches `pattern` as a whole."""
     return _compile(pattern).fullmatch("." + path) is not None
+
+
+def compact(paths: Iterable[str]) -> str:
+    """Return module paths as people read them: by their blocks, with * for indices."""
+    starred = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", path) for path in paths)
+    blocks: dict[str, list[str]] = {}
+    for path in starred:
+        block, star, rest = path.partition(".*.")
+        blocks.setdefault(block if star else "", []).append(rest if star else path)
+    return ", ".join(
+        ", ".join(rest) if not block else f"{block}.*.{rest[0] if len(rest) == 1 else '{' + ', '.join(rest) + '}'}"
+        for block, rest in blocks.items()
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,7 @@ from fluxq.recipes.recipe import (
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure
 UNKNOWN_ROLE = "other"
+_MUCH = 0.05  # of the weights: worth a note where a recipe leaves them out
 KEPT_ROLE = "kept"
 MODULATION_ROLE = "modulation"
 DEFLATED_K = (
@@ -291,9 +292,22 @@ def make_plan(
         which = stay if layers else "the model has no Linears"
         raise ValueError(f"{component_name}: {which}; there is nothing to quantize")
     instead = Counter(words for layer in layers if layer.scheme for words in _instead(layer, recipe))
+    notes += _modulation_unsaid(recipe, layers)
     notes += [f"{words} ({count} of {len(layers)} Linears)" for words, count in instead.items()]
     layers = _with_methods(layers, family, recipe, profile, compat)
     return Plan(family.name, component_name, tuple(layers), tuple(notes), recipe.attention, kind=family.kind)
+
+
+def _modulation_unsaid(recipe: Component, layers: Sequence[LayerPlan]) -> list[str]:
+    """What a recipe leaves in 16 bit by leaving out a key, where that is much."""
+    left = sum(la.n * la.k for la in layers if la.role == MODULATION_ROLE and la.scheme is None)
+    share = left / max(1, sum(la.n * la.k for la in layers))
+    if "modulation" in recipe.model_fields_set or share < _MUCH:
+        return []
+    return [
+        f"the recipe says nothing of modulation, so that stays in 16 bit, {share:.0%} of the weights: add `modulation: "
+        "{format: fp8}`, or `modulation: null` if it is meant to"
+    ]
 
 
 def require_replaceable_attention(family: Family, attention: str) -> None:
@@ -314,7 +328,7 @@ def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
             near = (same_tail or difflib.get_close_matches(pattern, names, n=1, cutoff=0) or ["none"])[0]
             raise ValueError(
                 f"pattern {pattern!r} matches no Linear of this model; patterns are whole paths with * for one segment "
-                f"and ** for any number, for example {near!r} (`fluxq plan` lists all)"
+                f"and ** for any number, for example {near!r} (`fluxq plan --layers` lists all)"
             )
 
 

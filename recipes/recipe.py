@@ -34,7 +34,6 @@ _MAX_DEPTH = 32
 _MAX_DIGITS = 40  # of an integer; what takes more is no count and no seed
 _MAX_CHAIN = 8  # recipes, each extending the next
 _MAX_SHOWN = 80  # characters of a value in a message
-_RECIPE_VERSION = 1
 _INTEGER = "tag:yaml.org,2002:int"
 _WORD, _NUMBER = r"[a-z][a-z0-9_]*", r"-?\d+(?:\.\d+)?"
 _RANK_SCHEMA: dict[str, Any] = {
@@ -240,7 +239,7 @@ class Steps(Strict):
 class Recipe(Strict):
     """The whole file. `name` is the file's stem and is not a key."""
 
-    version: Literal[1]
+    version: Literal[1] = 1
     components: dict[str, Component] = Field(min_length=1)
     calibration: Calibration | None = None
     model: str | None = None
@@ -386,7 +385,7 @@ def split_gates(gates: Iterable[str], metrics: Container[str]) -> tuple[list[str
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of a recipe file, for editors; `recipes/schema.json` holds it.
 
-    A file with `extends` may leave out any key, so only a file without it needs `version` and `components`.
+    A file with `extends` may leave out any key, so only a file without it needs `components`.
     """
     schema = Recipe.model_json_schema()
     extends = {"type": "string", "description": "Start from this recipe: a file, or the name of a shipped one."}
@@ -395,7 +394,7 @@ def recipe_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
         "properties": {"extends": extends, **schema["properties"]},
-        "anyOf": [{"required": ["extends"]}, {"required": ["version", "components"]}],
+        "anyOf": [{"required": ["extends"]}, {"required": ["components"]}],
     }
 
 
@@ -462,7 +461,7 @@ def _parse(path: Path) -> _Document:
             raise ValueError(f"{path}:{line}: anchors and aliases are not allowed in a recipe; write the value out")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(node, yaml.MappingNode):
-        raise ValueError(f"{path}:1: a recipe is a mapping that starts with `version: {_RECIPE_VERSION}`")
+        raise ValueError(f"{path}:1: a recipe is a mapping, for example `extends: nvfp4`")
     lines = {keys: f"{path}:{line}" for keys, line in _positions(node, (), path)}
     try:
         value = yaml.SafeLoader("").construct_document(node)

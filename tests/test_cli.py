@@ -85,7 +85,7 @@ RECIPE = {"--recipe", "--profile", "--components", "--include", "--exclude"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
-GPU = {"--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
+GPU = {"--layers", "--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_options_have_the_names_that_diffusers_uses(command, options):
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_plan_prints_every_layer_and_why(fluxq, recipe):
-    result = fluxq("plan", "--recipe", recipe)
+    result = fluxq("plan", "--recipe", recipe, "--layers")
     assert result.code == 0 and result.err == "" and result.left == []
     first, *_, last, on_cpu, on_gpu = result.out.splitlines()
     assert first.startswith("model tiny (no MODEL given") and first.endswith(f"recipe {recipe}")
@@ -118,6 +118,20 @@ def test_plan_prints_every_layer_and_why(fluxq, recipe):
             rf"--max-memory with --device {device}: at least ([0-9.]+)MiB, for (fitting|running) .*", line
         )
         assert said and 64 * (device == "cpu") < float(said[1]) < 150
+
+
+def test_plan_has_a_row_for_each_role_and_says_each_reason_once(fluxq):
+    lines = fluxq("plan", "tiny", "--exclude", "**.to_k").out.splitlines()
+    rows = [line.split() for line in lines[2:18] if "16bit" in line or "nvfp4" in line]
+    counts: dict[str, int] = {}
+    for role, count, *_ in ([row[0] + row[1], *row[2:]] if row[0] == "16" else row for row in rows):
+        counts[role] = counts.get(role, 0) + int(count)
+    assert counts["qkv"] == 3 and counts["single_in"] == 16 and counts["16bit"] == 8 and sum(counts.values()) == 46
+    assert LAYER not in "\n".join(lines)
+    excluded = "transformer_blocks.*.attn.to_k, single_transformer_blocks.*.attn.to_k: excluded by '**.to_k'"
+    assert lines.count(excluded) == 1
+    reasons = [line.partition(": ")[2] for line in lines if re.match("[a-z_.*{}, ]+: ", line)]
+    assert len(reasons) == len(set(reasons)) > 5 and any("made by attention" in reason for reason in reasons)
 
 
 def test_plan_as_json(fluxq):
@@ -189,7 +203,7 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
     lines = done.out.splitlines()
     chosen = "model tiny (no MODEL given: the small FLUX pipeline that comes with fluxq), recipe nvfp4"
     assert lines[0] == f"{chosen}, device cpu (torch finds no GPU)"
-    assert re.fullmatch(r"takes under a minute and 0\.7 GB of memory, estimated", lines[1])
+    assert re.fullmatch(r"takes under a minute and 0\.[78] GB of memory, estimated", lines[1])
     assert lines[-2:] == ["checkpoint: tiny-nvfp4", "next: fluxq eval tiny-nvfp4"]
     for shown in ("layers quantized", "bits per weight", "size", "mean layer SQNR", "paired PSNR"):
         assert shown in done.out
@@ -320,7 +334,10 @@ def test_a_bad_recipe_is_named_with_line_and_cure(fluxq, tmp_path, text, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--include", "blocks.*.to_q"], ["pattern 'blocks.*.to_q' matches no Linear", "`fluxq plan` lists all"]),
+        (
+            ["--include", "blocks.*.to_q"],
+            ["pattern 'blocks.*.to_q' matches no Linear", "plan --layers` lists all"],
+        ),
         (["--exclude", "a..b"], ["pattern 'a..b' is no module path"]),
         (["--exclude", "**"], ["leaves every Linear in 16 bit"]),
         (["--profile", "fastest"], ["--profile", "'balanced'"]),

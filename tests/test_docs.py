@@ -148,11 +148,15 @@ def test_every_row_of_the_feature_table_is_a_feature_of_some_test() -> None:
 def test_the_snippets_of_the_diffusers_page_run(checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-nvfp4").symlink_to(checkpoint("nvfp4"))
+    plain = checkpoint("16 bit")
+    (tmp_path / "my-flux.safetensors").symlink_to(next((plain / "transformer").glob("*.safetensors")))
     names: dict = {}
     for snippet in re.findall(r"```python\n(.*?)```", DIFFUSERS, flags=re.DOTALL):
-        snippet = snippet.replace('"path/to/16-bit/pipeline"', repr(str(checkpoint("16 bit"))))
+        for place in ("path/to/16-bit/pipeline", "black-forest-labs/FLUX.1-dev"):
+            snippet = snippet.replace(f'"{place}"', repr(str(plain)))
         exec(compile(snippet, "diffusers.md", "exec"), names)
     assert type(names["pipe"].text_encoder_2.encoder.block[0].layer[0].SelfAttention.q).__name__ == "QuantLinear"
+    assert (tmp_path / "my-flux" / "model_index.json").is_file()
 
 
 def test_the_quick_start_holds_exactly_the_two_commands() -> None:

@@ -77,8 +77,17 @@ def test_the_last_override_that_matches_wins():
 
 def test_a_role_that_the_family_lacks_is_noted_and_skipped():
     plan = plan_of(component(overrides=[{"role": "cross_attn", "weights": FP8, "reason": "r"}]))
-    assert plan.notes == ("role 'cross_attn': the flux family has none, skipped",)
+    assert plan.notes[0] == "role 'cross_attn': the flux family has none, skipped"
     assert plan.schemes() == plan_of().schemes()
+
+
+def test_a_recipe_that_does_not_speak_of_modulation_is_told_what_that_leaves_in_16_bit():
+    (note,) = plan_of(component()).notes
+    assert note.startswith(
+        "the recipe says nothing of modulation, so that stays in 16 bit, 23% of the weights: add `mod"
+    )
+    for said in (None, FP8):
+        assert plan_of(component(modulation=said)).notes == ()
 
 
 @pytest.mark.parametrize("where", ["override", "recipe exclude", "exclude", "include"])
@@ -91,7 +100,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_a_suggestion(where):
         recipe = component(exclude=[pattern])
     else:
         how = {where: [pattern]}
-    with pytest.raises(ValueError, match=r"to_qq' matches no Linear.*for example '.+'.*`fluxq plan` lists all"):
+    with pytest.raises(ValueError, match=r"to_qq' matches no Linear.*for example '.+'.*plan --layers` lists all"):
         plan_of(recipe, **how)
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from fluxq.recipes.recipe import (
     COMPATS,
@@ -320,7 +321,7 @@ def test_all_mistakes_are_told_at_once(recipe):
 
 @pytest.mark.parametrize("text", ["", "- a\n", "just words\n", "3\n", "# only a comment\n"])
 def test_a_file_that_is_no_mapping_is_no_recipe(recipe, text):
-    refused(recipe(text), "a recipe is a mapping that starts with `version: 1`", 1)
+    refused(recipe(text), "a recipe is a mapping, for example `extends: nvfp4`", 1)
 
 
 def test_two_documents_are_no_recipe(recipe):
@@ -506,6 +507,31 @@ def test_gates_are_split_by_what_was_measured():
         ["1<=fid<=3", "lpips<0.2"],
     )
     assert split_gates([], ["psnr"]) == ([], [])
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Recipe, 0), (Component, 1)])
+def test_the_tables_of_keys_name_every_key_and_its_default(kind, place):
+    text = (find_recipe("fp8").parent / "README.md").read_text(encoding="utf-8")
+    table = text.split("| key | default | value |\n|---|---|---|\n")[1 + place].split("\n\n")[0]
+    rows = {cells[1].strip(" `"): cells[2].strip(" `") for cells in (line.split("|") for line in table.splitlines())}
+    assert rows.keys() - {"extends"} == kind.model_fields.keys()
+    for name, field in kind.model_fields.items():
+        if field.is_required():
+            assert rows[name] == "required"
+        else:
+            default = field.default.model_dump() if isinstance(field.default, BaseModel) else field.default
+            assert yaml.safe_load(rows[name]) == default, name
+
+
+def test_a_recipe_needs_no_version(tmp_path):
+    (tmp_path / "own.yaml").write_text("components: {transformer: {weights: {format: fp8}}}\n")
+    assert load_recipe(str(tmp_path / "own.yaml"))[1].version == 1
+
+
+def test_a_shipped_recipe_is_found_in_any_case():
+    assert load_recipe("NVFP4")[0] == load_recipe("nvfp4")[0] == "nvfp4"
+    with pytest.raises(FileNotFoundError, match=r"\(did you mean 'nvfp4'\?\); shipped: "):
+        load_recipe("nvpf4.yaml")
 
 
 def test_the_committed_schema_is_up_to_date():

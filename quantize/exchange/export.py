@@ -38,6 +38,7 @@ from fluxq.quantize.structure import denoisers_of
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymaps import Order, original_names
+from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
 
 How = Literal["codes", "16 bit", "rounded"]
@@ -219,7 +220,7 @@ def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentP
         else:
             choices.append(choice)
     if problems:
-        lines = [f"  {_compact(list(names))}: {why}" for why, names in problems.items()]
+        lines = [f"  {compact(names)} ({len(names)} layers): {why}" for why, names in problems.items()]
         count = len({name for names in problems.values() for name in names})
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
@@ -573,17 +574,6 @@ def _work_folder(target: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _compact(names: Sequence[str]) -> str:
-    """Names by their blocks, with * for the indices, and how many layers these are."""
-    starred = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    blocks: dict[str, list[str]] = {}
-    for name in starred:
-        block, star, path = name.partition(".*.")
-        blocks.setdefault(block if star else "", []).append(path if star else name)
-    said = [f"{block}.*.{{{', '.join(paths)}}}" if block else ", ".join(paths) for block, paths in blocks.items()]
-    return f"{', '.join(said)} ({len(names)} layers)"
 
 
 def _tail(name: str) -> str:

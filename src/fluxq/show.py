@@ -1,4 +1,4 @@
-"""What the commands print for people; rich is imported when something is printed."""
+"""What the commands print for people."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from fluxq.recipes.patterns import compact
+from fluxq.recipes.plan import KEPT_ROLE
+from fluxq.tables import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,34 +23,69 @@ if TYPE_CHECKING:
     from fluxq.quantize.exchange.export import Exported
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cost import Cost
-    from fluxq.recipes.plan import Plan
+    from fluxq.recipes.plan import LayerPlan, Plan
 
 
-def plan(prepared: Prepared, costs: dict[str, Cost], demands: Sequence[Demand | None] = ()) -> None:
-    """Every Linear with formats, bits and reason, and the mean; with `costs`, those instead of the Linears.
+def plan(
+    prepared: Prepared, costs: dict[str, Cost], demands: Sequence[Demand | None] = (), *, every_layer: bool = False
+) -> None:
+    """What becomes of the Linears, by role, and why; with `every_layer` each by name; with `costs` those instead.
 
     demands: of quantizing, on each device; the least that it may be given is said.
     """
     for component in prepared.plans:
-        if costs:
-            _summary(component)
-            continue
-        rows = [
-            (
-                layer.name,
-                f"{layer.n}×{layer.k}",
-                str(layer.scheme or "16bit"),
-                f"{layer.bits_per_weight:.2f}",
-                layer.reason,
-            )
-            for layer in component.layers
-        ]
-        _table(("layer", "N×K", "weights-activations", "bits", "reason"), rows)
+        if not costs:
+            (_layers if every_layer else _fates)(component)
+            _reasons(component)
         _summary(component)
     for component, cost in costs.items():
         _cost(component, cost)
     for each in filter(None, demands):
         click.echo(f"--max-memory with --device {each.device}: at least {each}")
+
+
+def _fates(component: Plan) -> None:
+    """A row for all Linears with one role, format and reason; what is quantized first."""
+    alike: dict[tuple[str, str, str], list[LayerPlan]] = {}
+    for layer in sorted(component.layers, key=lambda layer: layer.scheme is None):
+        alike.setdefault((layer.role, _scheme(layer), layer.reason), []).append(layer)
+    rows = []
+    for (role, scheme, _), layers in alike.items():
+        shapes = [*dict.fromkeys(f"{layer.n}×{layer.k}" for layer in layers)]
+        bits = sum(la.bits_per_weight * la.n * la.k for la in layers) / sum(la.n * la.k for la in layers)
+        shown = ", ".join(shapes[:2]) + ", …" * (len(shapes) > 2)
+        rows.append((_role(role), str(len(layers)), shown, scheme, f"{bits:.2f}"))
+    print_table(("role", "Linears", "N×K", "weights-activations", "bits"), rows)
+
+
+def _layers(component: Plan) -> None:
+    """A row for each Linear."""
+    rows = [
+        (la.name, f"{la.n}×{la.k}", _scheme(la), f"{la.bits_per_weight:.2f}", _role(la.role)) for la in component.layers
+    ]
+    print_table(("layer", "N×K", "weights-activations", "bits", "role"), rows)
+
+
+def _reasons(component: Plan) -> None:
+    """Each reason once, with the roles that it is the reason for, or with the layers where a role has several."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    fates: dict[str, set[str]] = {}
+    for layer in component.layers:
+        reason = layer.reason.removeprefix("16 bit: ").removeprefix(f"{layer.role}: ")
+        reasons.setdefault(reason, {}).setdefault(layer.role, []).append(layer.name)
+        fates.setdefault(layer.role, set()).add(reason)
+    for reason, roles in reasons.items():
+        whole = [role for role in roles if len(fates[role]) == 1 and role != KEPT_ROLE]
+        parts = [name for role, names in roles.items() if role not in whole for name in names]
+        click.echo(f"{', '.join([*whole, *([compact(parts)] if parts else [])])}: {reason}")
+
+
+def _scheme(layer: LayerPlan) -> str:
+    return str(layer.scheme or "16bit")
+
+
+def _role(role: str) -> str:
+    return "16 bit" if role == KEPT_ROLE else role
 
 
 def plan_json(prepared: Prepared, costs: dict[str, Cost]) -> dict[str, Any]:
@@ -99,7 +138,7 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
         ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}")
         for f in prepared.loras
     ]
-    _table(header, rows)
+    print_table(header, rows)
     _decisions(parts)
     from fluxq.requirements import makes_video
 
@@ -143,7 +182,7 @@ def timed(speed: Speed) -> None:
             rows.append(
                 (row.side, row.mode, size, stage, f"{1e3 * times.p50:.1f} / {1e3 * times.p95:.1f}", f"{spread:.1%}")
             )
-    _table(("side", "mode", "images", "stage", "p50 / p95, ms", "spread"), rows)
+    print_table(("side", "mode", "images", "stage", "p50 / p95, ms", "spread"), rows)
     for gain in speed.speedups:
         size = f"{gain.batch} x {gain.height}x{gain.width}"
         said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
@@ -164,7 +203,7 @@ def debugged(found: Debug, patch: Path | None) -> None:
         (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
         for layer in found.layers[:12]
     ]
-    _table(("layer", "scheme", "damage alone", "gain if kept", "local SQNR, dB"), rows)
+    print_table(("layer", "scheme", "damage alone", "gain if kept", "local SQNR, dB"), rows)
     if found.patch is None:
         return
     fix = found.patch
@@ -212,7 +251,7 @@ def exported(done: Exported) -> None:
         if changed:
             click.echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
             rows = [(c.name, f"{c.was} -> {c.now}", _size(c.nbytes), f"{c.added_error:.2%}", c.why) for c in changed]
-            _table(("layer", "scheme", "size", "added error", "because"), rows)
+            print_table(("layer", "scheme", "size", "added error", "because"), rows)
     if done.folded:
         readers = sum(map(len, done.folded.values()))
         click.echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
@@ -227,7 +266,7 @@ def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool)
     from fluxq import catalogue
 
     if not in_detail:
-        _table(*catalogue.table(found, recipes))
+        print_table(*catalogue.table(found, recipes))
         click.echo(f"under a recipe: {catalogue.CELL}")
         click.echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
         return
@@ -254,7 +293,7 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
         )
         for role in model.roles()
     ]
-    _table(("role", "Linears", "M weights", "N×K", "input, or why not"), rows)
+    print_table(("role", "Linears", "M weights", "N×K", "input, or why not"), rows)
     sizes = [model.size(recipe) for recipe in recipes]
     rows = [
         (
@@ -266,7 +305,7 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
         )
         for size in sizes
     ]
-    _table(("recipe", "bits per weight", "checkpoint, GB", "to serve, GB", "to quantize, GB"), rows, right=True)
+    print_table(("recipe", "bits per weight", "checkpoint, GB", "to serve, GB", "to quantize, GB"), rows, right=True)
     if model.activation_bytes:
         activations = f"{number(model.activation_bytes / 1e9)} GB of activations, estimated"
         click.echo(f"to serve: weights as stored, and {activations}")
@@ -284,7 +323,7 @@ def environment(report: dict[str, Any]) -> None:
         click.echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
     click.echo()
     columns = ("op", "scheme", "recipes", "device", "implementation", "reason")
-    _table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
+    print_table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
 
 
 def _cost(component: str, cost: Cost) -> None:
@@ -307,7 +346,7 @@ def _cost(component: str, cost: Cost) -> None:
         )
         for part in (*cost.parts, total)
     ]
-    _table(header, rows, right=True)
+    print_table(header, rows, right=True)
     click.echo(f"16 bit, unfused: {_digits(1e3 * total.seconds_16bit)} ms; `over 16 bit` is that over fused")
     click.echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
     for scheme, route in cost.routes.items():
@@ -347,7 +386,7 @@ def _decisions(parts: list[dict[str, Any]]) -> None:
                 words = ", ".join(f"{name} {kept.count(name)}" for name in tried)
                 rows.append((role, str(len(groups)), f"{before} -> {after}", words))
     if rows:
-        _table(("role", "inputs", "held-out SQNR, dB", "kept, of so many inputs"), rows)
+        print_table(("role", "inputs", "held-out SQNR, dB", "kept, of so many inputs"), rows)
 
 
 def _mean(values: Iterable[float | None]) -> str:
@@ -382,7 +421,7 @@ def warmed(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    _table(header, texts)
+    print_table(header, texts)
     click.echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
 
 
@@ -413,19 +452,3 @@ def _digits(value: float) -> str:
 def _size(nbytes: int) -> str:
     unit, name = (1e9, "GB") if nbytes >= 1e9 else (1e6, "MB")
     return f"{nbytes / unit:.2f} {name}"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, right: bool = False) -> None:
-    """Print a table; right: numbers, all columns but the first, end in line."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(header[0], box=None, pad_edge=False, header_style="bold")
-    for name in header[1:]:
-        table.add_column(name, justify="right" if right else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width, and cut names would be useless there
-    console.print(table)

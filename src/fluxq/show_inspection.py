@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fluxq.tables import print_table
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import Console
-    from rich.table import Table
 
     from fluxq.quantize.exchange.importing import Imported
     from fluxq.quantize.exchange.inspect import Fault, Inspection, LayerReport
@@ -24,8 +25,6 @@ def inspections(found: dict[str, Inspection], *, every_layer: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 200
     for component, report in found.items():
         if component:
             console.print(f"[bold]{component}[/]")
@@ -52,9 +51,9 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
     if report.metadata:
         console.print(f"header: {escape(', '.join(_short(key, value) for key, value in _first(report.metadata)))}")
     if report.layers:
-        console.print(_scope(report))
+        _scope(report)
         if every_layer:
-            console.print(_layers(report.layers))
+            _layers(report.layers)
     for words in report.proofs:
         console.print(f"[green]proved[/]  {escape(words)}")
     for line in _faults(report.faults):
@@ -66,25 +65,21 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
         console.print(f"[green]{said}[/]")
 
 
-def _scope(report: Inspection) -> Table:
+def _scope(report: Inspection) -> None:
     formats = sorted({name for formats in report.scope.values() for name in formats})
-    table = _table("role", *formats)
-    for role, counts in report.scope.items():
-        table.add_row(role, *(str(counts.get(name, "")) for name in formats))
-    return table
+    rows = [(role, *(str(counts.get(name, "")) for name in formats)) for role, counts in report.scope.items()]
+    print_table(("role", *formats), rows)
 
 
-def _layers(layers: Iterable[LayerReport]) -> Table:
-    from rich.markup import escape
-
-    table = _table("layer", "N×K", "format", "scheme", "bits", "error", "role")
+def _layers(layers: Iterable[LayerReport]) -> None:
+    rows = []
     for layer in layers:
         error = "" if layer.against is None else f"{layer.against.error:.3g}"
-        colour = "" if layer.against is None or (layer.against.plausible and not layer.against.best) else "[red]"
-        size = f"{layer.shape[0]}×{layer.shape[1]}"
-        bits = f"{layer.bits_per_weight:.2f}"
-        table.add_row(escape(layer.name), size, layer.format, layer.scheme, bits, colour + error, layer.role)
-    return table
+        if layer.against is not None and (layer.against.best or not layer.against.plausible):
+            error += " wrong"
+        size, bits = f"{layer.shape[0]}×{layer.shape[1]}", f"{layer.bits_per_weight:.2f}"
+        rows.append((layer.name, size, layer.format, layer.scheme, bits, error, layer.role))
+    print_table(("layer", "N×K", "format", "scheme", "bits", "error", "role"), rows)
 
 
 def _faults(faults: Iterable[Fault]) -> Iterable[str]:
@@ -108,15 +103,6 @@ def _faults(faults: Iterable[Fault]) -> Iterable[str]:
             yield f"          … and {len(found) - _NAMED} more"
         if row.cure != "none is needed":
             yield f"          cure: {escape(row.cure)}"
-
-
-def _table(first: str, *others: str) -> Table:
-    from rich.table import Table
-
-    table = Table(first, box=None, pad_edge=False, header_style="bold")
-    for name in others:
-        table.add_column(name)
-    return table
 
 
 def _first(metadata: dict[str, str]) -> list[tuple[str, str]]:

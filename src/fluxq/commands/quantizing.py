@@ -25,11 +25,19 @@ from fluxq.commands.session import session_of
 @statistics_option
 @click.option("--gpu", metavar="NAME", help="Print what a step costs on this GPU instead, modelled: h200, rtx5090, …")
 @click.option("--prefer", type=click.Choice(["speed", "memory"]), help="With --gpu: 4-bit weights it cannot multiply.")
+@click.option("--layers", "every_layer", is_flag=True, help="Print every layer by its name, not its role.")
 @size_options
 @click.option("--frames", type=click.IntRange(min=1), help="With --gpu: frames of a video.")
 @click.option("--batch", type=click.IntRange(min=1), help="With --gpu: sequences, two an image under guidance.")
 @common_options
-def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | None, **arguments: Any) -> None:
+def plan(
+    gpu: str | None,
+    prefer: str | None,
+    frames: int | None,
+    batch: int | None,
+    every_layer: bool,
+    **arguments: Any,
+) -> None:
     """Print what becomes of every Linear of MODEL, and why, or what a step costs on a GPU; computes nothing.
 
     \b
@@ -45,7 +53,12 @@ def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | N
         devices = () if gpu else ("cpu", "cuda")
         session.print(
             show.plan_json(prepared, costs),
-            lambda: show.plan(prepared, costs, [session.jobs.demand(prepared, each, writes=True) for each in devices]),
+            lambda: show.plan(
+                prepared,
+                costs,
+                [session.jobs.demand(prepared, each, writes=True) for each in devices],
+                every_layer=every_layer,
+            ),
         )
 
 

@@ -1,0 +1,60 @@
+"""What is printed in columns stays whole, however narrow the terminal."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from fluxq import tables
+
+HEADER = ("layer", "N", "reason")
+NAME = "transformer_blocks.0.attn.to_out.0"
+REASON = "the recipe's main format; not centred: its input is made by attention, which nothing can be folded into"
+ROWS = [(NAME, "128", REASON), ("x", "3072", "")]
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """printed(columns, …) is what a terminal of so many columns shows, None: a pipe."""
+
+    def run(columns: int | None, header=HEADER, rows=ROWS, **how) -> list[str]:
+        monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: columns is not None, raising=False)
+        size = os.terminal_size((columns or 80, 24))
+        monkeypatch.setattr(tables.shutil, "get_terminal_size", lambda: size)
+        tables.print_table(header, rows, **how)
+        return [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def test_a_pipe_gets_one_line_for_each_row_without_blanks_at_its_end(printed):
+    lines = printed(None)
+    assert len(lines) == 3 and lines[1] == f"{NAME}  128   {REASON}" and lines[2] == f"{'x':<34}  3072"
+
+
+def test_a_wide_terminal_gets_the_last_column_wrapped(printed):
+    lines = printed(80)
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
+    assert lines[1].startswith(f"{NAME}  128   the recipe's main format;") and lines[2].startswith(" " * 42)
+    assert " ".join(line[42:] for line in lines[1:-1]) == REASON
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_a_narrow_terminal_gets_it_below_the_row(printed, columns):
+    lines = printed(columns)
+    assert f"{NAME}  128" in lines and all(line.startswith(("    ", NAME, "layer", "x")) for line in lines)
+    assert " ".join(line.strip() for line in lines[lines.index(f"{NAME}  128") + 1 : -1]) == REASON
+
+
+def test_names_are_never_wrapped_or_cut(printed):
+    lines = printed(20, ("layer", "scheme"), [(NAME, "nvfp4-nvfp4-static-center-smooth-h128")])
+    assert lines[1] == f"{NAME}  nvfp4-nvfp4-static-center-smooth-h128"
+
+
+def test_numbers_end_in_line_and_wide_letters_count_twice(printed):
+    assert printed(80, ("名前", "MB"), [("a", "1.5"), ("bb", "10")], right=True) == [
+        "名前   MB",
+        "a     1.5",
+        "bb     10",
+    ]
