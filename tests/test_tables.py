@@ -1,12 +1,15 @@
-"""What is printed in columns stays whole, however narrow the terminal."""
+"""What is printed in columns stays whole, however narrow the terminal; long work says how far it is."""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 
 import pytest
 
 from fluxq import tables
+from fluxq.base import console
 
 HEADER = ("layer", "N", "reason")
 NAME = "transformer_blocks.0.attn.to_out.0"
@@ -58,3 +61,54 @@ def test_numbers_end_in_line_and_wide_letters_count_twice(printed):
         "a     1.5",
         "bb     10",
     ]
+
+
+# Long work in a log
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """Seconds that have passed; a test sets them."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.sys.stderr, "isatty", lambda: False, raising=False)
+    return now
+
+
+def test_a_log_gets_a_line_a_minute(clock, caplog):
+    for _ in console.progress(range(10), "Fitting"):
+        clock[0] += 25
+    assert caplog.messages == [
+        "Fitting: 3 of 10 after 1 min, about 3 min left",
+        "Fitting: 6 of 10 after 2 min, about 2 min left",
+        "Fitting: 9 of 10 after 3 min, about 1 min left",
+    ]
+
+
+def test_a_log_gets_blocks_by_their_bytes_and_nothing_of_quick_work(clock, caplog):
+    with console.blocks_progress("Quantizing", 4, 1000, 1, 400) as advance:
+        for size in (100, 100, 400):
+            clock[0] += 40
+            advance(size)
+    assert caplog.messages == ["Quantizing: 3 of 4 blocks after 1 min, about 3 min left"]
+    caplog.clear()
+    assert list(console.progress(iter("ab"), "Reading")) == ["a", "b"] and caplog.messages == []
+
+
+def test_work_without_an_end_is_counted(clock, caplog):
+    for _ in console.progress(iter(range(3)), "Reading"):
+        clock[0] += 61
+    assert caplog.messages[-1] == "Reading: 3 after 3 min"
+
+
+def test_what_a_library_says_of_every_prompt_is_said_once(caplog):
+    log, stream = logging.getLogger("a_library"), io.StringIO()
+    log.addHandler(logging.StreamHandler(stream))
+    log.propagate = False
+    for _ in range(2):
+        console.say_once("a_library", "The following part")
+    child = logging.getLogger("a_library.pipelines")
+    for prompt in ("one", "two"):
+        child.warning("The following part of your input was truncated: %s", prompt)
+        child.warning("something else")
+    assert stream.getvalue().count("The following") == 1 and stream.getvalue().count("something else") == 2

@@ -1,7 +1,7 @@
 """The `fluxq` command: each subcommand parses, calls one function of jobs.py or its like and prints.
 
-Exit codes: 0 done, 1 something failed while working, 2 what was asked for cannot work. Results go to stdout,
-everything else to stderr. Heavy imports happen inside the commands, so that `--help` is instant.
+Exit codes: 0 done, 1 something failed while working, 2 what was asked for cannot work, 130 interrupted. Results go to
+stdout, everything else to stderr. Heavy imports happen inside the commands, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import click
 
 from fluxq import __version__
 from fluxq.commands import exchanging, judging, looking_up, quantizing
+
+_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -40,6 +42,7 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; nothing half-written was left behind", err=True)
-        sys.exit(1)
+    except (click.Abort, KeyboardInterrupt) as error:
+        notes = getattr(error.__cause__ or error, "__notes__", None)  # click raises its Abort from what Ctrl-C raised
+        click.echo(f"interrupted; {notes[0] if notes else 'nothing half-written was left behind'}", err=True)
+        sys.exit(_INTERRUPTED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -178,10 +178,11 @@ def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
     )
 
 
-def evaluate(asked: Subject) -> Report | None:
+def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Report | None:
     """Make every side's images, measure them and write OUT/eval/report.*; None in processes that only helped.
 
-    Raises ValueError before any image is made for a metric, backend or gate that cannot be had.
+    on_start: called when all that was asked for is known to be possible. Before that, ValueError is raised for a
+    metric, backend or gate that cannot be had.
     """
     from fluxq.eval.drift import floor_attention
     from fluxq.eval.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
@@ -199,6 +200,7 @@ def evaluate(asked: Subject) -> Report | None:
     asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
     asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
     with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
+        on_start()
         made = [
             ensure_images(Work(side, items, asked.call, size, root, options.device), engine)
             for side, items, size in asks
@@ -298,7 +300,9 @@ class _Served:
         return pipe
 
 
-def debug(asked: Subject, patch: Path | None, growth: float, budget: int) -> Debug:
+def debug(
+    asked: Subject, patch: Path | None, growth: float, budget: int, on_start: Callable[[], None] = lambda: None
+) -> Debug:
     """Find out where the checkpoint loses; writes OUT/eval/debug.json and draws the report again where there is one.
 
     patch: file for a recipe that keeps the worst layers in more bits, at most a share `growth` more than now; it is not
@@ -309,6 +313,7 @@ def debug(asked: Subject, patch: Path | None, growth: float, budget: int) -> Deb
     options = asked.options
     if patch is not None and (patch.exists() or patch.suffix != ".yaml"):
         raise ValueError(f"--patch {patch}: name a new .yaml file")
+    on_start()
     found = find_faults(
         asked.reference,
         asked.quantized,

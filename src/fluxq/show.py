@@ -143,7 +143,8 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     from fluxq.requirements import makes_video
 
     click.echo(f"checkpoint: {prepared.output}")
-    click.echo(f"next: fluxq {'verify' if makes_video(prepared.folder) else 'eval'} {prepared.output}")
+    command = "verify" if makes_video(prepared.folder) else "eval"
+    click.echo(f"next: fluxq {command} {shlex.quote(str(prepared.output))}")
 
 
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -133,4 +134,4 @@ def imported(reports: Iterable[Imported]) -> None:
         for words in report.notes:
             click.echo(f"  note: {words}")
     click.echo(f"checkpoint: {output}")
-    click.echo(f"next: fluxq verify {output}")
+    click.echo(f"next: fluxq verify {shlex.quote(output)}")

@@ -107,7 +107,7 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
             if isinstance(error, ValueError) and ranks.world == 1:  # it would fail again: what was begun is of no use
                 shutil.rmtree(work, ignore_errors=True)
             elif ranks.leads:
-                _keep_what_is_done(work)
+                _keep_what_is_done(work, error)
             raise
         if ranks.leads:
             shutil.rmtree(work, ignore_errors=True)
@@ -165,12 +165,16 @@ def clear_leftovers(prepared: Prepared) -> None:
             shutil.rmtree(work_folder(job), ignore_errors=True)
 
 
-def _keep_what_is_done(work: Path) -> None:
-    """And say so; a work folder with nothing that took time to make is removed."""
-    if any(work.rglob("*.safetensors")):
-        logger.warning("what is done is kept in %s: the same command goes on with it", work)
-    else:
+def _keep_what_is_done(work: Path, error: BaseException) -> None:
+    """And say so, of an interruption in its note; a work folder with nothing that took time to make is removed."""
+    if not any(work.rglob("*.safetensors")):
         shutil.rmtree(work, ignore_errors=True)
+        return
+    kept = f"what is done is kept in {work}: the same command goes on with it"
+    if isinstance(error, KeyboardInterrupt):
+        error.add_note(kept)
+    else:
+        logger.warning(kept)
 
 
 def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:

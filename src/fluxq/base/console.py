@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
 
+_MINUTE = 60.0  # seconds
+
 logger = logging.getLogger("fluxq")
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate `items` under a progress bar; without a terminal, or with logging at ERROR, no bar is drawn."""
+    """Iterate `items` under a progress bar, of which a log without a terminal gets a line a minute.
+
+    Nothing is drawn or logged with logging at ERROR.
+    """
+    if not sys.stderr.isatty():
+        count = len(items) if total is None and isinstance(items, Sized) else total
+        news = _News(description, count or 0, 0)
+        for done, item in enumerate(items, 1):
+            yield item
+            news.tell(done, f"{done} of {count}" if count else f"{done}")
+        return
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
     yield from track(items, description=description, total=total, console=console, disable=_quiet(), transient=True)
+
+
+class _News:
+    """A line a minute of work that has `total` parts, of which `known` were done before."""
+
+    def __init__(self, description: str, total: float, known: float) -> None:
+        self.description, self.total, self.known = description, total, known
+        self.started = self.told = time.monotonic()
+
+    def tell(self, done: float, counted: str) -> None:
+        """Log how far the work is and what is left of it, if the last line is a minute old."""
+        now = time.monotonic()
+        if now - self.told < _MINUTE:
+            return
+        self.told = now
+        rate = (done - self.known) / (now - self.started)
+        left = f", about {math.ceil((self.total - done) / rate / _MINUTE)} min left" if self.total > done else ""
+        logger.warning("%s: %s after %d min%s", self.description, counted, (now - self.started) // _MINUTE, left)
 
 
 @contextmanager
@@ -28,8 +60,19 @@ def blocks_progress(
 ) -> Iterator[Callable[[int], None]]:
     """A bar of blocks of different sizes, with bytes a second and the time left; call what comes with a block's bytes.
 
-    known: what was there before, which is shown and does not count for the speed. Drawn where `progress` draws.
+    known: what was there before, which is shown and does not count for the speed. Drawn or logged as by `progress`.
     """
+    done = known_blocks
+    if not sys.stderr.isatty():
+        news, read = _News(description, nbytes, known_bytes), known_bytes
+
+        def log(size: int) -> None:
+            nonlocal done, read
+            done, read = done + 1, read + size
+            news.tell(read, f"{done} of {blocks} blocks")
+
+        yield log
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -37,7 +80,6 @@ def blocks_progress(
     columns = texts[0], BarColumn(), texts[1], TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=_quiet(), transient=True) as bar:
         task = bar.add_task(description, total=nbytes, completed=known_bytes, done=known_blocks, blocks=blocks)
-        done = known_blocks
 
         def advance(size: int) -> None:
             nonlocal done
@@ -48,7 +90,29 @@ def blocks_progress(
 
 
 def _quiet() -> bool:
-    return not sys.stderr.isatty() or logger.getEffectiveLevel() >= logging.ERROR
+    return logger.getEffectiveLevel() >= logging.ERROR
+
+
+def say_once(library: str, beginning: str) -> None:
+    """Let a library's logger say what begins so only once: it may say it of every prompt of every image.
+
+    library: the name of its root logger, whose handlers write what all its modules log.
+    """
+    for handler in logging.getLogger(library).handlers:
+        if not any(isinstance(each, _Once) and each.beginning == beginning for each in handler.filters):
+            handler.addFilter(_Once(beginning))
+
+
+class _Once(logging.Filter):
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self.beginning, self.was_said = beginning, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith(self.beginning):
+            return True
+        first, self.was_said = not self.was_said, True
+        return first
 
 
 def first_line(error: BaseException) -> str:

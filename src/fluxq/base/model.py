@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger
+from fluxq.base.console import first_line, logger, say_once
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json
 from fluxq.base.tensors import TensorFile
@@ -42,6 +42,8 @@ _LARGEST = {  # arguments of a call that are counts, and the most that anybody a
     **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
 }
 _ATTENTION = "attn_implementation"
+_CUT_PROMPT = "The following part of your input was truncated"  # by diffusers, of a prompt longer than CLIP reads
+_LONG_PROMPT = "Token indices sequence length is longer"  # by transformers, of the same
 _SNAPSHOTS = "snapshots"  # in the hub's cache: commit -> folder
 
 
@@ -222,6 +224,8 @@ def load_pipeline(
             "the folder again"
         ) from error
     pipeline.set_progress_bar_config(disable=True)
+    say_once("diffusers", _CUT_PROMPT)
+    say_once("transformers", _LONG_PROMPT)
     return pipeline.to(device) if models is None else pipeline
 
 

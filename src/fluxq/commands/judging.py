@@ -65,8 +65,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     """
     with session_of(arguments) as session:
         asked = session.subject(output)
-        session.start_work()
-        report = session.judge.evaluate(asked)
+        report = session.judge.evaluate(asked, session.start_work)
         if report is None:
             return  # another process of this run has all results
         session.print(
@@ -163,8 +162,7 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
     """
     with session_of(arguments) as session:
         asked = session.subject(output)
-        session.start_work()
-        found = session.judge.debug(asked, patch, growth, budget)
+        found = session.judge.debug(asked, patch, growth, budget, session.start_work)
         session.print(found.model_dump(mode="json"), lambda: show.debugged(found, patch))
         if patch is not None and found.patch is None:
             raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
