@@ -215,9 +215,7 @@ def is_model(folder: ModelFolder, component: str) -> bool:
 
 def library_of(folder: ModelFolder, component: str) -> str:
     """The module of diffusers or transformers that a component's class is of; ValueError if there is no such one."""
-    if component not in folder.components:
-        held = ", ".join(folder.components)
-        raise ValueError(f"{folder.name} has no component {component!r}; it has {held}, says model_index.json")
+    folder.require_component(component)
     module = module_of(folder.index[component][0])
     if module is None:
         raise ValueError(f"{folder.path}: component {component!r} is of neither diffusers nor transformers")

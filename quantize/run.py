@@ -50,6 +50,8 @@ from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
 
+_FEW_TOKENS = 256  # for quantize_linear, worth a warning
+
 
 @dataclass(frozen=True)
 class Fitting:
@@ -369,6 +371,11 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     method = with_method(planned, recipe, profile, None).method
     tokens = x.detach().reshape(-1, k)
     held = len(tokens) // 8
+    if len(tokens) < _FEW_TOKENS:
+        logger.warning(
+            "%d tokens, of which %d decide: what is fitted to so few may not hold for others; give %d or more",
+            *(len(tokens), held, _FEW_TOKENS),
+        )
     builder = InputsBuilder("x", k, device=x.device, calls=(1, 1))
     builder.add(tokens[: len(tokens) - held])
     builder.add(tokens[len(tokens) - held :], held=True)

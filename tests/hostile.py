@@ -320,7 +320,7 @@ def read_job(folder: Path) -> None:
     try:
         work_folder._begin(prepared, output.parent / "its own")
     except ValueError as error:
-        if "an interrupted run with another" not in str(error):  # the answer to a sound one
+        if "an interrupted run that differs in" not in str(error):  # the answer to a sound one
             raise
 
 

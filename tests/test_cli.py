@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from fluxq import __version__
 from fluxq.cli import cli, main
+from fluxq.commands.options import PROTOCOL_NAMES, RECIPES
+from fluxq.eval.protocols import PROTOCOLS
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "transformer_blocks.0.attn.to_k"
@@ -70,6 +72,26 @@ def test_help_is_instant_and_names_the_commands(fluxq):
     making = {"plan", "calibrate", "quantize", "verify", "warmup", "families", "env"}
     assert set(cli.commands) == making | judging | exchanging
     assert all(f"  {name} " in result.out for name in cli.commands)
+
+
+def test_help_names_what_may_be_given(fluxq):
+    assert set(RECIPES) == set(shipped_recipes()) and tuple(PROTOCOLS) == PROTOCOL_NAMES
+    assert all(cli.commands[name].short_help in " ".join(fluxq("--help").out.split()) for name in cli.commands)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("quantize", "--model", "tiny"), "MODEL"),
+        (("quantize", "--format", "fp8"), "--recipe"),
+        (("quantize", "--recip", "fp8"), "--recipe"),
+        (("eval", "out", "--device-map", "auto"), None),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_was_meant(fluxq, words, meant):
+    result = fluxq(*words)
+    assert_refused(result, 2, f"No such option '{words[-2]}'", *([f"Did you mean '{meant}'?"] if meant else []))
+    assert meant or "Did you mean" not in result.err
 
 
 @pytest.mark.parametrize("command", cli.commands)
@@ -220,12 +242,12 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
     ) and "already done: tiny-nvfp4 holds this recipe on this model" in again.out
     assert weights.stat().st_mtime_ns == written
 
-    assert_refused(fluxq(*arguments, "--seed", 7), 2, "holds a checkpoint with another calibration", "--overwrite")
-    assert_refused(fluxq(*arguments, "--exclude", LAYER), 2, "another plans; give another --output")
-    assert_refused(fluxq(*arguments, "--height", 32, "--dtype", "float16"), 2, "another call (height), dtype")
+    assert_refused(fluxq(*arguments, "--seed", 7), 2, "holds a checkpoint that differs in calibration", "--overwrite")
+    assert_refused(fluxq(*arguments, "--exclude", LAYER), 2, "differs in plans; give another --output")
+    assert_refused(fluxq(*arguments, "--height", 32, "--dtype", "float16"), 2, "differs in call (height), dtype")
     gates = (tmp_path / "recipes" / "nvfp4.yaml").read_text() + "gates: []\n"
     (tmp_path / "recipes" / "nvfp4.yaml").write_text(gates)
-    assert_refused(fluxq(*arguments), 2, "holds a checkpoint with another recipe;")
+    assert_refused(fluxq(*arguments), 2, "holds a checkpoint that differs in recipe;")
     assert weights.stat().st_mtime_ns == written
 
     replaced = fluxq(*arguments, "--overwrite", "--no-check", "--json")
@@ -584,7 +606,7 @@ def test_weights_are_cut_into_shards_of_the_size_asked_for(fluxq, tmp_path):
     assert fluxq("quantize", "--recipe", "fp8", "--no-check", "--max-shard-size", "0.5MiB").code == 0
     shards = sorted((tmp_path / "tiny-fp8" / "transformer").glob("*.safetensors"))
     assert len(shards) > 2 and all(path.stat().st_size < (1 << 19) + 20_000 for path in shards)
-    assert_refused(fluxq("quantize", "--recipe", "fp8", "--no-check"), 2, "another max_shard_bytes")
+    assert_refused(fluxq("quantize", "--recipe", "fp8", "--no-check"), 2, "differs in max_shard_bytes")
 
 
 # How a failure is shown

@@ -213,7 +213,7 @@ def test_another_job_does_not_go_on_with_that_work(tmp_path, monkeypatch):
         jobs.quantize(jobs.prepare(options(tmp_path, NO_SEARCH)))
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
     other = NO_SEARCH.replace("[center, hadamard]", "[center]").replace("{rank: 1/24, deflate: true}", "null")
-    with pytest.raises(ValueError, match="an interrupted run with another recipe is kept in "):
+    with pytest.raises(ValueError, match="an interrupted run that differs in recipe is kept in "):
         jobs.quantize(jobs.prepare(options(tmp_path, other)))
     assert seen == []
     jobs.quantize(jobs.prepare(options(tmp_path, other, overwrite=True)))

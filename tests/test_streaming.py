@@ -376,7 +376,7 @@ def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: 
 def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrupted, caplog):
     work = interrupted("tiny", "fp8")
     before = {path: path.stat().st_mtime_ns for path in work.rglob("*")}
-    with pytest.raises(ValueError, match=r"out: an interrupted run with another plans, recipe is kept in .*\.work; "):
+    with pytest.raises(ValueError, match=r"out: an interrupted run that differs in plans, recipe is kept in .*work; "):
         quantize(tmp_path, recipe="int4")
     assert {path: path.stat().st_mtime_ns for path in work.rglob("*")} == before
     assert [path.name for path in tmp_path.iterdir()] == [work.name]
@@ -388,7 +388,7 @@ def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrup
 def test_overwrite_removes_what_another_job_had_done(tmp_path, interrupted, caplog):
     work = interrupted("tiny", "fp8")
     quantize(tmp_path, recipe="int4", overwrite=True)
-    assert f"with another plans, recipe had done is removed: {work}" in caplog.text
+    assert f"that differs in plans, recipe had done is removed: {work}" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -410,11 +410,11 @@ def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, 
     interrupted(str(tiny_folder), "fp8")
     change(tiny_folder, component)
     named = rf"{'model' if component == 'transformer' else 'copied'} \({component}\)"
-    with pytest.raises(ValueError, match=f"an interrupted run with another {named} is kept in "):
+    with pytest.raises(ValueError, match=f"an interrupted run that differs in {named} is kept in "):
         quantize(tmp_path, str(tiny_folder))
     quantize(tmp_path, str(tiny_folder), overwrite=True)
     change(tiny_folder, component)
-    with pytest.raises(ValueError, match=f"holds a checkpoint with another {named}; give another --output, or"):
+    with pytest.raises(ValueError, match=f"holds a checkpoint that differs in {named}; give another --output, or"):
         quantize(tmp_path, str(tiny_folder))
 
 

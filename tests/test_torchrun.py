@@ -270,7 +270,7 @@ def test_the_command_line_under_torchrun(single, tmp_path, start):
     command[command.index("fitted.yaml")] = "rounded.yaml"
     refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert refused.returncode != 0 and not refused.stdout.count("checkpoint:")
-    assert refused.stderr.count("holds a checkpoint with another") == 1  # the first says it, the others that it did
+    assert refused.stderr.count("holds a checkpoint that differs in") == 1  # the first says it, the others that it did
 
 
 @pytest.mark.slow

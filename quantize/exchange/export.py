@@ -538,6 +538,8 @@ def _components(checkpoint: ModelFolder, dialect: str, component: str | None) ->
     else:
         names = [name for name in denoisers_of(checkpoint) if name in quantized]
     held = ", ".join(name or "the model itself" for name in quantized) or "none"
+    if not quantized:
+        raise ValueError(f"{checkpoint.name} holds no quantized component; give a folder that `fluxq quantize` wrote")
     if not names:
         raise ValueError(f"{checkpoint.name} has no component for {dialect}; quantized are {held}")
     if len(names) > 1 and not wanted.is_pipeline:

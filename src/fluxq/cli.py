@@ -6,6 +6,7 @@ stdout, everything else to stderr. Heavy imports happen inside the commands, so 
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 
@@ -17,7 +18,16 @@ from fluxq.commands import exchanging, judging, looking_up, quantizing
 _INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Commands(click.Group):
+    """Lists commands by what they are for, with whole summaries."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(command.name or "", command.short_help or "") for command in commands])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="fluxq")
 def cli() -> None:
     """Quantize diffusion transformers to FP8, MXFP8, NVFP4, INT8 or INT4 checkpoints that load in diffusers.
@@ -28,8 +38,34 @@ def cli() -> None:
     """
 
 
-for _command in (*quantizing.COMMANDS, *judging.COMMANDS, *exchanging.COMMANDS, *looking_up.COMMANDS):
+_SECTIONS = {
+    "Quantize": quantizing.COMMANDS,
+    "Judge a checkpoint": judging.COMMANDS,
+    "Work with other programs": exchanging.COMMANDS,
+    "Look up": looking_up.COMMANDS,
+}
+for _command in (command for commands in _SECTIONS.values() for command in commands):
     cli.add_command(_command)
+
+
+def _meant(error: click.NoSuchOption) -> str:
+    """What an unknown option was meant to be: an argument, a recipe, or an option that is spelt much like it."""
+    if error.option_name in _ELSEWHERE:
+        return _ELSEWHERE[error.option_name]
+    known = [name for each in error.ctx.command.params for name in each.opts] if error.ctx else []
+    near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.82)
+    return near[0] if near else ""
+
+
+_ELSEWHERE = {
+    "--model": "MODEL",
+    "--format": "--recipe",
+    "--bits": "--recipe",
+    "--steps": "--num-inference-steps",
+    "--output-dir": "--output",
+    "--cpu": "--device cpu",
+    "--gpu": "--device cuda",
+}
 
 
 def main() -> None:
@@ -37,6 +73,8 @@ def main() -> None:
     try:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            error.possibilities = [near] if (near := _meant(error)) else []
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough

@@ -6,16 +6,22 @@ check again what they depend on: these functions only say it early.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fluxq.base.model import PLAN_FILE, ModelFolder, check_weights, resolve_model
 from fluxq.base.near import did_you_mean, path_near
+from fluxq.requirements import output_for as output_for
+from fluxq.requirements import require_output_file, require_output_folder
 
 
-def require_model(model: str, revision: str | None = None, local_files_only: bool = False) -> ModelFolder:
+def require_model(
+    model: str, revision: str | None = None, local_files_only: bool = False, components: Iterable[str] = ()
+) -> ModelFolder:
     """Return the pipeline folder of MODEL, its index and the headers of its weights looked through.
+
+    components: of the pipeline, that the command names.
 
     Raises FileNotFoundError, PermissionError, OSError or ValueError with the cure, as `resolve_model` does; a published
     model's name is answered with its hub id.
@@ -27,7 +33,17 @@ def require_model(model: str, revision: str | None = None, local_files_only: boo
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}{_near_hub_id(model)}") from None
     check_weights(folder)
+    for component in components:
+        folder.require_component(component)
     return folder
+
+
+def require_output(output: Path, folder: ModelFolder, *, is_file: bool, overwrite: bool) -> None:
+    """Raise ValueError for an output that cannot or must not be written. folder: of the model."""
+    if is_file:
+        require_output_file(output, overwrite=overwrite)
+    else:
+        require_output_folder(output, folder.path, overwrite=overwrite)
 
 
 def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:

@@ -30,7 +30,7 @@ from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate
 from fluxq.eval.statistics import paired_interval
 from fluxq.prepared import Options, Prepared
-from fluxq.preparing import demand, prepare, require_free_file
+from fluxq.preparing import demand, prepare
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, model_on_meta
 from fluxq.quantize.finished import Outcome
@@ -60,7 +60,6 @@ __all__ = [  # what the commands need of a job, whichever file it is in
     "prepare",
     "quantize",
     "quantized_models",
-    "require_free_file",
     "warm_up",
 ]
 _STATISTICS, _SHARES = "statistics.safetensors", "statistics"  # in the work folder

@@ -24,7 +24,14 @@ from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
-from fluxq.requirements import makes_video, require_call, require_images, require_parent, scheduler_of
+from fluxq.requirements import (
+    makes_video,
+    output_for,
+    require_call,
+    require_images,
+    require_output_folder,
+    scheduler_of,
+)
 from fluxq.work_folder import finished_checkpoint, identity_of
 
 
@@ -65,7 +72,7 @@ def _prepare(
     pipeline = folder.pipeline_class
     prompts = load_prompts(options.prompts or calibration.prompts, folder, pipeline=pipeline)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
-    output = Path(options.output or default_output.format(model=Path(folder.name).name, recipe=recipe_name))
+    output = output_for(options.output, default_output, folder.name, recipe_name)
     loras, updates = _loras(folder, plans, options)
     prepared = Prepared(
         options,
@@ -100,19 +107,9 @@ def _prepare(
         require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
         require_images(folder, "pass --no-check")
-    _require_folder(prepared)
+    require_output_folder(output, folder.path, overwrite=options.overwrite)
     prepared = replace(prepared, identity=identity or identity_of(prepared))
     return replace(prepared, finished=finished_checkpoint(prepared))
-
-
-def require_free_file(prepared: Prepared) -> None:
-    """ValueError unless the output may be written as a file."""
-    output = prepared.output
-    require_parent(output)
-    if output.is_dir():
-        raise ValueError(f"output {output} is a folder; give a file as --output")
-    if output.exists() and not prepared.options.overwrite:
-        raise ValueError(f"{output} exists; give another --output, or --overwrite to replace it")
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
@@ -198,17 +195,6 @@ def demand(prepared: Prepared, device: str, *, writes: bool) -> Demand | None:
         fused=prepared.updates.keys(),
         shows_images=shows_images,
     )
-
-
-def _require_folder(prepared: Prepared) -> None:
-    """Refuse an output that is a file, or whose replacement would delete the model or the working folder."""
-    output = prepared.output
-    require_parent(output)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output {output} is a file; give another --output")
-    for what, path in (("the model", prepared.folder.path), ("the current folder", Path())):
-        if path.resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"output {output} holds {what}, which would be replaced; give another --output")
 
 
 def _require_useful_statistics(statistics: Statistics, prepared: Prepared) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.model import GENERATION_FILE, ModelFolder
+from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder
 
 
 def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
@@ -57,6 +57,32 @@ def scheduler_of(folder: ModelFolder) -> Any:
     if kind is None:
         raise ValueError(f"{folder.name}: this diffusers has no scheduler {name!r}; leave `steps` out of the recipe")
     return kind.from_pretrained(folder.path / "scheduler", local_files_only=True)
+
+
+def output_for(output: str | None, pattern: str, model: str, recipe: str) -> Path:
+    """Return where a command writes: what it was told, else `pattern` with the model's name and the recipe's."""
+    return Path(output or pattern.format(model=Path(model).name, recipe=recipe))
+
+
+def require_output_folder(output: Path, model: Path, *, overwrite: bool) -> None:
+    """Refuse an output that is a file or other people's, or whose replacement would delete the model or this folder."""
+    require_parent(output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output {output} is a file; give another --output")
+    for what, path in (("the model", model), ("the current folder", Path())):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"output {output} holds {what}, which would be replaced; give another --output")
+    if output.exists() and not overwrite and any(output.iterdir()) and not (output / PLAN_FILE).is_file():
+        raise ValueError(f"output folder {output} is not empty; give another --output, or --overwrite to replace it")
+
+
+def require_output_file(output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that is a folder, or a file that may not be replaced."""
+    require_parent(output)
+    if output.is_dir():
+        raise ValueError(f"output {output} is a folder; give a file as --output")
+    if output.exists() and not overwrite:
+        raise ValueError(f"{output} exists; give another --output, or --overwrite to replace it")
 
 
 def require_parent(output: Path) -> None:

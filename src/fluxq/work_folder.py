@@ -61,16 +61,14 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
     output = prepared.output
     if not is_taken(prepared):
         return None
-    record = read_plan_file(output)
-    if record is None:
-        raise ValueError(f"output folder {output} is not empty; give another --output, or --overwrite to replace it")
+    record = read_plan_file(output) or {}  # require_output_folder has refused what has none
     differing = _differing(with_digests(prepared), record.get("identity", {}))
     if differing:
         raise ValueError(
-            f"output folder {output} holds a checkpoint with another {differing}; "
+            f"output folder {output} holds a checkpoint that differs in {differing}; "
             "give another --output, or --overwrite to replace it"
         )
-    if prepared.options.check and record["check"] is None:
+    if prepared.options.check and record.get("check") is None:
         raise ValueError(f"{output} was made with --no-check; pass it again to accept that, or --overwrite to check")
     return record
 
@@ -139,10 +137,10 @@ def _begin(prepared: Prepared, work: Path) -> None:
         put_back(output, other)
         if not prepared.options.overwrite:
             raise ValueError(
-                f"{prepared.output}: an interrupted run with another {differing} is kept in {other}; go on with it by "
-                "its own command, give another --output, or --overwrite to remove what it has done"
+                f"{prepared.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
+                "by its own command, give another --output, or --overwrite to remove what it has done"
             )
-        logger.warning("what an interrupted run with another %s had done is removed: %s", differing, other)
+        logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         shutil.rmtree(other)
     put_back(output, work)
     for half in work.rglob(".*.part"):

@@ -38,7 +38,8 @@ def linear_size(module: nn.Module) -> tuple[int, int]:
         return module.out_features, module.in_features
     if isinstance(module, nn.Conv2d) and is_pixelwise(module):
         return module.out_channels, module.in_channels
-    raise ValueError(f"{module} is no Linear: expected nn.Linear, or nn.Conv2d of single pixels")
+    what = module if isinstance(module, nn.Module) else f"a {type(module).__name__}"
+    raise ValueError(f"{what} is no Linear: expected nn.Linear, or nn.Conv2d of single pixels")
 
 
 def channels_last(module: nn.Module, x: Tensor) -> Tensor:

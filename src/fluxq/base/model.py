@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.base.console import first_line, logger, say_once
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json
+from fluxq.base.near import did_you_mean
 from fluxq.base.tensors import TensorFile
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ class ModelFolder:
         """Component -> class name, for those that have weights or files of their own."""
         listed = {name: value for name, value in self.index.items() if isinstance(value, list)}
         return {name: value[1] for name, value in listed.items() if value[0] is not None}
+
+    def require_component(self, component: str) -> None:
+        """Raise ValueError for a name that the pipeline has no component of."""
+        if component not in self.components:
+            names, near = ", ".join(self.components), did_you_mean(component, self.components)
+            raise ValueError(f"{self.name} has no component {component!r}{near}; it has {names}, says model_index.json")
 
     @property
     def pipeline_class(self) -> type | None:
@@ -212,7 +219,7 @@ def load_pipeline(
 
     check_weights(folder)
     try:
-        with _without_loading_bars():
+        with without_loading_bars():
             pipeline = diffusers.DiffusionPipeline.from_pretrained(
                 folder.path, dtype=getattr(torch, dtype), use_safetensors=True, local_files_only=True, **(models or {})
             )
@@ -230,8 +237,8 @@ def load_pipeline(
 
 
 @contextmanager
-def _without_loading_bars() -> Iterator[None]:
-    """diffusers and transformers draw a bar for each component even where no terminal is."""
+def without_loading_bars() -> Iterator[None]:
+    """Keep diffusers and transformers from drawing a bar for each component, even where no terminal is."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

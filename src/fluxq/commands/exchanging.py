@@ -14,13 +14,15 @@ from fluxq.commands.session import session_of
 EXPORTS = ("bfl", "modelopt", "comfy", "torchao", "nunchaku_lite", "nunchaku", "compressed-tensors")
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Say what a quantized file is, and what is wrong with it.")
 @click.argument("path")
-@click.option("--base", metavar="MODEL", help="The 16-bit model, against which layouts and layers are proved.")
-@click.option("--layers", "every_layer", is_flag=True, help="Print every layer; with --base also its error.")
+@click.option("--base", metavar="MODEL", help="The 16-bit model: proves layouts and layers against it.")
+@click.option("--layers", "every_layer", is_flag=True, help="Print every layer, with --base its error too.")
 @common_options
 def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: Any) -> None:
-    """Say what the file or folder PATH is, whoever quantized it, and what is wrong with it; exit code 1 if anything is.
+    """Say what the quantized file or folder PATH is, and what is wrong with it.
+
+    Any program may have written it. Exits with 1 if anything is wrong.
 
     \b
     Example:
@@ -42,25 +44,31 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
             raise RuntimeError(f"{path}: {', '.join(wrong)}")
 
 
-@click.command("export")
-@click.argument("output")
+@click.command(
+    "export", short_help="Write a checkpoint for ComfyUI, stock diffusers, vLLM-Omni, SGLang, torchao, nunchaku."
+)
+@click.argument("output", metavar="CHECKPOINT")
 @click.option("--format", "format", type=click.Choice(EXPORTS), required=True, help="The layout to write.")
-@click.option("--output", "-o", "target", type=PATH, help="Where to write; by default ./<OUTPUT>-<format>.")
-@click.option("--component", help="By default the denoisers; for compressed-tensors the text encoder.")
-@click.option("--requantize", is_flag=True, help="Round layers again that the format cannot hold as they are.")
+@click.option("--output", "-o", "target", type=PATH, help="Where to write; by default ./<CHECKPOINT>-<format>.")
+@click.option(
+    "--component",
+    metavar="NAME",
+    help="Component to write; by default the denoisers, for compressed-tensors the text encoder.",
+)
+@click.option("--requantize", is_flag=True, help="Round layers again that the format cannot hold.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
     callback=bytes_in,
     metavar="SIZE",
-    help="Cut the weights of a folder into files of at most this size; by default 10GB.",
+    help="Largest size of a weight file in a folder; by default 10GB.",
 )
 @overwrite_option
 @common_options
 def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
-    """Write the checkpoint OUTPUT for another program, codes moved bit by bit; refuses what its format cannot hold.
+    """Write CHECKPOINT for another program, its codes unchanged.
 
-    Layers of no main format, modulation for one, are written in 16 bit where the format lacks theirs, and listed.
+    What the format cannot hold is refused; modulation and the like become 16 bit instead, and are listed.
 
     \b
     Example:
@@ -74,17 +82,19 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
         session.print(done.describe(), lambda: show.exported(done))
 
 
-@click.command("import")
+@click.command("import", short_help="Make a checkpoint of a file that another program quantized.")
 @click.argument("path")
-@click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, gives what it lacks.")
+@click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, and gives what it lacks.")
 @output_option
-@click.option("--dequantize", is_flag=True, help="Layers whose codes no format of fluxq holds become 16 bit.")
+@click.option("--dequantize", is_flag=True, help="Make layers 16 bit whose codes fluxq has no format for.")
 @overwrite_option
 @common_options
 def import_file(
     path: str, base: str | None, output: str | None, dequantize: bool, overwrite: bool, **arguments: Any
 ) -> None:
-    """Make a checkpoint of PATH, a file or folder that another program quantized; codes stay as they are.
+    """Make a checkpoint of the file or folder PATH that another program quantized.
+
+    Codes stay as they are.
 
     \b
     Example:

@@ -22,41 +22,58 @@ from fluxq.commands.options import (
 from fluxq.commands.session import session_of
 
 
-@click.command("eval")
+@click.command("eval", short_help="Compare a checkpoint's images with those of its 16-bit model.")
 @checkpoint_options
 @protocol_options
-@click.option("--metrics", callback=names_in, metavar="NAME,NAME", help="Take these, and fail if one cannot be taken.")
-@click.option("--weights", metavar="DIR|hub", help="Folder with metric networks' files; hub: fetch what is missing.")
-@click.option("--clip", metavar="MODEL", help="open_clip model of the CLIP score: hub id, folder or architecture/tag.")
+@click.option(
+    "--metrics", callback=names_in, metavar="NAME,NAME", help="Measure these, and fail if one cannot be measured."
+)
+@click.option(
+    "--weights", metavar="DIR|hub", help="Folder with the networks of LPIPS, FID, …; hub fetches what is missing."
+)
+@click.option("--clip", metavar="MODEL", help="CLIP model of open_clip: hub id, folder or architecture/tag.")
 @click.option("--fid-resize", metavar="NAME", help="Variant of FID: tf1, antialias, clean or pytorch-fid.")
-@click.option("--fid-reference", type=PATH, metavar="PATH", help="Images, or .npz statistics, that FID is taken to.")
+@click.option("--fid-reference", type=PATH, metavar="PATH", help="Images, or .npz statistics, to take FID to.")
 @click.option(
-    "--backends", callback=names_in, metavar="NAME,NAME", help="native, int8, 8bit; by default all that differ."
+    "--backends",
+    callback=names_in,
+    metavar="NAME,NAME",
+    help="Arithmetics to compare: native, int8, 8bit; by default those that change something.",
 )
 @click.option(
-    "--cache", type=click.FloatRange(min=0, min_open=True), help="Also with a first-block cache of this threshold."
+    "--cache",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Also compare with a first-block cache of this threshold.",
 )
 @click.option(
-    "--gate", "gates", multiple=True, metavar="GATE", help="Exit code 1 unless it holds: psnr>=30 (repeatable)."
+    "--gate", "gates", multiple=True, metavar="GATE", help="Exit with 1 unless this holds, as psnr>=30 (repeatable)."
 )
 @click.option(
-    "--images", type=FOLDER, metavar="DIR", help="Where images are kept; by default fluxq-images beside OUTPUT."
+    "--images", type=FOLDER, metavar="DIR", help="Where to keep images; by default fluxq-images beside CHECKPOINT."
 )
 @click.option(
     "--engine",
     type=click.Choice(["local", "torchrun", "ray"]),
     default="local",
     show_default=True,
-    help="What runs the pipelines.",
+    help="How to run the pipelines: in this process, under torchrun, or by Ray.",
 )
 @click.option(
-    "--workers", type=click.IntRange(min=1), help="With --engine ray: actors; by default one per GPU or core."
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --engine ray: number of actors; by default one per GPU or core.",
 )
-@click.option("--address", help="With --engine ray: of a running cluster; by default one is started here.")
+@click.option(
+    "--address", metavar="HOST:PORT", help="With --engine ray: a running cluster; by default one is started here."
+)
 @run_options
 @common_options
 def evaluate(output: str, **arguments: Any) -> None:
-    """Compare the checkpoint OUTPUT with its 16-bit model; writes OUTPUT/eval/report.html, .json and .md.
+    """Compare images of CHECKPOINT with those of its 16-bit model.
+
+    Writes CHECKPOINT/eval/report.html, .json and .md.
 
     \b
     Example:
@@ -78,7 +95,7 @@ def evaluate(output: str, **arguments: Any) -> None:
             )
 
 
-@click.command("bench")
+@click.command("bench", short_help="Time a checkpoint beside its 16-bit model.")
 @checkpoint_options
 @run_options
 @click.option(
@@ -86,20 +103,36 @@ def evaluate(output: str, **arguments: Any) -> None:
     "modes",
     multiple=True,
     type=click.Choice(["eager", "compiled", "cuda graph", "captured"]),
-    help="Repeatable; by default eager. cuda graph: compiled too; captured: by fluxq.capture alone.",
+    help="How to run (repeatable); by default eager. `cuda graph` compiles too, `captured` is fluxq.capture.",
 )
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Images in a call (repeatable).")
+@click.option(
+    "--batch",
+    "batches",
+    multiple=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Images in one call (repeatable).",
+)
 @click.option(
     "--size",
     "sizes",
     multiple=True,
     metavar="HEIGHTxWIDTH",
     callback=sizes_in,
-    help="Repeatable; by default the pipeline's.",
+    help="Size of an image (repeatable); by default the pipeline's.",
 )
-@click.option("--optimize", "optimized", is_flag=True, help="Also with fused blocks (`fluxq.optimize`).")
-@click.option("--rounds", type=click.IntRange(min=3), default=10, show_default=True, help="Times that each is run.")
-@click.option("--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before those.")
+@click.option("--optimize", "optimized", is_flag=True, help="Also time fused blocks (`fluxq.optimize`).")
+@click.option(
+    "--rounds", type=click.IntRange(min=3), default=10, show_default=True, metavar="N", help="Timed calls of each."
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Calls of each before those.",
+)
 @common_options
 def bench(
     output: str,
@@ -111,7 +144,9 @@ def bench(
     warmup: int,
     **arguments: Any,
 ) -> None:
-    """Time the checkpoint OUTPUT beside its 16-bit model, in turn; writes OUTPUT/eval/speed.json.
+    """Time CHECKPOINT beside its 16-bit model, call by call in turn.
+
+    Writes CHECKPOINT/eval/speed.json.
 
     \b
     Example:
@@ -132,9 +167,11 @@ def bench(
         session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
 
 
-@click.command("debug")
+@click.command("debug", short_help="Find the layers that cost most quality, and write a recipe that mends them.")
 @checkpoint_options
-@click.option("--count", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts to run.")
+@click.option(
+    "--count", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Number of prompts."
+)
 @batch_size_option
 @click.option("--patch", type=PATH, metavar="FILE", help="Write a recipe that keeps the worst layers in more bits.")
 @click.option(
@@ -142,19 +179,23 @@ def bench(
     type=click.FloatRange(0, min_open=True),
     default=0.05,
     show_default=True,
-    help="Bits that the patch may add, as a share of all.",
+    metavar="X",
+    help="With --patch: share of bits that it may add.",
 )
 @click.option(
     "--budget",
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
-    help="Runs of the prompts for the damages: blocks first, then the layers of the worst.",
+    metavar="N",
+    help="Runs to spend on finding damage: blocks first, then the layers of the worst.",
 )
 @run_options
 @common_options
 def debug(output: str, patch: Path | None, growth: float, budget: int, **arguments: Any) -> None:
-    """Find out where the checkpoint OUTPUT loses, layer by layer; writes OUTPUT/eval/debug.json.
+    """Find the layers of CHECKPOINT that cost most quality.
+
+    Writes CHECKPOINT/eval/debug.json, and with --patch a recipe that keeps them in more bits.
 
     \b
     Example:
@@ -168,12 +209,14 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
             raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
 
 
-@click.command("report")
+@click.command("report", short_help="Write one page of several evaluations.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=PATH)
 @click.option("--output", "-o", type=PATH, default=Path("report.html"), show_default=True, help="The page to write.")
 @common_options
 def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
-    """One page of several evaluations, each a checkpoint folder or a report.json; beside it JSON and Markdown.
+    """Write one page of several evaluations, each a checkpoint folder or a report.json.
+
+    JSON and Markdown are written beside it.
 
     \b
     Example:
@@ -186,11 +229,13 @@ def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
 
-@click.command("verify")
-@click.argument("output")
+@click.command("verify", short_help="Prove that a checkpoint is whole and holds what it says.")
+@click.argument("output", metavar="CHECKPOINT")
 @common_options
 def verify_checkpoint(output: str, **arguments: Any) -> None:
-    """Prove that the checkpoint OUTPUT is whole and holds what it says; runs no model, exit code 1 if it does not.
+    """Prove that CHECKPOINT is whole and holds what it says, tensor by tensor.
+
+    No model is run. Exits with 1 if a check fails.
 
     \b
     Example:

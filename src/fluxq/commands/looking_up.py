@@ -13,14 +13,20 @@ from fluxq.commands.options import DTYPES, common_options
 from fluxq.commands.session import session_of
 
 
-@click.command()
+@click.command(short_help="Print what recipes make of published models: bits, sizes, memory.")
 @click.argument("name", required=False)
 @click.option(
-    "--recipe", "recipes", multiple=True, help="Show this one (repeatable); by default two, or with NAME all."
+    "--recipe",
+    "recipes",
+    multiple=True,
+    metavar="NAME",
+    help="Recipe to show (repeatable); by default two, or with NAME all.",
 )
 @common_options
 def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> None:
-    """Print published models and what recipes make of them: bits, checkpoint, memory; downloads and computes nothing.
+    """Print published models and what recipes make of them: bits, checkpoint, memory.
+
+    Nothing is downloaded and nothing is computed.
 
     NAME is a model, a family or a model's class. With it, or with --json, every shipped recipe is shown.
 
@@ -40,7 +46,7 @@ def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> No
         )
 
 
-@click.command()
+@click.command(short_help="Print versions, devices and what computes each scheme, for bug reports.")
 @common_options
 def env(**arguments: Any) -> None:
     """Print versions, devices and what computes each scheme on them; paste it into a bug report.
@@ -56,14 +62,24 @@ def env(**arguments: Any) -> None:
         session.print(report, lambda: show.environment(report))
 
 
-@click.command()
-@click.argument("output")
-@click.option("--device", default="cuda", show_default=True, help="Torch device that will serve.")
-@click.option("--tokens", type=click.IntRange(min=1), multiple=True, help="Tokens that layers see (repeatable).")
+@click.command(short_help="Compile the kernels that a checkpoint needs on this GPU.")
+@click.argument("output", metavar="CHECKPOINT")
+@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU that will serve.")
 @click.option(
-    "--prefer", type=click.Choice(["speed", "memory"]), default="speed", show_default=True, help="As prepare."
+    "--tokens",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help="Number of tokens that layers will see (repeatable).",
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="16-bit dtype.")
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", "memory"]),
+    default="speed",
+    show_default=True,
+    help="What weights become that the GPU cannot multiply in 4 bits, as in fluxq.prepare.",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of activations.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
 @common_options
 def warmup(
@@ -75,7 +91,9 @@ def warmup(
     cache: Path | None,
     **arguments: Any,
 ) -> None:
-    """Compile the kernels that the checkpoint OUTPUT launches on this GPU; reads no weights.
+    """Compile the kernels that CHECKPOINT launches on this GPU.
+
+    No weights are read.
 
     Without --tokens those of a 1024 x 1024 image of FLUX.1: 1, 512, 4096 and 4608. Set TRITON_CACHE_DIR to the folder
     given as --cache where images are made.

@@ -10,6 +10,8 @@ import click
 
 _MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 DTYPES = ("bfloat16", "float16", "float32")
+RECIPES = ("fp8", "mxfp8", "int8", "nvfp4", "mxfp4", "int4", "nvfp4-max", "mxfp4-max", "int4-svd")  # a test compares
+PROTOCOL_NAMES = ("smoke", "standard", "paper", "drawbench", "mlperf-sdxl")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
@@ -61,48 +63,70 @@ PATH = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 model_options = option_group(
     click.argument("model", required=False),
-    click.option("--revision", help="Revision of a hub model."),
+    click.option("--revision", help="Branch, tag or commit of a hub model."),
     click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
 )
 recipe_options = option_group(
-    click.option("--recipe", default="nvfp4", show_default=True, help="A recipe file, or a shipped recipe's name."),
+    click.option(
+        "--recipe",
+        default="nvfp4",
+        show_default=True,
+        metavar="NAME|FILE",
+        help=f"A recipe file, or a shipped recipe: {', '.join(RECIPES)}.",
+    ),
     click.option(
         "--profile",
         type=click.Choice(["rtn", "fast", "balanced", "best"]),
-        help="Overrides the recipe's effort.",
+        help="How much effort, in place of the recipe's word: rtn only rounds, best takes longest.",
     ),
     click.option(
         "--components",
         callback=names_in,
         metavar="NAME,NAME",
-        help="Components to quantize; by default what the recipe names, its transformer being all denoisers.",
+        help="Components to quantize; by default those of the recipe, whose `transformer` means every denoiser.",
     ),
     click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
 )
 size_options = option_group(
-    click.option("--height", type=click.IntRange(min=1), help="Image height in pixels."),
-    click.option("--width", type=click.IntRange(min=1), help="Image width in pixels."),
+    click.option("--height", type=click.IntRange(min=1), metavar="PIXELS", help="Height of an image."),
+    click.option("--width", type=click.IntRange(min=1), metavar="PIXELS", help="Width of an image."),
 )
 run_options = option_group(
-    click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="16-bit dtype."),
+    click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="bfloat16",
+        show_default=True,
+        help="Dtype of what is not quantized.",
+    ),
     click.option(
         "--device",
         default="auto",
         show_default=True,
         callback=device_in,
-        help="Torch device that runs the pipeline, as cpu or cuda; auto is the GPU if there is one.",
+        metavar="NAME",
+        help="Where to run: cpu, cuda, cuda:1, …; auto takes the GPU if there is one.",
     ),
-    click.option("--seed", type=click.IntRange(0, _MAX_SEED), help="First seed; by default recipe's or protocol's."),
     click.option(
-        "--prompts", help="A file (.txt, .jsonl, .csv, .parquet, …), MJHQ-30K and its like, or a datasets id."
+        "--seed",
+        type=click.IntRange(0, _MAX_SEED),
+        metavar="N",
+        help="Seed of the first image; by default the recipe's, or the protocol's.",
     ),
-    click.option("--num-inference-steps", type=click.IntRange(min=1), help="Denoising steps of each image."),
-    click.option("--guidance-scale", type=float, help="Guidance of each image."),
+    click.option(
+        "--prompts",
+        metavar="FILE|NAME",
+        help="A file (.txt, .jsonl, .csv, .parquet, …), a known set such as MJHQ-30K, or a datasets id.",
+    ),
+    click.option(
+        "--num-inference-steps", type=click.IntRange(min=1), metavar="N", help="Denoising steps of each image."
+    ),
+    click.option("--guidance-scale", type=float, metavar="X", help="Guidance scale of each image."),
     size_options,
 )
-output_option = click.option("--output", "-o", help="Where to write; by default ./<model>-<recipe>.")
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what stands at the output.")
+output_option = click.option("--output", "-o", metavar="PATH", help="Where to write; by default ./<model>-<recipe>.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 fitting_options = option_group(
     model_options,
     recipe_options,
@@ -111,39 +135,50 @@ fitting_options = option_group(
         "--max-memory",
         callback=bytes_in,
         metavar="SIZE",
-        help="What weights and activations may take on --device, as in 8GiB; weights that do not fit are read in turn.",
+        help="Memory of the device to use at most, as in 8GiB; weights that do not fit are read when needed.",
     ),
     click.option(
         "--lora",
         multiple=True,
         metavar="[COMPONENT=]FILE[:WEIGHT]",
-        help="Fuse this LoRA before quantizing (repeatable); into what its keys name, of two transformers the first.",
+        help="Fuse a LoRA before quantizing (repeatable). Its keys say the component; of two transformers, the first.",
     ),
     output_option,
     overwrite_option,
 )
 statistics_option = click.option(
-    "--statistics", metavar="FILE", help="Input scales cover what this file of `fluxq calibrate` saw."
+    "--statistics", metavar="FILE", help="Statistics of `fluxq calibrate`; input scales then cover what that saw too."
 )
 checkpoint_options = option_group(
-    click.argument("output"),
-    click.option("--model", help="The 16-bit model; by default the one that OUTPUT was made from."),
-    click.option("--revision", help="Revision of a hub model; by default the one that was quantized."),
+    click.argument("output", metavar="CHECKPOINT"),
+    click.option("--model", metavar="MODEL", help="The 16-bit model; by default the one that was quantized."),
+    click.option("--revision", help="Branch, tag or commit of a hub model; by default the one that was quantized."),
     click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
 )
 batch_size_option = click.option(
-    "--batch-size", type=click.IntRange(min=1), help="Images made together; by default a megapixel of them."
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Images in one call; by default as many as make a megapixel.",
 )
 protocol_options = option_group(
     click.option(
-        "--protocol", default="smoke", show_default=True, help="Prompts, counts and metrics that belong together."
+        "--protocol",
+        default="smoke",
+        show_default=True,
+        metavar="NAME",
+        help=f"How much to measure: {', '.join(PROTOCOL_NAMES)}.",
     ),
-    click.option("--count", type=click.IntRange(min=1), help="Prompts; by default the protocol's."),
-    click.option("--seeds", type=click.IntRange(min=1), help="Images of each prompt; by default the protocol's."),
+    click.option(
+        "--count", type=click.IntRange(min=1), metavar="N", help="Number of prompts; by default the protocol's."
+    ),
+    click.option(
+        "--seeds", type=click.IntRange(min=1), metavar="N", help="Images of each prompt; by default the protocol's."
+    ),
     batch_size_option,
 )
 common_options = option_group(
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    click.option("-v", "--verbose", count=True, help="Say what is decided and why; show tracebacks."),
-    click.option("-q", "--quiet", is_flag=True, help="Errors only."),
+    click.option("-v", "--verbose", count=True, help="Also print decisions and their reasons, and tracebacks."),
+    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
 )

@@ -18,17 +18,28 @@ from fluxq.commands.options import (
 )
 from fluxq.commands.session import session_of
 
+CHECKPOINT, STATISTICS = "{model}-{recipe}", "{model}-{recipe}-statistics.safetensors"  # where no --output is given
 
-@click.command()
+
+@click.command(short_help="Print what a recipe makes of every layer of a model, or what a step costs on a GPU.")
 @model_options
 @recipe_options
 @statistics_option
-@click.option("--gpu", metavar="NAME", help="Print what a step costs on this GPU instead, modelled: h200, rtx5090, …")
-@click.option("--prefer", type=click.Choice(["speed", "memory"]), help="With --gpu: 4-bit weights it cannot multiply.")
-@click.option("--layers", "every_layer", is_flag=True, help="Print every layer by its name, not its role.")
+@click.option("--gpu", metavar="NAME", help="Print memory and modelled time on this GPU instead: h200, rtx4090, …")
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", "memory"]),
+    help="With --gpu: weights that it cannot multiply in 4 bits become 8 bits (speed) or stay 4 (memory).",
+)
+@click.option("--layers", "every_layer", is_flag=True, help="Print every layer by its name.")
 @size_options
-@click.option("--frames", type=click.IntRange(min=1), help="With --gpu: frames of a video.")
-@click.option("--batch", type=click.IntRange(min=1), help="With --gpu: sequences, two an image under guidance.")
+@click.option("--frames", type=click.IntRange(min=1), metavar="N", help="With --gpu: frames of a video.")
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --gpu: sequences in a batch; guidance makes two of each image.",
+)
 @common_options
 def plan(
     gpu: str | None,
@@ -38,7 +49,9 @@ def plan(
     every_layer: bool,
     **arguments: Any,
 ) -> None:
-    """Print what becomes of every Linear of MODEL, and why, or what a step costs on a GPU; computes nothing.
+    """Print what a recipe makes of every Linear of MODEL and why, or what a step costs on a GPU.
+
+    Nothing is computed and nothing is written.
 
     \b
     Example:
@@ -62,32 +75,34 @@ def plan(
         )
 
 
-@click.command()
+@click.command(short_help="Gather statistics of a model's activations, to widen input scales with.")
 @fitting_options
 @common_options
 def calibrate(**arguments: Any) -> None:
-    """Run MODEL on prompts and write statistics of what flows into each group of Linears.
+    """Run MODEL on prompts and write statistics of the inputs of its Linears.
+
+    `fluxq quantize` needs none: it captures what it fits layers to. These widen input scales to more prompts.
 
     \b
     Example:
       fluxq calibrate tiny --recipe nvfp4 --output statistics.safetensors
     """
     with session_of(arguments) as session, session.together() as ranks:
-        session.announce()
-        output = "{model}-{recipe}-statistics.safetensors"
-        prepared = session.prepare(default_output=output, writes=False, ranks=ranks)
-        session.jobs.require_free_file(prepared)
+        session.announce(STATISTICS, is_file=True)
+        prepared = session.prepare(default_output=STATISTICS, writes=False, ranks=ranks)
         session.forecast(prepared, "of_calibrating")
         session.start_work()
         path = session.jobs.calibrate(prepared)
         session.print({"statistics": str(path)}, lambda: show.calibrated(prepared, path))
 
 
-@click.command()
+@click.command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
 @fitting_options
 @statistics_option
-@click.option("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the closing check.")
-@click.option("--parallel-blocks", is_flag=True, help="Fit each block to what 16-bit blocks before it return.")
+@click.option(
+    "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Make no images to compare at the end."
+)
+@click.option("--parallel-blocks", is_flag=True, help="Fit blocks independently of each other; slightly less accurate.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
@@ -95,13 +110,17 @@ def calibrate(**arguments: Any) -> None:
     show_default=True,
     callback=bytes_in,
     metavar="SIZE",
-    help="Cut the weights into files of at most this size.",
+    help="Largest size of a weight file.",
 )
-@click.option("--push-to-hub", metavar="REPO", help="Upload the checkpoint there once it has passed the closing check.")
-@click.option("--private", is_flag=True, help="With --push-to-hub: a new REPO is private.")
+@click.option(
+    "--push-to-hub", metavar="REPO", help="Upload the checkpoint to this hub repository if it passes the closing check."
+)
+@click.option("--private", is_flag=True, help="With --push-to-hub: make a new repository private.")
 @common_options
 def quantize(**arguments: Any) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
+
+    An interrupted run is resumed by the same command.
 
     \b
     Example:
@@ -111,8 +130,8 @@ def quantize(**arguments: Any) -> None:
     with session_of(arguments) as session, session.together() as ranks:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
-        session.announce()
-        prepared = session.prepare(ranks=ranks)
+        session.announce(CHECKPOINT)
+        prepared = session.prepare(default_output=CHECKPOINT, ranks=ranks)
         session.forecast(prepared, "of_quantizing")
         session.start_work()
         record = session.jobs.quantize(prepared)

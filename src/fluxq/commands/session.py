@@ -82,8 +82,11 @@ class Session:
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
-    def announce(self) -> None:
-        """Check what was named, and say what is about to be worked on, before anything slow is imported."""
+    def announce(self, output: str = "", *, is_file: bool = False) -> None:
+        """Check what was named, and say what is about to be worked on, before anything slow is imported.
+
+        output: pattern of the default output of a command that has one. is_file: whether that is a file.
+        """
         if self.who:
             return  # the first process does
         from fluxq.base.model import DEFAULT_MODEL
@@ -93,7 +96,12 @@ class Session:
         recipe_name, recipe = load_recipe(arguments["recipe"])
         model = arguments["model"] or recipe.model
         self.given.require_files(arguments)
-        self.given.require_model(model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"])
+        folder = self.given.require_model(
+            model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"], arguments["components"]
+        )
+        if output:
+            place = self.given.output_for(arguments["output"], output, folder.name, recipe_name)
+            self.given.require_output(place, folder, is_file=is_file, overwrite=arguments["overwrite"])
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
 

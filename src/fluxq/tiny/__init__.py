@@ -38,7 +38,7 @@ def path() -> Path:
 
 
 def load(dtype: str = "bfloat16", folder: Path | None = None) -> FluxPipeline:
-    """The pipeline on the CPU, without a progress bar.
+    """The pipeline on the CPU, without progress bars.
 
     `dtype` is the name of a floating torch dtype; the weights are stored in bfloat16. `folder` is another
     pipeline written by `fluxq.tiny.train`.
@@ -46,10 +46,13 @@ def load(dtype: str = "bfloat16", folder: Path | None = None) -> FluxPipeline:
     import torch
     from diffusers import FluxPipeline
 
+    from fluxq.base.model import without_loading_bars
+
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must be the name of a floating torch dtype such as 'bfloat16', got {dtype!r}")
-    pipe = FluxPipeline.from_pretrained(folder or path(), dtype=kind, local_files_only=True)
+    with without_loading_bars():
+        pipe = FluxPipeline.from_pretrained(folder or path(), dtype=kind, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
