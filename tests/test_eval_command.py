@@ -143,7 +143,7 @@ def test_what_cannot_be_measured_is_refused_before_any_image_is_made(quantized: 
     ("damage", "words"),
     [
         (lambda folder: (folder / "fluxq_plan.json").unlink(), ("not a fluxq checkpoint", "fluxq quantize")),
-        (lambda folder: shutil.rmtree(folder), ("not a fluxq checkpoint",)),
+        (lambda folder: shutil.rmtree(folder), ("out is no folder", "fluxq quantize")),
         (lambda folder: (folder / "fluxq_plan.json").write_text("{"), ("not valid JSON",)),
         (lambda folder: (folder / "fluxq_plan.json").write_text("{}"), ("damaged",)),
     ],

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import click
 
+from fluxq.base.console import is_terminal
+
 _GAP, _INDENT = "  ", "    "
 _NARROWEST = 30  # characters that a last column may be wrapped to; else it stands below its row
 
@@ -22,7 +24,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
     widths = [max(cell_len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     before = sum(widths[:-1]) + len(_GAP) * (len(header) - 1)
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else before + widths[-1]
+    room = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else before + widths[-1]
     has_sentences = not right and widths[-1] > _NARROWEST and any(" " in row[-1] for row in rows)
 
     def padded(cells: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
 
     Nothing is drawn or logged with logging at ERROR.
     """
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         count = len(items) if total is None and isinstance(items, Sized) else total
         news = _News(description, count or 0, 0)
         for done, item in enumerate(items, 1):
@@ -63,7 +63,7 @@ def blocks_progress(
     known: what was there before, which is shown and does not count for the speed. Drawn or logged as by `progress`.
     """
     done = known_blocks
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         news, read = _News(description, nbytes, known_bytes), known_bytes
 
         def log(size: int) -> None:
@@ -87,6 +87,11 @@ def blocks_progress(
             bar.update(task, advance=size, done=done)
 
         yield advance
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether people watch a stream; a process without stdout or stderr has None in its place."""
+    return stream is not None and stream.isatty()
 
 
 def _quiet() -> bool:
