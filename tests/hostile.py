@@ -26,6 +26,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fluxq
+
+PACKAGE = Path(fluxq.__file__).parent
 SECONDS, BYTES = 2, 1 << 30
 MARK = "\N{SNOWMAN}"  # what a fragment takes the place of; no file of ours holds one
 FRAGMENTS = (
@@ -483,7 +486,8 @@ def fault_of(target: Target, folder: Path, watch: Watch) -> tuple[bool, str]:
     if error is None:
         return False, ""
     if target.by_library:
-        is_ours = any("/fluxq/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+        frames = traceback.extract_tb(error.__traceback__)
+        is_ours = any(Path(frame.filename).is_relative_to(PACKAGE) for frame in frames)
         return True, _told(error) if is_ours and not isinstance(error, (ValueError, OSError)) else ""
     chain, link = [], error
     while link is not None and link not in chain:

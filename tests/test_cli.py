@@ -672,7 +672,7 @@ def test_a_real_process_ends_with_code_and_message(tmp_path):
         start("--version", cwd=tmp_path),
         start("nonsense", cwd=tmp_path),
     ]
-    (_, missing), (version, _), (_, unknown) = [process.communicate(timeout=60) for process in processes]
+    (_, missing), (version, _), (_, unknown) = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [2, 0, 2]
     assert missing.startswith("Error: recipe 'gone' is neither") and len(missing.splitlines()) == 1
     assert version == f"fluxq, version {__version__}\n"
@@ -683,12 +683,12 @@ def test_a_real_process_ends_with_code_and_message(tmp_path):
 def test_ctrl_c_during_work_ends_with_a_message_and_leaves_what_is_done(tmp_path):
     process = start("quantize", "--recipe", "fp8", "--num-inference-steps", "16", cwd=tmp_path)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not list(tmp_path.glob(".tiny-fp8.*.work/new/transformer/*.safetensors")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130

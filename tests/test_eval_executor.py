@@ -490,7 +490,7 @@ def main(engine, root, side, *deaths):
 
 
 def start(*command):
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600)
 
 
 def test_a_process_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
@@ -546,7 +546,7 @@ class Meeting:
     def open(self, device="cpu"):
         pipe = self.side.open(device)
         (self.flags / f"open-{os.getpid()}").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while len(list(self.flags.glob("open-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         return pipe

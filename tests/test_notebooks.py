@@ -36,6 +36,6 @@ def test_notebooks_are_stored_without_output(path: Path) -> None:
 
 
 def require_runs(notebook: nbformat.NotebookNode, name: str, tmp_path: Path) -> None:
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert [words for words in PRINTS[name] if words not in text] == []

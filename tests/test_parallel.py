@@ -265,7 +265,7 @@ def ranks(tmp_path_factory, checkpoint, tested_recipes) -> list[dict[str, Tensor
         for rank in range(RANKS)
     ]
     try:
-        said = [process.communicate(timeout=180)[0] for process in started]
+        said = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -281,7 +281,7 @@ def ranks(tmp_path_factory, checkpoint, tested_recipes) -> list[dict[str, Tensor
 def rank_main(rank: int, folder: Path, checkpoints: dict[str, Path]) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=600))
     results = {}
     for scheme in SCHEMES:
         for dtype in (torch.bfloat16, torch.float32):

@@ -341,16 +341,16 @@ def test_a_bomb_is_refused_at_once(recipe):
         f"{here}: &{here} [{', '.join([f'*{before}'] * 9)}]\n"
         for before, here in zip("abcdefgh", "bcdefghi", strict=True)
     )
-    start = time.perf_counter()
+    start = time.process_time()
     refused(recipe(bomb), "anchors and aliases are not allowed in a recipe", 1)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("nesting", ["[" * 60_000, "a: " + "{b: " * 1000, "- " * 5000])
 def test_deep_nesting_is_refused_at_once(recipe, nesting):
-    start = time.perf_counter()
+    start = time.process_time()
     refused(recipe(nesting), "nested too deeply for a recipe", 1)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_huge_file_is_refused_unread(recipe):

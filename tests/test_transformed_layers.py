@@ -651,7 +651,7 @@ def test_inputs_cut_over_ranks_add_up_to_the_whole_layer(scheme: str, monkeypatc
 @contextmanager
 def two_ranks(monkeypatch) -> Iterator[Callable]:
     """Two threads in the place of two processes; all_reduce waits for both."""
-    barrier, held = threading.Barrier(2, timeout=60), {}
+    barrier, held = threading.Barrier(2, timeout=600), {}
 
     def all_reduce(tensor: Tensor, op=dist.ReduceOp.SUM, group=None) -> None:
         held[threading.get_ident()] = tensor.clone()
