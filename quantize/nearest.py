@@ -226,7 +226,7 @@ def _sqnr(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
         r = r.to(a)
         signal = signal.to(a.device) + r.square().sum()
         noise = noise.to(a.device) + (a - r).square().sum()
-    return float(10 * torch.log10(signal / noise))
+    return float(10 * torch.log10(signal / noise).detach())
 
 
 def _rows_at_once(w: Tensor) -> int:

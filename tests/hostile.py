@@ -530,7 +530,5 @@ def main(folder: Path, seed: int, counts: dict[str, int]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import fluxq  # noqa: F401  registers the loader
-
     given = {name: int(count) for name, count in (text.split("=") for text in sys.argv[3:])}
     print(json.dumps(main(Path(sys.argv[1]).resolve(), int(sys.argv[2]), given)))

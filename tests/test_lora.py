@@ -184,13 +184,13 @@ def test_a_checkpoint_with_another_lora_is_another_checkpoint(lora_file, tmp_pat
     jobs.quantize(jobs.prepare(options(tmp_path, lora=(str(file),), check=False)))
     assert jobs.prepare(options(tmp_path, lora=(str(file),), check=False)).finished is not None
     for other in ((), (f"{file}:0.5",)):
-        with pytest.raises(ValueError, match="another loras"):
+        with pytest.raises(ValueError, match="differs in loras"):
             jobs.prepare(options(tmp_path, lora=other, check=False))
 
 
 def test_statistics_of_the_model_without_the_lora_are_refused(lora_file, tmp_path, statistics_file):
     how = {"statistics": str(statistics_file), "check": False}
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="differs in model"):
         jobs.prepare(
             jobs.Options(model="tiny", recipe="nvfp4", lora=(str(lora_file("l.safetensors", ("to_q",))),), **how)
         )

@@ -232,7 +232,7 @@ def test_each_expert_takes_its_own_files_and_the_checkpoint_tells_them_apart(wan
     assert one.digest("transformer_2") != plain.digest("transformer_2")
     weaker = jobs.prepare(options(both[0], f"transformer_2={motion}:0.4", output="other"))
     assert weaker.digest("transformer") == prepared.digest("transformer") != plain.digest("transformer")
-    with pytest.raises(ValueError, match="another loras"):
+    with pytest.raises(ValueError, match="differs in loras"):
         jobs.prepare(options(f"{motion}:1", f"{motion}:0.5"))
     side = Side(
         "16-bit",

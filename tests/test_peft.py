@@ -53,7 +53,7 @@ def velocity(pipe: diffusers.FluxPipeline, tokens: int = 16, images: int = 8) ->
 
 
 def error(approximation: Tensor, reference: Tensor) -> float:
-    return float((approximation.double() - reference.double()).norm() / reference.double().norm())
+    return float(((approximation.double() - reference.double()).norm() / reference.double().norm()).detach())
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:

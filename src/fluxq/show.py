@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fluxq.recipes.patterns import compact
-from fluxq.recipes.plan import KEPT_ROLE
 from fluxq.tables import print_table
 
 if TYPE_CHECKING:
@@ -68,6 +66,9 @@ def _layers(component: Plan) -> None:
 
 def _reasons(component: Plan) -> None:
     """Each reason once, with the roles that it is the reason for, or with the layers where a role has several."""
+    from fluxq.recipes.patterns import compact
+    from fluxq.recipes.plan import KEPT_ROLE
+
     reasons: dict[str, dict[str, list[str]]] = {}
     fates: dict[str, set[str]] = {}
     for layer in component.layers:
@@ -85,6 +86,8 @@ def _scheme(layer: LayerPlan) -> str:
 
 
 def _role(role: str) -> str:
+    from fluxq.recipes.plan import KEPT_ROLE
+
     return "16 bit" if role == KEPT_ROLE else role
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TextIO, TypeVar
@@ -126,6 +127,8 @@ def first_line(error: BaseException) -> str:
 
 
 def set_verbosity(level: int) -> None:
-    """-1 errors only, 0 warnings and progress, 1 and above also what was decided and why."""
+    """Set what a command logs: -1 errors only, 0 warnings and progress, 1 and above decisions and reasons too."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logger.setLevel(logging.ERROR if level < 0 else logging.WARNING if level == 0 else logging.INFO)
+    if level < 1:  # what diffusers says of its own imports, which no user can mend
+        warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated", category=FutureWarning)
