@@ -210,13 +210,8 @@ def _debug(name: str, debug: Debug) -> list[str]:
     patch = debug.patch
     patched = []
     if patch is not None:
-        gain = (
-            f"predicted {plain(patch.predicted_sqnr_db, '.1f')} dB, measured {plain(patch.measured_sqnr_db, '.1f')} dB"
-        )
         patched = [
-            f"Patch: {len(patch.layers)} layers in {escaped(patch.format)}, {patch.bits_before:.2f} to "
-            f"{patch.bits_after:.2f} bits per weight; SQNR of the final latents from "
-            f"{plain(patch.before_sqnr_db, '.1f')} dB, {gain}.",
+            f"A recipe that keeps {len(patch.layers)} of them in {escaped(patch.format)}:",
             "",
             "```yaml",
             patch.recipe.rstrip().replace("```", "'''"),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fluxq.base.files import read_json
 from fluxq.eval.statistics import Interval
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
 
 
@@ -167,12 +167,17 @@ class Wall(Strict):
 
 
 class Size(Strict):
-    """Weights on disk of the quantized components. bits_per_weight: of the quantized Linears, all that is stored."""
+    """Weights on disk of the quantized components.
+
+    bits_per_weight: all that is stored for all their Linears, as `fluxq quantize` prints it. bits_per_quantized_weight:
+    of the quantized ones alone.
+    """
 
     components: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     bits_per_weight: float
+    bits_per_quantized_weight: float
 
 
 class Times(Strict):
@@ -284,13 +289,18 @@ class LayerDamage(Strict):
 
 
 class Patch(Strict):
-    """A recipe that keeps the worst layers in a better format. SQNR is of the final latents, in dB.
+    """A recipe that keeps some layers in a better format. SQNR is of the final latents, in dB.
 
-    format: what the layers are in then. bits: stored per weight, over all quantized layers. recipe: YAML.
+    format: what the layers are in then. growth: bits that it might add, as a share. damage: sum of its layers' own, as
+    a share of the whole error. left_out: why the worst layer is not among them, "" if it is. bits: per weight, as of
+    `Size`. recipe: YAML.
     """
 
     layers: tuple[str, ...]
     format: str
+    growth: float
+    damage: float
+    left_out: str
     bits_before: float
     bits_after: float
     predicted_sqnr_db: float | None
@@ -374,7 +384,7 @@ class Report(Strict):
     within one. time: seconds by what they were spent on; `created` and `time` are all that two equal runs differ in.
     """
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     created: str
     model: str
     license: str
@@ -397,7 +407,10 @@ def read_report(path: Path) -> Report:
     value = read_json(path, longest=1 << 28)  # a line for every image of every run
     found = value.get("schema_version")
     if found != SCHEMA_VERSION:
-        raise ValueError(f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: evaluate again")
+        raise ValueError(
+            f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its checkpoint "
+            "again, which makes no image twice"
+        )
     try:
         return Report.model_validate(value)
     except ValidationError as error:

@@ -126,6 +126,7 @@ def _run(index: int, items, size: int) -> Run:
             bytes_before=23_800_000_000,
             bytes_after=int(1.49e9 * bits),
             bits_per_weight=bits,
+            bits_per_quantized_weight=bits - 0.2,
         ),
         verdict=Verdict(
             outcome=OUTCOMES[index % 4],
@@ -264,7 +265,8 @@ def _debug(draw: random.Random) -> Debug:
         for b in range(6)
     ]
     patch = Patch(
-        layers=(layers[0].name, layers[1].name), format="fp8", bits_before=4.5, bits_after=4.72, before_sqnr_db=24.0,
+        layers=(layers[0].name, layers[1].name), format="fp8", growth=0.05, damage=0.2, left_out="", bits_before=4.5,
+        bits_after=4.72, before_sqnr_db=24.0,
         predicted_sqnr_db=27.1, measured_sqnr_db=26.8,
         recipe=f"extends: nvfp4\ncomponents: {{transformer: {{overrides: [{{match: {layers[0].name[12:]}}}]}}}}\n",
     )  # fmt: skip

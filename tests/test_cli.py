@@ -131,7 +131,10 @@ def test_plan_on_a_gpu_prints_memory_and_modelled_time(fluxq):
     result = fluxq("plan", "--recipe", "nvfp4", "--gpu", "H200", "--height", "1024", "--width", "1024", "--batch", "2")
     assert result.code == 0 and result.err == "" and result.left == [] and LAYER not in result.out
     lines = result.out.splitlines()
-    assert "transformer: 38 of 46 Linears quantized, 6.18 bits per weight" in lines
+    assert (
+        "transformer: 38 of 46 Linears quantized, 6.18 bits per weight before fitting, at most 6.29 with what it keeps "
+        "of center, smooth"
+    ) in lines
     # The VAE of `tiny` halves once, and its prompts have 8 tokens.
     assert lines[3].startswith("transformer on one H200 SXM, one step, modelled, not measured: 65536 image and 8 text")
     assert lines[3].endswith(", 2 sequences")
@@ -189,7 +192,7 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
     lines = done.out.splitlines()
     assert lines[0] == "model tiny (no MODEL given: the small FLUX pipeline that comes with fluxq), recipe nvfp4"
     assert lines[-2:] == ["checkpoint: tiny-nvfp4", "next: fluxq eval tiny-nvfp4"]
-    for shown in ("layers quantized", "bits per weight", "size", "mean layer SQNR", "paired PSNR"):
+    for shown in ("layers quantized", "bits per weight", "size", "layers' SQNR", "paired PSNR"):
         assert shown in done.out
     record = json.loads((tmp_path / "tiny-nvfp4" / "fluxq_plan.json").read_text())
     assert record["check"]["passed"] and len(record["check"]["psnr_db"]) == 4

@@ -18,7 +18,9 @@ from fluxq.eval.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 ITEMS = items_for(tiny.PROMPTS, 5, seed=3)
-SIZE = Size(components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5)
+SIZE = Size(
+    components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5, bits_per_quantized_weight=4.5
+)
 NEED_WEIGHTS = {"lpips", "image_reward", "hpsv2"}
 
 

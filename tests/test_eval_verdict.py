@@ -10,6 +10,10 @@ from fluxq.eval.verdict import with_verdicts
 
 MARGINS = {"psnr": Margin(on="value", low=30), "clip_score": Margin(on="change", low=-0.3, high=0.3)}
 
+SIZE = Size(
+    components=("transformer",), bytes_before=2, bytes_after=1, bits_per_weight=4.5, bits_per_quantized_weight=4.5
+)
+
 
 def run(name="a", status="measured", **values) -> Run:
     """A run with per-image values of `psnr` and changes of `clip_score`."""
@@ -33,7 +37,7 @@ def run(name="a", status="measured", **values) -> Run:
     )
     return Run(
         name=name, recipe="r", recipe_digest="d", backend="native", cache=None, status=status,
-        size=Size(components=("transformer",), bytes_before=2, bytes_after=1, bits_per_weight=4.5),
+        size=SIZE,
         verdict=Verdict(outcome="inconclusive", text=""), gates=(), metrics=metrics, images=images, drift=None,
         wall=None,
     )  # fmt: skip

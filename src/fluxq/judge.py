@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel
 
+from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
@@ -24,12 +25,12 @@ from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval import card
 from fluxq.eval.protocols import PROTOCOLS, items_of
-from fluxq.eval.schema import JSON_FILE, Debug, Item, Protocol, Report, Run, Size, Speed, read_report
+from fluxq.eval.schema import JSON_FILE, SCHEMA_VERSION, Debug, Item, Protocol, Report, Run, Size, Speed, read_report
 from fluxq.eval.sides import BACKENDS, Side, variants
 from fluxq.integrations.optimize import optimize
 from fluxq.integrations.prepare import prepare
 from fluxq.quantize.lora import recorded_loras
-from fluxq.quantize.record import read_record
+from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
 from fluxq.requirements import require_call, require_device, require_images
@@ -429,14 +430,12 @@ def _candidates(asked: Subject, sides: Sequence[Side]) -> list[Candidate]:
 
     record = asked.record
     parts = record["components"]
-    done = [layer for part in parts for layer in part["layers"] if layer["scheme"] != "16bit"]
-    weights = [layer["shape"][0] * layer["shape"][1] for layer in done]
-    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(done, weights, strict=True))
     size = Size(
         components=tuple(part["component"] for part in parts),
         bytes_before=sum(part["bytes_before"] for part in parts),
         bytes_after=sum(part["bytes_after"] for part in parts),
-        bits_per_weight=bits / sum(weights) if weights else 16.0,  # imported, and all dequantized
+        bits_per_weight=bits_per_weight(parts),
+        bits_per_quantized_weight=bits_per_quantized_weight(parts),
     )
     provenance = {
         **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
@@ -491,12 +490,18 @@ def _command(asked: Subject) -> str:
 
 def _keep(asked: Subject, name: str, value: BaseModel) -> None:
     folder = asked.output / EVAL_FOLDER
-    write_json(folder / name, {"checkpoint": asked.quantized.digest, "found": value.model_dump(mode="json")})
+    known = {"schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
+    write_json(folder / name, {**known, "found": value.model_dump(mode="json")})
     path = folder / JSON_FILE
-    if path.is_file():
+    if not path.is_file():
+        return
+    try:
         before = read_report(path)
-        runs = tuple(_with_records(run, asked) for run in before.runs)
-        _write(asked.output, before.model_copy(update={"runs": runs}))
+    except ValueError as error:  # of another version, say: what was found just now must not be lost for that
+        logger.warning("%s; what was found is kept in %s, and that evaluation will show it", error, folder / name)
+        return
+    runs = tuple(_with_records(run, asked) for run in before.runs)
+    _write(asked.output, before.model_copy(update={"runs": runs}))
 
 
 def _with_records(run: Run, asked: Subject) -> Run:
@@ -504,11 +509,17 @@ def _with_records(run: Run, asked: Subject) -> Run:
     if run.name != asked.quantized.name or run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest:
         return run
     kept: dict[str, Any] = {}
-    for key, name, kind in (("speed", SPEED_FILE, Speed), ("debug", DEBUG_FILE, Debug)):
+    for key, name, kind, command in (("speed", SPEED_FILE, Speed, "bench"), ("debug", DEBUG_FILE, Debug, "debug")):
         path = asked.output / EVAL_FOLDER / name
         record = read_json(path) if path.is_file() else {}
-        if record.get("checkpoint") == asked.quantized.digest:
-            kept[key] = kind.model_validate(record["found"])
+        if record.get("checkpoint") != asked.quantized.digest:
+            continue
+        if record.get("schema_version") != SCHEMA_VERSION:
+            logger.warning(
+                "%s was written by another version of fluxq and is left out: run `fluxq %s` again", path, command
+            )
+            continue
+        kept[key] = kind.model_validate(record["found"])
     return run.model_copy(update=kept)
 
 

@@ -150,23 +150,19 @@ def timed(speed: Speed) -> None:
 
 
 def debugged(found: Debug, patch: Path | None) -> None:
-    """What was found, the worst layers and the patch."""
+    """What was found, the worst layers and where the patch is."""
+    from fluxq.eval.findings import about_shares
+
     for finding in found.findings:
         click.echo(finding)
     rows = [
         (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
         for layer in found.layers[:12]
     ]
-    _table(("layer", "scheme", "damage alone", "gain if kept", "local SQNR, dB"), rows)
-    if found.patch is None:
-        return
-    fix = found.patch
-    click.echo(
-        f"patch: {len(fix.layers)} layers in {fix.format}, "
-        f"{fix.bits_before:.2f} -> {fix.bits_after:.2f} bits per weight; "
-        f"latents {_number(fix.before_sqnr_db)} -> {_number(fix.measured_sqnr_db)} dB, "
-        f"predicted {_number(fix.predicted_sqnr_db)}: {patch}"
-    )
+    _table(("layer", "scheme", "damage alone", "gone if kept", "local SQNR, dB"), rows)
+    click.echo(about_shares(found.layers[:12]))
+    if patch is not None and found.patch is not None:
+        click.echo(f"patch: {patch}, for `fluxq quantize --recipe`")
 
 
 def _interval(value: Estimate) -> str:
@@ -178,10 +174,6 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
-
-
 def _decibels(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{min(known):.1f} to {max(known):.1f}" if known else "–"
@@ -190,7 +182,8 @@ def _decibels(values: Sequence[float | None]) -> str:
 def verified(results: Sequence[Result]) -> None:
     """Every check, and beneath it what it found."""
     for result in results:
-        click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}")
+        measured = f"; {result.measured}" if result.measured else ""
+        click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
         for finding in result.findings:
             click.echo(f"{'':<12}  {finding.where}: {finding.what}")
 
@@ -314,14 +307,26 @@ def _cost(component: str, cost: Cost) -> None:
 def _facts(part: dict[str, Any]) -> dict[str, str]:
     """What the closing table says of a component, or of all together."""
     done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
-    errors = [layer["weight_sqnr_db"] for layer in done if layer["weight_sqnr_db"] is not None]
     before, after = part["bytes_before"], part["bytes_after"]
     return {
         "layers quantized": f"{len(done)} of {len(part['layers'])} Linears",
         "bits per weight": f"{part['bits_per_weight']:.2f} (all Linears)",
         "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
-        "mean layer SQNR": f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact",
+        "layers' SQNR": _layers_sqnr(part),
     }
+
+
+def _layers_sqnr(part: dict[str, Any]) -> str:
+    """What fitting gained; where nothing is fitted, how near the weights are.
+
+    Not both: fitting moves weights away from the originals so that outputs come nearer.
+    """
+    from fluxq.quantize.record import fitted_db
+
+    if found := fitted_db(part["groups"]):
+        return f"{found[0]:.1f} -> {found[1]:.1f} dB by fitting (outputs, held out)"
+    errors = [layer["weight_sqnr_db"] for layer in part["layers"] if layer["weight_sqnr_db"] is not None]
+    return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
 
 def _decisions(parts: list[dict[str, Any]]) -> None:
@@ -350,12 +355,12 @@ def _mean(values: Iterable[float | None]) -> str:
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Several components as if they were one."""
-    layers = [layer for part in parts for layer in part["layers"]]
-    weights = [layer["shape"][0] * layer["shape"][1] for layer in layers]
-    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(layers, weights, strict=True))
+    from fluxq.quantize.record import bits_per_weight
+
     return {
-        "layers": layers,
-        "bits_per_weight": bits / sum(weights),
+        "layers": [layer for part in parts for layer in part["layers"]],
+        "groups": [group for part in parts for group in part["groups"]],
+        "bits_per_weight": bits_per_weight(parts),
         "bytes_before": sum(part["bytes_before"] for part in parts),
         "bytes_after": sum(part["bytes_after"] for part in parts),
     }
@@ -390,8 +395,16 @@ def _psnr(check: dict[str, Any] | None) -> str:
 def _summary(component: Plan) -> None:
     attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
     steps = f", {component.steps} in 16 bit" if component.steps else ""
-    bits = f"{component.bits_per_weight:.2f} bits per weight"
-    click.echo(f"{component.component}: {_counts(component)}, {bits}{attention}{steps}")
+    click.echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
+
+
+def _bits(component: Plan) -> str:
+    """As formats alone take; fitting decides what comes on top, and no plan can know it."""
+    bits, most = f"{component.bits_per_weight:.2f}", f"{component.most_bits_per_weight:.2f}"
+    if bits == most:
+        return f"{bits} bits per weight"
+    tried = dict.fromkeys(name for layer in component.quantized for name in layer.method.stored)
+    return f"{bits} bits per weight before fitting, at most {most} with what it keeps of {', '.join(tried)}"
 
 
 def _counts(component: Plan) -> str:
