@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from fluxq.eval.figures import limits, mark
-from fluxq.eval.markdown import code, escaped, facts, metric_table
+from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.eval.schema import Metric, Report, Run
 from fluxq.quantize.record import bits_per_weight, fitted_db
 from fluxq.recipes.recipe import Steps
@@ -192,7 +192,7 @@ def _section(report: Report) -> list[str]:
     for run in report.runs:
         lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
         lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
-    lines += [*metric_table(report.runs), ""]
+    lines += [*summary_table(report), "", *metric_table(report.runs), ""]
     lines += [
         f"{len(report.items)} images of each run against 16 bit, with the same prompts and noise; 95 % intervals."
     ]
@@ -295,6 +295,8 @@ def _check_lines(check: dict[str, Any] | None) -> list[str]:
     images = f"{check['images']} images of {check['steps']} steps, same prompts and noise as the 16-bit pipeline"
     if not check["finite"]:
         return [f"**FAILED: NaN or infinity** in {images}."]
+    if check.get("flat"):
+        return [f"**FAILED: {check['flat']} images of one colour** among {images}."]
     psnr = "identical" if check["mean_psnr_db"] is None else f"{check['mean_psnr_db']:.2f} dB"
     verdict = f"**FAILED: {', '.join(check['missed'])}**" if check["missed"] else "passed"
     gates = f"; gates {', '.join(check['gates'])}: {verdict}" if check["gates"] else ""

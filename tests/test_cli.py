@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,22 @@ def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
     assert (check["gates"], check["gates_for_eval"]) == (["psnr<=-1"], ["fid<=1"])
     again = fluxq(*arguments)
     assert again.code == 1 and "gate missed" in again.err and again.left == []
+
+
+def test_white_images_fail_the_closing_check_whatever_the_gates(fluxq, tmp_path, monkeypatch):
+    from fluxq import jobs
+
+    def white(pipe, items, call, *, description):
+        made = jobs_generate(pipe, items, call, description=description)
+        is_quantized = description == "Quantized images"
+        return replace(made, images=torch.full_like(made.images, 255)) if is_quantized else made
+
+    jobs_generate = jobs.generate
+    monkeypatch.setattr(jobs, "generate", white)
+    (tmp_path / "ungated.yaml").write_text("extends: fp8\ngates: []\n")
+    result = fluxq("quantize", "--recipe", "ungated.yaml", *FEW_STEPS)
+    assert result.code == 1 and "tiny-ungated: 4 of 4 images are of one colour (paired PSNR" in result.err
+    assert "FAILED: 4 images of one colour" in (tmp_path / "tiny-ungated" / "README.md").read_text()
 
 
 def test_a_model_folder_and_recipe_model(fluxq, tiny_folder, tmp_path):

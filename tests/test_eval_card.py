@@ -68,7 +68,9 @@ def test_h2_model_index_round_trips(card, report):
 
 def test_card_says_the_verdict_and_the_metrics_and_keeps_the_rest(card, report):
     text = with_evaluation(card, report)
-    assert "**schnell-nvfp4:** ? Inconclusive: PSNR" in text and "**schnell-nvfp4 as int8:** ✓ Equivalent to" in text
+    assert (
+        "**schnell-nvfp4:** ? Undecided: PSNR" in text and "**schnell-nvfp4 as int8:** ✓ As good as published" in text
+    )
     assert f"{report.runs[0].metrics['psnr'].value.mean:.2f}" in text and "not measured: needs alexnet" in text
     body = ModelCard(card).text
     before, after = body.split("\n## How it was made\n")

@@ -92,7 +92,7 @@ def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
 
 def test_time_is_of_the_fastest_mode_per_image(three, no_svg):
     run = three.runs[0]
-    fastest = first_speed(run, reference=False)
+    fastest = first_speed(run.speed, reference=False)
     assert fastest.mode == "compiled"
     batched = run.speed.model_copy(
         update={"rows": tuple(row.model_copy(update={"batch": 4}) for row in run.speed.rows)}
@@ -101,7 +101,7 @@ def test_time_is_of_the_fastest_mode_per_image(three, no_svg):
     report = three.model_copy(update={"runs": (faster, *three.runs[1:])})
     points = [row for row in rows(cost_charts(report)[1], "front") if row["metric"] == "psnr"]
     assert points[0]["cost"] == pytest.approx(fastest.stages["end to end"].p50 / 4)
-    stages = rows(stage_chart(0, faster), "seconds")
+    stages = rows(stage_chart(0, faster.speed), "seconds")
     assert sum(row["seconds"] for row in stages if row["side"] == f"{run.name}, compiled") == pytest.approx(
         points[0]["cost"]
     )

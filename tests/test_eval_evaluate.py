@@ -46,7 +46,9 @@ def networks():
 
 
 def measure(reference, *sets, networks=None, gates=(), floor=None, keys=tuple(METRICS)):
-    candidates = [Candidate(Side(f"side {k}", "", "d"), "noise", "digest", SIZE, gates) for k in range(len(sets))]
+    candidates = [
+        Candidate(Side(f"side {k}", "", "d"), "made", "noise", "digest", SIZE, gates=gates) for k in range(len(sets))
+    ]
     return measure_runs(
         candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {}, drifts={}
     )
@@ -66,7 +68,7 @@ def test_every_metric_is_a_row_with_its_interval(sides, networks):
         assert row.change.mean == pytest.approx(row.value.mean - row.baseline.mean)
     assert run.images[2].changes["clip_score"] is not None and "psnr" not in run.images[2].changes
     assert run.status == "measured" and run.wall.groups
-    assert run.metrics["psnr"].margin.low == 30
+    assert run.metrics["psnr"].margin.low == 17.5 and run.checkpoint == "made"
 
 
 def test_a_missing_network_is_said_not_replaced(sides):

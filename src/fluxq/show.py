@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fluxq.catalogue import Model
-    from fluxq.eval.schema import Debug, Estimate, Report, Speed
+    from fluxq.eval.schema import Debug, Estimate, Report, Served, Speed
     from fluxq.memory import Demand
     from fluxq.prepared import Prepared
     from fluxq.quantize.exchange.export import Exported
@@ -102,22 +102,32 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
 
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
     """What the closing check found, and what to do."""
-    what = "NaN or infinity in the images" if not check["finite"] else f"gate missed: {', '.join(check['missed'])}"
+    what = f"gate missed: {', '.join(check['missed'])}"
+    if not check["finite"]:
+        what = "NaN or infinity in the images"
+    elif check.get("flat"):
+        what = f"{check['flat']} of {check['images']} images are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
     return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
 
 
 def evaluated(page: Path, report: Report) -> None:
-    """Each run's verdict and what it buys, and where the report is."""
+    """What to use, each run's verdict, its main figures and what it buys, and where the report is."""
+    from fluxq.eval.advice import advice
     from fluxq.eval.markdown import facts
+    from fluxq.eval.summary import command_for, figures_of
 
+    click.echo(advice(report))
     for run in report.runs:
         click.echo(f"{run.name}: {run.verdict.text}")
+        click.echo(f"  {'; '.join(figures_of(run))}")
         click.echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
             value = "not measured" if gate.value is None else f"{gate.value:.4g}"
             click.echo(f"  gate {gate.gate}: {'passed' if gate.passed else 'MISSED'} ({value})")
+    for timed in report.timed:
+        click.echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:
         click.echo(f"note: {warning}")
     click.echo(f"report: {page}")
@@ -141,12 +151,25 @@ def timed(speed: Speed) -> None:
         size = f"{gain.batch} x {gain.height}x{gain.width}"
         said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
         click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
+    if speed.served is not None:
+        click.echo(_served(speed.served))
     for side in dict.fromkeys(card.side for card in speed.cards):
         cards = [card for card in speed.cards if card.side == side]
         fits = ", ".join(f"{card.gigabytes} GB {'yes' if card.fits else 'no'}" for card in cards)
         click.echo(f"{side} takes {cards[0].needed / 1e9:.2f} GB ({cards[0].basis}); fits {fits}")
     for warning in speed.warnings:
         click.echo(f"note: {warning}")
+
+
+def _served(served: Served) -> str:
+    """Which arithmetic was timed, and what it takes of memory."""
+    from fluxq.eval.figures import computed
+
+    memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
+    said = f"quantized layers were computed {computed(served)}: {memory}each weight"
+    if served.arithmetic == "native":
+        return said
+    return f"{said}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
 
 
 def debugged(found: Debug, patch: Path | None) -> None:
