@@ -1,6 +1,6 @@
 """The report that docs/evaluation.md shows: two recipes on the embedded pipeline, 256 prompts, timed and looked into.
 
-    python benchmarks/report_example.py      # ../docs/report.json and ../docs/report.png; about five minutes on two cores
+    python benchmarks/report_example.py      # ../docs/report.json and report.png; five minutes on two cores
 
 The picture is the head of the page, taken by a Chromium of the system's through playwright (extra `test`).
 """

@@ -67,3 +67,25 @@ def test_checkpoints_are_compared_as_they_are_served_where_all_were_timed():
     slower = stored.model_copy(update={"speed": None})  # timed in no arithmetic that was evaluated
     report = report.model_copy(update={"runs": (slower, *report.runs[1:])})
     assert "times its speed" not in advice(judged(report, "comparable", "comparable", "comparable"))
+
+
+def test_of_two_that_take_the_same_memory_the_closer_one_is_chosen():
+    found = example_report.example(2, speed=None)
+    first, second = found.runs  # the second is closer to 16 bit
+    alike = example_report.served(4.5)
+    larger = alike.model_copy(update={"resident_bytes": round(1.02 * alike.resident_bytes)})
+    runs = (first.model_copy(update={"served": alike}), second.model_copy(update={"served": larger}))
+    report = found.model_copy(update={"runs": runs})
+    said = advice(judged(report, "comparable", "comparable"))
+    assert said.startswith(
+        "Use schnell-int8: as good as published, and the closest to 16 bit and as small as any of 2 "
+    )
+    undecided = tuple(each.model_copy(update={"p_holm": 0.5}) for each in report.comparisons)
+    said = advice(judged(report.model_copy(update={"comparisons": undecided}), "comparable", "comparable"))
+    assert said.startswith("Use schnell-nvfp4: as good as published, and as small as any of 2 ")
+
+
+def test_what_computes_it_here_is_said():
+    made = example_report.example(1, served=example_report.served(8.25, "int8"), speed=None)
+    said = advice(judged(made, "comparable"))
+    assert said.startswith("Use schnell-nvfp4 (re-encoded to int8 here): as good as published, with 12.29 GB in memory")

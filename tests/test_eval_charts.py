@@ -82,6 +82,20 @@ def test_cost_charts_hold_every_run_with_its_interval_and_cost(three, no_svg):
     assert "lpips" not in bits.choices and next(iter(bits.choices)) == "psnr"
 
 
+def test_a_file_that_is_re_encoded_in_memory_dominates_nothing_for_its_size_on_disk(three, no_svg):
+    stored = three.runs[0]
+    as_int8 = three.runs[1].model_copy(
+        update={"name": "as int8", "size": stored.size, "served": example_report.served(8.25, "int8")}
+    )
+    drawing = cost_charts(three.model_copy(update={"runs": (stored, as_int8)}))[0]
+    points = [row for row in rows(drawing, "front") if row["metric"] == "psnr" and row["run"] != "16 bit"]
+    assert [(row["cost"], row["front"]) for row in points] == [(4.5, "yes"), (8.25, "yes")]
+    assert points[1]["value"] > points[0]["value"]  # closer to 16 bit, and not at no more cost
+    blind = [run.model_copy(update={"served": None}) for run in (stored, as_int8)]
+    drawing = cost_charts(three.model_copy(update={"runs": tuple(blind)}))[0]
+    assert "no" in [row["front"] for row in rows(drawing, "front") if row["metric"] == "psnr"]
+
+
 def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
     twin = three.runs[0].model_copy(update={"name": "twin"})
     report = three.model_copy(update={"runs": (*three.runs, twin)})

@@ -9,7 +9,7 @@ import torch
 from fluxq import tiny
 from fluxq.eval.evaluate import Candidate, judge_gates, measure_floor, measure_runs
 from fluxq.eval.fidelity import psnr
-from fluxq.eval.generate import generate, items_for
+from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.eval.metrics import METRICS
 from fluxq.eval.networks import Networks
 from fluxq.eval.schema import Size
@@ -135,3 +135,24 @@ def test_gates(gate, value, passed):
 
 def test_a_gate_on_what_was_not_measured_does_not_pass():
     assert [gate.passed for gate in judge_gates(["lpips<=0.5"], {})] == [False]
+
+
+def test_runs_of_one_evaluation_show_the_same_images(sides):
+    """Chosen by the worst that any of them makes of each, so that a row of pictures is whole."""
+    many = tuple((f"prompt {index}", index) for index in range(20))
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(60, 190, (20, 3, 8, 8), dtype=torch.uint8, generator=draw)
+
+    def noisy(strong: int):
+        noise = torch.randint(-2, 3, images.shape, generator=draw)
+        noise[strong] *= 25
+        made = (images.int() + noise).clamp(0, 255).to(torch.uint8)
+        return Generated(many, made, torch.ones(20, 4), torch.ones(20, dtype=torch.bool), 1.0, "cpu")
+
+    reference = Generated(many, images, torch.ones(20, 4), torch.ones(20, dtype=torch.bool), 1.0, "cpu")
+    first, second = measure(reference, noisy(4), noisy(11), keys=("psnr",))
+    shown = [
+        {name: [picture.index for picture in pictures] for name, pictures in run.wall.groups.items()}
+        for run in (first, second)
+    ]
+    assert shown[0] == shown[1] and {4, 11} <= set(shown[0]["worst"])

@@ -402,6 +402,17 @@ def test_pictures_are_the_images_and_their_amplified_difference():
             assert np.array_equal(_pixels(picture.difference), (difference * made_wall.gain).clip(max=255))
 
 
+def test_differences_of_one_row_are_shown_at_one_gain(without_charts):
+    """A weak difference at a high gain would look like a strong one beside it."""
+    made = example_report.example(2)
+    gains = [run.wall.gain for run in made.runs]
+    assert len(set(gains)) == 2
+    html = render(made)
+    shown = re.findall(r'alt="amplified difference"[^>]*?(?:brightness\(([0-9.]+)\))?"?></span>', html)
+    assert {float(each) for each in shown if each} == {min(gains) / max(gains)} and "" in shown
+    assert set(re.findall(r"\|difference\| × (\d+)", html)) == {str(min(gains))}
+
+
 def test_gain_uses_the_scale_without_clipping_most_of_it():
     before, after = example_report.images(2, 9, 32)
     made_wall = wall(before, after, [0.0] * 9)
