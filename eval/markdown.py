@@ -105,7 +105,7 @@ def summary_table(report: Report) -> list[str]:
             size(row.disk),
             size(row.resident),
             bits(row.bits, row.resident_bits),
-            durations(row.seconds) or escaped(row.unmeasured),
+            f"{durations(row.seconds)}, {row.about_time}" if row.seconds else escaped(row.unmeasured),
             both(row.speed_up, ".2f"),
         )
         for row in summary(report)

@@ -14,6 +14,7 @@ from fluxq.eval.charts import END, first_speed
 from fluxq.eval.figures import ARITHMETICS, OUTCOMES, computed, stated
 from fluxq.eval.schema import Estimate, Report, Run, Served, Speed, SpeedRow, Timed
 
+UNSURE = 0.05  # spread of times: no speed-up is given above it
 MAIN = ("psnr", "lpips", "clip_score", "image_reward", "velocity_error")
 
 
@@ -24,7 +25,8 @@ class Row:
     computed: the arithmetic in a few words, about: in more. outcome: a key of OUTCOMES, "" without a verdict. remark:
     what stands in place of the verdict. psnr: of the 16-bit model, against a second run of it. disk, resident: bytes of
     the quantized components. bits: per weight, stored; resident_bits: in memory. seconds: of one image, several where
-    it was timed several times. unmeasured: why there are none. speed_up: over 16 bit, end to end.
+    it was timed several times. spread: their interquartile range over the median, the largest. unmeasured: why there
+    are none. speed_up: over 16 bit, end to end.
     """
 
     name: str
@@ -39,10 +41,16 @@ class Row:
     bits: float
     resident_bits: float
     seconds: tuple[float, ...]
+    spread: float
     mode: str
     unmeasured: str
     speed_up: Estimate | None
     peak: int | None
+
+    @property
+    def about_time(self) -> str:
+        """The mode, and how much the times spread where that is too much to build on."""
+        return f"{self.mode}, spread by {self.spread:.0%}" if self.spread > UNSURE else self.mode
 
     @property
     def verdict(self) -> str:
@@ -94,6 +102,7 @@ def _sixteen_bit(report: Report) -> Row:
         bits=16.0,
         resident_bits=16.0,
         seconds=tuple(_seconds(row) for row in timed),
+        spread=max(map(_spread, timed), default=0.0),
         mode=", ".join(dict.fromkeys(row.mode for row in timed)),
         unmeasured="not measured",
         speed_up=None,
@@ -188,6 +197,7 @@ def _times(speed: Speed | None) -> dict[str, Any]:
     )
     return {
         "seconds": (_seconds(row),) if row else (),
+        "spread": _spread(row) if row else 0.0,
         "mode": row.mode if row else "",
         "speed_up": next((ratio for ratio in ratios if ratio is not None), None),
         "peak": row.peak_bytes if row else None,
@@ -196,3 +206,8 @@ def _times(speed: Speed | None) -> dict[str, Any]:
 
 def _seconds(row: SpeedRow) -> float:
     return row.stages[END].p50 / row.batch
+
+
+def _spread(row: SpeedRow) -> float:
+    times = row.stages[END]
+    return times.iqr / times.p50 if times.p50 else 0.0

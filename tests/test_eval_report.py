@@ -200,6 +200,20 @@ def test_a_speed_without_a_run_of_its_arithmetic_has_a_row_of_its_own(without_ch
     assert "fluxq bench" not in text and as_int8.verdict in markdown(alone)
 
 
+def test_times_that_spread_say_so(without_charts):
+    made = example_report.example(1)
+    assert summary(made)[1].about_time == "compiled"
+    speed = made.runs[0].speed
+    rows = tuple(
+        row.model_copy(
+            update={"stages": {name: times.model_copy(update={"iqr": times.p50}) for name, times in row.stages.items()}}
+        )
+        for row in speed.rows
+    )
+    run = made.runs[0].model_copy(update={"speed": speed.model_copy(update={"rows": rows})})
+    assert "compiled, spread by 100%" in Page(render(made.model_copy(update={"runs": (run,)}))).text
+
+
 def test_broken_and_identical_runs_have_a_page(monkeypatch):
     monkeypatch.setattr(charts, "_svg", lambda spec: "")
     nothing = Estimate(mean=None, n=0, infinite=16)

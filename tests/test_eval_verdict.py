@@ -118,6 +118,7 @@ def test_margins_follow_bits_and_steps() -> None:
     assert low(bits=8.2, steps=50) > low(bits=8.2, steps=4)  # few steps cannot repair
     assert low(bits=8.2, steps=FEW_STEPS) == low(bits=8.2, steps=1) < low(bits=8.2, steps=FEW_STEPS + 1)
     assert low(bits=8.2, steps=None) == low(bits=8.2, steps=4)  # unknown: what every row allows
+    assert low(bits=6.2) == low(bits=4.5)  # fp8 in a third of the layers makes no 8-bit model of a 4-bit one
     rows = published(run(bits=4.5, steps=28, psnr=[1.0]))
     assert {row.model for row in rows} == {"FLUX.1-dev", "SANA-1.6b", "PixArt-Sigma"}
     assert reached(rows, "psnr", "higher") == 18.5 and reached(rows, "lpips", "lower") == 0.271
