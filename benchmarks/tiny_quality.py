@@ -44,6 +44,7 @@ from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.eval.statistics import Interval, paired_interval, within_item_intervals
 from fluxq.integrations.loading import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.quantize.record import fitted_db
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.families import FAMILIES
@@ -187,7 +188,8 @@ def velocities(pipe: Any) -> list[tuple[Any, Any, Tensor]]:
 def sizes(part: Mapping[str, Any], schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
     """Bits and bytes; those of the files are left out where the model in memory is another.
 
-    fitted_bits: of the layers in the recipe's main format, all but modulation and what stays in 16 bit.
+    bits_per_weight: of all Linears. fitted_bits: of the layers in the recipe's main format alone, all but modulation
+    and what stays in 16 bit.
     """
     fitted = [layer for layer in part["layers"] if layer["name"] in schemes and layer["role"] != MODULATION_ROLE]
     shapes = [layer["shape"] for layer in fitted]
@@ -198,10 +200,8 @@ def sizes(part: Mapping[str, Any], schemes: Mapping[str, Scheme], is_stored: boo
 
 def held_out(part: Mapping[str, Any]) -> list[float] | None:
     """Output SQNR on held-out tokens, rounded to nearest and as it was kept: means over groups; None without any."""
-    judged = [group for group in part["groups"] if group["sqnr_db"] is not None]
-    if not judged:
-        return None
-    return [round(sum(group[key] for group in judged) / len(judged), 2) for key in ("sqnr_before_db", "sqnr_db")]
+    found = fitted_db(part["groups"])
+    return [round(value, 2) for value in found] if found else None
 
 
 def modelled_ms(label: str, schemes: Mapping[str, Scheme]) -> dict[str, float]:
@@ -370,14 +370,24 @@ def _named(label: str) -> str:
 def recipes_table(found: Mapping[str, Any]) -> str:
     """That of recipes/README.md: every row of the result."""
     gpus = [f"ms on {gpu.upper()}" for gpu in GPUS]
-    header = ["row", "bits", "held-out SQNR, dB", "paired PSNR, dB", "velocity error", "seconds", *gpus]
+    header = [
+        "row",
+        "bits per weight",
+        "bits in the main format",
+        "held-out SQNR, dB",
+        "paired PSNR, dB",
+        "velocity error",
+        "seconds",
+        *gpus,
+    ]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     plain = [f"{found['modelled_ms_16bit'][gpu]:.0f}" for gpu in GPUS]
-    lines.append(f"| 16 bit | {' | '.join(['16', *[''] * 4, *plain])} |")
+    lines.append(f"| 16 bit | {' | '.join(['16', '16', *[''] * 4, *plain])} |")
     for row in found["recipes"]:
         sqnr = row["held_out_sqnr_db"]
         cells = [
             _named(row["recipe"]),
+            f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else "",
             f"{row['fitted_bits']:.2f}",
             f"{sqnr[0]:.1f} → {sqnr[1]:.1f}" if sqnr else "",
             _interval(row["psnr_db"]),

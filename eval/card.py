@@ -10,8 +10,9 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from fluxq.eval.figures import limits, mark
-from fluxq.eval.markdown import code, escaped, facts, metric_table
+from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.eval.schema import Metric, Report, Run
+from fluxq.quantize.record import bits_per_weight, fitted_db
 from fluxq.recipes.recipe import Steps
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         "## Scope",
         "",
-        "| component | role | weights-activations | layers | bits | mean weight SQNR |",
-        "|---|---|---|---|---|---|",
+        "| component | role | weights-activations | layers | bits per weight | outputs' SQNR | weights' SQNR |",
+        "|---|---|---|---|---|---|---|",
         *(row for part in parts for row in _scope_rows(part)),
+        *_about_fitting(parts),
         "",
         *(line for part in parts for note in part.get("notes", ()) for line in (f"`{_of(part)}`: {note}", "")),
         "## Measured quality",
@@ -190,7 +192,7 @@ def _section(report: Report) -> list[str]:
     for run in report.runs:
         lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
         lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
-    lines += [*metric_table(report.runs), ""]
+    lines += [*summary_table(report), "", *metric_table(report.runs), ""]
     lines += [
         f"{len(report.items)} images of each run against 16 bit, with the same prompts and noise; 95 % intervals."
     ]
@@ -263,14 +265,28 @@ def _scope_rows(part: dict[str, Any]) -> list[str]:
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for layer in part["layers"]:
         kinds.setdefault((layer["role"], layer["scheme"]), []).append(layer)
-    return [_scope_row(_of(part), role, scheme, layers) for (role, scheme), layers in kinds.items()]
+    return [_scope_row(part, role, scheme, layers) for (role, scheme), layers in kinds.items()]
 
 
-def _scope_row(component: str, role: str, scheme: str, layers: list[dict[str, Any]]) -> str:
-    bits = sum(layer["bits_per_weight"] for layer in layers) / len(layers)
+def _scope_row(part: dict[str, Any], role: str, scheme: str, layers: list[dict[str, Any]]) -> str:
+    names = {layer["name"] for layer in layers}
+    gained = fitted_db([group for group in part["groups"] if names.intersection(group["layers"])])
+    outputs = f"{gained[0]:.1f} → {gained[1]:.1f} dB" if gained else "–"
     errors = [layer["weight_sqnr_db"] for layer in layers if layer["weight_sqnr_db"] is not None]
-    error = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
-    return f"| {component} | {role} | {scheme} | {len(layers)} | {bits:.2f} | {error} |"
+    weights = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
+    bits = bits_per_weight([{"layers": [layer], "bits_per_weight": layer["bits_per_weight"]} for layer in layers])
+    return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits:.2f} | {outputs} | {weights} |"
+
+
+def _about_fitting(parts: list[dict[str, Any]]) -> list[str]:
+    """Why fitted weights look worse than rounded ones, said where some were fitted."""
+    if not any(fitted_db(part["groups"]) for part in parts):
+        return []
+    return [
+        "",
+        "SQNR of outputs: on tokens that nothing was fitted to, rounded to nearest → as stored. Fitting moves weights "
+        "away from the originals so that outputs come nearer, so the last column falls where the one before it rises.",
+    ]
 
 
 def _check_lines(check: dict[str, Any] | None) -> list[str]:
@@ -279,6 +295,8 @@ def _check_lines(check: dict[str, Any] | None) -> list[str]:
     images = f"{check['images']} images of {check['steps']} steps, same prompts and noise as the 16-bit pipeline"
     if not check["finite"]:
         return [f"**FAILED: NaN or infinity** in {images}."]
+    if check.get("flat"):
+        return [f"**FAILED: {check['flat']} images of one colour** among {images}."]
     psnr = "identical" if check["mean_psnr_db"] is None else f"{check['mean_psnr_db']:.2f} dB"
     verdict = f"**FAILED: {', '.join(check['missed'])}**" if check["missed"] else "passed"
     gates = f"; gates {', '.join(check['gates'])}: {verdict}" if check["gates"] else ""

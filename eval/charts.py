@@ -87,9 +87,9 @@ def damage_charts(index: int, debug: Debug) -> list[Drawing]:
     return [chart for chart in (_blocks_chart(index, debug), _layers_chart(index, debug)) if chart is not None]
 
 
-def stage_chart(index: int, run: Run) -> Drawing | None:
-    """Of one run: where an image's time goes, 16 bit and quantized, in every mode at the first size."""
-    rows = [row for each in _first_size(run.speed) for row in _stage_rows(each, run)] if run.speed else []
+def stage_chart(index: int, speed: Speed) -> Drawing | None:
+    """Where an image's time goes, 16 bit and quantized, in every mode at the first size."""
+    rows = [row for each in _first_size(speed) for row in _stage_rows(each)]
     if not rows:
         return None
     import altair as alt
@@ -137,9 +137,9 @@ def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
     return [any(beats(other, point) for other in points) for point in points]
 
 
-def first_speed(run: Run, *, reference: bool) -> SpeedRow | None:
+def first_speed(speed: Speed | None, *, reference: bool) -> SpeedRow | None:
     """The fastest mode of a side at the first size that was timed, by its end-to-end p50."""
-    timed = [row for row in _first_size(run.speed) if row.is_reference == reference and END in row.stages]
+    timed = [row for row in _first_size(speed) if row.is_reference == reference and END in row.stages]
     return min(timed, key=lambda row: row.stages[END].p50, default=None)
 
 
@@ -148,16 +148,19 @@ def first_speed(run: Run, *, reference: bool) -> SpeedRow | None:
 
 
 def _bits(run: Run, reference: bool) -> float | None:
-    return 16.0 if reference else run.size.bits_per_weight
+    """In memory: what a file of 4 bits is re-encoded to costs more than the file says."""
+    if reference:
+        return 16.0
+    return run.served.bits_per_weight if run.served else run.size.bits_per_weight
 
 
 def _seconds(run: Run, reference: bool) -> float | None:
-    row = first_speed(run, reference=reference)
+    row = first_speed(run.speed, reference=reference)
     return row.stages[END].p50 / row.batch if row else None
 
 
 def _gigabytes(run: Run, reference: bool) -> float | None:
-    row = first_speed(run, reference=reference)
+    row = first_speed(run.speed, reference=reference)
     return row.peak_bytes / 1e9 if row and row.peak_bytes is not None else None
 
 
@@ -518,7 +521,7 @@ def _first_size(speed: Speed | None) -> list[SpeedRow]:
     return [row for row in speed.rows if (row.batch, row.height, row.width) == (first.batch, first.height, first.width)]
 
 
-def _stage_rows(row: SpeedRow, run: Run) -> list[dict[str, Any]]:
+def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
     """Text encoders and VAE as timed; what end to end leaves is the steps, the scheduler and the rest of the call."""
     if END not in row.stages:
         return []
@@ -624,7 +627,7 @@ ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 
 # key -> title, axis, digits, (run, whether of its 16-bit side) -> cost; None where it was not measured
 COSTS: dict[str, tuple[str, str, str, Callable[[Run, bool], float | None]]] = {
-    "bits": ("Quality and bits", "bits per weight, all that is stored", ".2f", _bits),
+    "bits": ("Quality and bits", "bits per weight in memory", ".2f", _bits),
     "latency": ("Quality and time", "seconds per image, end to end, p50", ".4g", _seconds),
     "memory": ("Quality and memory", "peak memory, GB", ".3g", _gigabytes),
 }

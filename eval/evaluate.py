@@ -10,7 +10,7 @@ from typing import Any
 from fluxq.eval.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
 from fluxq.eval.networks import Networks
 from fluxq.eval.pictures import wall
-from fluxq.eval.schema import Drift, Estimate, Gate, Image, Item, Metric, Run, Size, Verdict, number
+from fluxq.eval.schema import Drift, Estimate, Gate, Image, Item, Metric, Run, Served, Size, Verdict, number
 from fluxq.eval.sides import Side
 from fluxq.eval.statistics import Interval
 from fluxq.eval.verdict import with_verdicts
@@ -24,12 +24,17 @@ VELOCITY_ERROR = "velocity_error"  # a metric that is taken on the way, not of i
 
 @dataclass(frozen=True)
 class Candidate:
-    """A quantized side, and what its report says besides its images. gates: conditions such as `psnr>=30`."""
+    """A quantized side, and what its report says besides its images.
+
+    checkpoint: name of its folder. served: what computes it. gates: conditions such as `psnr>=30`.
+    """
 
     side: Side
+    checkpoint: str
     recipe: str
     recipe_digest: str
     size: Size
+    served: Served | None = None
     gates: tuple[str, ...] = ()
     provenance: Mapping[str, str] | None = None
 
@@ -69,13 +74,27 @@ def measure_runs(
         _measure(candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name))
         for candidate, images in zip(candidates, sets, strict=True)
     ]
+    shown = _worst_of(runs)
+    runs = [
+        run.model_copy(update={"wall": wall(reference, images, shown)}) for run, images in zip(runs, sets, strict=True)
+    ]
     return with_verdicts(runs, [Item(prompt=prompt, seed=seed) for prompt, seed in reference.items])
+
+
+def _worst_of(runs: Sequence[Run]) -> list[float]:
+    """The least PSNR of each image over all runs, so that all of them show the same images; NaN where one has none."""
+    table = [[_psnr_of(image) for image in run.images] for run in runs]
+    return [math.nan if any(map(math.isnan, values)) else min(values) for values in zip(*table, strict=True)]
+
+
+def _psnr_of(image: Image) -> float:
+    value = image.values.get("psnr")
+    return math.inf if image.identical else math.nan if value is None else value
 
 
 def _measure(
     candidate: Candidate, sample: Sample, keys: Sequence[str], floor: Mapping[str, Interval], drift: Drift | None
 ) -> Run:
-    reference, quantized = sample.reference, sample.quantized
     rows = metric_rows()
     taken = {key: _take(rows[key], sample) for key in keys}
     status = _status(sample, taken)
@@ -85,6 +104,7 @@ def _measure(
     side = candidate.side
     return Run(
         name=side.name,
+        checkpoint=candidate.checkpoint,
         recipe=candidate.recipe,
         recipe_digest=candidate.recipe_digest,
         backend=side.backend,
@@ -94,9 +114,10 @@ def _measure(
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
         gates=judge_gates(candidate.gates, _means(taken, drift)),
         metrics=metrics,
-        images=_images(quantized, taken),
+        images=_images(sample.quantized, taken),
         drift=drift,
-        wall=wall(reference, quantized, _values(taken["psnr"])),
+        served=candidate.served,
+        wall=None,
         provenance=dict(candidate.provenance or {}),
     )
 
@@ -157,7 +178,6 @@ def _row(row: MetricRow, found: Measured | str, floor: Interval | None) -> Metri
         baseline=_estimate(found.baseline),
         change=_estimate(found.change),
         floor=_estimate(floor),
-        margin=row.margin,
         notes=found.notes,
         missing=None if found.value is not None else found.broken,
     )

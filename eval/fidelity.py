@@ -20,6 +20,8 @@ from torch import Tensor
 from fluxq.eval.generate import images_digest
 from fluxq.eval.statistics import Interval, paired_interval
 
+_LAST_BITS = 2  # levels of 255
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -82,6 +84,21 @@ def compare(first: Fidelity, second: Fidelity) -> Comparison:
         losses=sum(d < 0 for d in differences),
         ties=sum(d == 0 for d in differences),
     )
+
+
+def flat_images(reference: Any, quantized: Any) -> int:
+    """Return how many quantized images are of one colour, black or white say, where the 16-bit image is not.
+
+    A picture on a white ground can be nearer to a white one, by PSNR, than two pictures of one model are to each other.
+    """
+    pairs = zip(reference.images, quantized.images, strict=True)
+    return sum(_is_flat(after) and not _is_flat(before) for before, after in pairs)
+
+
+def _is_flat(image: Tensor) -> bool:
+    """Whether all pixels of a uint8 image (3, H, W) are the same but for their last bits."""
+    pixels = image.flatten(1).int()
+    return bool((pixels.amax(1) - pixels.amin(1) <= _LAST_BITS).all())
 
 
 def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:

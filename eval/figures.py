@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fluxq.eval.schema import Estimate, Verdict
+from fluxq.eval.schema import Estimate, Served, Verdict
 
 NONE = "–"
 
@@ -32,6 +32,12 @@ def both(estimate: Estimate | None, digits: str, sign: str = "") -> str:
     return figure(estimate, digits, sign) + (f" ({between})" if between else "")
 
 
+def stated(estimate: Estimate | None, digits: str, unit: str = "", sign: str = "") -> str:
+    """Mean with its unit, and limits, as in a sentence: `38.38 dB (37.90 to 38.90)`."""
+    between = limits(estimate, digits, sign)
+    return f"{figure(estimate, digits, sign)}{f' {unit}' if unit else ''}" + (f" ({between})" if between else "")
+
+
 def plain(value: float | None, digits: str) -> str:
     """A number with a real minus sign, a dash for None."""
     return NONE if value is None else format(value, digits).replace("-", "−")
@@ -49,6 +55,18 @@ def size(count: float | None) -> str:
         return NONE
     power = min(int(math.log10(max(count, 1)) / 3), 4)
     return f"{count / 1000**power:.{2 if power else 0}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def bits(stored: float, resident: float) -> str:
+    """Bits per weight on disk, and in memory where they differ."""
+    on_disk, in_memory = f"{stored:.2f}", f"{resident:.2f}"
+    return on_disk if on_disk == in_memory else f"{on_disk}, in memory {in_memory}"
+
+
+def durations(seconds: Sequence[float]) -> str:
+    """A time, or the least and the greatest of several; empty without any."""
+    ends = (min(seconds), max(seconds)) if seconds else ()
+    return " to ".join(dict.fromkeys(map(duration, ends)))
 
 
 def duration(seconds: float | None) -> str:
@@ -69,6 +87,12 @@ def share(value: float | None) -> str:
     return f"{value * 100:{'.3g' if abs(value) < 9.995 else '.0f'}} %".replace("-", "−")
 
 
+def computed(served: Served | None, backend: str = "native") -> str:
+    """What computes a run's layers, in a few words."""
+    name = served.arithmetic if served else backend
+    return ARITHMETICS[name][0] if name in ARITHMETICS else name
+
+
 def mark(verdict: Verdict) -> str:
     """The sign of a verdict, and its word where the verdict's own text does not begin with it."""
     sign, word = OUTCOMES[verdict.outcome]
@@ -78,8 +102,18 @@ def mark(verdict: Verdict) -> str:
 # outcome of a verdict -> (sign, word): never told by colour alone
 OUTCOMES = {
     "identical": ("=", "identical"),
-    "equivalent": ("✓", "equivalent"),
+    "equivalent": ("✓", "equivalent to 16 bit"),
+    "comparable": ("✓", "as good as published"),
+    "alike": ("≈", "looks like 16 bit"),
+    "unlike": ("≠", "does not look like 16 bit"),
     "worse": ("▼", "worse"),
-    "inconclusive": ("?", "inconclusive"),
+    "inconclusive": ("?", "undecided"),
     "broken": ("✕", "broken"),
+}
+
+# arithmetic of a run or timing -> what it is, and where `fluxq.prepare` makes it
+ARITHMETICS = {
+    "native": ("as stored", "the file's own codes are multiplied"),
+    "int8": ("re-encoded to int8", "what fluxq.prepare makes of the file on CPUs, and on GPUs that multiply int8 only"),
+    "8bit": ("re-encoded to int8 or fp8", "what fluxq.prepare makes of the file on GPUs that multiply int8 and fp8"),
 }

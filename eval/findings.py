@@ -29,12 +29,38 @@ def findings(
         said.append(f"the noise floor is left first at {first_divergence}")
     said += _additivity(damages)
     if patch:
-        said.append(
-            f"{len(patch.layers)} layers in {patch.format}, {patch.bits_before:.2f} -> {patch.bits_after:.2f} bits per "
-            f"weight, take the final latents from {_decibels(patch.before_sqnr_db)} to "
-            f"{_decibels(patch.measured_sqnr_db)}; {_decibels(patch.predicted_sqnr_db)} was predicted"
-        )
+        said += about_patch(patch)
     return said
+
+
+def about_patch(patch: Patch) -> list[str]:
+    """What a patch changes, how its layers were chosen and what it gained, predicted and measured."""
+    several = len(patch.layers) > 1
+    sentences = [
+        f"{len(patch.layers)} layer{'s' * several} in {patch.format}, {patch.bits_before:.2f} -> "
+        f"{patch.bits_after:.2f} bits per weight: of what fits into {patch.growth:.1%} more bits, "
+        f"{'these together do' if several else 'this one does'} most damage ({patch.damage:.1%} of the error); layers "
+        "that share an input change together",
+        f"tried on these prompts, with {'them' if several else 'it'} rounded to nearest, the final latents go from "
+        f"{_decibels(patch.before_sqnr_db)} to {_decibels(patch.measured_sqnr_db)}; "
+        f"{_decibels(patch.predicted_sqnr_db)} was predicted, by adding up damages of single layers as if they did not "
+        "interact; the recipe's own checkpoint is fitted anew",
+    ]
+    return sentences + [patch.left_out] * bool(patch.left_out)
+
+
+def about_shares(rows: Sequence[LayerDamage]) -> str:
+    """What the columns of a table of layers mean, and what a gain below 0 says where there is one."""
+    meaning = (
+        "damage alone: share of the final latents' error that the layer makes when only it is quantized; gone if kept: "
+        "share that goes when only it stays in 16 bit"
+    )
+    if all(row.gain is None or row.gain >= 0 for row in rows):
+        return meaning
+    return (
+        f"{meaning}. Below 0 the error grows instead: on these prompts the layer's error happens to cancel part of "
+        "others', which says that they interact and not that it is better off in fewer bits"
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 
-from fluxq.eval.figures import NONE, both, count, duration, figure, mark, plain, share, size
+from fluxq.eval.advice import advice
+from fluxq.eval.figures import (
+    NONE,
+    bits,
+    both,
+    computed,
+    count,
+    duration,
+    durations,
+    figure,
+    mark,
+    plain,
+    share,
+    size,
+)
+from fluxq.eval.findings import about_shares
 from fluxq.eval.schema import Debug, Metric, Report, Run, Speed
+from fluxq.eval.summary import speeds, summary, undebugged, untimed
 
 _MAX_LAYERS = 10
 
@@ -14,6 +31,10 @@ def markdown(report: Report) -> str:
     """GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
     lines = [
         f"# {escaped(', '.join(dict.fromkeys(run.recipe for run in report.runs)))} on {escaped(report.model)}",
+        "",
+        f"**{escaped(advice(report))}**",
+        "",
+        *summary_table(report),
         "",
         *(line for run in report.runs for line in _verdict(run)),
         *(f"> **Warning:** {escaped(warning)}\n" for warning in report.warnings),
@@ -25,9 +46,9 @@ def markdown(report: Report) -> str:
         "",
         *_comparisons(report),
         *_drift(report.runs),
-        *(line for run in report.runs if run.speed for line in _speed(run.name, run.speed)),
+        *(line for name, speed in speeds(report) for line in _speed(name, speed)),
         *(line for run in report.runs if run.debug for line in _debug(run.name, run.debug)),
-        *_unmeasured(report.runs),
+        *_unmeasured(report),
         "## Provenance",
         "",
         *_table(("", ""), [(escaped(label), f"`{code(text)}`") for label, text in _provenance(report)]),
@@ -45,9 +66,12 @@ def facts(run: Run) -> list[str]:
     ratio = f", {before / after:.2f} times less" if before > after else ""
     parts = ", ".join(run.size.components)
     found = [
-        f"{parts}: {size(after)} instead of {size(before)}{ratio}",
+        f"{parts}: {size(after)} on disk instead of {size(before)}{ratio}",
         f"{run.size.bits_per_weight:.2f} bits per weight",
     ]
+    if run.served is not None and run.served.arithmetic != "native":
+        in_memory = f"{size(run.served.resident_bytes)}, {run.served.bits_per_weight:.2f} bits for each weight"
+        found.append(f"{computed(run.served)}, in memory {in_memory}")
     whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
     for each in whole[:1]:
         if each.ratio is not None:
@@ -57,6 +81,36 @@ def facts(run: Run) -> list[str]:
     if run.cache is not None:
         found.append(f"with a step cache, threshold {run.cache:g}")
     return found
+
+
+def summary_table(report: Report) -> list[str]:
+    """A row for each way to compute each checkpoint: what to decide by."""
+    head = (
+        "run",
+        "computed",
+        "verdict",
+        "PSNR, dB",
+        "on disk",
+        "in memory",
+        "bits per weight",
+        "time per image",
+        "× 16 bit",
+    )
+    rows = [
+        (
+            escaped(row.name),
+            escaped(row.computed),
+            escaped(row.verdict) or NONE,
+            both(row.psnr, ".2f"),
+            size(row.disk),
+            size(row.resident),
+            bits(row.bits, row.resident_bits),
+            f"{durations(row.seconds)}, {row.about_time}" if row.seconds else escaped(row.unmeasured),
+            both(row.speed_up, ".2f"),
+        )
+        for row in summary(report)
+    ]
+    return _table(head, rows)
 
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
@@ -210,13 +264,8 @@ def _debug(name: str, debug: Debug) -> list[str]:
     patch = debug.patch
     patched = []
     if patch is not None:
-        gain = (
-            f"predicted {plain(patch.predicted_sqnr_db, '.1f')} dB, measured {plain(patch.measured_sqnr_db, '.1f')} dB"
-        )
         patched = [
-            f"Patch: {len(patch.layers)} layers in {escaped(patch.format)}, {patch.bits_before:.2f} to "
-            f"{patch.bits_after:.2f} bits per weight; SQNR of the final latents from "
-            f"{plain(patch.before_sqnr_db, '.1f')} dB, {gain}.",
+            f"A recipe that keeps {len(patch.layers)} of them in {escaped(patch.format)}:",
             "",
             "```yaml",
             patch.recipe.rstrip().replace("```", "'''"),
@@ -230,6 +279,8 @@ def _debug(name: str, debug: Debug) -> list[str]:
         "",
         *_table(head, layers),
         "",
+        f"{about_shares(debug.layers[:_MAX_LAYERS])}.",
+        "",
         *patched,
     ]
 
@@ -238,14 +289,9 @@ def _lowest(values: Iterable[float | None]) -> str:
     return plain(min((value for value in values if value is not None), default=None), ".1f")
 
 
-def _unmeasured(runs: Sequence[Run]) -> list[str]:
-    parts = {"speed": "fluxq bench", "debug": "fluxq debug"}
-    missing = {part: [run.name for run in runs if getattr(run, part) is None] for part in parts}
-    lines = [
-        f"- {part} not measured for {escaped(', '.join(names))}: run `{parts[part]} OUT`"
-        for part, names in missing.items()
-        if names
-    ]
+def _unmeasured(report: Report) -> list[str]:
+    lines = [f"- speed of {escaped(name)}: run `fluxq bench {code(shlex.quote(name))}`" for name in untimed(report)]
+    lines += [f"- layers of {escaped(n)}: run `fluxq debug {code(shlex.quote(n))}`" for n in undebugged(report)]
     return ["## Not measured", "", *lines, ""] if lines else []
 
 
@@ -260,13 +306,13 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
     prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
     asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} images"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    own = [(f"{run.name}: {label}", text) for run in report.runs for label, text in run.provenance.items()]
+    own = {f"{run.checkpoint}: {label}": text for run in report.runs for label, text in run.provenance.items()}
     return [
         *shared.items(),
         ("pipeline call", call),
         ("protocol", asked),
         ("prompts", prompts),
-        *own,
+        *own.items(),
         ("versions", versions),
     ]
 

@@ -1,4 +1,4 @@
-"""The metrics: a row each, with what it needs, how it is taken, and how far off 16 bit is still good enough.
+"""The metrics: a row each, with what it needs and how it is taken. What counts as good enough: verdict.py.
 
 METRICS is at the end of the file; evaluation, report and gates iterate it. A metric returns a value per image wherever
 one exists, so that recipes can be compared image by image and the worst ones looked at. A set in which an image is not
@@ -20,7 +20,6 @@ from fluxq.eval.distribution import Features, Fid, Incomparable, Moments, extrac
 from fluxq.eval.fidelity import cosine, psnr, sqnr, whole_only
 from fluxq.eval.networks import Networks
 from fluxq.eval.plugins import ADAPTERS, Offer, PluginError, find_offers, load_class, open_plugin, scores
-from fluxq.eval.schema import Margin
 from fluxq.eval.statistics import Interval, clustered_interval
 
 _Distance = TypeVar("_Distance")
@@ -54,7 +53,7 @@ class Measured:
 class MetricRow:
     """One metric. digits: a format specification. better: which way is good. how: variant and implementation.
 
-    take: measures it. needs: keys of `networks.NEEDS`. margin: None for a metric that decides nothing.
+    take: measures it. needs: keys of `networks.NEEDS`.
     """
 
     name: str
@@ -64,7 +63,6 @@ class MetricRow:
     how: str
     take: Callable[[Sample], Measured]
     needs: tuple[str, ...] = ()
-    margin: Margin | None = None
 
     def measure(self, sample: Sample) -> Measured:
         """Take it; Unmeasured if that is impossible, with a reason that names the cure."""
@@ -399,8 +397,7 @@ def _minus(value: float) -> str:
 
 METRICS: dict[str, MetricRow] = {
     "psnr": MetricRow(
-        *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values", _psnr),
-        margin=Margin(on="value", low=30),
+        "PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values", _psnr
     ),
     "ssim": MetricRow(
         "SSIM to the 16-bit images", "", ".4f", "higher", "torchmetrics, Gaussian window of 11 pixels, sigma 1.5", _ssim
@@ -420,7 +417,6 @@ METRICS: dict[str, MetricRow] = {
     "lpips": MetricRow(
         *("LPIPS to the 16-bit images", "", ".4f", "lower", "AlexNet, full resolution, torchmetrics", _lpips),
         needs=("lpips",),
-        margin=Margin(on="value", high=0.1),
     ),
     "fid": MetricRow("FID", "", ".4g", "lower", "see its variant", _fid, needs=("features", "reference")),
     "fid_to_16bit": MetricRow(
@@ -441,11 +437,9 @@ METRICS: dict[str, MetricRow] = {
     "clip_score": MetricRow(
         *("CLIP score", "", ".2f", "higher", "100 × cosine of image and prompt, open_clip", _clip_score),
         needs=("clip",),
-        margin=Margin(on="change", low=-0.3, high=0.3),
     ),
     "image_reward": MetricRow(
-        *("ImageReward", "", ".3f", "higher", "ImageReward-v1.0, image-reward", _plugin(ADAPTERS["image_reward"])),
-        margin=Margin(on="change", low=-0.05),
+        "ImageReward", "", ".3f", "higher", "ImageReward-v1.0, image-reward", _plugin(ADAPTERS["image_reward"])
     ),
     "hpsv2": MetricRow("HPSv2.1", "", ".2f", "higher", "100 × HPSv2.1, hpsv2", _plugin(ADAPTERS["hpsv2"])),
 }

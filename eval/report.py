@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,30 @@ import jinja2
 
 from fluxq.base.files import write_text
 from fluxq.eval import figures
+from fluxq.eval.advice import advice
 from fluxq.eval.charts import (
     Drawing,
     alike,
     cost_charts,
     damage_charts,
     drift_charts,
-    first_speed,
     image_chart,
     javascript,
     stage_chart,
 )
+from fluxq.eval.findings import about_shares
 from fluxq.eval.markdown import facts, markdown
-from fluxq.eval.schema import Comparison, Estimate, Image, Item, Margin, Metric, Picture, Report, Run, Wall
+from fluxq.eval.schema import Comparison, Estimate, Image, Item, Metric, Picture, Report, Run
 from fluxq.eval.statistics import clustered_interval, holm, p_value
+from fluxq.eval.summary import speeds, summary, undebugged, untimed
 from fluxq.eval.verdict import with_verdicts
+from fluxq.eval.words import GLOSSARY
 
 COMPARED_BY = "psnr"
 _PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
 _TABLE_IMAGES = 200
+_LAYERS = 40  # of each run's table
+_SHOWN_ROWS = 3  # of pictures, before more are asked for
 
 
 def write_report(target: Path, report: Report) -> Path:
@@ -56,8 +62,9 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    names = ("figure", "limits", "mark", "plain", "size", "duration", "share")
+    names = ("figure", "limits", "mark", "plain", "size", "computed", "duration", "durations", "share")
     environment.filters.update({name: getattr(figures, name) for name in names})
+    environment.filters["quoted"] = shlex.quote
     return environment.get_template("report.html").render(page=_page(report), report=report)
 
 
@@ -86,6 +93,7 @@ def merge(reports: Sequence[Report]) -> Report:
             "created": max(report.created for report in reports),
             "noise_floor": "; ".join(dict.fromkeys(report.noise_floor for report in reports)),
             "runs": with_verdicts(runs, first.items),
+            "timed": tuple(timed for report in reports for timed in report.timed),
             "comparisons": compare_runs(runs, items),
             "warnings": (*warnings, *_unlike(runs)),
             "provenance": _joined(report.provenance for report in reports),
@@ -177,7 +185,7 @@ class MetricRow:
     unit: str
     digits: str
     better: str
-    margin: Margin | None
+    asked: tuple[str, ...]
     how: tuple[str, ...]
     baseline: Estimate | None
     floor: Estimate | None
@@ -189,44 +197,70 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture of one run, with where it comes from."""
+    """One run's picture of an item. picture: None where this run's wall does not hold it."""
 
     run: Run
-    wall: Wall
-    picture: Picture
-    item: Item
+    gain: int
+    picture: Picture | None
     image: Image
+
+
+@dataclass(frozen=True)
+class PictureRow:
+    """One item: the 16-bit picture beside every run's."""
+
+    item: Item
+    reference: str
+    shots: tuple[Shot, ...]
+
+
+@dataclass(frozen=True)
+class PictureGroup:
+    """Rows that were chosen for one reason. shown: so many are seen at once, the rest when asked for."""
+
+    title: str
+    rows: tuple[PictureRow, ...]
+    shown: int
 
 
 def _page(report: Report) -> dict[str, Any]:
     runs = report.runs
     kept = _pictures_kept(runs)
+    timed = speeds(report)
     charts = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
         "images": [chart for chart in (image_chart(report),) if chart is not None],
         "drift": drift_charts(report),
         "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
-        "stages": [stage_chart(i, run) for i, run in enumerate(runs)],
+        "stages": [stage_chart(i, speed) for i, (_, speed) in enumerate(timed)],
     }
     drawn = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
     drawn += [chart for chart in charts["stages"] if chart is not None]
+    metrics = _metric_rows(runs)
     return {
+        "advice": advice(report),
+        "summary": summary(report),
+        "sections": SECTIONS,
         "charts": charts,
         "specs": {chart.key: chart.spec for chart in drawn},
         "script": javascript() if drawn else "",
         "choices": _choices(charts["cost"]),
         "facts": [facts(run) for run in runs],
-        "metrics": _metric_rows(runs),
-        "speed": [first_speed(run, reference=False) for run in runs],
+        "metrics": [row for row in metrics if row.count],
+        "unmeasured": [row for row in metrics if row.missing],
+        "speeds": timed,
+        "untimed": untimed(report),
+        "undebugged": undebugged(report),
+        "about_shares": [about_shares(run.debug.layers[:_LAYERS]) if run.debug else "" for run in runs],
         "groups": _picture_groups(report, kept),
         "pictures_kept": kept,
         "pictures_full": max((len(group) for run in runs if run.wall for group in run.wall.groups.values()), default=0),
         "wall": next((run.wall for run in runs if run.wall is not None), None),
         "image_rows": _image_rows(report),
         "image_limit": _TABLE_IMAGES,
-        "outcomes": figures.OUTCOMES,
         "time": list(_flat(report.time)),
         "run_provenance": _run_provenance(runs),
+        "glossary": GLOSSARY,
     }
 
 
@@ -247,7 +281,7 @@ def _metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
                 unit=found[0].unit,
                 digits=found[0].digits,
                 better=found[0].better,
-                margin=next((cell.margin for cell in found if cell.margin), None),
+                asked=tuple(dict.fromkeys(_asked(cell) for cell in measured if cell.margin)),
                 how=tuple(dict.fromkeys(cell.how for cell in measured)),
                 baseline=next((cell.baseline for cell in found if cell.baseline), None),
                 floor=next((cell.floor for cell in found if cell.floor), None),
@@ -258,6 +292,13 @@ def _metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
             )
         )
     return rows
+
+
+def _asked(metric: Metric) -> str:
+    """What the verdict holds a metric against."""
+    if metric.margin is None:
+        return ""
+    return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
 
 
 def _pictures_kept(runs: Sequence[Run]) -> int:
@@ -275,18 +316,34 @@ def _bytes(picture: Picture) -> int:
     return len(picture.reference) + len(picture.quantized) + len(picture.difference)
 
 
-def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[Shot]]]:
-    """Title and pictures of each group; the same image of several runs lies side by side."""
-    groups: dict[str, list[Shot]] = {}
-    for run, pictured in [(run, run.wall) for run in report.runs if run.wall is not None]:
-        for name, pictures in pictured.groups.items():
-            for picture in pictures[:kept]:
-                shot = Shot(run, pictured, picture, report.items[picture.index], run.images[picture.index])
-                groups.setdefault(name, []).append(shot)
-    for shots in groups.values():
-        order = list(dict.fromkeys(shot.picture.index for shot in shots))
-        shots.sort(key=lambda shot: order.index(shot.picture.index))
-    return [(PICTURE_GROUPS.get(name, name), shots) for name, shots in groups.items() if shots]
+def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
+    """A row for each item that any run's wall holds in a group, with the pictures of all runs that have it."""
+    walls = {run.name: _pictures_of(run, kept) for run in report.runs}
+    groups: dict[str, list[int]] = {}
+    for run in report.runs:
+        for name, pictures in (run.wall.groups if run.wall else {}).items():
+            groups.setdefault(name, []).extend(picture.index for picture in pictures[:kept])
+    found = []
+    for name, indices in groups.items():
+        rows = [_picture_row(report, walls, index) for index in dict.fromkeys(indices)]
+        rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
+        if rows:
+            found.append(PictureGroup(PICTURE_GROUPS.get(name, name), tuple(rows), _SHOWN_ROWS if not found else 0))
+    return found
+
+
+def _pictures_of(run: Run, kept: int) -> dict[int, Picture]:
+    groups = run.wall.groups.values() if run.wall else ()
+    return {picture.index: picture for pictures in groups for picture in pictures[:kept]}
+
+
+def _picture_row(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> PictureRow:
+    shots = tuple(
+        Shot(run, run.wall.gain if run.wall else 1, walls[run.name].get(index), run.images[index])
+        for run in report.runs
+    )
+    reference = next(shot.picture.reference for shot in shots if shot.picture is not None)
+    return PictureRow(report.items[index], reference, shots)
 
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
@@ -302,14 +359,14 @@ def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
 
 
 def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Label and text; what is the same in all runs is said once."""
+    """Label and text; what is the same in all runs is said once, and of the runs of one checkpoint too."""
     rows = []
     for label in dict.fromkeys(label for run in runs for label in run.provenance):
-        texts = {run.name: run.provenance[label] for run in runs if label in run.provenance}
-        if len(set(texts.values())) == 1 and len(texts) == len(runs):
+        texts = {(run.checkpoint, run.provenance[label]): None for run in runs if label in run.provenance}
+        if len({text for _, text in texts}) == 1 and all(label in run.provenance for run in runs):
             rows.append((label, runs[0].provenance[label]))
         else:
-            rows += [(f"{label}, {name}", text) for name, text in texts.items()]
+            rows += [(f"{label}, {name}", text) for name, text in texts]
     return rows
 
 
@@ -322,9 +379,21 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
         yield path.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+# place on the page -> its heading, in the navigation too
+SECTIONS = {
+    "quality": "Quality",
+    "cost": "Quality and cost",
+    "pictures": "Pictures",
+    "steps": "Along the denoising steps",
+    "layers": "Where it breaks",
+    "speed": "Speed",
+    "words": "Glossary",
+    "provenance": "Provenance",
+}
+
 # group of a wall -> what the page calls it
 PICTURE_GROUPS = {
-    "all": "All images, worst first",
+    "all": "Worst first",
     "worst": "Worst by PSNR",
     "median": "Median by PSNR",
     "random": "Drawn by seed from all",

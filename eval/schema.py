@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fluxq.base.files import read_json
 from fluxq.eval.statistics import Interval
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
 
 
@@ -104,9 +104,13 @@ class Image(Strict):
 
 
 class Verdict(Strict):
-    """Whether a run is good enough, by equivalence. text: one sentence. more_images: about how many would decide."""
+    """Whether a run is good enough; see verdict.py. text: a sentence or two. more_images: about how many would decide.
 
-    outcome: Literal["identical", "equivalent", "worse", "inconclusive", "broken"]
+    outcome: "equivalent" is to 16 bit, "comparable" to the best that is published of as many bits; "alike" and "unlike"
+    are looks at few images and no judgements.
+    """
+
+    outcome: Literal["identical", "equivalent", "comparable", "alike", "unlike", "worse", "inconclusive", "broken"]
     text: str
     more_images: int | None = None
 
@@ -167,12 +171,33 @@ class Wall(Strict):
 
 
 class Size(Strict):
-    """Weights on disk of the quantized components. bits_per_weight: of the quantized Linears, all that is stored."""
+    """Weights on disk of the quantized components.
+
+    bits_per_weight: all that is stored for all their Linears, as `fluxq quantize` prints it. bits_per_quantized_weight:
+    of the quantized ones alone.
+    """
 
     components: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     bits_per_weight: float
+    bits_per_quantized_weight: float
+
+
+class Served(Strict):
+    """A quantized pipeline in memory, as it computes: what quality and times were taken of; see served.py.
+
+    arithmetic: a key of BACKENDS ("native" as stored), or in words what was done to its layers. layers: what they
+    compute as -> how many. digest: SHA-256 of layer -> what it computes as. bits_per_weight: as of `Size`, in memory.
+    resident_bytes: of the quantized components, pipeline_bytes: of all; parameters and buffers.
+    """
+
+    arithmetic: str
+    layers: dict[str, int]
+    digest: str
+    bits_per_weight: float
+    resident_bytes: int
+    pipeline_bytes: int
 
 
 class Times(Strict):
@@ -246,7 +271,8 @@ class Card(Strict):
 class Speed(Strict):
     """What `fluxq bench` measured. measured_on says in words on what, and that a CPU is no GPU where it is none.
 
-    first_image_seconds: from the start of loading to the first image.
+    first_image_seconds: from the start of loading to the first image. served: what the quantized side computed with;
+    None if it could not be loaded.
     """
 
     device: str
@@ -258,6 +284,7 @@ class Speed(Strict):
     cards: tuple[Card, ...]
     conditions: dict[str, str]
     warnings: tuple[str, ...] = ()
+    served: Served | None = None
 
 
 class LayerDamage(Strict):
@@ -284,13 +311,18 @@ class LayerDamage(Strict):
 
 
 class Patch(Strict):
-    """A recipe that keeps the worst layers in a better format. SQNR is of the final latents, in dB.
+    """A recipe that keeps some layers in a better format. SQNR is of the final latents, in dB.
 
-    format: what the layers are in then. bits: stored per weight, over all quantized layers. recipe: YAML.
+    format: what the layers are in then. growth: bits that it might add, as a share. damage: sum of its layers' own, as
+    a share of the whole error. left_out: why the worst layer is not among them, "" if it is. bits: per weight, as of
+    `Size`. recipe: YAML.
     """
 
     layers: tuple[str, ...]
     format: str
+    growth: float
+    damage: float
+    left_out: str
     bits_before: float
     bits_after: float
     predicted_sqnr_db: float | None
@@ -320,9 +352,14 @@ class Debug(Strict):
 
 
 class Run(Strict):
-    """One quantized side. recipe_digest: SHA-256 of the recipe. backend: which arithmetic computed its layers."""
+    """One quantized side.
+
+    checkpoint: name of its folder. recipe_digest: SHA-256 of the recipe. backend: which arithmetic was asked for, a key
+    of BACKENDS; served: which computed its layers, and what it takes of memory. speed: of that same arithmetic.
+    """
 
     name: str
+    checkpoint: str
     recipe: str
     recipe_digest: str
     backend: str
@@ -335,9 +372,20 @@ class Run(Strict):
     images: tuple[Image, ...]
     drift: Drift | None
     wall: Wall | None
+    served: Served | None = None
     speed: Speed | None = None
     debug: Debug | None = None
     provenance: dict[str, str] = {}
+
+
+class Timed(Strict):
+    """A checkpoint in an arithmetic that was timed and not evaluated. name: as a run of it would be called."""
+
+    name: str
+    checkpoint: str
+    recipe: str
+    size: Size
+    speed: Speed
 
 
 class Comparison(Strict):
@@ -371,10 +419,11 @@ class Item(Strict):
 
 class Report(Strict):
     """All of it. reference: what decides the 16-bit images' bits, and their digest, label -> text; runs compare only
-    within one. time: seconds by what they were spent on; `created` and `time` are all that two equal runs differ in.
+    within one. timed: speeds of an arithmetic that no run has. time: seconds by what they were spent on; `created` and
+    `time` are all that two equal runs differ in.
     """
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     created: str
     model: str
     license: str
@@ -386,6 +435,7 @@ class Report(Strict):
     runs: tuple[Run, ...]
     comparisons: tuple[Comparison, ...]
     warnings: tuple[str, ...]
+    timed: tuple[Timed, ...] = ()
     provenance: dict[str, str]
     versions: dict[str, str]
     command: str
@@ -397,7 +447,10 @@ def read_report(path: Path) -> Report:
     value = read_json(path, longest=1 << 28)  # a line for every image of every run
     found = value.get("schema_version")
     if found != SCHEMA_VERSION:
-        raise ValueError(f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: evaluate again")
+        raise ValueError(
+            f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its checkpoint "
+            "again, which makes no image twice"
+        )
     try:
         return Report.model_validate(value)
     except ValidationError as error:

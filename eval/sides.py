@@ -129,9 +129,11 @@ def _cache_steps(pipe: Any, threshold: float) -> None:
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
 
 
+NATIVE = "native"
+
 # name -> what 8-bit formats layers are re-encoded to, each to what adds the least error; none: computed as stored.
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "native": (),
+    NATIVE: (),
     "int8": ("int8",),  # what fluxq.prepare makes of a checkpoint for Ampere
     "8bit": ("int8", "fp8"),  # for Ada and Hopper
 }

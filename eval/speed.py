@@ -31,7 +31,8 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.machine import POWER_LIMIT, Machine, machine_of
-from fluxq.eval.schema import Card, Estimate, Speed, SpeedRow, Speedup, Times
+from fluxq.eval.schema import Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
+from fluxq.eval.served import model_bytes, served
 from fluxq.eval.statistics import paired_interval
 from fluxq.quantize.attention import attention_of
 from fluxq.quantize.checkpoint import convolutions_of, shapes_of
@@ -95,6 +96,7 @@ def measure_speed(
         cards=tuple(card for each in bench.opened for card in _cards(each, rows)),
         conditions=_conditions(before, machine.conditions()),
         warnings=tuple(_warnings(rows, bench)),
+        served=next((each.served for each in bench.opened if each.served is not None), None),
     )
 
 
@@ -119,6 +121,7 @@ class Opened:
     load_seconds: float = 0.0
     first_seconds: float = 0.0
     resident_bytes: int = 0
+    served: Served | None = None
     size: tuple[int, int] = (0, 0)
 
 
@@ -276,7 +279,7 @@ class _Bench:
             opened.pipe, opened.missing, self.present = pipe, None, opened
             opened.load_seconds = self.machine.seconds(start, loaded)
             opened.first_seconds = self.machine.seconds(start, end)
-            opened.resident_bytes = model_bytes(pipe)
+            opened.resident_bytes, opened.served = model_bytes(pipe.components), served(pipe, self.device)
             opened.size = _size_of(output)
         self.machine.release()
         return opened.missing is None
@@ -471,13 +474,6 @@ def _captured(model: nn.Module) -> nn.Module:
     replaying = copy.copy(model)
     capture(replaying)
     return replaying
-
-
-def model_bytes(pipe: Any) -> int:
-    """Of the parameters and buffers of all components, shared ones once."""
-    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    tensors = {id(tensor): tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def device_row(name: str) -> Device | None:

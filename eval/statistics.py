@@ -41,8 +41,17 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Case:
+    """A question for `decide`: does the mean of per-image values lie within [low, high]?"""
+
+    values: Sequence[float]
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass(frozen=True)
 class Decision:
-    """Whether one recipe's mean lies within the margin. interval: the one it was decided by, of confidence `level`.
+    """Whether a case's mean lies within its margin. interval: the one it was decided by, of confidence `level`.
 
     more_images: about how many would decide; None where it is decided, or where no number can be given.
     """
@@ -144,36 +153,36 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def decide(
-    recipes: Sequence[Sequence[float]],
+    cases: Sequence[Case],
     prompts: Sequence[Hashable],
-    low: float = -math.inf,
-    high: float = math.inf,
     *,
     alpha: float = 0.05,
     resamples: int = _RESAMPLES,
     seed: int = 0,
 ) -> list[Decision]:
-    """Which recipes' means lie within [low, high], with at most `alpha` of a wrong decision anywhere among them.
+    """Which means lie within their margins, with at most `alpha` of a wrong decision anywhere among all cases.
 
-    recipes: per-image values of each, on the same prompts. Each of the k recipes has two hypotheses that can be
-    rejected, that it is outside and that it is within, and a one-sided test of half the interval's error does it.
-    Holm's procedure over these 2k: intervals of level 1 - 2 alpha / 2k first; once r recipes are decided, the rest is
-    looked at again with 1 - 2 alpha / (2k - r), until no further one is. A single recipe gets its 95 % interval.
+    Each of the k cases has two hypotheses that can be rejected, that its mean is outside and that it is within, and a
+    one-sided test of half the interval's error does it. Holm's procedure over these 2k: intervals of level
+    1 - 2 alpha / 2k first; once r cases are decided, the rest is looked at again with 1 - 2 alpha / (2k - r), until no
+    further one is. A single case gets its 95 % interval. An interval holds for every threshold at once, so what else
+    is asked of the same mean costs nothing more.
     """
     decisions: dict[int, Decision] = {}
     while True:
         decided = sum(decision.outcome != "inconclusive" for decision in decisions.values())
-        level = 1 - 2 * alpha / (2 * len(recipes) - decided) if recipes else 1 - alpha
+        level = 1 - 2 * alpha / (2 * len(cases) - decided) if cases else 1 - alpha
         before = decided
-        for index, values in enumerate(recipes):
+        for index, case in enumerate(cases):
             if index not in decisions or decisions[index].outcome == "inconclusive":
-                interval = clustered_interval(values, prompts, resamples, seed, level)
-                outcome = equivalence(interval, low, high)
-                more = more_images(values, prompts, low, high, level) if outcome == "inconclusive" else None
+                interval = clustered_interval(case.values, prompts, resamples, seed, level)
+                outcome = equivalence(interval, case.low, case.high)
+                is_open = outcome == "inconclusive"
+                more = more_images(case.values, prompts, case.low, case.high, level) if is_open else None
                 decisions[index] = Decision(outcome, interval, level, more)
-                decided += outcome != "inconclusive"
-        if decided in (before, len(recipes)):
-            return [decisions[index] for index in range(len(recipes))]
+                decided += not is_open
+        if decided in (before, len(cases)):
+            return [decisions[index] for index in range(len(cases))]
 
 
 def equivalence(interval: Interval, low: float = -math.inf, high: float = math.inf) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,38 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
+def bits_per_weight(parts: Sequence[Mapping[str, Any]]) -> float:
+    """Return the bits per weight of recorded components: all that is stored for all Linears over their weights."""
+    weights = [sum(map(_weights, part["layers"])) for part in parts]
+    stored = sum(part["bits_per_weight"] * count for part, count in zip(parts, weights, strict=True))
+    return stored / sum(weights)
+
+
+def bits_per_quantized_weight(parts: Sequence[Mapping[str, Any]]) -> float:
+    """Return the same of the quantized Linears alone: what their formats and transforms take. 16 if there are none."""
+    done = [layer for part in parts for layer in part["layers"] if layer["scheme"] != "16bit"]
+    stored = sum(layer["bits_per_weight"] * _weights(layer) for layer in done)
+    return stored / sum(map(_weights, done)) if done else 16.0
+
+
+def fitted_db(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Return the mean SQNR in dB of what layers give out, rounded to nearest and as fitted; None if none was fitted.
+
+    groups: recorded input groups. The tokens are held out: nothing was fitted to them.
+    """
+    pairs = [(group["sqnr_before_db"], group["sqnr_db"]) for group in groups]
+    known = [(before, after) for before, after in pairs if before is not None and after is not None]
+    if not known:
+        return None
+    before, after = (sum(values) / len(known) for values in zip(*known, strict=True))
+    return before, after
+
+
+def _weights(layer: Mapping[str, Any]) -> int:
+    n, k = layer["shape"]
+    return n * k
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -42,6 +75,7 @@ class Component(_Part):
     component: str
     bytes_before: int
     bytes_after: int
+    bits_per_weight: float
     layers: list[Layer]
 
 

@@ -29,6 +29,7 @@ from fluxq.quantize.checkpoint import (
     library_of,
     quantized_on_meta,
     read_plan_file,
+    shapes_of,
 )
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
@@ -47,13 +48,14 @@ class Result:
     """A row of CHECKS on one checkpoint.
 
     status: "ok", "failed", "not recorded" (nothing to hold the files against) or "not made" (a file cannot be read,
-    which an earlier check has reported).
+    which an earlier check has reported). measured: what a check that is ok found out on its way, "" if nothing.
     """
 
     check: str
     about: str
     status: str
     findings: tuple[Finding, ...] = ()
+    measured: str = ""
 
     def describe(self) -> dict[str, Any]:
         """The result as JSON."""
@@ -65,7 +67,7 @@ def verify(path: Path) -> list[Result]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; give one that `fluxq quantize` wrote")
     checkpoint, results, unreadable = _Checkpoint(path), [], set()
-    for name, (about, check) in CHECKS.items():
+    for name, (about, check, measure) in CHECKS.items():
         findings: list[Finding] = []
         status = ""
         try:
@@ -79,7 +81,9 @@ def verify(path: Path) -> list[Result]:
             else:
                 unreadable.add(str(error))
                 findings.append(Finding(path.name, str(error)))
-        results.append(Result(name, about, "failed" if findings else status or "ok", tuple(findings)))
+        status = "failed" if findings else status or "ok"
+        measured = measure(checkpoint) if measure and status == "ok" else ""
+        results.append(Result(name, about, status, tuple(findings), measured))
     return results
 
 
@@ -103,6 +107,7 @@ class _Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._on_meta: dict[str, nn.Module] = {}
 
     @cached_property
     def folder(self) -> ModelFolder:
@@ -147,10 +152,25 @@ class _Checkpoint:
         """Tensor name -> the file that holds it; ValueError for a name in two files."""
         return by_tensor(map(TensorFile, self.folder.weight_files(component)))
 
+    def on_meta(self, component: str) -> nn.Module:
+        """The model that a loader will build, without its weights."""
+        if component not in self._on_meta:
+            self._on_meta[component] = quantized_on_meta(self.folder, component)
+        return self._on_meta[component]
+
+    def bits_per_weight(self, component: str) -> float:
+        """All that the schemes of its layers store, over the weights of all its Linears."""
+        schemes, stored, weights = self.quantized[component].schemes, 0, 0
+        for linear in shapes_of(self.on_meta(component)):
+            scheme, count = schemes.get(linear.name), linear.n * linear.k
+            stored += scheme.stored_bits(linear.n, linear.k) if scheme else 16 * count
+            weights += count
+        return stored / weights
+
     def expected(self, component: str) -> dict[str, _Expected]:
         """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""
         library = library_of(self.folder, component)
-        model = quantized_on_meta(self.folder, component)
+        model = self.on_meta(component)
         found = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             parent, _, parameter = name.rpartition(".")
@@ -272,6 +292,7 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
     except (KeyError, TypeError) as error:
         path = checkpoint.path / PLAN_FILE
         raise ValueError(f"{path}: does not list components with layers ({error!r}); copy it again") from None
+    bits = {c: part.get("bits_per_weight") for c, part in parts.items()}
     in_16_bit = {component for component, layers in planned.items() if set(layers.values()) == {"16bit"}}
     for component in sorted((planned.keys() - in_16_bit) ^ checkpoint.quantized.keys()):
         says, other = (PLAN_FILE, "config.json") if component in planned else ("config.json", PLAN_FILE)
@@ -287,6 +308,16 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
         if size != sizes[component]:
             what = f"its tensors take {size} bytes, {PLAN_FILE} says {sizes[component]}; copy the weights again"
             yield Finding(component or "the model", what)
+        held = checkpoint.bits_per_weight(component)
+        if not isinstance(bits[component], float | int) or not abs(bits[component] - held) <= _ROUNDED:
+            what = f"its Linears take {held:.4f} bits per weight, {PLAN_FILE} says {bits[component]}; copy it again"
+            yield Finding(component or "the model", what)
+
+
+def _bits(checkpoint: _Checkpoint) -> str:
+    """Bits per weight of every quantized component."""
+    found = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
+    return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in found.items())
 
 
 def _rule(scheme: Scheme, parameter: str) -> str | None:
@@ -297,6 +328,7 @@ def _rule(scheme: Scheme, parameter: str) -> str | None:
     return "e8m0" if parameter == "weight_scale" and scheme.weights.scale == "e8m0" else "positive"
 
 
+_ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -306,11 +338,16 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }
 
-CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]]]] = {
-    "safe": ("no pickles, no links out of the folder, no remote code", _safe),
-    "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes),
-    "files": ("every model has its config.json and whole weight files", _files),
-    "config": ("formats and features that this fluxq knows, and just those that the layers need", _config),
-    "tensors": ("just those that config.json implies, in its dtypes and shapes; scales positive, no NaN", _tensors),
-    "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan),
+# name -> what it proves, what finds where that does not hold, and what else it can tell
+CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]], Callable[[_Checkpoint], str] | None]] = {
+    "safe": ("no pickles, no links out of the folder, no remote code", _safe, None),
+    "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes, None),
+    "files": ("every model has its config.json and whole weight files", _files, None),
+    "config": ("formats and features that this fluxq knows, and just those that the layers need", _config, None),
+    "tensors": (
+        "just those that config.json implies, in its dtypes and shapes; scales positive, no NaN",
+        _tensors,
+        None,
+    ),
+    "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan, _bits),
 }

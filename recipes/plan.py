@@ -81,6 +81,12 @@ class Method:
         """Whether what may be tried is fitted to, or judged by, inputs; two scales of weights are chosen without."""
         return bool(self.transforms or self.rank or self.gptq or self.search or self.activations_46)
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """What of it takes room in a checkpoint, beside the codes, where it is kept."""
+        vectors = tuple(name for name in self.transforms if name != "hadamard")
+        return (*vectors, *("low rank",) * bool(self.rank))
+
     def __str__(self) -> str:
         words = [f"hadamard {self.hadamard}" if name == "hadamard" else name for name in self.transforms]
         words += [f"rank {self.rank}"] * bool(self.rank) + ["deflate"] * self.deflate
@@ -190,8 +196,15 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean over the weights of all Linears, 16-bit ones included."""
+        """All that is stored for all Linears, 16-bit ones included, over their weights: this is what `bits per weight`
+        means everywhere.
+        """
         return sum(layer.stored_bits for layer in self.layers) / sum(layer.n * layer.k for layer in self.layers)
+
+    @property
+    def most_bits_per_weight(self) -> float:
+        """The same, if every layer ends with all that may be tried; fitting is what decides."""
+        return sum(layer.most_stored_bits for layer in self.layers) / sum(layer.n * layer.k for layer in self.layers)
 
     def schemes(self) -> list[tuple[str, Scheme]]:
         """(layer name, scheme) of what leaves 16 bit, in the model's order."""

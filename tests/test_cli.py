@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,10 @@ def test_plan_on_a_gpu_prints_memory_and_modelled_time(fluxq):
     result = fluxq("plan", "--recipe", "nvfp4", "--gpu", "H200", "--height", "1024", "--width", "1024", "--batch", "2")
     assert result.code == 0 and result.err == "" and result.left == [] and LAYER not in result.out
     lines = result.out.splitlines()
-    assert "transformer: 38 of 46 Linears quantized, 6.18 bits per weight" in lines
+    assert (
+        "transformer: 38 of 46 Linears quantized, 6.18 bits per weight before fitting, at most 6.29 with what it keeps "
+        "of center, smooth"
+    ) in lines
     # The VAE of `tiny` halves once, and its prompts have 8 tokens.
     assert lines[3].startswith("transformer on one H200 SXM, one step, modelled, not measured: 65536 image and 8 text")
     assert lines[3].endswith(", 2 sequences")
@@ -227,7 +231,7 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
     assert lines[0] == f"{chosen}, device cpu (torch finds no GPU)"
     assert re.fullmatch(r"takes under a minute and 0\.[78] GB of memory, estimated", lines[1])
     assert lines[-2:] == ["checkpoint: tiny-nvfp4", "next: fluxq eval tiny-nvfp4"]
-    for shown in ("layers quantized", "bits per weight", "size", "mean layer SQNR", "paired PSNR"):
+    for shown in ("layers quantized", "bits per weight", "size", "layers' SQNR", "paired PSNR"):
         assert shown in done.out
     record = json.loads((tmp_path / "tiny-nvfp4" / "fluxq_plan.json").read_text())
     assert record["check"]["passed"] and len(record["check"]["psnr_db"]) == 4
@@ -303,6 +307,22 @@ def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
     assert (check["gates"], check["gates_for_eval"]) == (["psnr<=-1"], ["fid<=1"])
     again = fluxq(*arguments)
     assert again.code == 1 and "gate missed" in again.err and again.left == []
+
+
+def test_white_images_fail_the_closing_check_whatever_the_gates(fluxq, tmp_path, monkeypatch):
+    from fluxq import jobs
+
+    def white(pipe, items, call, *, description):
+        made = jobs_generate(pipe, items, call, description=description)
+        is_quantized = description == "Quantized images"
+        return replace(made, images=torch.full_like(made.images, 255)) if is_quantized else made
+
+    jobs_generate = jobs.generate
+    monkeypatch.setattr(jobs, "generate", white)
+    (tmp_path / "ungated.yaml").write_text("extends: fp8\ngates: []\n")
+    result = fluxq("quantize", "--recipe", "ungated.yaml", *FEW_STEPS)
+    assert result.code == 1 and "tiny-ungated: 4 of 4 images are of one colour (paired PSNR" in result.err
+    assert "FAILED: 4 images of one colour" in (tmp_path / "tiny-ungated" / "README.md").read_text()
 
 
 def test_a_model_folder_and_recipe_model(fluxq, tiny_folder, tmp_path):

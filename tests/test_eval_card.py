@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import example_report
@@ -10,6 +11,7 @@ from fluxq.eval.card import eval_results, model_card, with_evaluation
 from fluxq.eval.schema import Verdict
 from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.verify import verify
+from fluxq.show import _facts
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,23 @@ def card(plain_checkpoint):
 def test_card_is_made_from_the_plan_file_alone(plain_checkpoint, card):
     assert card == model_card(read_plan_file(plain_checkpoint("int8")))
     assert ModelCard(card).data.library_name == "diffusers"
+
+
+def test_fitting_is_shown_by_what_outputs_gained(checkpoint, plain_checkpoint):
+    """Fitted weights lie farther from the originals than rounded ones: that figure alone would say the opposite."""
+    fitted, plain = (read_plan_file(make("nvfp4")) for make in (checkpoint, plain_checkpoint))
+    weights = [
+        sum(layer["weight_sqnr_db"] or 0 for layer in record["components"][0]["layers"]) for record in (fitted, plain)
+    ]
+    assert weights[0] < weights[1]
+    text = model_card(fitted)
+    line = next(line for line in text.splitlines() if "| ff_up |" in line)
+    before, after = map(float, re.search(r"([0-9.]+) → ([0-9.]+) dB", line).groups())
+    assert after > before + 1 and "Fitting moves weights away from the originals so that outputs come nearer" in text
+    assert "→" not in model_card(plain) and "Fitting moves" not in model_card(plain)
+    shown = [_facts(record["components"][0])["layers' SQNR"] for record in (fitted, plain)]
+    before, after = map(float, re.search(r"([0-9.]+) -> ([0-9.]+) dB by fitting", shown[0]).groups())
+    assert after > before + 1 and shown[1].endswith("dB (weights)")
 
 
 def test_h2_model_index_round_trips(card, report):
@@ -49,7 +68,9 @@ def test_h2_model_index_round_trips(card, report):
 
 def test_card_says_the_verdict_and_the_metrics_and_keeps_the_rest(card, report):
     text = with_evaluation(card, report)
-    assert "**schnell-nvfp4:** ? Inconclusive: PSNR" in text and "**schnell-nvfp4 as int8:** ✓ Equivalent to" in text
+    assert (
+        "**schnell-nvfp4:** ? Undecided: PSNR" in text and "**schnell-nvfp4 as int8:** ✓ As good as published" in text
+    )
     assert f"{report.runs[0].metrics['psnr'].value.mean:.2f}" in text and "not measured: needs alexnet" in text
     body = ModelCard(card).text
     before, after = body.split("\n## How it was made\n")

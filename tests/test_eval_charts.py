@@ -82,6 +82,20 @@ def test_cost_charts_hold_every_run_with_its_interval_and_cost(three, no_svg):
     assert "lpips" not in bits.choices and next(iter(bits.choices)) == "psnr"
 
 
+def test_a_file_that_is_re_encoded_in_memory_dominates_nothing_for_its_size_on_disk(three, no_svg):
+    stored = three.runs[0]
+    as_int8 = three.runs[1].model_copy(
+        update={"name": "as int8", "size": stored.size, "served": example_report.served(8.25, "int8")}
+    )
+    drawing = cost_charts(three.model_copy(update={"runs": (stored, as_int8)}))[0]
+    points = [row for row in rows(drawing, "front") if row["metric"] == "psnr" and row["run"] != "16 bit"]
+    assert [(row["cost"], row["front"]) for row in points] == [(4.5, "yes"), (8.25, "yes")]
+    assert points[1]["value"] > points[0]["value"]  # closer to 16 bit, and not at no more cost
+    blind = [run.model_copy(update={"served": None}) for run in (stored, as_int8)]
+    drawing = cost_charts(three.model_copy(update={"runs": tuple(blind)}))[0]
+    assert "no" in [row["front"] for row in rows(drawing, "front") if row["metric"] == "psnr"]
+
+
 def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
     twin = three.runs[0].model_copy(update={"name": "twin"})
     report = three.model_copy(update={"runs": (*three.runs, twin)})
@@ -92,7 +106,7 @@ def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
 
 def test_time_is_of_the_fastest_mode_per_image(three, no_svg):
     run = three.runs[0]
-    fastest = first_speed(run, reference=False)
+    fastest = first_speed(run.speed, reference=False)
     assert fastest.mode == "compiled"
     batched = run.speed.model_copy(
         update={"rows": tuple(row.model_copy(update={"batch": 4}) for row in run.speed.rows)}
@@ -101,7 +115,7 @@ def test_time_is_of_the_fastest_mode_per_image(three, no_svg):
     report = three.model_copy(update={"runs": (faster, *three.runs[1:])})
     points = [row for row in rows(cost_charts(report)[1], "front") if row["metric"] == "psnr"]
     assert points[0]["cost"] == pytest.approx(fastest.stages["end to end"].p50 / 4)
-    stages = rows(stage_chart(0, faster), "seconds")
+    stages = rows(stage_chart(0, faster.speed), "seconds")
     assert sum(row["seconds"] for row in stages if row["side"] == f"{run.name}, compiled") == pytest.approx(
         points[0]["cost"]
     )

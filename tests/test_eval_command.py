@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from fluxq.cli import cli
+from fluxq.eval.advice import advice
 from fluxq.eval.schema import read_report
+from fluxq.quantize.ops import int_mm_is_exact
 
 FEW = ("--count", 6, "--num-inference-steps", 2, "--metrics", "psnr,latent_sqnr", "--backends", "native")
 
@@ -97,16 +99,67 @@ def test_gates_set_the_exit_code(quantized: Path) -> None:
     assert fluxq("eval", quantized, *FEW, "--gate", "psnr>=20", "--gate", "velocity_error<=0.5").exit_code == 0
 
 
-def test_bench_and_debug_are_joined_to_the_report(evaluated, tmp_path: Path) -> None:
+def test_a_look_says_what_was_seen_and_judges_nothing(evaluated) -> None:
+    """16 images are too few for every verdict; the first line says what to do, and figures come with intervals."""
+    out, done = evaluated
+    report = read_report(out / "eval" / "report.json")
+    assert {run.verdict.outcome for run in report.runs} == {"alike"}
+    lines = done.stdout.splitlines()
+    first = next(line for line in lines if "looks like 16 bit" in line)
+    assert first.startswith("tiny-nvfp4 looks like 16 bit on 16 images, with ") and first == advice(report)
+    assert first.endswith("Before you rely on it: fluxq eval tiny-nvfp4 --count 64.")
+    psnr = report.runs[0].metrics["psnr"].value
+    assert (
+        f"  PSNR {psnr.mean:.2f} dB ({psnr.low:.2f} to {psnr.high:.2f}); LPIPS not measured; CLIP score " in done.stdout
+    )
+    assert "Not measured: LPIPS, " in report.runs[0].verdict.text and "more images" not in done.stdout
+    assert any("these have 16 x 16" in text for text in report.warnings)
+
+
+def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(evaluated, tmp_path: Path) -> None:
     out, _ = evaluated
     bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1, "--optimize")
     assert bench.exit_code == 0, bench.output
     assert "CPU" in bench.output and "tiny-nvfp4, optimized" in bench.output
+    way = "re-encoded to int8" if int_mm_is_exact("cpu") else "as stored"
+    assert f"quantized layers were computed {way}: " in bench.output
     debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
     assert debug.exit_code == 0, debug.output
     assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0
-    run = read_report(out / "eval" / "report.json").runs[0]
-    assert run.speed is not None and run.debug is not None and run.debug.patch is not None
+    report = read_report(out / "eval" / "report.json")
+    native, as_int8 = report.runs
+    timed, other = (as_int8, native) if int_mm_is_exact("cpu") else (native, as_int8)
+    assert timed.speed is not None and other.speed is None and report.timed == ()
+    assert timed.speed.served == timed.served != other.served
+    assert native.debug is not None and native.debug.patch is not None and as_int8.debug is None
+
+    alone = Path(shutil.copytree(out, out.parent / "tiny-alone"))  # evaluated only as it is not served
+    backends = "native" if timed is as_int8 else "int8"
+    done = fluxq("eval", alone, *FEW[:6], "--backends", backends)
+    assert done.exit_code == 0, done.output
+    report = read_report(alone / "eval" / "report.json")
+    (run,), (speed,) = report.runs, report.timed
+    assert run.speed is None and speed.speed == timed.speed and speed.checkpoint == "tiny-alone"
+    command = f"fluxq eval tiny-alone --backends native{',int8' if timed is as_int8 else ''}"
+    assert f"{speed.name}: timed, its quality was not measured: {command}" in done.output
+    page = (alone / "eval" / "report.html").read_text(encoding="utf-8")
+    assert f"quality not measured: {command}" in page
+
+
+def test_what_an_older_version_found_is_named_and_left_out(quantized: Path, caplog) -> None:
+    assert fluxq("eval", quantized, *FEW).exit_code == 0
+    path, debug = quantized / "eval" / "report.json", quantized / "eval" / "debug.json"
+    known = read_report(path).runs[0].provenance["checkpoint (SHA-256)"]
+    debug.write_text(json.dumps({"checkpoint": known, "found": {}}), encoding="utf-8")  # as schema 2 wrote it
+    assert fluxq("eval", quantized, *FEW).exit_code == 0
+    assert "debug.json was written by another version of fluxq and is left out: run `fluxq debug` again" in caplog.text
+    value = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**value, "schema_version": 2}), encoding="utf-8")
+    done = fluxq("bench", quantized, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1)
+    assert done.exit_code == 0, done.output
+    assert "schema_version is 2, this fluxq reads 3: run `fluxq eval` on its checkpoint again" in caplog.text
+    assert json.loads((quantized / "eval" / "speed.json").read_text(encoding="utf-8"))["checkpoint"] == known
+    assert json.loads(path.read_text(encoding="utf-8"))["schema_version"] == 2  # left as it was
 
 
 def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantized: Path) -> None:

@@ -17,6 +17,7 @@ from fluxq.eval.sides import Side, quantized_layers
 from fluxq.quantize import ops
 from fluxq.quantize.checkpoint import list_linears, read_plan_file
 from fluxq.quantize.encode import decode
+from fluxq.quantize.record import bits_per_weight
 from fluxq.recipes.families import family_of
 from fluxq.recipes.formats import FORMATS
 from fluxq.recipes.plan import component_recipe, make_plan
@@ -101,11 +102,13 @@ def test_first_divergence_is_the_first_quantized_layer(sound):
 
 def test_patch_gains_within_its_growth(sound, folder):
     patch = sound.patch
+    parts = read_plan_file(folder)["components"]
+    assert patch.bits_before == pytest.approx(bits_per_weight(parts), abs=1e-3)  # as every other command counts them
     assert patch.bits_before < patch.bits_after <= patch.bits_before * 1.1
     assert patch.measured_sqnr_db > patch.before_sqnr_db + 0.5
     assert patch.predicted_sqnr_db == pytest.approx(patch.measured_sqnr_db, abs=2)
     assert patch.before_sqnr_db == pytest.approx(sound.sqnr_db)
-    weights = sum(layer.weights for layer in sound.layers)
+    weights = sum(layer["shape"][0] * layer["shape"][1] for part in parts for layer in part["layers"])
     named = [layer for layer in sound.layers if layer.name in patch.layers]
     grown = sum((8 - 4.5) * layer.weights for layer in named)  # and a scale per row, and what nvfp4 has per tensor
     assert patch.bits_after - patch.bits_before == pytest.approx(grown / weights, rel=0.1)

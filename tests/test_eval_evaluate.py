@@ -9,7 +9,7 @@ import torch
 from fluxq import tiny
 from fluxq.eval.evaluate import Candidate, judge_gates, measure_floor, measure_runs
 from fluxq.eval.fidelity import psnr
-from fluxq.eval.generate import generate, items_for
+from fluxq.eval.generate import Generated, generate, items_for
 from fluxq.eval.metrics import METRICS
 from fluxq.eval.networks import Networks
 from fluxq.eval.schema import Size
@@ -18,7 +18,9 @@ from fluxq.eval.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 ITEMS = items_for(tiny.PROMPTS, 5, seed=3)
-SIZE = Size(components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5)
+SIZE = Size(
+    components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5, bits_per_quantized_weight=4.5
+)
 NEED_WEIGHTS = {"lpips", "image_reward", "hpsv2"}
 
 
@@ -44,7 +46,9 @@ def networks():
 
 
 def measure(reference, *sets, networks=None, gates=(), floor=None, keys=tuple(METRICS)):
-    candidates = [Candidate(Side(f"side {k}", "", "d"), "noise", "digest", SIZE, gates) for k in range(len(sets))]
+    candidates = [
+        Candidate(Side(f"side {k}", "", "d"), "made", "noise", "digest", SIZE, gates=gates) for k in range(len(sets))
+    ]
     return measure_runs(
         candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {}, drifts={}
     )
@@ -64,7 +68,7 @@ def test_every_metric_is_a_row_with_its_interval(sides, networks):
         assert row.change.mean == pytest.approx(row.value.mean - row.baseline.mean)
     assert run.images[2].changes["clip_score"] is not None and "psnr" not in run.images[2].changes
     assert run.status == "measured" and run.wall.groups
-    assert run.metrics["psnr"].margin.low == 30
+    assert run.metrics["psnr"].margin.low == 17.5 and run.checkpoint == "made"
 
 
 def test_a_missing_network_is_said_not_replaced(sides):
@@ -131,3 +135,24 @@ def test_gates(gate, value, passed):
 
 def test_a_gate_on_what_was_not_measured_does_not_pass():
     assert [gate.passed for gate in judge_gates(["lpips<=0.5"], {})] == [False]
+
+
+def test_runs_of_one_evaluation_show_the_same_images(sides):
+    """Chosen by the worst that any of them makes of each, so that a row of pictures is whole."""
+    many = tuple((f"prompt {index}", index) for index in range(20))
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(60, 190, (20, 3, 8, 8), dtype=torch.uint8, generator=draw)
+
+    def noisy(strong: int):
+        noise = torch.randint(-2, 3, images.shape, generator=draw)
+        noise[strong] *= 25
+        made = (images.int() + noise).clamp(0, 255).to(torch.uint8)
+        return Generated(many, made, torch.ones(20, 4), torch.ones(20, dtype=torch.bool), 1.0, "cpu")
+
+    reference = Generated(many, images, torch.ones(20, 4), torch.ones(20, dtype=torch.bool), 1.0, "cpu")
+    first, second = measure(reference, noisy(4), noisy(11), keys=("psnr",))
+    shown = [
+        {name: [picture.index for picture in pictures] for name, pictures in run.wall.groups.items()}
+        for run in (first, second)
+    ]
+    assert shown[0] == shown[1] and {4, 11} <= set(shown[0]["worst"])

@@ -10,6 +10,7 @@ from fluxq.eval.fidelity import (
     compare,
     cosine,
     fidelity,
+    flat_images,
     psnr,
     sqnr,
 )
@@ -183,3 +184,15 @@ def test_within_item_intervals_refuse_one_recipe_and_infinite_values():
     for conditions in ([[1.0, 2.0]], [[1.0, math.inf], [1.0, 2.0]]):
         with pytest.raises(ValueError, match="at least two recipes whose values are all finite"):
             within_item_intervals(conditions)
+
+
+def test_images_of_one_colour_are_counted_where_16_bit_has_a_picture():
+    picture = torch.randint(0, 256, (3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    nearly_white = torch.full((3, 4, 4), 255, dtype=torch.uint8)
+    nearly_white[:, 0] = 253  # last bits
+    blue = torch.tensor([0, 0, 255], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 4)
+    before = generated(torch.stack([picture, picture, picture, blue]))
+    after = generated(torch.stack([nearly_white, blue, picture, blue]))
+    assert flat_images(before, after) == 2  # the last one is blue in 16 bit too
+    gradient = torch.arange(16, dtype=torch.uint8).view(1, 4, 4).expand(3, 4, 4)
+    assert flat_images(generated(picture[None]), generated(gradient[None])) == 0

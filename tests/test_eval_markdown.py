@@ -15,7 +15,7 @@ def test_markdown_says_what_the_report_holds(three):
     text = markdown(three)
     psnr = three.runs[0].metrics["psnr"].value
     assert f"{psnr.mean:.2f} ({psnr.low:.2f} to {psnr.high:.2f})" in text
-    assert "**schnell-nvfp4:** ? Inconclusive: PSNR" in text and "**schnell-int8:** ✓ Equivalent to" in text
+    assert "**schnell-nvfp4:** ? Undecided: PSNR" in text and "**schnell-int8:** ✓ As good as published 8-bit" in text
     assert "47.10 (46.00 to 48.20)" in text and "not measured: needs alexnet-owt-7be5be79.pth" in text
     assert "gate `psnr>=20`: passed" in text and "gate `lpips<=0.1`: **FAILED** (not measured)" in text
     assert "| 16 bit | compiled | 1 × 1024 × 1024 | denoiser step | 170 ms / 180 ms | 2 % | 33.70 GB |" in text
@@ -38,8 +38,8 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(three):
 
 def test_parts_that_were_not_measured_say_so():
     text = markdown(example_report.example(1, speed=None, debug=None, drift=None, wall=None))
-    assert "speed not measured for schnell-nvfp4: run `fluxq bench OUT`" in text
-    assert "debug not measured for schnell-nvfp4: run `fluxq debug OUT`" in text
+    assert "- speed of schnell-nvfp4: run `fluxq bench schnell-nvfp4`" in text
+    assert "- layers of schnell-nvfp4: run `fluxq debug schnell-nvfp4`" in text
     assert "Not measured" not in markdown(example_report.example(1))
 
 

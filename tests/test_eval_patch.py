@@ -10,7 +10,18 @@ from torch import nn
 
 from fluxq import tiny
 from fluxq.eval.damage import Damages
-from fluxq.eval.patch import Candidate, better_scheme, candidates, choose, improved, make_patch, patched_recipe
+from fluxq.eval.patch import (
+    Candidate,
+    _left_out,
+    _reason,
+    better_scheme,
+    candidates,
+    choose,
+    improved,
+    make_patch,
+    patched_recipe,
+)
+from fluxq.eval.served import stored_bits
 from fluxq.eval.sides import Side, quantized_layers
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.tensor import QuantizedTensor
@@ -28,16 +39,45 @@ def layer_of(weights: str, activations: str | None, k: int = 128) -> QuantLinear
     return QuantLinear.from_quantized(QuantizedTensor.quantize(torch.randn(64, k), scheme.weights), None, scheme)
 
 
-def test_most_damage_for_a_bit_comes_first():
+def test_the_set_that_does_most_damage_is_chosen_and_what_brings_most_for_a_bit_comes_first():
     groups = [Candidate({name: FP8}, damage, bits) for name, damage, bits in (("a", 4, 8), ("b", 3, 2), ("c", 1, 1))]
 
     def names(bits: float) -> list[str]:
         return [name for group in choose(groups, bits) for name in group.schemes]
 
     assert names(11) == ["b", "c", "a"]
-    assert names(9) == ["b", "c"]
+    assert names(9) == ["c", "a"]  # by damage for a bit one would begin with b, and a would not fit any more
+    assert names(3) == ["b", "c"]
     assert names(1) == ["c"]
     assert names(0.5) == []
+
+
+def test_room_that_is_left_is_not_filled_with_what_does_no_harm():
+    groups = [Candidate({"bad": FP8}, 0.5, 10), Candidate({"harmless": FP8}, 0.002, 10)]
+    assert [list(group.schemes) for group in choose(groups, 20)] == [["bad"]]
+
+
+def test_a_worst_layer_that_is_left_out_is_named_with_the_reason(quantized):
+    """Each of the 4 layers of a single block's input adds its bits, and one layer alone makes nearly as much error."""
+    layers = quantized_layers(quantized)
+    cheap = "transformer.transformer_blocks.0.attn.to_out.0"
+    shares = {name: 0.0 for name in layers} | {QKV[0]: 0.3, cheap: 0.2}
+    found = Damages(1.0, 0.0, 0.01, only={(name,): 0.01 * share for name, share in shares.items()})
+    groups = candidates(quantized, layers, found, "fp8")
+    stored = stored_bits(quantized)[0]
+    sizes = {name: group.extra_bits for group in groups for name in group.schemes}
+    chosen = choose(groups, sizes[cheap])
+    said = _left_out(groups, chosen, layers, found, stored)
+    assert said.startswith(
+        f"{QKV[0]}, the worst single layer (30.0% of the error), is not among them: with the 3 that "
+    )
+    assert "it makes 30.0%" in said and "those taken make 20.0%" in said
+    enough = float(said.partition("--growth ")[2].split()[0])
+    taken = {name for group in choose(groups, enough * stored) for name in group.schemes}
+    assert taken == {*QKV, cheap} and _left_out(groups, choose(groups, enough * stored), layers, found, stored) == ""
+    reasons = {name: _reason(name, group, found) for group in groups for name in group.schemes}
+    assert reasons[QKV[1]] == "quantized alone it made 0.0% of the error; with the 3 that share its input it made 30.0%"
+    assert reasons[cheap] == "quantized alone it made 20.0% of the error"
 
 
 @pytest.mark.parametrize(
@@ -102,8 +142,9 @@ def test_recipe_keeps_its_own_overrides(quantized, tmp_path):
         "components: {transformer: {overrides: [{role: mixed_out, weights: {format: fp8}, reason: mine}]}}\n"
     )
     schemes = {QKV[1]: FP8, QKV[2]: None}
-    text = patched_recipe("mine", load_recipe(str(file))[1], quantized, schemes, {QKV[1]: 0.25, QKV[2]: 0.5})
-    assert text.startswith("# mine, with the layers that did most damage in a better format.\nversion: 1\n")
+    reasons = {QKV[1]: "it was bad", QKV[2]: "it was worse"}
+    text = patched_recipe("mine", load_recipe(str(file))[1], quantized, schemes, reasons, "with two layers kept")
+    assert text.startswith("# mine, with two layers kept.\nversion: 1\n")
     overrides = _read(text, tmp_path).components["transformer"].overrides
     assert [override.role or override.match for override in overrides] == [
         "mixed_out",
@@ -111,12 +152,12 @@ def test_recipe_keeps_its_own_overrides(quantized, tmp_path):
         "single_transformer_blocks.0.attn.to_k",
     ]
     assert overrides[1].activations.format == "fp8" and overrides[2].weights is None
-    assert overrides[1].reason == "quantized alone it made 25.0% of the error"
+    assert [override.reason for override in overrides] == ["mine", "it was bad", "it was worse"]
 
 
 def test_a_shipped_recipe_is_extended(quantized, tmp_path):
     recipe = load_recipe("nvfp4")[1]
-    text = patched_recipe("nvfp4", recipe, quantized, {QKV[1]: FP8}, {QKV[1]: 0.25})
+    text = patched_recipe("nvfp4", recipe, quantized, {QKV[1]: FP8}, {QKV[1]: "it was bad"}, "patched")
     assert "extends: nvfp4" in text and "calibration" not in text
     read = _read(text, tmp_path)
     assert read.components["transformer"].transforms == recipe.components["transformer"].transforms
@@ -129,7 +170,7 @@ def test_a_component_without_an_entry_gets_its_own(tmp_path):
     two = SimpleNamespace(transformer=pipe.transformer, transformer_2=pipe.transformer)
     recipe = load_recipe("nvfp4")[1]
     layer = QKV[1].replace("transformer", "transformer_2", 1)
-    read = _read(patched_recipe("nvfp4", recipe, two, {layer: FP8}, {layer: 0.25}), tmp_path)
+    read = _read(patched_recipe("nvfp4", recipe, two, {layer: FP8}, {layer: "it was bad"}, "patched"), tmp_path)
     assert not read.components["transformer"].overrides
     assert read.components["transformer_2"].weights == recipe.components["transformer"].weights
     assert len(read.components["transformer_2"].overrides) == 1

@@ -13,9 +13,13 @@ import torch
 from PIL import Image
 
 from fluxq.eval import charts, report
+from fluxq.eval.advice import advice
+from fluxq.eval.markdown import markdown
 from fluxq.eval.pictures import choose, wall
 from fluxq.eval.report import compare_runs, merge, render, write_report
-from fluxq.eval.schema import Estimate, Margin, Verdict, read_report
+from fluxq.eval.schema import Estimate, Margin, Timed, Verdict, read_report
+from fluxq.eval.summary import summary
+from fluxq.eval.words import GLOSSARY
 
 VOID = {"meta", "img", "br", "input"}
 
@@ -93,7 +97,11 @@ def test_h1_tables_charts_and_pictures_stand_in_the_html_itself(pages, runs):
     drawn = [attrs for attrs in page.named("div") if "data-chart" in attrs]
     assert len(page.named("svg")) == len(drawn) == (7 if runs == 1 else 3 + 1 + 2 + 3 * 2 + 3) - (runs == 1)
     assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in drawn)
-    assert len(page.named("img")) == runs * 9 * 3 and all(attrs["alt"] for attrs in page.named("img"))
+    alts = [attrs["alt"] for attrs in page.named("img")]
+    rows, shown = sum(alt.startswith("16 bit: ") for alt in alts), alts.count("amplified difference")
+    assert all(alts) and len(alts) == rows + 2 * shown  # a run's picture comes with its difference
+    assert shown >= runs * 9 and rows == pages[runs].count('class="shot"') <= runs * 9
+    assert (rows, shown) == (9, 9) if runs == 1 else rows < shown  # one row for a prompt, not one for each run
     assert len(page.named("table")) >= 5
     keys = [attrs["data-chart"] for attrs in drawn]
     assert sorted(json.loads(_script(pages[runs], "specs"))) == sorted(keys)
@@ -104,13 +112,15 @@ def test_page_says_what_the_report_holds(one, pages):
     psnr = one.runs[0].metrics["psnr"].value
     assert f"{psnr.mean:.2f}" in text and f"{psnr.low:.2f} to {psnr.high:.2f}" in text
     assert "47.10" in text and "46.00 to 48.20" in text  # the noise floor
-    assert "not measured: needs alexnet-owt-7be5be79.pth in --weights DIR" in text
-    assert "6.71 GB instead of 23.80 GB, 3.55 times less" in text and "4.50 bits per weight" in text
+    assert "To measure more: LPIPS to the 16-bit images: needs alexnet-owt-7be5be79.pth in --weights DIR" in text
+    assert "6.71 GB on disk instead of 23.80 GB, 3.55 times less" in text and "4.50 bits per weight" in text
     assert "2.08 (2.05 to 2.11) times as fast end to end, compiled" in text
     assert "no speed-up is given: the spread of 16 bit is 8 % of its median, above 5 %" in text
     assert "not measured: out of memory" in text and "✕ does not fit" in text and "✓ fits" in text
-    assert "FID_16 is biased upwards by its small N" in text and "26.8 dB measured" in text
-    assert "? Inconclusive" in text and "✓ Passed" in text and "✕ Failed" in text and "lpips<=0.1 not measured" in text
+    assert "FID_16 is biased upwards by its small N" in text
+    assert (
+        "? Undecided: PSNR" in text and "✓ Passed" in text and "✕ Failed" in text and "lpips<=0.1 not measured" in text
+    )
     for expected in (one.command, one.license, one.warnings[0], one.noise_floor, "abab", "torch 2.15.0"):
         assert expected in text
 
@@ -125,14 +135,83 @@ def test_several_runs_are_told_apart_and_compared(three, pages):
 
 def test_parts_that_were_not_measured_say_so(without_charts):
     text = Page(render(example_report.example(2, speed=None, debug=None, drift=None, wall=None))).text
-    assert "schnell-nvfp4, schnell-int8: not measured: run fluxq bench OUT" in text
-    assert "schnell-nvfp4, schnell-int8: not measured: run fluxq debug OUT" in text
-    assert "No pictures were kept" in text and "Not measured: run fluxq eval OUT" in text
+    text = text.replace(" ,", ",").replace(" .", ".")
+    assert "Not measured: run fluxq bench schnell-nvfp4, run fluxq bench schnell-int8." in text
+    assert "Not measured: run fluxq debug schnell-nvfp4, run fluxq debug schnell-int8." in text
+    assert "No pictures were kept" in text and "Along the denoising steps Not measured." in text and "OUT" not in text
 
 
 def test_a_report_of_one_run_without_parts_has_a_page():
     html = render(example_report.example(1, speed=None, debug=None, drift=None, wall=None))
     assert "One run: fluxq report RUN…" in Page(html).text and Page(html).text.count("<svg") == 0
+
+
+def test_the_page_begins_with_what_to_use_and_a_row_for_each_way(pages, three):
+    page = Page(pages[3])
+    assert advice(three) in page.text
+    for text in (advice(three), "Run Verdict", "Parts of this report"):
+        assert text in page.text or text in pages[3]
+    assert pages[3].index('class="advice"') < pages[3].index('id="runs"') < pages[3].index('class="headline"')
+    rows = re.findall(r'<tr>\s*<th scope="row">([^<]+)<', pages[3].split("</table>")[0])
+    assert rows == ["16 bit", *(run.name for run in three.runs)]
+
+
+def test_navigation_names_every_heading(pages):
+    for html in pages.values():
+        links = re.findall(r'<a href="#([a-z]+)">([^<]+)</a>', html.split("<nav")[1].split("</nav>")[0])
+        headings = re.findall(r'<h2 id="([a-z]+)">([^<]+)</h2>', html)
+        assert links == headings and len(headings) == 8
+
+
+def test_every_explained_word_is_explained_where_it_stands_and_in_the_glossary(pages):
+    terms = {attrs["title"]: attrs["href"] for attrs in Page(pages[3]).named("a") if attrs.get("class") == "term"}
+    ids = {f"#{attrs['id']}" for attrs in Page(pages[3]).named("dt") if "id" in attrs}
+    assert len(ids) == len(GLOSSARY) and set(terms.values()) <= ids and len(terms) > 10
+    assert all(text in GLOSSARY.values() for text in terms)
+    for text in GLOSSARY.values():
+        assert " ".join(text.split()) in Page(pages[3]).text
+
+
+def test_a_second_arithmetic_repeats_no_hash(without_charts):
+    made = example_report.example(2)
+    again = {"name": "schnell-nvfp4 as int8", "checkpoint": "schnell-nvfp4", "provenance": made.runs[0].provenance}
+    runs = (made.runs[0], made.runs[0].model_copy(update=again), made.runs[1])
+    report_of_three = made.model_copy(update={"runs": runs})
+    assert render(report_of_three).count("00" * 32) == 1
+    assert markdown(report_of_three).count("00" * 32) == 1
+
+
+def test_a_speed_without_a_run_of_its_arithmetic_has_a_row_of_its_own(without_charts):
+    made = example_report.example(1)
+    served = example_report.served(8.25, "int8")
+    speed = made.runs[0].speed.model_copy(update={"served": served})
+    timed = Timed(
+        name="schnell-nvfp4 as int8", checkpoint="schnell-nvfp4", recipe="nvfp4", size=made.runs[0].size, speed=speed
+    )
+    alone = made.model_copy(update={"runs": (made.runs[0].model_copy(update={"speed": None}),), "timed": (timed,)})
+    sixteen, stored, as_int8 = summary(alone)
+    assert (stored.seconds, stored.unmeasured, stored.outcome) == ((), "timed as schnell-nvfp4 as int8", "inconclusive")
+    assert as_int8.seconds and as_int8.psnr is None and sixteen.seconds
+    assert as_int8.verdict == "quality not measured: fluxq eval schnell-nvfp4 --backends native,int8"
+    assert (stored.resident, as_int8.resident) == (int(1.49e9 * 4.5), int(1.49e9 * 8.25))
+    assert stored.bits == as_int8.bits == stored.resident_bits == 4.5 and as_int8.resident_bits == 8.25
+    text = Page(render(alone)).text
+    assert as_int8.verdict in text and "24 quantized layers, computed re-encoded to int8" in text
+    assert "fluxq bench" not in text and as_int8.verdict in markdown(alone)
+
+
+def test_times_that_spread_say_so(without_charts):
+    made = example_report.example(1)
+    assert summary(made)[1].about_time == "compiled"
+    speed = made.runs[0].speed
+    rows = tuple(
+        row.model_copy(
+            update={"stages": {name: times.model_copy(update={"iqr": times.p50}) for name, times in row.stages.items()}}
+        )
+        for row in speed.rows
+    )
+    run = made.runs[0].model_copy(update={"speed": speed.model_copy(update={"rows": rows})})
+    assert "compiled, spread by 100%" in Page(render(made.model_copy(update={"runs": (run,)}))).text
 
 
 def test_broken_and_identical_runs_have_a_page(monkeypatch):
@@ -201,14 +280,15 @@ def test_page_stays_below_15_mb_however_many_runs(without_charts):
     picture = (
         few.runs[0].wall.groups["worst"][0].model_copy(update={"difference": "data:image/webp;base64," + "A" * 800_000})
     )
-    group = (picture,) * 3
+    group = tuple(picture.model_copy(update={"index": index}) for index in range(3))
     heavy = few.runs[0].wall.model_copy(update={"groups": {"worst": group, "median": group, "random": group}})
-    for count, shown in ((1, 9), (2, 6 * 2), (6, 0)):
+    for count, rows in ((1, 9), (2, 6), (6, 0)):
         runs = tuple(few.runs[0].model_copy(update={"name": f"run {i}", "wall": heavy}) for i in range(count))
         html = render(few.model_copy(update={"runs": runs, "comparisons": ()}))
-        assert len(html) < 15e6 and html.count('class="shot"') == shown
-        assert ("pictures of each group are shown" in Page(html).text) == (0 < shown < 9 * count)
-        assert ("leave no room for pictures" in Page(html).text) == (shown == 0)
+        assert len(html) < 15e6 and html.count('class="shot"') == rows
+        assert html.count('alt="amplified difference"') == rows * count
+        assert ("pictures of each group are shown" in Page(html).text) == (0 < rows < 9)
+        assert ("leave no room for pictures" in Page(html).text) == (rows == 0)
 
 
 def test_page_of_a_large_table_says_what_it_left_out(without_charts):
@@ -311,6 +391,12 @@ def test_margin_is_shown_beside_its_metric(without_charts):
     metric = run.metrics["psnr"].model_copy(update={"margin": Margin(on="value", low=30.0)})
     text = Page(render(example_report.example(1, metrics={"psnr": metric}))).text
     assert "higher is better; asked: at least 30 dB" in text
+    other = run.metrics["psnr"].model_copy(update={"margin": Margin(on="value", low=20.0)})
+    runs = [
+        run.model_copy(update={"metrics": {"psnr": each}, "name": str(i)}) for i, each in enumerate((metric, other))
+    ]
+    text = Page(render(example_report.example(1).model_copy(update={"runs": tuple(runs)}))).text
+    assert "asked: at least 30 dB or at least 20 dB" in text
 
 
 # pictures
@@ -328,6 +414,17 @@ def test_pictures_are_the_images_and_their_amplified_difference():
             assert np.array_equal(_pixels(picture.quantized), after.images[index].permute(1, 2, 0).numpy())
             difference = (before.images[index].int() - after.images[index].int()).abs().permute(1, 2, 0).numpy()
             assert np.array_equal(_pixels(picture.difference), (difference * made_wall.gain).clip(max=255))
+
+
+def test_differences_of_one_row_are_shown_at_one_gain(without_charts):
+    """A weak difference at a high gain would look like a strong one beside it."""
+    made = example_report.example(2)
+    gains = [run.wall.gain for run in made.runs]
+    assert len(set(gains)) == 2
+    html = render(made)
+    shown = re.findall(r'alt="amplified difference"[^>]*?(?:brightness\(([0-9.]+)\))?"?></span>', html)
+    assert {float(each) for each in shown if each} == {min(gains) / max(gains)} and "" in shown
+    assert set(re.findall(r"\|difference\| × (\d+)", html)) == {str(min(gains))}
 
 
 def test_gain_uses_the_scale_without_clipping_most_of_it():

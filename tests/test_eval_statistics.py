@@ -8,6 +8,8 @@ import pytest
 from scipy.stats import bootstrap
 
 from fluxq.eval.statistics import (
+    Case,
+    Decision,
     Interval,
     clustered_interval,
     decide,
@@ -236,7 +238,7 @@ def test_no_number_of_images_where_none_can_be_given(values, prompts):
 
 def test_one_recipe_is_decided_by_its_95_percent_interval():
     values = sample(0.0, 1.0, 100)
-    [decision] = decide([values], range(100), high=0.25)
+    [decision] = decide([Case(values, high=0.25)], range(100))
     assert decision.level == pytest.approx(0.95) and decision.interval == paired_interval(values)
     assert decision.outcome == "equivalent" and decision.more_images is None
 
@@ -245,15 +247,19 @@ def test_recipes_are_decided_step_by_step():
     close = sample(0.0, 1.0, 100)  # 95 % interval about +-0.196, 98.3 % about +-0.239, 98 % about 0.233
     clear, lost = sample(-5.0, 1.0, 100, seed=1), sample(5.0, 1.0, 100, seed=2)
     margin = 0.215
-    assert decide([close], range(100), high=margin)[0].outcome == "equivalent"
-    decisions = decide([clear, close, lost], range(100), high=margin)
+
+    def together(*recipes: list[float], high: float) -> list[Decision]:
+        return decide([Case(values, high=high) for values in recipes], range(100))
+
+    assert together(close, high=margin)[0].outcome == "equivalent"
+    decisions = together(clear, close, lost, high=margin)
     assert [decision.outcome for decision in decisions] == ["equivalent", "inconclusive", "worse"]
     # three recipes: 0.1 / 6 each; two decided: 0.1 / 4 for the last
     assert [decision.level for decision in decisions] == pytest.approx([1 - 0.1 / 6, 1 - 0.1 / 4, 1 - 0.1 / 6])
     assert decisions[1].more_images is not None and decisions[1].more_images > 0
-    wider = decide([clear, close, lost], range(100), high=0.235)[1]  # decided at the second step only
+    wider = together(clear, close, lost, high=0.235)[1]  # decided at the second step only
     assert (wider.outcome, wider.level) == ("equivalent", pytest.approx(1 - 0.1 / 4))
-    assert decide([close, close, close], range(100), high=0.235)[1].outcome == "inconclusive"
+    assert together(close, close, close, high=0.235)[1].outcome == "inconclusive"
 
 
 def test_wrong_decisions_anywhere_stay_below_alpha():
@@ -262,7 +268,7 @@ def test_wrong_decisions_anywhere_stay_below_alpha():
     for _ in range(80):
         shared = rng.normal(size=(1, 100))
         table = 0.5 * shared + rng.normal(size=(5, 100)) + 0.001  # just outside the margin, every one of them
-        decisions = decide(table.tolist(), range(100), high=0.0, resamples=999)
+        decisions = decide([Case(row, high=0.0) for row in table.tolist()], range(100), resamples=999)
         wrong += any(decision.outcome == "equivalent" for decision in decisions)
         naive += any(paired_interval(row, 999).high <= 0.0 for row in table.tolist())
     assert wrong / 80 <= 0.05 < naive / 80

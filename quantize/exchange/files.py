@@ -65,8 +65,10 @@ class FileLayer:
 
     @property
     def nbytes(self) -> int:
-        """Of everything but the bias."""
-        return sum(stored.nbytes for suffix, stored in self.stored.items() if suffix.rpartition(".")[2] != "bias")
+        """Of all that is stored for the weight, the bias too where centring makes it part of this (`stored_bits`)."""
+        names = {suffix: suffix.rpartition(".")[2] for suffix in self.stored}
+        left_out = () if "pre_quant_mean" in names.values() else ("bias",)
+        return sum(stored.nbytes for suffix, stored in self.stored.items() if names[suffix] not in left_out)
 
 
 class ModelFile:

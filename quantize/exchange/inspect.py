@@ -47,7 +47,7 @@ class Fault:
 @dataclass(frozen=True)
 class LayerReport:
     """A quantized layer. modules: of diffusers, several where the file joins them. format: the dialect's word. scheme:
-    ours, "" where none of ours holds the codes. bits_per_weight: all that is stored for it, but the bias.
+    ours, "" where none of ours holds the codes. bits_per_weight: all that is stored for it, as a plan counts it.
     """
 
     name: str

@@ -147,14 +147,12 @@ class Model:
     def size(self, recipe_name: str) -> Size:
         """What a recipe makes of it."""
         plan, count = self.plan(recipe_name), self.row.count
-        weights = sum(layer.n * layer.k for layer in plan.layers)
-        most = sum(layer.most_stored_bits for layer in plan.layers)
         saved = sum(16 * layer.n * layer.k - layer.most_stored_bits for layer in plan.quantized) / 8
         checkpoint = count * (self.weights.nbytes - saved)
         return Size(
             _recipe(recipe_name)[0],
             plan.bits_per_weight,
-            most / weights,
+            plan.most_bits_per_weight,
             checkpoint,
             checkpoint + self.activation_bytes,
             self._held(plan),

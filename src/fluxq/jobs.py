@@ -389,6 +389,7 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
         "psnr": paired_interval(agreement.psnr_db).mean,
         "latent_sqnr": paired_interval(agreement.latent_sqnr_db).mean,
     }
+    flat = fidelity.flat_images(reference, images)
     gates, for_eval = split_gates(prepared.recipe.gates, measured)
     missed = [gate for gate in gates if not gate_holds(gate, measured)]
     return {
@@ -396,13 +397,14 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
         "seeds": [seed for _, seed in reference.items],
         "steps": number_of_steps(pipe, prepared.call),
         "finite": finite,
+        "flat": flat,
         "psnr_db": [_rounded(value) for value in agreement.psnr_db],
         "mean_psnr_db": _rounded(measured["psnr"]),
         "mean_latent_sqnr_db": _rounded(measured["latent_sqnr"]),
         "gates": gates,
         "gates_for_eval": for_eval,
         "missed": missed,
-        "passed": finite and not missed,
+        "passed": finite and not flat and not missed,
     }
 
 

@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel
 
 from fluxq.base import devices
+from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
@@ -25,12 +26,26 @@ from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval import card
 from fluxq.eval.protocols import PROTOCOLS, items_of
-from fluxq.eval.schema import JSON_FILE, Debug, Item, Protocol, Report, Run, Size, Speed, read_report
-from fluxq.eval.sides import BACKENDS, Side, variants
+from fluxq.eval.schema import (
+    JSON_FILE,
+    SCHEMA_VERSION,
+    Debug,
+    Drift,
+    Item,
+    Protocol,
+    Report,
+    Run,
+    Served,
+    Size,
+    Speed,
+    Timed,
+    read_report,
+)
+from fluxq.eval.sides import BACKENDS, NATIVE, Side, variants
 from fluxq.integrations.optimize import optimize
 from fluxq.integrations.prepare import prepare
 from fluxq.quantize.lora import recorded_loras
-from fluxq.quantize.record import read_record
+from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
 from fluxq.requirements import require_call, require_images
@@ -42,6 +57,7 @@ if TYPE_CHECKING:
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
+_PUBLISHED_PIXELS = 512
 
 
 @dataclass(frozen=True)
@@ -214,9 +230,9 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
     generated = time.perf_counter()
     with cpu_threads(torch.device(options.device).type, 1):  # as the images were made: equal bits from every engine
         floor = measure_floor(reference, again, keys, networks)
-        drifts = _drifts(asked, list(shown), floor_side, batch, floor_batch)
+        drifts, served = _opened(asked, list(shown), floor_side, batch, floor_batch)
         runs = measure_runs(
-            _candidates(asked, list(shown)),
+            _candidates(asked, list(shown), served),
             reference,
             list(shown.values()),
             keys=keys,
@@ -243,10 +259,11 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
         ),
         protocol=asked.protocol,
         items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
-        runs=tuple(_with_records(run, asked) for run in runs),
+        runs=runs,
         comparisons=compare_runs(runs, asked.items),
         warnings=(
             *_warnings(asked),
+            *_small(reference),
             *(f"{one} makes the same images as {other} and is left out" for one, other in same.items()),
         ),
         provenance={"16-bit model": asked.reference.folder if options.model else asked.record["model"]["source"]},
@@ -259,6 +276,7 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
             "measuring_seconds": round(time.perf_counter() - generated, 1),
         },
     )
+    report = _with_records(report, asked)
     _write(asked.output, report)
     return report
 
@@ -274,8 +292,6 @@ def bench(asked: Subject, *, optimized: bool = False, **how: Any) -> Speed:
     sides = (asked.reference, *served)
     prompts = [prompt for prompt, _ in asked.items]
     speed = measure_speed(sides, prompts, asked.call, device=asked.options.device, **how)
-    layout = {"quantized layers": f"laid out for {asked.options.device} by fluxq.prepare"}
-    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
     _keep(asked, SPEED_FILE, speed)
     return speed
 
@@ -419,38 +435,49 @@ def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str
     return {name: other for name, other in made.items() if name != other}
 
 
-def _drifts(asked: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int) -> dict[str, Any]:
-    """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts."""
+def _opened(
+    asked: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
+) -> tuple[dict[str, Drift], dict[str, Served | None]]:
+    """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts; and what computes
+    it. Each side is opened once.
+    """
     from fluxq.eval.drift import drift, follow, with_floor
     from fluxq.eval.evaluate import DRIFT_IMAGES
+    from fluxq.eval.served import served
 
     items, device = asked.items[:DRIFT_IMAGES], asked.options.device
     followed = follow(asked.reference.open(device), items, asked.call, min(batch, len(items)))
     floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
-    return {side.name: with_floor(drift(followed, side.open(device)), floor) for side in sides}
+    drifts, found = {}, {}
+    for side in sides:
+        pipe = side.open(device)
+        drifts[side.name], found[side.name] = with_floor(drift(followed, pipe), floor), served(pipe, device)
+    return drifts, found
 
 
-def _candidates(asked: Subject, sides: Sequence[Side]) -> list[Candidate]:
+def _candidates(asked: Subject, sides: Sequence[Side], found: Mapping[str, Served | None]) -> list[Candidate]:
     from fluxq.eval.evaluate import Candidate
 
     record = asked.record
-    parts = record["components"]
-    done = [layer for part in parts for layer in part["layers"] if layer["scheme"] != "16bit"]
-    weights = [layer["shape"][0] * layer["shape"][1] for layer in done]
-    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(done, weights, strict=True))
-    size = Size(
-        components=tuple(part["component"] for part in parts),
-        bytes_before=sum(part["bytes_before"] for part in parts),
-        bytes_after=sum(part["bytes_after"] for part in parts),
-        bits_per_weight=bits / sum(weights) if weights else 16.0,  # imported, and all dequantized
-    )
     provenance = {
         **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
         "checkpoint (SHA-256)": asked.quantized.digest,
         **_origin(record),
     }
     recipe = record["recipe"]["name"], record["identity"]["recipe"]
-    return [Candidate(side, *recipe, size, _gates(asked), provenance) for side in sides]
+    known = asked.quantized.name, *recipe, _size(record)
+    return [Candidate(side, *known, found[side.name], _gates(asked), provenance) for side in sides]
+
+
+def _size(record: dict[str, Any]) -> Size:
+    parts = record["components"]
+    return Size(
+        components=tuple(part["component"] for part in parts),
+        bytes_before=sum(part["bytes_before"] for part in parts),
+        bytes_after=sum(part["bytes_after"] for part in parts),
+        bits_per_weight=bits_per_weight(parts),
+        bits_per_quantized_weight=bits_per_quantized_weight(parts),
+    )
 
 
 def _origin(record: dict[str, Any]) -> dict[str, str]:
@@ -474,10 +501,18 @@ def _warnings(asked: Subject) -> tuple[str, ...]:
     found = PROTOCOLS[protocol.name].departures(asked.folder, prompts, protocol.count, protocol.seeds, asked.call)
     if prompts.duplicates:
         found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
-    few = len({prompt for prompt, _ in asked.items})
-    if few < 30:
-        found.append(f"{few} prompts are a quick look: intervals over so few are narrower than they should be")
     return tuple(found)
+
+
+def _small(reference: ImageFolder) -> list[str]:
+    """A warning for images far smaller than those of the published figures that verdicts are held against."""
+    height, width = reference.images[0].shape[-2:]
+    if max(height, width) >= _PUBLISHED_PIXELS:
+        return []
+    return [
+        f"published models are judged by images of {_PUBLISHED_PIXELS} pixels and more; these have {width} x {height}, "
+        "on which the same error looks smaller: read the verdicts as a check that everything works"
+    ]
 
 
 def _command(asked: Subject) -> str:
@@ -497,25 +532,74 @@ def _command(asked: Subject) -> str:
 
 def _keep(asked: Subject, name: str, value: BaseModel) -> None:
     folder = asked.output / EVAL_FOLDER
-    write_json(folder / name, {"checkpoint": asked.quantized.digest, "found": value.model_dump(mode="json")})
+    known = {"schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
+    write_json(folder / name, {**known, "found": value.model_dump(mode="json")})
     path = folder / JSON_FILE
-    if path.is_file():
+    if not path.is_file():
+        return
+    try:
         before = read_report(path)
-        runs = tuple(_with_records(run, asked) for run in before.runs)
-        _write(asked.output, before.model_copy(update={"runs": runs}))
+    except ValueError as error:  # of another version, say: what was found just now must not be lost for that
+        logger.warning("%s; what was found is kept in %s, and that evaluation will show it", error, folder / name)
+        return
+    _write(asked.output, _with_records(before, asked))
 
 
-def _with_records(run: Run, asked: Subject) -> Run:
-    """The run as stored weights compute it, with what bench and debug found on the same checkpoint."""
-    if run.name != asked.quantized.name or run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest:
-        return run
-    kept: dict[str, Any] = {}
-    for key, name, kind in (("speed", SPEED_FILE, Speed), ("debug", DEBUG_FILE, Debug)):
-        path = asked.output / EVAL_FOLDER / name
-        record = read_json(path) if path.is_file() else {}
-        if record.get("checkpoint") == asked.quantized.digest:
-            kept[key] = kind.model_validate(record["found"])
-    return run.model_copy(update=kept)
+def _with_records(report: Report, asked: Subject) -> Report:
+    """The report with what bench and debug found on the same checkpoint.
+
+    A speed belongs to the run with the arithmetic that was timed, and to no other; without one it stands by itself.
+    What debug found is of the weights as they are stored.
+    """
+    if any(run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest for run in report.runs):
+        return report  # of weights that were in this folder before
+    speed: Speed | None = _found(asked, SPEED_FILE, Speed, "bench")
+    debugged: Debug | None = _found(asked, DEBUG_FILE, Debug, "debug")
+    runs = tuple(
+        run.model_copy(
+            update={
+                "speed": speed if _is_of(speed, run) else None,
+                "debug": debugged if run.backend == NATIVE and run.cache is None else None,
+            }
+        )
+        for run in report.runs
+    )
+    timed = () if speed is None or any(run.speed for run in runs) else (_timed(asked, speed),)
+    return report.model_copy(update={"runs": runs, "timed": timed})
+
+
+def _timed(asked: Subject, speed: Speed) -> Timed:
+    """A speed that no run of the report computes as."""
+    name, record = asked.quantized.name, asked.record
+    arithmetic = speed.served.arithmetic if speed.served else NATIVE
+    return Timed(
+        name=name if arithmetic == NATIVE else f"{name} as {arithmetic}",
+        checkpoint=name,
+        recipe=record["recipe"]["name"],
+        size=_size(record),
+        speed=speed,
+    )
+
+
+def _is_of(speed: Speed | None, run: Run) -> bool:
+    """Whether what was timed computes as a run does."""
+    if speed is None or speed.served is None or run.served is None:
+        return False
+    return run.cache is None and run.served.digest == speed.served.digest
+
+
+def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
+    """What `command` found on this checkpoint; None if it did not run since, or in another version of fluxq."""
+    path = asked.output / EVAL_FOLDER / name
+    record = read_json(path) if path.is_file() else {}
+    if record.get("checkpoint") != asked.quantized.digest:
+        return None
+    if record.get("schema_version") != SCHEMA_VERSION:
+        logger.warning(
+            "%s was written by another version of fluxq and is left out: run `fluxq %s` again", path, command
+        )
+        return None
+    return kind.model_validate(record["found"])
 
 
 def _write(output: Path, report: Report) -> None:

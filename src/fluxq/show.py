@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fluxq.catalogue import Model
-    from fluxq.eval.schema import Debug, Estimate, Report, Speed
+    from fluxq.eval.schema import Debug, Estimate, Report, Served, Speed
     from fluxq.forecast import Forecast
     from fluxq.memory import Demand
     from fluxq.prepared import Prepared
@@ -154,22 +154,32 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
 
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
     """What the closing check found, and what to do."""
-    what = "NaN or infinity in the images" if not check["finite"] else f"gate missed: {', '.join(check['missed'])}"
+    what = f"gate missed: {', '.join(check['missed'])}"
+    if not check["finite"]:
+        what = "NaN or infinity in the images"
+    elif check.get("flat"):
+        what = f"{check['flat']} of {check['images']} images are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
     return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
 
 
 def evaluated(page: Path, report: Report) -> None:
-    """Each run's verdict and what it buys, and where the report is."""
+    """What to use, each run's verdict, its main figures and what it buys, and where the report is."""
+    from fluxq.eval.advice import advice
     from fluxq.eval.markdown import facts
+    from fluxq.eval.summary import command_for, figures_of
 
+    click.echo(advice(report))
     for run in report.runs:
         click.echo(f"{run.name}: {run.verdict.text}")
+        click.echo(f"  {'; '.join(figures_of(run))}")
         click.echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
             value = "not measured" if gate.value is None else f"{gate.value:.4g}"
             click.echo(f"  gate {gate.gate}: {'passed' if gate.passed else 'MISSED'} ({value})")
+    for timed in report.timed:
+        click.echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:
         click.echo(f"note: {warning}")
     click.echo(f"report: {page}")
@@ -193,6 +203,8 @@ def timed(speed: Speed) -> None:
         size = f"{gain.batch} x {gain.height}x{gain.width}"
         said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
         click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
+    if speed.served is not None:
+        click.echo(_served(speed.served))
     for side in dict.fromkeys(card.side for card in speed.cards):
         cards = [card for card in speed.cards if card.side == side]
         fits = ", ".join(f"{card.gigabytes} GB {'yes' if card.fits else 'no'}" for card in cards)
@@ -201,24 +213,31 @@ def timed(speed: Speed) -> None:
         click.echo(f"note: {warning}")
 
 
+def _served(served: Served) -> str:
+    """Which arithmetic was timed, and what it takes of memory."""
+    from fluxq.eval.figures import computed
+
+    memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
+    said = f"quantized layers were computed {computed(served)}: {memory}each weight"
+    if served.arithmetic == "native":
+        return said
+    return f"{said}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
+
+
 def debugged(found: Debug, patch: Path | None) -> None:
-    """What was found, the worst layers and the patch."""
+    """What was found, the worst layers and where the patch is."""
+    from fluxq.eval.findings import about_shares
+
     for finding in found.findings:
         click.echo(finding)
     rows = [
         (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
         for layer in found.layers[:12]
     ]
-    print_table(("layer", "scheme", "damage alone", "gain if kept", "local SQNR, dB"), rows)
-    if found.patch is None:
-        return
-    fix = found.patch
-    click.echo(
-        f"patch: {len(fix.layers)} layers in {fix.format}, "
-        f"{fix.bits_before:.2f} -> {fix.bits_after:.2f} bits per weight; "
-        f"latents {_number(fix.before_sqnr_db)} -> {_number(fix.measured_sqnr_db)} dB, "
-        f"predicted {_number(fix.predicted_sqnr_db)}: {patch}"
-    )
+    print_table(("layer", "scheme", "damage alone", "gone if kept", "local SQNR, dB"), rows)
+    click.echo(about_shares(found.layers[:12]))
+    if patch is not None and found.patch is not None:
+        click.echo(f"patch: {patch}, for `fluxq quantize --recipe`")
 
 
 def _interval(value: Estimate) -> str:
@@ -230,10 +249,6 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
-
-
 def _decibels(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{min(known):.1f} to {max(known):.1f}" if known else "–"
@@ -242,7 +257,8 @@ def _decibels(values: Sequence[float | None]) -> str:
 def verified(results: Sequence[Result]) -> None:
     """Every check, and beneath it what it found."""
     for result in results:
-        click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}")
+        measured = f"; {result.measured}" if result.measured else ""
+        click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
         for finding in result.findings:
             click.echo(f"{'':<12}  {finding.where}: {finding.what}")
 
@@ -366,14 +382,26 @@ def _cost(component: str, cost: Cost) -> None:
 def _facts(part: dict[str, Any]) -> dict[str, str]:
     """What the closing table says of a component, or of all together."""
     done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
-    errors = [layer["weight_sqnr_db"] for layer in done if layer["weight_sqnr_db"] is not None]
     before, after = part["bytes_before"], part["bytes_after"]
     return {
         "layers quantized": f"{len(done)} of {len(part['layers'])} Linears",
         "bits per weight": f"{part['bits_per_weight']:.2f} (all Linears)",
         "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
-        "mean layer SQNR": f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact",
+        "layers' SQNR": _layers_sqnr(part),
     }
+
+
+def _layers_sqnr(part: dict[str, Any]) -> str:
+    """What fitting gained; where nothing is fitted, how near the weights are.
+
+    Not both: fitting moves weights away from the originals so that outputs come nearer.
+    """
+    from fluxq.quantize.record import fitted_db
+
+    if found := fitted_db(part["groups"]):
+        return f"{found[0]:.1f} -> {found[1]:.1f} dB by fitting (outputs, held out)"
+    errors = [layer["weight_sqnr_db"] for layer in part["layers"] if layer["weight_sqnr_db"] is not None]
+    return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
 
 def _decisions(parts: list[dict[str, Any]]) -> None:
@@ -402,12 +430,12 @@ def _mean(values: Iterable[float | None]) -> str:
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Several components as if they were one."""
-    layers = [layer for part in parts for layer in part["layers"]]
-    weights = [layer["shape"][0] * layer["shape"][1] for layer in layers]
-    bits = sum(layer["bits_per_weight"] * count for layer, count in zip(layers, weights, strict=True))
+    from fluxq.quantize.record import bits_per_weight
+
     return {
-        "layers": layers,
-        "bits_per_weight": bits / sum(weights),
+        "layers": [layer for part in parts for layer in part["layers"]],
+        "groups": [group for part in parts for group in part["groups"]],
+        "bits_per_weight": bits_per_weight(parts),
         "bytes_before": sum(part["bytes_before"] for part in parts),
         "bytes_after": sum(part["bytes_after"] for part in parts),
     }
@@ -450,8 +478,16 @@ def _psnr(check: dict[str, Any] | None) -> str:
 def _summary(component: Plan) -> None:
     attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
     steps = f", {component.steps} in 16 bit" if component.steps else ""
-    bits = f"{component.bits_per_weight:.2f} bits per weight"
-    click.echo(f"{component.component}: {_counts(component)}, {bits}{attention}{steps}")
+    click.echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
+
+
+def _bits(component: Plan) -> str:
+    """As formats alone take; fitting decides what comes on top, and no plan can know it."""
+    bits, most = f"{component.bits_per_weight:.2f}", f"{component.most_bits_per_weight:.2f}"
+    if bits == most:
+        return f"{bits} bits per weight"
+    tried = dict.fromkeys(name for layer in component.quantized for name in layer.method.stored)
+    return f"{bits} bits per weight before fitting, at most {most} with what it keeps of {', '.join(tried)}"
 
 
 def _counts(component: Plan) -> str:

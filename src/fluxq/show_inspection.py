@@ -45,9 +45,10 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
     for layer in report.layers:
         formats[layer.format] += 1
     held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none"
+    bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
     console.print(
         f"layers: {escape(held)}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
-        f"{report.bits_per_weight:.2f} bits per weight, {report.nbytes / 1e9:.3g} GB"
+        f"{bits}, {report.nbytes / 1e9:.3g} GB"
     )
     if report.metadata:
         console.print(f"header: {escape(', '.join(_short(key, value) for key, value in _first(report.metadata)))}")
