@@ -325,7 +325,7 @@ def _fit(
             _weight(source, layer).to(device),
             source[f"{layer.name}.bias"].to(device) if f"{layer.name}.bias" in source else None,
             layer.scheme,
-            layer.shares_global_scale,
+            bool(layer.scale_group),
         )
         for layer in members
         if layer.scheme is not None
@@ -398,6 +398,6 @@ def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor
             )
         scheme = members[0].scheme
         if scheme is not None and scheme.activations is not None:
-            scale = encode.global_scale_for(statistics.amax(group), scheme.activations)
+            scale = encode.input_scale_for(statistics.amax(group), scheme.activations)
             scales |= dict.fromkeys((layer.name for layer in members), scale)
     return scales

@@ -413,7 +413,7 @@ def test_extends_in_a_circle_is_refused(recipe):
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(FileNotFoundError, match=r"'nvfp5' is neither .* shipped: fp8, int4, .*nvfp4"):
+    with pytest.raises(FileNotFoundError, match=r"'nvfp5' is neither .* shipped: fp8, fp8-comfy, int4, .*nvfp4"):
         load_recipe("nvfp5")
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fluxq.base import units
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from fluxq.eval.schema import Debug, Estimate, Report, Speed
     from fluxq.memory import Demand
     from fluxq.prepared import Prepared
-    from fluxq.quantize.exchange.export import Exported
+    from fluxq.quantize.exchange.export import Changed, Exported
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cost import Cost
     from fluxq.recipes.plan import Plan
@@ -198,14 +200,16 @@ def verified(results: Sequence[Result]) -> None:
 def exported(done: Exported) -> None:
     """What an export wrote, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
-    click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
+    click.echo(f"wrote {done.target}: {units.size(done.nbytes)}, {done.dialect} of {of}")
+    click.echo(f"weights: {units.size(done.checkpoint_bytes)} in the checkpoint -> {units.size(done.weight_bytes)}")
+    if done.hint:
+        click.echo(f"hint: {done.hint}")
     held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
     click.echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
     for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
         if changed:
-            click.echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
-            rows = [(c.name, f"{c.was} -> {c.now}", _size(c.nbytes), f"{c.added_error:.2%}", c.why) for c in changed]
-            _table(("layer", "scheme", "size", "added error", "because"), rows)
+            click.echo(f"{what}, {units.size(sum(layer.nbytes for layer in changed))}:")
+            _changes(changed)
     if done.folded:
         readers = sum(map(len, done.folded.values()))
         click.echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
@@ -213,6 +217,18 @@ def exported(done: Exported) -> None:
         click.echo(f"{name}: the pipeline's other quantized component, written in 16 bit")
     for note, count in done.notes.items():
         click.echo(f"note ({count} layers): {note}")
+
+
+def _changes(changed: Sequence[Changed]) -> None:
+    """A line for all layers that the same happened to for the same reason; names are never cut."""
+    from fluxq.quantize.exchange.export import by_blocks
+
+    alike: dict[tuple[str, str, str], list[Changed]] = {}
+    for layer in changed:
+        alike.setdefault((layer.was, layer.now, layer.why), []).append(layer)
+    for (was, now, why), layers in alike.items():
+        added = max(layer.added_error for layer in layers)
+        click.echo(f"  {by_blocks([layer.name for layer in layers])}: {was} -> {now}, adds {added:.2%} at most: {why}")
 
 
 def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
@@ -319,7 +335,7 @@ def _facts(part: dict[str, Any]) -> dict[str, str]:
     return {
         "layers quantized": f"{len(done)} of {len(part['layers'])} Linears",
         "bits per weight": f"{part['bits_per_weight']:.2f} (all Linears)",
-        "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
+        "size": f"{units.size(before)} -> {units.size(after)} ({after / before:.0%})",
         "mean layer SQNR": f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact",
     }
 
@@ -401,11 +417,6 @@ def _counts(component: Plan) -> str:
 def _digits(value: float) -> str:
     """Three of them, which is more than a model can promise."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _size(nbytes: int) -> str:
-    unit, name = (1e9, "GB") if nbytes >= 1e9 else (1e6, "MB")
-    return f"{nbytes / unit:.2f} {name}"
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, right: bool = False) -> None:

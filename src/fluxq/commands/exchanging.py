@@ -47,6 +47,13 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
 @click.option("--component", help="By default the denoisers; for compressed-tensors the text encoder.")
 @click.option("--requantize", is_flag=True, help="Round layers again that the format cannot hold as they are.")
 @click.option(
+    "--side-layers",
+    type=click.Choice(["8bit", "16bit"]),
+    default="8bit",
+    show_default=True,
+    help="Modulation and the like: rounded again where the format lacks theirs, or all in 16 bit.",
+)
+@click.option(
     "--max-shard-size",
     "max_shard_bytes",
     callback=bytes_in,
@@ -58,7 +65,7 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
 def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
     """Write the checkpoint OUTPUT for another program, codes moved bit by bit; refuses what its format cannot hold.
 
-    Layers of no main format, modulation for one, are written in 16 bit where the format lacks theirs, and listed.
+    Layers beside the main ones, modulation for one, are rounded again where the format lacks theirs, and listed.
 
     \b
     Example:
