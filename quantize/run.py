@@ -358,7 +358,7 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
         profile, gate = whole.profile, whole.gate
         recipe = whole.components.get("transformer") or next(iter(whole.components.values()))
     activations = recipe.activations.row if recipe.activations else None
-    scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.two_level))
+    scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.has_tensor_scale))
     n, k = linear_size(linear)
     x = channels_last(linear, x)
     if x.shape[-1] != k:

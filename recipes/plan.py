@@ -94,9 +94,9 @@ class LayerPlan:
     """What becomes of one Linear.
 
     role: of the family row. group: which Linears share its input, "" if it is not known. joined: they also share
-    NVFP4's global weight scale. scheme: None keeps 16 bit. reason: for people. method: what may be tried. made_by: what
-    makes its input. split: where along K the second of two tensors side by side begins, 0 for a single one. block:
-    path of the block that it lies in, "" for none.
+    the scale of a whole matrix, where the format has one. scheme: None keeps 16 bit. reason: for people. method: what
+    may be tried. made_by: what makes its input. split: where along K the second of two tensors side by side begins, 0
+    for a single one. block: path of the block that it lies in, "" for none.
     """
 
     name: str

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fluxq.base import units
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -47,7 +49,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
     held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none"
     console.print(
         f"layers: {escape(held)}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
-        f"{report.bits_per_weight:.2f} bits per weight, {report.nbytes / 1e9:.3g} GB"
+        f"{report.bits_per_weight:.2f} bits per weight, {units.size(report.nbytes)}"
     )
     if report.metadata:
         console.print(f"header: {escape(', '.join(_short(key, value) for key, value in _first(report.metadata)))}")

@@ -1,4 +1,4 @@
-"""Sizes and times as people read them: three digits and the unit that needs no zeros before or behind them."""
+"""Sizes, times and work as people read them: three digits and the unit that needs no zeros around them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, as in "694 ns" or "1.2 ms"."""
+    """Seconds, as in "694 ns", "1.2 ms" or "3 min 5 s"."""
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {round(seconds % 60)} s"
     return _scaled(seconds, 1e-9, _TIMES)
+
+
+def work(flops: float) -> str:
+    """FLOPs, as in "59.5 TFLOP"."""
+    return _scaled(flops, 1, _WORK)
 
 
 def _scaled(value: float, unit: float, names: tuple[str, ...]) -> str:
@@ -30,3 +37,4 @@ def _scaled(value: float, unit: float, names: tuple[str, ...]) -> str:
 
 _SIZES = ("B", "kB", "MB", "GB", "TB")
 _TIMES = ("ns", "µs", "ms", "s")
+_WORK = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")

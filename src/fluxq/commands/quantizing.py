@@ -23,7 +23,7 @@ from fluxq.commands.session import session_of
 @model_options
 @recipe_options
 @statistics_option
-@click.option("--gpu", metavar="NAME", help="Print what a step costs on this GPU instead, modelled: h200, rtx5090, …")
+@click.option("--gpu", metavar="NAME", help="Print what it costs on this GPU instead, modelled: h200, 4060ti, …")
 @click.option("--prefer", type=click.Choice(["speed", "memory"]), help="With --gpu: 4-bit weights it cannot multiply.")
 @size_options
 @click.option("--frames", type=click.IntRange(min=1), help="With --gpu: frames of a video.")
@@ -42,10 +42,14 @@ def plan(gpu: str | None, prefer: str | None, frames: int | None, batch: int | N
         session.announce()
         prepared = session.prepare(writes=False)
         costs = session.jobs.model_costs(prepared, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
+        ways = (prefer or "speed", "memory") if gpu else ()
+        held = [session.jobs.held_by(prepared, gpu, costs, each) for each in ways]
         devices = () if gpu else ("cpu", "cuda")
         session.print(
-            show.plan_json(prepared, costs),
-            lambda: show.plan(prepared, costs, [session.jobs.demand(prepared, each, writes=True) for each in devices]),
+            show.plan_json(prepared, costs, held),
+            lambda: show.plan(
+                prepared, costs, [session.jobs.demand(prepared, each, writes=True) for each in devices], held
+            ),
         )
 
 
