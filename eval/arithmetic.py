@@ -46,7 +46,8 @@ def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
         "underflow": _share((codes == 0) & (magnitude > 0)),
     }
     if static is not None:
-        counts["range"] = float(magnitude.nan_to_num(0, 0, 0).amax() / (static * row.element.max * _LARGEST_SCALE))
+        most = static * row.element.max * (_LARGEST_SCALE if row.two_level else 1.0)
+        counts["range"] = float(magnitude.nan_to_num(0, 0, 0).amax() / most)
     return counts
 
 

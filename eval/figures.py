@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from fluxq.base import units
 from fluxq.eval.schema import Estimate, Served, Verdict
 
 NONE = "–"
@@ -51,10 +51,7 @@ def count(estimates: Sequence[Estimate | None]) -> str:
 
 def size(count: float | None) -> str:
     """Bytes in decimal units, as disks and cards are sold."""
-    if count is None:
-        return NONE
-    power = min(int(math.log10(max(count, 1)) / 3), 4)
-    return f"{count / 1000**power:.{2 if power else 0}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    return NONE if count is None else units.size(count)
 
 
 def bits(stored: float, resident: float) -> str:
@@ -71,13 +68,7 @@ def durations(seconds: Sequence[float]) -> str:
 
 def duration(seconds: float | None) -> str:
     """Three significant digits in the unit that suits."""
-    if seconds is None:
-        return NONE
-    if seconds >= 120:
-        return f"{int(seconds // 60)} min {round(seconds % 60)} s"
-    scale, unit = next((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * s >= 1 or u == "µs")
-    value = seconds * scale
-    return f"{value:.3g} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+    return NONE if seconds is None else units.duration(seconds)
 
 
 def share(value: float | None) -> str:

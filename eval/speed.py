@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from fluxq.recipes.recipe import load_recipe
 
 SPREAD = 0.05
 CARDS = (8, 12, 16, 24)  # GB
+_VARIANTS = frozenset("pcie nvl laptop mobile max ti super d xt xtx gre".split())  # after a name: another card
 _OUT_OF_MEMORY = "out of memory"
 _GRAPHS_STAY = "the sides change places on the device, and captured graphs keep their weights there"
 _ALLOCATORS_SAY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of PyTorch on a CPU, and of cuBLAS
@@ -479,10 +480,9 @@ def _captured(model: nn.Module) -> nn.Module:
 def device_row(name: str) -> Device | None:
     """The row of DEVICES of a GPU as its driver calls it ("NVIDIA GeForce RTX 4090"); None for variants without one."""
     words = name.lower().replace("-", " ").split()
-    if {"pcie", "nvl", "laptop", "mobile", "max", "ti", "super", "d"} & {*words}:
-        return None
-    pairs = {first + second for first, second in pairwise(words)}
-    return next((row for key, row in DEVICES.items() if key in pairs | {*words}), None)
+    runs = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
+    key = max((key for key, row in DEVICES.items() if key in runs and row.chip != "apple"), key=len, default="")
+    return None if any(not key.endswith(word) for word in _VARIANTS.intersection(words)) else DEVICES.get(key)
 
 
 def step_at_peak(

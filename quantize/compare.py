@@ -260,7 +260,7 @@ class Synthetic:
         part = recipe.components[COMPONENT]
         row = part.activations.row if part.activations else None
         is_fitted = recipe.profile != "rtn"
-        is_static = is_fitted and recipe.needs_data(part) and row is not None and row.two_level
+        is_static = is_fitted and recipe.needs_data(part) and row is not None and row.has_tensor_scale
         scheme, size = Scheme(part.weights.row, row, static_input=is_static), self.size
         scheme.weights.check_shape(size, size, "a synthetic layer")
         layers = [
@@ -385,7 +385,7 @@ def _measure(row: Row, layers: Sequence[LayerPlan], case: Case, gpu: Device, tok
     for members in _alike(layers):
         shapes = [(layer.n, layer.k) for layer in members]
         given = [
-            GroupLayer(layer.name, case.weights[layer.name], None, layer.scheme, layer.shares_global_scale)
+            GroupLayer(layer.name, case.weights[layer.name], None, layer.scheme, bool(layer.scale_group))
             for layer in members
             if layer.scheme is not None
         ]

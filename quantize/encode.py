@@ -32,6 +32,7 @@ _E4M3_SMALLEST = 2.0**-9
 _FP32_SMALLEST = 2.0**-126  # also bf16's smallest normal number
 _FP32_EXPONENT, _FP32_ONE, _FP32_HALF = 0x7F800000, 0x3F800000, 0x3F000000  # bits as int32: of the exponent, 1, 0.5
 _FP32_MAGNITUDE = 0x7FFFFFFF
+_ROOM = 1.5  # of the amax, at least: for tokens that calibration did not see
 _SHORT = 256  # elements of a block
 _E8M0_BIAS, _E8M0_NAN, _E4M3_NAN = 127, 255, 0x7F
 _E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
@@ -146,6 +147,19 @@ def global_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) 
     largest = 256.0 if four_over_six else 448.0
     scale = (amax.float() / (format.element.max * largest)).clamp(min=_FP32_SMALLEST)
     return torch.where(amax == 0, 1.0, scale)
+
+
+def input_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -> Tensor:
+    """The calibrated scale (fp32, ()) of all tokens of an input whose largest magnitude was `amax`.
+
+    nvfp4: its global scale. fp8_tensor: the smallest power of two under which 1.5 · amax is not clipped. E4M3 rounds
+    alike in 15 powers of two, so that this costs nothing; and programs that multiply x by 1 / scale in 16 bit, as
+    comfy-kitchen does, get the same codes.
+    """
+    if format.two_level:
+        return global_scale_for(amax, format, four_over_six)
+    exponent = ceil_exponent(_ROOM * amax.float(), format.element.max)
+    return torch.where(amax == 0, 1.0, torch.exp2(exponent.float()).clamp(min=_FP32_SMALLEST))
 
 
 def ceil_exponent(amax: Tensor, element_max: float) -> Tensor:

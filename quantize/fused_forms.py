@@ -439,9 +439,10 @@ def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None
 def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
     """What an op that quantizes returns; it leaves out what it was given."""
     row = layer.scheme.activations
+    given = layer.stored("input_scale") if layer.scheme.static_input else None
     if row is None or not row.two_level:
-        return Codes(codes, scale, None)
-    return Codes(codes, scale, layer.stored("input_scale") if layer.scheme.static_input else global_scale)
+        return Codes(codes, scale if given is None else given, None)
+    return Codes(codes, scale, global_scale if given is None else given)
 
 
 def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:

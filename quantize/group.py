@@ -22,6 +22,7 @@ from torch import Tensor
 from fluxq.calibrate.inputs import GroupInputs
 from fluxq.quantize import encode, lowrank
 from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.ops import quantize_activation
 from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_nearest, round_with_feedback
 from fluxq.quantize.tensor import QuantizedTensor, largest, quantize_blocks
 from fluxq.quantize.transforms import InputTransform, rotate
@@ -52,7 +53,7 @@ _LEAST_ROWS, _LEAST_ROWS_OF_GPU = 256, 1 << 14  # it has the memory, and would w
 class GroupLayer:
     """A Linear to quantize: weight (N, K) of any float dtype, bias (N,) or None, the planned scheme.
 
-    joined: it shares NVFP4's global weight scale with the other joined layers of its group.
+    joined: it shares the scale of a whole weight (`has_tensor_scale`) with the other joined layers of its group.
     """
 
     name: str
@@ -411,19 +412,19 @@ class _Fit:
         return any(stage.kept for stage in self.stages if stage.name == name)
 
     def _nearest(self, state: _State, parts: list[_Part], search: bool = False) -> list[QuantizedTensor]:
-        scales = self._global_scales(parts, search)
+        scales, amax = self._global_scales(parts, search), self._amax(parts)
         importance = None
         if search:
             importance = torch.cat([gram().diagonal().clone() for gram in self._grams(state)])
         done = self._empty(parts, scales)
-        for layer, part, scale, q in zip(self.layers, parts, scales, done, strict=True):
+        for layer, part, scale, most, q in zip(self.layers, parts, scales, amax, done, strict=True):
             row = layer.scheme.weights
             two_scales = self.method.weights_46 and not self.method.search and row.two_level
             for rows, v in part.chunks():
                 if search and row.group_size:
                     rounded = round_nearest(v, row, scale, importance, search=True)
                 else:
-                    whole = None if row.group_size else part.row_scale(v, row)
+                    whole = None if row.group_size else _row_scale(v, row, most)
                     rounded = quantize_blocks(v, row, scale, layer.name, whole, two_scales)
                 q.put(rounded, rows.start)
         return done
@@ -432,19 +433,19 @@ class _Fit:
         self, parts: list[_Part], grams: Iterable[Callable[[], Tensor]], damping: float
     ) -> list[QuantizedTensor]:
         """grams: functions that return one each, of a segment of x."""
-        scales = self._global_scales(parts, self.method.search)
+        scales, amax = self._global_scales(parts, self.method.search), self._amax(parts)
         done = self._empty(parts, scales)
         start = 0
         for gram in grams:
             feeds: dict[int, Feedback] = {}
-            for layer, part, scale, q in zip(self.layers, parts, scales, done, strict=True):
+            for layer, part, scale, most, q in zip(self.layers, parts, scales, amax, done, strict=True):
                 row = layer.scheme.weights
                 if row.group_size not in feeds:
                     feeds[row.group_size] = feedback(gram, row.group_size, damping)
                 feed = feeds[row.group_size]
                 columns = slice(start, start + len(feed.order))
                 for rows, v in part.chunks():
-                    whole = None if row.group_size else part.row_scale(v, row)
+                    whole = None if row.group_size else _row_scale(v, row, most)
                     v = v[:, columns]
                     rounded = round_with_feedback(v, row, scale, feed, search=self.method.search, row_scale=whole)
                     q.put(rounded, rows.start, start)
@@ -469,15 +470,18 @@ class _Fit:
     def _global_scales(self, parts: list[_Part], room: bool) -> list[Tensor | None]:
         """NVFP4's global scale of each weight, one for those that are joined. room: for scales above the plain one."""
         room = room or self.method.weights_46
-        amax = [part.amax for part in parts]
-        joined = [value for layer, value in zip(self.layers, amax, strict=True) if layer.joined]
-        shared = torch.stack(joined).amax() if joined else None
         return [
-            encode.global_scale_for(shared if layer.joined and shared is not None else own, layer.scheme.weights, room)
-            if layer.scheme.weights.two_level
-            else None
-            for layer, own in zip(self.layers, amax, strict=True)
+            encode.global_scale_for(amax, layer.scheme.weights, room) if layer.scheme.weights.two_level else None
+            for layer, amax in zip(self.layers, self._amax(parts), strict=True)
         ]
+
+    def _amax(self, parts: list[_Part]) -> list[Tensor]:
+        """max |V| that the scales of each weight follow from: its own, or of all in its format that are joined."""
+        together: dict[str, list[Tensor]] = {}
+        for layer, part in zip(self.layers, parts, strict=True):
+            together.setdefault(layer.scheme.weights.name if layer.joined else layer.name, []).append(part.amax)
+        most = {name: torch.stack(amax).amax() for name, amax in together.items()}
+        return [most[layer.scheme.weights.name if layer.joined else layer.name] for layer in self.layers]
 
     # --- what a state computes
 
@@ -564,24 +568,21 @@ class _Fit:
         """z (M, K) as the product sees it."""
         if self.activations is None:
             return z
-        scale = self._input_scale(state)
-        if scale is None and self.activations.two_level:
-            scale = encode.global_scale_for(z.abs().amax(-1, keepdim=True), self.activations, state.four_over_six)
-        return quantize_blocks(z, self.activations, scale, "input", four_over_six=state.four_over_six).dequantize()
+        return quantize_activation(z, self.activations, self._input_scale(state), state.four_over_six).dequantize()
 
     def _input_scale(self, state: _State) -> Tensor | None:
-        """NVFP4's calibrated global scale.
+        """The calibrated scale of all tokens.
 
-        The largest of transformed tokens is known of a sample only: its scale leaves room for 1.75 times that.
+        The largest of transformed tokens is known of a sample only: nvfp4's scale leaves room for 1.75 times that.
         """
         if not self.static or self.activations is None:
             return None
         if state.transform == _NOTHING:
-            return encode.global_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
+            return encode.input_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
         fit, held = self.inputs.fit, self.inputs.held
         index = _spread(len(fit) + len(held), _SCALE_TOKENS, fit.device)
         sample = torch.cat([fit[index[index < len(fit)]], held[index[index >= len(fit)] - len(fit)]])
-        return encode.global_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)
+        return encode.input_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)
 
     def _in_16_bit(self, value: Tensor) -> Tensor:
         return value.to(self.dtype).float()
@@ -656,15 +657,16 @@ class _Part:
         w = self.weight[rows].float()
         return w if self.a is None or self.b is None else w - self.b[rows] @ self.a
 
-    def row_scale(self, v: Tensor, format: Format) -> Tensor:
-        """The scales of rows v (rows, 1), or of the whole weight (1, 1), for a format without groups."""
-        values = v.unsqueeze(1) if format.block[0] else self.amax.reshape(1, 1, 1)
-        return encode.block_scale(values, format, None)
-
     def towards(self, target: Tensor) -> _Part:
         """The same with codes that stand for V target."""
         part = replace(self, target=target)
         return replace(part, amax=torch.stack([v.abs().amax() for _, v in part.chunks()]).amax())
+
+
+def _row_scale(v: Tensor, format: Format, amax: Tensor) -> Tensor:
+    """The scales of rows v (rows, 1), or of a whole weight (1, 1) with that amax, for a format without groups."""
+    values = v.unsqueeze(1) if format.block[0] else amax.reshape(1, 1, 1)
+    return encode.block_scale(values, format, None)
 
 
 _Weights = tuple[list[_Part], list[QuantizedTensor]]

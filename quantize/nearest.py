@@ -60,7 +60,7 @@ def pieces_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[Piece]:
     """The pieces of the quantized `layers` and of all other source tensors among `names`."""
     together: dict[str, list[LayerPlan]] = {}
     for layer in layers:
-        together.setdefault(layer.group if layer.shares_global_scale else layer.name, []).append(layer)
+        together.setdefault(layer.scale_group or layer.name, []).append(layer)
     taken = {f"{layer.name}.weight" for layer in layers}
     plain = tuple(name for name in names if name not in taken)
     return [*(Piece(layers=tuple(members)) for members in together.values()), *([Piece(plain=plain)] if plain else [])]
@@ -119,24 +119,28 @@ def most_at_once(sizes: Sequence[int], workers: int = _MOST_WORKERS) -> int:
     return max((sum(sizes[at : at + span]) for at in range(len(sizes))), default=0)
 
 
-def quantize_weight(w: Tensor, layer: LayerPlan, global_scale: Tensor | None = None) -> QuantizedTensor:
-    """Round one weight (N, K), or (N, K, 1, 1) of a convolution, as its plan says."""
+def quantize_weight(w: Tensor, layer: LayerPlan, shared: Tensor | None = None) -> QuantizedTensor:
+    """Round one weight (N, K), or (N, K, 1, 1) of a convolution, as its plan says. shared: from `joined_scale`."""
     if layer.scheme is None:
         raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
+    row = layer.scheme.weights
     return QuantizedTensor.quantize(
         weight_matrix(w, layer),
-        layer.scheme.weights,
-        global_scale=global_scale,
+        row,
+        global_scale=shared if row.two_level else None,
+        tensor_scale=None if row.two_level else shared,
         four_over_six=layer.method.weights_46,
         name=layer.name,
     )
 
 
-def joined_global_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
-    """The one global scale (fp32, ()) of weights that a fused layout concatenates along N."""
+def joined_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
+    """The one scale (fp32, ()) of weights that a fused layout concatenates along N: nvfp4's global, or fp8_tensor's."""
     amax = torch.stack([largest(w) for w in weights]).amax()
     row = next(layer.scheme.weights for layer in layers if layer.scheme is not None)
-    return encode.global_scale_for(amax, row, any(layer.method.weights_46 for layer in layers))
+    if row.two_level:
+        return encode.global_scale_for(amax, row, any(layer.method.weights_46 for layer in layers))
+    return encode.block_scale(amax.reshape(1, 1, 1), row, None).reshape(())
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
@@ -192,8 +196,8 @@ def _rounded(
     lost: dict[str, float] = {}
     weights = [source_tensors[f"{layer.name}.weight"] for layer in piece.layers]
     shared = None
-    if any(layer.shares_global_scale for layer in piece.layers):
-        shared = joined_global_scale(weights, piece.layers)
+    if any(layer.scale_group for layer in piece.layers):
+        shared = joined_scale(weights, piece.layers)
         if not torch.isfinite(shared):
             for layer, w in zip(piece.layers, weights, strict=True):
                 require_finite(f"{layer.name}.weight", w)

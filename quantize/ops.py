@@ -14,8 +14,9 @@ then one cast to x's dtype. A scheme may ask for these steps, in fp32 where noth
 A low-rank branch (A, B) adds (x A^T) B^T. This and t · out^T are computed in x's dtype, as a LoRA adapter beside the
 layer would be, so that fusing an adapter changes nothing.
 
-Activations are quantized per token row. `input_scale` () is nvfp4's calibrated global scale; (M, 1) gives every token
-its own: nvfp4's global scale, or the scale of fp8 and int8. Without one they follow from each token's amax.
+Activations are quantized per token row. `input_scale` () is the calibrated scale of all tokens: nvfp4's global one, or
+fp8_tensor's, which clips what is beyond it, infinity too. (M, 1) gives every token its own: nvfp4's global scale, or
+that of fp8 and int8. Without one they follow from each token's amax, fp8_tensor's from that of all.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def round_with_feedback(
             codes[feed.order[column]] = encode.encode(value, format.element)
             error[column] = held[column] - value * step
             target[:at].addr_(feed.lower[column, start:column], error[column])
-    scales = scales if group else scales.reshape(n)
+    scales = scales if group else scales.reshape(n if format.block[0] else ())
     return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)
 
 

@@ -327,7 +327,7 @@ def _fit(
             _weight(source, layer).to(device),
             source[f"{layer.name}.bias"].to(device) if f"{layer.name}.bias" in source else None,
             layer.scheme,
-            layer.shares_global_scale,
+            bool(layer.scale_group),
         )
         for layer in members
         if layer.scheme is not None
@@ -360,7 +360,7 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
         profile, gate = whole.profile, whole.gate
         recipe = whole.components.get("transformer") or next(iter(whole.components.values()))
     activations = recipe.activations.row if recipe.activations else None
-    scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.two_level))
+    scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.has_tensor_scale))
     n, k = linear_size(linear)
     x = channels_last(linear, x)
     if x.shape[-1] != k:
@@ -405,6 +405,6 @@ def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor
             )
         scheme = members[0].scheme
         if scheme is not None and scheme.activations is not None:
-            scale = encode.global_scale_for(statistics.amax(group), scheme.activations)
+            scale = encode.input_scale_for(statistics.amax(group), scheme.activations)
             scales |= dict.fromkeys((layer.name for layer in members), scale)
     return scales

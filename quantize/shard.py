@@ -115,10 +115,10 @@ class RowParallel(nn.Module):
     def __init__(self, part: QuantLinear, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         activations = part.scheme.activations
-        if activations is not None and activations.block[0] == 0:
+        if activations is not None and activations.block[0] == 0 and not part.scheme.static_input:
             raise ValueError(
-                f"{activations.name} activations have one scale for all tokens, which ranks do not agree on; use fp8, "
-                "with a scale per token, or shard this layer on axis N"
+                f"{activations.name} activations have one scale for all tokens, which ranks do not agree on; calibrate "
+                "it, use fp8 with a scale per token, or shard this layer on axis N"
             )
         self.part, self.group = part, group
 

@@ -46,12 +46,14 @@ class QuantizedTensor:
         *,
         group_size: int | None = None,
         global_scale: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
         four_over_six: bool = False,
         name: str = "weight",
     ) -> QuantizedTensor:
         """Round a finite matrix w (N, K), any float dtype, to the nearest codes.
 
         global_scale: positive fp32 () or (N, 1); by default nvfp4 takes amax / (6 · 448) of the whole matrix.
+        tensor_scale: positive fp32 (), of a format with one scale; by default it follows from the amax.
         four_over_six: its blocks choose between two scales, and its own global scale leaves room for the larger one.
         name: what errors call the matrix. Raises ValueError for shapes that do not fit, NaN and infinity.
         """
@@ -62,7 +64,9 @@ class QuantizedTensor:
         row.check_shape(w.shape[0], w.shape[1], name)
         if global_scale is not None:
             _check_global_scale(global_scale, row, w.shape[0], name)
-        done = quantize_blocks(w, row, global_scale, name, four_over_six=four_over_six)
+        if tensor_scale is not None and row.block != (0, 0):
+            raise ValueError(f"{name}: {row.name} has not one scale, but tensor_scale was given; leave it out")
+        done = quantize_blocks(w, row, global_scale, name, tensor_scale, four_over_six)
         # Looked for in what came of it, which takes a hundredth of the time.
         if not encode.all_finite(done.scale, row):
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")

@@ -143,7 +143,7 @@ class Cost:
         arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
         used = {name: self.device.matmul[name] for name in arithmetics}
         if any(Scheme.parse(scheme).four_over_six for scheme in self.routes):
-            used["fp32"] = self.device.scalar
+            used.setdefault("fp32", self.device.scalar)
         of_attention = self.device.attention if self.attention.arithmetic == "bf16" else self.device.attention_fp8
         return used | {"attention": of_attention, "memory bandwidth": self.device.streaming}
 
@@ -225,9 +225,14 @@ def in_16_bit(plan: Plan) -> Plan:
 
 
 def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
-    """How a chip computes a scheme: as it is, with weights made 8 bit at load or in the kernel, or weight-only."""
+    """How a chip computes a scheme: as it is, with weights made 8 bit at load or in the kernel, or weight-only.
+
+    Where no kernel was compiled for the chip, torch decodes weights at each call and multiplies in fp32.
+    """
     if scheme is None:
         return Route("bf16", None, None, False, "16 bit")
+    if chip in REFERENCE:
+        return Route("fp32", None, scheme.weights, False, f"torch's reference, timed in fp32: {REFERENCE[chip]}")
     if scheme.activations is None:
         return Route("bf16", None, scheme.weights, False, "weight-only: decoded to 16 bit in the kernel")
     weights, activations = _kind(scheme.weights), _kind(scheme.activations)
@@ -246,7 +251,7 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
 
 def attention_route(attention: Attention, chip: str) -> Route:
     """How a chip computes self-attention: in fp8 where it multiplies that, else in 16 bit, as loading decides too."""
-    arithmetic = NATIVE[chip].get("fp8")
+    arithmetic = NATIVE.get(chip, {}).get("fp8")
     if attention == "16bit":
         return Route("bf16", None, None, False, "16 bit")
     if arithmetic is None:
@@ -387,7 +392,8 @@ def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iter
     n, k = layer.n, layer.k
     found = route(layer.scheme, chip, prefer)
     x = code_bytes(found.activations.name, m, k) if found.activations else 2 * m * k
-    size = x + resident_bytes(layer, chip, prefer) + 2 * m * n
+    decoded = 8 * n * k if found.arithmetic == "fp32" else 0  # written and read again
+    size = x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n
     yield Step(_part(layer), "matmul", layer.name, found.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
     if layer.scheme is None or found.is_collapsed:
         return
@@ -516,6 +522,7 @@ TWO_SCALES_FLOPS = 20
 # Chip -> format of weights and activations -> what its matrix units multiply. Missing: no such instruction.
 NATIVE = {
     "sm_80": {"int8": "int8"},
+    "sm_86": {"int8": "int8"},
     "sm_89": {"int8": "int8", "fp8": "fp8"},
     "sm_90": {"int8": "int8", "fp8": "fp8"},
     "sm_100": {name: name for name in ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")},
@@ -523,17 +530,26 @@ NATIVE = {
     "sm_120": {"int8": "int8", "fp8": "mxfp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"},
     "gfx942": {"int8": "int8"},
     "gfx950": {name: name for name in ("int8", "fp8", "mxfp8", "mxfp4")},
+    "gfx1201": {"int8": "int8", "fp8": "fp8"},
 }
 
 # What everything else becomes, or is timed as: the faster 8-bit format, which on GeForce cards is int8.
 EIGHT_BIT = {
     "sm_80": "int8",
+    "sm_86": "int8",
     "sm_89": "int8",
     "sm_90": "fp8",
     "sm_100": "fp8",
     "sm_120": "int8",
     "gfx942": "int8",
     "gfx950": "fp8",
+    "gfx1201": "int8",
+}
+
+# Chips for which there is no kernel, and why.
+REFERENCE = {
+    "gfx1100": "no kernel was compiled for RDNA 3",
+    "apple": "there are no kernels for Apple's machines",
 }
 
 # Role -> the row of the table that counts it.

@@ -5,10 +5,14 @@
 Peaks are dense (data sheets like to quote sparse ones, which are twice as high) and accumulate in fp32 or int32. An
 efficiency without a source is assumed, and everything that prints a time says so. Nothing here was measured by this
 project. Imports no torch.
+
+What computes on a chip is a matter of cost.py (NATIVE, EIGHT_BIT, REFERENCE), which tests hold against the kernels
+that were compiled. Apple's machines stand here by their CPU: fluxq has no kernel for their GPU, and torch no float8.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,11 +53,11 @@ _SCALAR = Efficiency(
 class Device:
     """A row of DEVICES.
 
-    chip: as kernels/chips.py calls it. memory: GB. bandwidth: GB/s. peaks: dense TFLOP/s (or TOP/s) by arithmetic;
-    one that is missing has no instruction. matmul: efficiencies, for the same keys. scalar_peak: fp32 TFLOP/s outside
-    the matrix units. source: where peaks, memory and bandwidth stand. attention, attention_fp8, streaming, scalar:
-    efficiencies of attention in 16 bit and in fp8, of kernels that only move bytes and of arithmetic outside the matrix
-    units.
+    chip: as kernels/chips.py calls it. memory: what is sold as so many GB and is so many GiB. bandwidth: GB/s. peaks:
+    dense TFLOP/s (or TOP/s) by arithmetic; one that is missing has no instruction. matmul: efficiencies, for the same
+    keys. scalar_peak: fp32 TFLOP/s outside the matrix units. source: where peaks, memory and bandwidth stand.
+    attention, attention_fp8, streaming, scalar: efficiencies of attention in 16 bit and in fp8, of kernels that only
+    move bytes and of arithmetic outside the matrix units.
     """
 
     name: str
@@ -92,17 +96,61 @@ class Device:
 
 
 def find_device(name: str) -> Device:
-    """The row called `name`, whatever its case, spaces and dashes; ValueError that lists the known ones."""
+    """The row called `name`, whatever its case, spaces, dashes and maker; ValueError that lists the known ones.
+
+    A number alone will do: "3060", "4060 Ti", "NVIDIA GeForce RTX 3060".
+    """
+    known = {spelt: device for key, device in DEVICES.items() for spelt in (_letters(key), _letters(device.name))}
     wanted = _letters(name)
-    for key, device in DEVICES.items():
-        if wanted in (_letters(key), _letters(device.name)):
-            return device
-    raise ValueError(f"unknown GPU {name!r}; known: {', '.join(DEVICES)}; recipes/devices.py shows how to add one")
+    if wanted not in known:
+        near = [spelt for spelt in known if wanted and (spelt.startswith(wanted) or wanted.startswith(spelt))]
+        near = near or difflib.get_close_matches(wanted, known, n=2, cutoff=0.7)
+        keys = [key for key in DEVICES if any(known[spelt] is DEVICES[key] for spelt in near)]
+        hint = f" (did you mean {' or '.join(keys)}?)" if keys else ""
+        raise ValueError(
+            f"unknown GPU {name!r}{hint}; known: {', '.join(DEVICES)}; recipes/devices.py shows how to add one"
+        )
+    return known[wanted]
 
 
 def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    """What tells a card from others: its number, with what stands behind it."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|rtx|amd|radeon|instinct|\brx|apple", "", name.lower())
 
+
+# TFLOP/s by arithmetic for each of fp32 outside the matrix units, as the architectures' white papers have it.
+# GeForce cards halve bf16 and fp8, whose sums are fp32; block-scaled formats have instructions that are not halved.
+_GEFORCE_30 = {"bf16": 2, "int8": 8}
+_GEFORCE_40 = {"bf16": 2, "fp8": 4, "int8": 8}
+_GEFORCE_50 = {"bf16": 2, "fp8": 4, "int8": 8, "mxfp8": 8, "mxfp4": 16, "nvfp4": 16}
+_RDNA_4 = {"bf16": 4, "fp8": 8, "int8": 8}
+
+
+def _peaks(fp32: float, rates: Mapping[str, int]) -> dict[str, float]:
+    return {arithmetic: fp32 * rate for arithmetic, rate in rates.items()}
+
+
+def _efficiencies(bf16: Efficiency, like: Mapping[str, Efficiency], what: str) -> dict[str, Efficiency]:
+    """A card's own figure in bf16; the others are taken from the same architecture's largest card."""
+    return {name: bf16 if name == "bf16" else Efficiency(found.fraction, why=what) for name, found in like.items()}
+
+
+_ADA = {
+    "bf16": Efficiency(0.917, "151.5 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#78"),
+    "fp8": Efficiency(0.90, why="as bf16, whose sums halve its rate too"),
+    "int8": Efficiency(0.662, why="as on an RTX 5090"),
+}
+_AMPERE_INT8 = Efficiency(0.662, why="as on an RTX 5090")
+_BLACKWELL = {
+    # bf16 and nvfp4: total time of the three measured shapes of FLUX's size (17, 25 and 52 million weights);
+    # cards clock higher than the white paper counts on.
+    "bf16": Efficiency(1.001, "185 to 229 TFLOP/s at M = 4096: vllm-project/vllm#38338"),
+    "fp8": Efficiency(0.942, "395 TFLOP/s, Triton at 4096x4096x8192: gau-nernst/learn-cuda, 08_row_scaled_mm"),
+    "int8": Efficiency(0.662, "555 TOP/s, Triton at 4096x4096x8192: gau-nernst/learn-cuda, 08_row_scaled_mm"),
+    "mxfp8": Efficiency(0.73, "1.55 times what fp8 reaches in Triton: triton-lang/triton#11320"),
+    "mxfp4": Efficiency(0.472, why="as nvfp4"),
+    "nvfp4": Efficiency(0.472, "758 to 815 TFLOP/s, Triton at M = 4096: vllm-project/vllm#38338"),
+}
 
 # One source for both formats, so that their ratio is that of one machine and one shape.
 _HOPPER = {
@@ -170,11 +218,7 @@ DEVICES = {
         memory=24,
         bandwidth=1008,
         peaks={"bf16": 165.2, "fp8": 330.3, "int8": 660.6},  # fp8: half of what it does with fp16 sums
-        matmul={
-            "bf16": Efficiency(0.917, "151.5 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#78"),
-            "fp8": Efficiency(0.90, why="as bf16, whose sums halve its rate too"),
-            "int8": Efficiency(0.662, why="as on an RTX 5090"),
-        },
+        matmul=_ADA,
         scalar_peak=82.6,
         source="NVIDIA Ada GPU architecture white paper, dense figures",
     ),
@@ -186,18 +230,242 @@ DEVICES = {
         # mxfp8 has an instruction of its own, which fp32 sums do not halve (triton-lang/triton#11320): its peak is the
         # white paper's for fp8 with fp16 sums.
         peaks={"bf16": 209.5, "fp8": 419, "int8": 838, "mxfp8": 838, "mxfp4": 1676, "nvfp4": 1676},
-        matmul={
-            # bf16 and nvfp4: total time of the three measured shapes of FLUX's size (17, 25 and 52 million weights);
-            # cards clock higher than the white paper counts on.
-            "bf16": Efficiency(1.001, "185 to 229 TFLOP/s at M = 4096: vllm-project/vllm#38338"),
-            "fp8": Efficiency(0.942, "395 TFLOP/s, Triton at 4096x4096x8192: gau-nernst/learn-cuda, 08_row_scaled_mm"),
-            "int8": Efficiency(0.662, "555 TOP/s, Triton at 4096x4096x8192: gau-nernst/learn-cuda, 08_row_scaled_mm"),
-            "mxfp8": Efficiency(0.73, "1.55 times what fp8 reaches in Triton: triton-lang/triton#11320"),
-            "mxfp4": Efficiency(0.472, why="as nvfp4"),
-            "nvfp4": Efficiency(0.472, "758 to 815 TFLOP/s, Triton at M = 4096: vllm-project/vllm#38338"),
-        },
+        matmul=_BLACKWELL,
         scalar_peak=104.8,
         source="NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
+    ),
+    # Cards that people own. Where the white paper has no column for one, its peaks are cores times clock of the product
+    # page times the white paper's rates per core.
+    "rtx3060": Device(
+        name="RTX 3060 12GB",
+        chip="sm_86",
+        memory=12,
+        bandwidth=360,
+        peaks=_peaks(12.74, _GEFORCE_30),
+        matmul={
+            "bf16": Efficiency(0.953, "24.3 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#131"),
+            "int8": _AMPERE_INT8,
+        },
+        scalar_peak=12.74,
+        source="NVIDIA product page (3584 cores, 1.777 GHz), rates per core of the GA102 white paper",
+    ),
+    "rtx3090": Device(
+        name="RTX 3090",
+        chip="sm_86",
+        memory=24,
+        bandwidth=936,
+        peaks=_peaks(35.58, _GEFORCE_30),
+        matmul={"bf16": Efficiency(0.953, why="as on an RTX 3060"), "int8": _AMPERE_INT8},
+        scalar_peak=35.58,
+        source="NVIDIA Ampere GA102 GPU architecture white paper, dense figures",
+    ),
+    "a10": Device(
+        name="A10",
+        chip="sm_86",
+        memory=24,
+        bandwidth=600,
+        peaks={"bf16": 125, "int8": 250},
+        matmul={
+            "bf16": Efficiency(
+                0.77, why="as on an A40, 115 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#185"
+            ),
+            "int8": Efficiency(0.662, why="as on an RTX 5090"),
+        },
+        scalar_peak=31.2,
+        source="NVIDIA A10 data sheet, sparse figures halved",
+    ),
+    "rtx4060ti": Device(
+        name="RTX 4060 Ti 16GB",
+        chip="sm_89",
+        memory=16,
+        bandwidth=288,
+        peaks=_peaks(22.06, _GEFORCE_40),
+        matmul=_efficiencies(
+            Efficiency(1.014, "44.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#130"),
+            _ADA,
+            "as on an RTX 4090",
+        ),
+        scalar_peak=22.06,
+        source="NVIDIA product page (4352 cores, 2.535 GHz), rates per core of the Ada white paper",
+    ),
+    "rtx4060ti-8gb": Device(
+        name="RTX 4060 Ti 8GB",
+        chip="sm_89",
+        memory=8,
+        bandwidth=288,
+        peaks=_peaks(22.06, _GEFORCE_40),
+        matmul=_efficiencies(
+            Efficiency(1.014, "44.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#130"),
+            _ADA,
+            "as on an RTX 4090",
+        ),
+        scalar_peak=22.06,
+        source="NVIDIA product page (4352 cores, 2.535 GHz), rates per core of the Ada white paper",
+    ),
+    "rtx4070": Device(
+        name="RTX 4070",
+        chip="sm_89",
+        memory=12,
+        bandwidth=504,
+        peaks=_peaks(29.15, _GEFORCE_40),
+        matmul=_efficiencies(Efficiency(0.917, why="as on an RTX 4090"), _ADA, "as on an RTX 4090"),
+        scalar_peak=29.15,
+        source="NVIDIA product page (5888 cores, 2.475 GHz), rates per core of the Ada white paper",
+    ),
+    "rtx4080": Device(
+        name="RTX 4080",
+        chip="sm_89",
+        memory=16,
+        bandwidth=717,
+        peaks=_peaks(48.74, _GEFORCE_40),
+        matmul=_efficiencies(Efficiency(0.917, why="as on an RTX 4090"), _ADA, "as on an RTX 4090"),
+        scalar_peak=48.74,
+        source="NVIDIA Ada GPU architecture white paper, dense figures",
+    ),
+    "l4": Device(
+        name="L4",
+        chip="sm_89",
+        memory=24,
+        bandwidth=300,
+        peaks={"bf16": 121, "fp8": 242, "int8": 242},
+        matmul={  # 72 W hold it back
+            "bf16": Efficiency(0.454, "54.9 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#120"),
+            "fp8": Efficiency(0.454, why="as bf16"),
+            "int8": Efficiency(0.454, why="as bf16"),
+        },
+        scalar_peak=30.3,
+        source="NVIDIA L4 data sheet, sparse figures halved",
+    ),
+    "l40s": Device(
+        name="L40S",
+        chip="sm_89",
+        memory=48,
+        bandwidth=864,
+        peaks={"bf16": 366.5, "fp8": 733, "int8": 733},
+        matmul={
+            "bf16": Efficiency(0.734, "269 TFLOP/s, the best of some sizes: zzc0721/torch-performance-test-data#43"),
+            "fp8": Efficiency(0.734, why="as bf16"),
+            "int8": Efficiency(0.662, why="as on an RTX 5090"),
+        },
+        scalar_peak=91.6,
+        source="NVIDIA L40S data sheet, sparse figures halved",
+    ),
+    "rtx5060ti": Device(
+        name="RTX 5060 Ti 16GB",
+        chip="sm_120",
+        memory=16,
+        bandwidth=448,
+        peaks=_peaks(23.7, _GEFORCE_50),
+        matmul=_efficiencies(
+            Efficiency(1.006, "47.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#136"),
+            _BLACKWELL,
+            "as on an RTX 5090",
+        ),
+        scalar_peak=23.7,
+        source="NVIDIA product page (4608 cores, 2.572 GHz), rates per core of the RTX Blackwell white paper",
+    ),
+    "rtx5070": Device(
+        name="RTX 5070",
+        chip="sm_120",
+        memory=12,
+        bandwidth=672,
+        peaks=_peaks(30.87, _GEFORCE_50),
+        matmul=_efficiencies(
+            Efficiency(1.039, "64.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#194"),
+            _BLACKWELL,
+            "as on an RTX 5090",
+        ),
+        scalar_peak=30.87,
+        source="NVIDIA product page (6144 cores, 2.512 GHz), rates per core of the RTX Blackwell white paper",
+    ),
+    "rtx5070ti": Device(
+        name="RTX 5070 Ti",
+        chip="sm_120",
+        memory=16,
+        bandwidth=896,
+        peaks=_peaks(43.94, _GEFORCE_50),
+        matmul=_efficiencies(
+            Efficiency(0.889, "78.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#172"),
+            _BLACKWELL,
+            "as on an RTX 5090",
+        ),
+        scalar_peak=43.94,
+        source="NVIDIA product page (8960 cores, 2.452 GHz), rates per core of the RTX Blackwell white paper",
+    ),
+    "rtx5080": Device(
+        name="RTX 5080",
+        chip="sm_120",
+        memory=16,
+        bandwidth=960,
+        peaks=_peaks(56.28, _GEFORCE_50),
+        matmul=_efficiencies(
+            Efficiency(0.809, "91.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#104"),
+            _BLACKWELL,
+            "as on an RTX 5090",
+        ),
+        scalar_peak=56.28,
+        source="NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
+    ),
+    # No kernel was compiled for RDNA 3: torch decodes every weight and multiplies in fp32.
+    "rx7900xt": Device(
+        name="RX 7900 XT",
+        chip="gfx1100",
+        memory=20,
+        bandwidth=800,
+        peaks={"bf16": 103, "fp32": 51.6},
+        matmul={
+            "bf16": Efficiency(0.746, "76.9 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#152"),
+            "fp32": Efficiency(0.388, "20.0 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#152"),
+        },
+        scalar_peak=51.6,
+        source="AMD product page; 512 FLOPs a clock and compute unit in bf16 (AMD GPUOpen, WMMA on RDNA 3)",
+    ),
+    "rx7900xtx": Device(
+        name="RX 7900 XTX",
+        chip="gfx1100",
+        memory=24,
+        bandwidth=960,
+        peaks={"bf16": 122.8, "fp32": 61.4},
+        matmul={
+            "bf16": Efficiency(0.809, "99.4 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#58"),
+            "fp32": Efficiency(0.437, "26.8 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#58"),
+        },
+        scalar_peak=61.4,
+        source="AMD product page; 512 FLOPs a clock and compute unit in bf16 (AMD GPUOpen, WMMA on RDNA 3)",
+    ),
+    "rx9070": Device(
+        name="RX 9070",
+        chip="gfx1201",
+        memory=16,
+        bandwidth=640,
+        peaks=_peaks(36.1, _RDNA_4),
+        matmul=dict.fromkeys(_RDNA_4, Efficiency(0.684, why="as an RX 9070 XT in bf16")),
+        scalar_peak=36.1,
+        source="AMD product page, dense matrix figures: 1024 FLOPs a clock and compute unit in bf16, 2048 in 8 bits",
+    ),
+    "rx9070xt": Device(
+        name="RX 9070 XT",
+        chip="gfx1201",
+        memory=16,
+        bandwidth=640,
+        peaks=_peaks(48.7, _RDNA_4),
+        matmul={
+            "bf16": Efficiency(0.684, "133 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#173"),
+            "fp8": Efficiency(0.684, why="as bf16"),
+            "int8": Efficiency(0.684, why="as bf16"),
+        },
+        scalar_peak=48.7,
+        source="AMD product page, dense matrix figures: 1024 FLOPs a clock and compute unit in bf16, 2048 in 8 bits",
+    ),
+    "m4": Device(
+        name="Apple M4 (CPU)",
+        chip="apple",
+        memory=32,
+        bandwidth=120,
+        peaks={"bf16": 2.3, "fp32": 2.3},  # bf16: assumed, torch widens it
+        matmul=dict.fromkeys(("bf16", "fp32"), Efficiency(0.80, why="no figure found for torch")),
+        scalar_peak=1.4,
+        source="fp32 as measured on its SME units (arXiv 2409.18779), Apple's specifications for memory and bandwidth",
     ),
     "mi300x": Device(
         name="MI300X",

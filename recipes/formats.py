@@ -60,6 +60,14 @@ class Format:
         """Elements of K that share a scale; 0 means the whole row."""
         return self.block[1]
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether one scale belongs to the whole matrix: nvfp4's global scale, the only one of fp8_tensor.
+
+        Activations can have it from calibration, and weights that files join must share it.
+        """
+        return self.two_level or self.block == (0, 0)
+
     def with_group_size(self, group_size: int | None) -> Format:
         """The same format with another group size (only int4 lets one choose); `None` keeps the row's own."""
         if group_size is None or group_size == self.group_size:
@@ -93,8 +101,9 @@ class Format:
 class Scheme:
     """How one Linear is held and computed; its text form is a key of `quantization_config.layers`.
 
-    activations: None computes with 16-bit activations. static_input: the activations' global scale was calibrated
-    and is stored as `input_scale`; otherwise each token gets its own.
+    activations: None computes with 16-bit activations. static_input: the one scale of all activations was calibrated
+    (`has_tensor_scale`) and is stored as `input_scale`; otherwise each token gets its own in nvfp4, and all that are
+    multiplied together one in fp8_tensor.
 
     What happens to x before it is rounded, in this order: center subtracts a mean, smooth multiplies each channel,
     deflate takes so many principal directions out and computes them in 16 bit, hadamard rotates blocks of that size; 0
@@ -137,9 +146,11 @@ class Scheme:
             hadamard=int(found["hadamard"] or 0),
             four_over_six=bool(found["four_over_six"]),
         )
-        two_level = scheme.activations is not None and scheme.activations.two_level
-        if (scheme.static_input or scheme.four_over_six) and not two_level:
-            raise ValueError(f"scheme {text!r}: only two-level activations have a static input scale or 4-over-6")
+        row = scheme.activations
+        if scheme.static_input and not (row and row.has_tensor_scale):
+            raise ValueError(f"scheme {text!r}: only nvfp4 and fp8_tensor activations have a static input scale")
+        if scheme.four_over_six and not (row and row.two_level):
+            raise ValueError(f"scheme {text!r}: only two-level activations have 4-over-6")
         if scheme.hadamard not in (0, *HADAMARDS):
             raise ValueError(f"scheme {text!r}: Hadamard blocks have {', '.join(map(str, HADAMARDS))} columns")
         return scheme

@@ -101,9 +101,9 @@ class LayerPlan:
     """What becomes of one Linear.
 
     role: of the family row. group: which Linears share its input, "" if it is not known. joined: they also share
-    NVFP4's global weight scale. scheme: None keeps 16 bit. reason: for people. method: what may be tried. made_by: what
-    makes its input. split: where along K the second of two tensors side by side begins, 0 for a single one. block:
-    path of the block that it lies in, "" for none.
+    the scale of a whole matrix, where the format has one. scheme: None keeps 16 bit. reason: for people. method: what
+    may be tried. made_by: what makes its input. split: where along K the second of two tensors side by side begins, 0
+    for a single one. block: path of the block that it lies in, "" for none.
     """
 
     name: str
@@ -130,9 +130,10 @@ class LayerPlan:
         return self.group != "" and self.role != MODULATION_ROLE
 
     @property
-    def shares_global_scale(self) -> bool:
-        """Whether its weight has one global scale with the other joined members of its group."""
-        return self.joined and self.scheme is not None and self.scheme.weights.two_level
+    def scale_group(self) -> str:
+        """The name that joined layers have in common whose weights share the scale of a whole matrix; "" for others."""
+        weights = self.scheme.weights if self.scheme else None
+        return f"{self.group} {weights.name}" if self.joined and weights and weights.has_tensor_scale else ""
 
     def describe(self) -> dict[str, object]:
         """The layer as JSON."""
@@ -273,11 +274,11 @@ def make_plan(
 ) -> Plan:
     """Plan every Linear in the model's own order.
 
-    static_inputs: two-level activations get a calibrated global scale. profile, compat: of the recipe; they limit what
-    may be tried. include, exclude: patterns from the command line. A layer whose K is not in whole groups of the
-    recipe's format takes the next one of `NEXT_FORMAT` that holds it. Raises ValueError for a pattern or role that
-    matches nothing, for an override whose format cannot hold a shape, for a rank that a layer does not have and for
-    attention in fp8 where a family's cannot be replaced.
+    static_inputs: activations with one scale for all tokens get it from calibration. profile, compat: of the recipe;
+    they limit what may be tried. include, exclude: patterns from the command line. A layer whose K is not in whole
+    groups of the recipe's format takes the next one of `NEXT_FORMAT` that holds it. Raises ValueError for a pattern or
+    role that matches nothing, for an override whose format cannot hold a shape, for a rank that a layer does not have
+    and for attention in fp8 where a family's cannot be replaced.
     """
     require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
@@ -530,7 +531,7 @@ def _scheme(weights: Operand | None, activations: Operand | None, static_inputs:
     if weights is None:
         return None
     row = activations.row if activations else None
-    return Scheme(weights.row, row, static_input=bool(row and row.two_level and static_inputs))
+    return Scheme(weights.row, row, static_input=bool(row and row.has_tensor_scale and static_inputs))
 
 
 def _override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override | None:

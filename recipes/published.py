@@ -23,7 +23,8 @@ class Published:
     """A published model, or the part of it that a family describes.
 
     name: as people write it. also: models with the same configuration. count: how many of it a pipeline has. size: what
-    `forward_pass` is told where the family's usual size is not this model's.
+    `forward_pass` is told where the family's usual size is not this model's. beside: the pipeline's text encoders and
+    VAE, names of other rows or classes of diffusers as they stand; empty where nobody asked yet.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Published:
     also: tuple[str, ...] = ()
     count: int = 1
     size: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
 
 
 def find_published(name: str) -> list[Published]:
@@ -139,7 +141,13 @@ _SANA_QK = {"qk_norm": "rms_norm_across_heads"}
 _WAN_I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 
 PUBLISHED = (
-    Published("FLUX.1-dev", "flux", {"guidance_embeds": True}, also=("FLUX.1-Kontext-dev", "FLUX.1-Krea-dev")),
+    Published(
+        "FLUX.1-dev",
+        "flux",
+        {"guidance_embeds": True},
+        also=("FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"),
+        beside=("CLIP-L", "T5-XXL", "FLUX.1 VAE"),
+    ),
     Published("FLUX.1-schnell", "flux", {"guidance_embeds": False}),
     Published("FLUX.1-Fill-dev", "flux", {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}),
     Published(
@@ -196,11 +204,22 @@ PUBLISHED = (
         also=("Stable Diffusion 3.5 large turbo",),
     ),
     Published("PixArt-Sigma-XL-2", "pixart", {"sample_size": 128, "caption_channels": 4096}),
-    Published("Qwen-Image", "qwen_image", {"num_layers": 60}, also=("Qwen-Image-Edit", "Qwen-Image-Edit-2509")),
+    Published(
+        "Qwen-Image",
+        "qwen_image",
+        {"num_layers": 60},
+        also=("Qwen-Image-Edit", "Qwen-Image-Edit-2509"),
+        beside=("Qwen2.5-VL-7B", "AutoencoderKLQwenImage"),
+    ),
     Published("Qwen-Image-Edit-2511", "qwen_image", {"num_layers": 60, "zero_cond_t": True}),
     Published("Z-Image-Turbo", "z_image", {"n_layers": 30, "dim": 3840}),
     Published("Wan2.1-T2V-1.3B", "wan", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
-    Published("Wan2.1-T2V-14B", "wan", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}),
+    Published(
+        "Wan2.1-T2V-14B",
+        "wan",
+        {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+        beside=("UMT5-XXL", "AutoencoderKLWan"),
+    ),
     Published("Wan2.1-I2V-14B", "wan", _WAN_I2V),
     Published("Wan2.2-T2V-A14B", "wan", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, count=2),
     Published("Wan2.2-I2V-A14B", "wan", {"in_channels": 36}, count=2),

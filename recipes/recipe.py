@@ -287,10 +287,10 @@ class Recipe(Strict):
         return self._fits_to_data(component) or self.has_static_scales(component)
 
     def has_static_scales(self, component: Component) -> bool:
-        """Whether one entry's two-level activations get their global scale from calibration."""
+        """Whether activations of one entry have one scale for all tokens, and get it from calibration."""
         operands = (component.activations, *(override.activations for override in component.overrides))
-        two_level = any(operand.row.two_level for operand in operands if operand is not None)
-        return self.profile != "rtn" and self.calibration is not None and two_level
+        has_scale = any(operand.row.has_tensor_scale for operand in operands if operand is not None)
+        return self.profile != "rtn" and self.calibration is not None and has_scale
 
     def _fits_to_data(self, component: Component) -> bool:
         """Whether quantizing an entry fits anything to its inputs, as far as the profile lets it."""

@@ -1,6 +1,7 @@
 """Published models: their configurations against published numbers, and what `fluxq families` says of them."""
 
 import json
+import re
 import weakref
 from functools import cache
 from inspect import signature
@@ -308,7 +309,15 @@ def test_one_model_is_shown_in_detail_with_every_recipe():
     assert result.exit_code == 0 and {row[0] for row in lines if row} >= set(shipped_recipes())
     assert "11.9 B parameters, 23.8 GB in 16 bit; 99.4% of the parameters are quantized" in result.stdout
     assert "last projection: its error goes to the image undamped" in result.stdout
+    [row] = [line for line in result.stdout.splitlines() if re.match("fp8 +8", line)]
+    assert re.fullmatch(r"fp8 +8\.0\d +12 GB +12\.5 GB +9\d\d MB", row.rstrip())
+    assert "and 481 MB of activations, estimated" in result.stdout
     assert "norm, read by attn.to_q attn.to_k attn.to_v proj_mlp" in result.stdout
+
+
+def test_a_small_model_is_counted_in_millions():
+    said = run("CLIP-L", "--recipe", "fp8").stdout.splitlines()
+    assert any(line.startswith("123 M parameters, 246 MB in 16 bit; ") for line in said)
 
 
 def test_json_has_the_numbers_and_the_chosen_recipe():
@@ -331,6 +340,9 @@ def test_without_a_name_there_is_a_line_for_each_model(monkeypatch):
     result = run()
     assert result.exit_code == 0 and all(row.name in result.stdout for row in FEW)
     assert "nvfp4" in result.stdout and "int8" not in result.stdout
+    key, empty, header, *_ = result.stdout.splitlines()
+    assert key.startswith("under a recipe: bits per weight / GB of the checkpoint / GB to serve") and not empty
+    assert re.search(r"fp8: bits / GB / GB +nvfp4: bits / GB / GB +to quantize, GB", header)
 
 
 def as_markdown(models, recipes) -> list[str]:

@@ -1,6 +1,7 @@
 """The native checkpoint: every tensor against the design's table, and what a damaged one says when it is loaded."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ LAYER = "single_transformer_blocks.0.proj_mlp"
 # Stored tensors of an (N, K) weight: name -> (dtype, shape).
 STORED = {
     "fp8": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, (n,))},
+    "fp8_tensor": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, ())},
     "int8": lambda n, k: {"weight": (torch.int8, (n, k)), "weight_scale": (torch.float32, (n,))},
     "int4": lambda n, k: {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.bfloat16, (n, k // 64))},
     "mxfp8": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.uint8, (n, k // 32))},
@@ -37,6 +39,7 @@ STORED = {
 }
 MAIN = {
     "fp8": "fp8-fp8",
+    "fp8-comfy": "fp8_tensor-fp8_tensor-static",
     "int8": "int8-int8",
     "int4": "int4-16bit",
     "mxfp8": "mxfp8-mxfp8",
@@ -94,7 +97,8 @@ def test_config_says_all_that_loading_needs(checkpoint, recipe):
     layers = said.pop("layers")
     features = ["static_input_scale"] if MAIN[recipe].endswith("-static") else []
     assert said == {"quant_method": "fluxq", "format_version": 1, "required_features": features}
-    modulation = {"int8": "int8-16bit", "int4-svd": "int4-16bit"}.get(recipe, "fp8-16bit")
+    modulation = {"fp8": "fp8-16bit", "fp8-comfy": "fp8_tensor-16bit", "int4-svd": "int4-16bit"}
+    modulation = modulation.get(recipe, "int8-16bit")
     assert set(layers) == {MAIN[recipe], modulation}
     assert all("norm" in name for name in layers[modulation])
     names = [name for members in layers.values() for name in members]
@@ -161,6 +165,16 @@ def test_joined_layers_share_their_scales(checkpoint, statistics_file, block, me
     for name in names:
         assert held[f"{name}.weight_scale_2"] == amax / (6 * 448)
         assert held[f"{name}.input_scale"] == seen / (6 * 448)
+
+
+@pytest.mark.parametrize(("block", "members"), [(block, m) for block, groups in JOINED.items() for m in groups])
+def test_joined_layers_in_fp8_share_the_scale_of_a_whole_weight(checkpoint, block, members):
+    held = weights_of(checkpoint("fp8-comfy"))
+    names = [f"{block}.{member}" for member in members]
+    amax = max(SOURCE[f"{name}.weight"].abs().max().float() for name in names)
+    assert {float(held[f"{name}.weight_scale"]) for name in names} == {float(amax / 448)}
+    (scale,) = {float(held[f"{name}.input_scale"]) for name in names}
+    assert math.frexp(scale)[0] == 0.5  # a power of two
 
 
 def test_other_layers_have_scales_of_their_own(checkpoint):
@@ -314,11 +328,11 @@ def _rename(tensors, old, new):
         (lambda c: c["layers"].update({"nf4-16bit": ["proj_out"]}), "unknown format 'nf4'"),
         (lambda c: c["layers"].update({"fp8-fp8-fp8": ["proj_out"]}), "unknown quantization scheme 'fp8-fp8-fp8'"),
         (
-            lambda c: c["layers"]["fp8-16bit"].append("blocks.9.to_q"),
+            lambda c: c["layers"]["int8-16bit"].append("blocks.9.to_q"),
             "quantizes 'blocks.9.to_q', which is no Linear of",
         ),
-        (lambda c: c["layers"]["fp8-16bit"].append("norm_out.norm"), "quantizes 'norm_out.norm', which is no Linear"),
-        (lambda c: c["layers"]["fp8-16bit"].append("proj_out"), "proj_out.weight"),
+        (lambda c: c["layers"]["int8-16bit"].append("norm_out.norm"), "quantizes 'norm_out.norm', which is no Linear"),
+        (lambda c: c["layers"]["int8-16bit"].append("proj_out"), "proj_out.weight"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(damaged, change, message):

@@ -175,16 +175,27 @@ def test_plan_on_a_gpu_prints_memory_and_modelled_time(fluxq):
     # The VAE of `tiny` halves once, and its prompts have 8 tokens.
     assert lines[3].startswith("transformer on one H200 SXM, one step, modelled, not measured: 65536 image and 8 text")
     assert lines[3].endswith(", 2 sequences")
+    assert re.split(r"\s{2,}", lines[4].strip())[1:] == [
+        *("layers", "stored", "at run time", "work", "fused", "unfused", "over 16 bit"),
+    ]
     rows = {line.split("  ")[0]: line.split() for line in lines[5:13]}
     assert list(rows) == [
         *("attention projections", "feed-forward", "single blocks", "modulation", "kept in 16 bit"),
         *("attention", "elementwise", "total"),
     ]
     assert rows["total"][1] == "46" and rows["total"][-1].endswith("x")
+    _, _, stored, stored_unit, held, held_unit, *rest = rows["total"]
+    assert (stored_unit, held_unit, rest[1], rest[3][1:], rest[5][1:]) == ("MB", "MB", "TFLOP", "s", "s")
+    assert 0.8 < float(stored) < float(held) < 2.5
     assert "nvfp4-nvfp4-static: re-encoded at load to int8 or fp8, timed as fp8" in lines
     assert "peaks: NVIDIA H200 data sheet, sparse figures halved" in lines
     assert any(line.startswith("efficiency of attention: 0.70 (assumed: ") for line in lines)
     assert any("efficiency of fp8: 0.69 (1359 TFLOP/s" in line for line in lines)
+    [said] = [line for line in lines if line.startswith("H200 SXM holds the pipeline at once: ")]
+    assert re.fullmatch(
+        r".*: [0-9.]+ GB of 151 GB; in turns \(enable_model_cpu_offload\) [0-9.]+ GB, for transformer", said
+    )
+    assert not any("--prefer memory" in line for line in lines)
 
 
 def test_the_cost_as_json_and_what_prefer_does(fluxq):
@@ -202,7 +213,7 @@ def test_the_cost_as_json_and_what_prefer_does(fluxq):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpu", "h20"], ["unknown GPU 'h20'; known: a100, h100, h200", "mi355x"]),
+        (["--gpu", "h20"], ["unknown GPU 'h20' (did you mean h200?); known: a100, h100, h200", "mi355x"]),
         (["--height", "512", "--batch", "2"], ["--batch, --height: only the cost on a GPU", "give --gpu too"]),
         (["--prefer", "memory"], ["--prefer: only the cost on a GPU"]),
         (["--gpu", "h100", "--frames", "9"], ["flux makes images, not video"]),
@@ -599,7 +610,7 @@ def test_a_full_disk_is_foreseen(fluxq, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     result = fluxq("quantize", "--recipe", "fp8", "--no-check")
     assert_refused(
-        result, 1, "not enough space in", "the checkpoint may need 0.00 GB, 0.00 GB are free", "another --output"
+        result, 1, "not enough space in", "the checkpoint may need 4.25 MB, 1 kB are free", "another --output"
     )
 
 

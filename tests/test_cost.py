@@ -11,10 +11,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fluxq.kernels.dispatch import choose, offer
 from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
 from fluxq.recipes.cost import (
+    EIGHT_BIT,
     LEVELS,
     NATIVE,
+    REFERENCE,
     cost,
     group_seconds,
     in_16_bit,
@@ -35,6 +38,8 @@ MODELLED = [row for row in TRANSFORMERS if row.name in WORKLOADS]
 S, D = 4096 + 512, 3072  # tokens and channels of FLUX.1-dev at 1024 x 1024
 FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of it is the class's own default
 H200, RTX5090 = DEVICES["h200"], DEVICES["rtx5090"]
+ONE_EACH = {key: DEVICES[key] for key in {device.chip: key for key, device in reversed(DEVICES.items())}.values()}
+WITH_KERNELS = {key: device for key, device in ONE_EACH.items() if device.chip not in REFERENCE}
 
 
 @cache
@@ -374,10 +379,45 @@ def test_a_low_rank_branch_costs_until_it_is_added_to_the_weight():
     assert resident_bytes(smoothed, "sm_90") == D * D + 4 * D + 2 * D
 
 
+@pytest.mark.parametrize("device", ONE_EACH.values(), ids=ONE_EACH)
+def test_what_a_chip_computes_is_what_dispatch_would_choose(device):
+    """Of every format by itself: multiplied as it is, or decoded to 16 bit until `prepare` makes it 8 bit."""
+    chip = device.chip
+    targets = [name for name in ("int8", "fp8") if offer("scaled_matmul", name, chip).how]
+    for name in FORMATS:
+        scheme = Scheme.parse(f"{name}-{name}")
+        found, choice = route(scheme, chip), choose(scheme, chip, 4608, 3072, 3072)
+        if chip in REFERENCE:
+            assert choice.implementation == "torch reference" and REFERENCE[chip] in found.about
+            assert (found.arithmetic, found.weights, found.is_collapsed) == ("fp32", scheme.weights, False)
+            continue
+        assert (choice.activations == name) == (found.weights is scheme.weights) == (not found.is_collapsed), name
+        assert choice.implementation != "torch reference"
+        if found.is_collapsed:
+            assert found.weights is not None and found.weights.name in targets and EIGHT_BIT[chip] in targets
+            assert ("int8 or fp8" in found.about) == (len(targets) == 2)
+        if found.is_collapsed and scheme.weights.element.bits == 4:
+            decoded = route(scheme, chip, "memory")
+            assert decoded.weights is scheme.weights and decoded.activations is not None
+            assert offer("w4a8_matmul", f"{name}-{decoded.activations.name}", chip).how == "decode"
+
+
+def test_where_there_is_no_kernel_torch_decodes_each_weight_and_multiplies_in_fp32():
+    device = DEVICES["rx7900xtx"]
+    found, fp32 = cost(plan_of("nvfp4"), FLUX, device), device.flops("fp32")
+    assert found.total.resident_bytes == cost(plan_of("nvfp4"), FLUX, RTX5090).total.resident_bytes
+    [layer] = [each for each in plan_of("nvfp4").layers if each.name == "transformer_blocks.0.attn.to_q"]
+    [step] = [each for each in of_kind(plan_of("nvfp4"), "matmul", device.chip) if each.name == layer.name]
+    assert step.seconds(device, "fused") == pytest.approx(2 * 4096 * D * D / fp32)
+    assert step.bytes["fused"] == pytest.approx(layer.stored_bits / 8 + 8 * D * D + 2 * 2 * 4096 * D)
+    assert found.total.seconds["fused"] > 2 * found.total.seconds_16bit
+    assert list(found.efficiencies()) == ["bf16", "fp32", "attention", "memory bandwidth"]
+
+
 # Times
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", ONE_EACH.values(), ids=ONE_EACH)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_fusing_never_costs_time_and_the_total_is_the_sum(recipe, device):
     found = cost(plan_of(recipe), FLUX, device)
@@ -411,14 +451,14 @@ def test_what_a_separate_quantization_costs_a_matmul(n, low, high):
     assert low <= seconds / (seconds + passed.seconds(H200, "unfused")) <= high
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", WITH_KERNELS.values(), ids=WITH_KERNELS)
 def test_weight_only_saves_memory_and_no_time(device):
     found = cost(plan_of("int4"), FLUX, device).total
     assert found.resident_bytes < 0.35 * 2 * 11.9e9
     assert 1 <= found.seconds_16bit / found.seconds["unfused"] < 1.02
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", ONE_EACH.values(), ids=ONE_EACH)
 def test_a_block_s_matmuls_are_bound_by_arithmetic_and_modulation_by_memory(device):
     plan = plan_of("nvfp4")
     roles = {layer.name: layer.role for layer in plan.layers}
@@ -430,7 +470,7 @@ def test_a_block_s_matmuls_are_bound_by_arithmetic_and_modulation_by_memory(devi
             assert bound, step.name
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", WITH_KERNELS.values(), ids=WITH_KERNELS)
 def test_attention_in_fp8_where_the_chip_multiplies_it(device):
     plan = plan_of("fp8")
     chosen = dataclasses.replace(plan, attention="fp8")
@@ -500,7 +540,7 @@ def test_a_group_is_one_quantization_and_its_products():
 
 
 @pytest.mark.parametrize("made_by", ["outside", "norm", "activation", "attention", "concatenation"])
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", ONE_EACH.values(), ids=ONE_EACH)
 def test_a_stage_is_never_cheaper_than_none_and_all_but_free_where_the_weight_is_re_encoded(device, made_by):
     """There the quantizer still reads mean and factors; the rest went into the weight."""
     shapes = [(3072, 15360)] if made_by == "concatenation" else [(3072, 3072)] * 3

@@ -3,7 +3,7 @@
 import pytest
 
 from fluxq.kernels.chips import CHIPS
-from fluxq.recipes.cost import EIGHT_BIT, NATIVE
+from fluxq.recipes.cost import EIGHT_BIT, NATIVE, REFERENCE
 from fluxq.recipes.devices import DEVICES, find_device
 
 
@@ -13,9 +13,12 @@ def device(request):
 
 
 def test_every_row_has_a_chip_and_an_efficiency_for_each_peak(device):
-    assert device.chip in CHIPS
     assert device.peaks.keys() == device.matmul.keys()
-    assert {"bf16", *NATIVE[device.chip].values(), EIGHT_BIT[device.chip]} <= device.peaks.keys()
+    if device.chip in REFERENCE:
+        assert device.chip not in CHIPS and device.peaks.keys() == {"bf16", "fp32"}
+    else:
+        assert device.chip in CHIPS
+        assert {"bf16", *NATIVE[device.chip].values(), EIGHT_BIT[device.chip]} <= device.peaks.keys()
     assert len(device.source.split()) > 3
 
 
@@ -41,8 +44,9 @@ def test_peaks_are_dense(device):
     """
     halved = 2 if device.name.startswith("RTX") else 1
     times = {"fp8": 2, "int8": 2 * halved, "mxfp8": 2 * halved, "mxfp4": 4 * halved, "nvfp4": 4 * halved}
+    times["fp32"] = 1 if device.chip == "apple" else 1 / 2
     for arithmetic, peak in device.peaks.items():
-        assert peak == pytest.approx(device.peaks["bf16"] * times.get(arithmetic, 1), rel=0.001), arithmetic
+        assert peak == pytest.approx(device.peaks["bf16"] * times.get(arithmetic, 1), rel=0.002), arithmetic
 
 
 def test_h200_is_an_h100_with_more_memory():
@@ -51,14 +55,48 @@ def test_h200_is_an_h100_with_more_memory():
     assert h200.memory > h100.memory and h200.bandwidth > h100.bandwidth
 
 
-@pytest.mark.parametrize("name", ["rtx5090", "RTX 5090", "rtx-5090", "Rtx_5090"])
-def test_a_gpu_is_found_by_any_spelling(name):
-    assert find_device(name) is DEVICES["rtx5090"]
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, "rtx5090") for name in ("rtx5090", "RTX 5090", "rtx-5090", "Rtx_5090", "5090", "GeForce RTX 5090")),
+        *((name, "rtx4060ti") for name in ("4060ti", "RTX 4060 Ti", "NVIDIA GeForce RTX 4060 Ti", "rtx 4060 ti 16gb")),
+        *((name, "rtx3060") for name in ("3060", "rtx3060", "RTX 3060 12GB")),
+        *((name, "rx7900xtx") for name in ("7900 XTX", "rx7900xtx", "AMD Radeon RX 7900 XTX")),
+        *((name, "rx9070") for name in ("9070", "RX 9070")),
+        ("RTX 4060 Ti 8GB", "rtx4060ti-8gb"),
+        ("a100", "a100"),
+        ("NVIDIA L4", "l4"),
+        ("Apple M4", "m4"),
+        ("Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_is_found_by_any_spelling(name, key):
+    assert find_device(name) is DEVICES[key]
 
 
-def test_an_unknown_gpu_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"^unknown GPU 'h20'; known: a100, h100, .*mi355x; recipes/devices.py shows"):
-        find_device("h20")
+def test_no_two_gpus_are_spelt_alike():
+    for key, device in DEVICES.items():
+        assert find_device(key) is device and find_device(device.name) is device
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h20", " (did you mean h200?)"),
+        ("rtx4070ti", " (did you mean rtx4070?)"),
+        ("5070 Ti Super", " (did you mean rtx5070 or rtx5070ti?)"),
+        ("7900", " (did you mean rx7900xt or rx7900xtx?)"),
+        ("rtx5009", " (did you mean rtx5090 or rtx5080?)"),
+        ("voodoo", ""),
+        ("NVIDIA", ""),
+    ],
+)
+def test_an_unknown_gpu_lists_the_known_ones_and_the_nearest(name, hint):
+    with pytest.raises(ValueError, match=r"^unknown GPU ") as caught:
+        find_device(name)
+    text = str(caught.value)
+    assert text.startswith(f"unknown GPU {name!r}{hint}; known: a100, h100, ")
+    assert text.endswith("mi355x; recipes/devices.py shows how to add one")
 
 
 def test_an_arithmetic_that_the_chip_lacks_is_named():

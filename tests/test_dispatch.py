@@ -53,6 +53,7 @@ ALL = {row.op: row.formats for row in KERNELS}
     [
         ("int8-int8", "scaled_matmul", "int8"),
         ("fp8-fp8", "F.scaled_mm", "fp8"),
+        ("fp8_tensor-fp8_tensor-static", "scaled_matmul", "fp8_tensor"),
         ("nvfp4-nvfp4-static", "block_scaled_matmul", "nvfp4"),
         ("mxfp8-mxfp8", "block_scaled_matmul", "mxfp8"),
         ("mxfp4-mxfp4", "block_scaled_matmul", "mxfp4"),
@@ -186,6 +187,7 @@ CHOSEN = [
     ("int8-int8", "sm_80", "scaled_matmul"),
     ("int8-int8-r8", "sm_90", "scaled_matmul"),
     ("fp8-fp8", "sm_89", "scaled_matmul"),
+    ("fp8_tensor-fp8_tensor-static", "sm_89", "scaled_matmul"),
     ("nvfp4-nvfp4-static", "sm_100", "block_scaled_matmul"),
     ("nvfp4-nvfp4", "sm_120", "block_scaled_matmul"),
     ("mxfp8-mxfp8", "sm_120", "block_scaled_matmul"),

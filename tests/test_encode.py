@@ -276,6 +276,15 @@ def test_the_global_scale_makes_the_largest_block_use_the_largest_block_scale():
     assert QuantizedTensor.quantize(w, nvfp4).scale.float().max() == 448
 
 
+def test_a_calibrated_scale_of_fp8_is_a_power_of_two_with_room_for_half_as_much_again():
+    amax = torch.tensor([448.0, 298.0, 299.0, 1e-3, 0.0, TINIEST])
+    scale = encode.input_scale_for(amax, FORMATS["fp8_tensor"])
+    assert scale.tolist() == [2.0, 1.0, 2.0, 2.0**-18, 1.0, 2.0**-126]
+    assert (1.5 * amax[:4] <= 448 * scale[:4]).all() and (1.5 * amax[:4] > 224 * scale[:4]).all()
+    nvfp4 = FORMATS["nvfp4"]
+    assert torch.equal(encode.input_scale_for(amax, nvfp4, True), encode.global_scale_for(amax, nvfp4, True))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_and_infinity_in_activations_turn_their_own_block_into_nan(name, bad):

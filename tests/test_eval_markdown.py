@@ -18,7 +18,7 @@ def test_markdown_says_what_the_report_holds(three):
     assert "**schnell-nvfp4:** ? Undecided: PSNR" in text and "**schnell-int8:** ✓ As good as published 8-bit" in text
     assert "47.10 (46.00 to 48.20)" in text and "not measured: needs alexnet-owt-7be5be79.pth" in text
     assert "gate `psnr>=20`: passed" in text and "gate `lpips<=0.1`: **FAILED** (not measured)" in text
-    assert "| 16 bit | compiled | 1 × 1024 × 1024 | denoiser step | 170 ms / 180 ms | 2 % | 33.70 GB |" in text
+    assert "| 16 bit | compiled | 1 × 1024 × 1024 | denoiser step | 170 ms / 180 ms | 2 % | 33.7 GB |" in text
     assert "not given: the spread of 16 bit is 8 % of its median, above 5 %" in text
     assert "fluxq eval schnell-nvfp4 --protocol smoke" in text and "extends: nvfp4" in text and "abab" in text
     assert "> **Warning:** 16 prompts are a quick look" in text and "data:image" not in text
@@ -72,8 +72,10 @@ def test_figures():
     ("seconds", "text"),
     [
         (0.0000012, "1.2 µs"),
+        (0.00000012, "120 ns"),
         (0.0123, "12.3 ms"),
-        (0.9996, "1000 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
         (1.5, "1.5 s"),
         (119.0, "119 s"),
         (200.4, "3 min 20 s"),
@@ -88,8 +90,8 @@ def test_sizes_and_shares():
     assert [size(value) for value in (0, 999, 12_000, 6_400_000_000, None)] == [
         "0 B",
         "999 B",
-        "12.00 kB",
-        "6.40 GB",
+        "12 kB",
+        "6.4 GB",
         "–",
     ]
     assert [share(value) for value in (0.123, -0.05, 19.704, None)] == ["12.3 %", "−5 %", "1970 %", "–"]

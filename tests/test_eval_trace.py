@@ -91,6 +91,15 @@ def test_health_of_a_static_scale():
     assert counts["not_finite"] == counts["input_not_finite"] == 0
 
 
+def test_health_of_a_static_scale_of_fp8():
+    """s = 1 / 448: codes reach 1."""
+    layer = layer_of("fp8_tensor", input_scale=torch.tensor(1 / 448))
+    x = torch.full((4, 128), 0.5)
+    x[0, 0] = 3.0
+    counts = health(layer, x, layer(x))
+    assert counts["range"] == pytest.approx(3) and counts["clipped"] == counts["largest"] == 1 / 512
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8", "mxfp8", "nvfp4"])
 def test_scales_that_follow_from_the_values_clip_nothing(name):
     layer = layer_of(name)

@@ -25,13 +25,13 @@ N, K = 160, 192
 HOLDS = {
     "bfl": "fp8-fp8 nvfp4-nvfp4-static",
     "modelopt": (
-        "fp8-fp8 fp8_tensor-fp8_tensor mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth "
+        "fp8-fp8 fp8_tensor-fp8_tensor-static mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth "
         "nvfp4-nvfp4-static-r16 nvfp4-nvfp4-static-smooth-r16 nvfp4-16bit int8-int8 int8-int8-smooth int8-16bit "
         "int4_g128-16bit int4_g128-16bit-smooth"
     ),
     "comfy": (
-        "fp8_tensor-fp8_tensor fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit nvfp4-nvfp4 nvfp4-nvfp4-static "
-        "nvfp4-nvfp4-static-smooth nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit"
+        "fp8_tensor-fp8_tensor fp8_tensor-fp8_tensor-static fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit nvfp4-nvfp4 "
+        "nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit"
     ),
     "torchao": (
         "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-16bit mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4 "
@@ -39,7 +39,8 @@ HOLDS = {
     ),
     "nunchaku": "nvfp4-nvfp4 nvfp4-nvfp4-smooth-r32 int4-int4 int4-int4-smooth-r32 int4-16bit",
     "compressed_tensors": (
-        "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit mxfp4-mxfp4 mxfp4-16bit "
+        "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-fp8_tensor-static fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit "
+        "mxfp4-mxfp4 mxfp4-16bit "
         "nvfp4-nvfp4-static nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit"
     ),
 }
@@ -49,6 +50,7 @@ HOLDS_OTHERWISE = {
     "bfl": {"fp8-16bit": "fp8-fp8"},
     "modelopt": {"fp8-16bit": "fp8-fp8"},
     "comfy": {"fp8_tensor-fp8": "fp8_tensor-fp8_tensor"},
+    "torchao": {"fp8_tensor-fp8_tensor-static": "fp8_tensor-fp8_tensor"},
     "nunchaku": {
         "nvfp4-nvfp4-static": "nvfp4-nvfp4-smooth",
         "nvfp4-nvfp4-static-smooth": "nvfp4-nvfp4-smooth",
@@ -89,8 +91,8 @@ def quantized(text: str, n: int = N, k: int = K, seed: int = 0, bias: bool = Tru
 
 
 def with_needs(dialect: str, layer: QuantTensors) -> QuantTensors:
-    """With the input_scale that ModelOpt's per-tensor formats ask for and no scheme of ours stores."""
-    if dialect == "modelopt" and str(layer.scheme).split("-smooth")[0] in ("fp8_tensor-fp8_tensor", "int8-int8"):
+    """With the input_scale that ModelOpt's int8 asks for and no scheme of ours stores."""
+    if dialect == "modelopt" and str(layer.scheme).split("-smooth")[0] == "int8-int8":
         return replace(layer, beside={"input_scale": torch.tensor(0.0125)})
     return layer
 
@@ -153,6 +155,7 @@ def test_what_a_dialect_holds_comes_back_byte_for_byte_and_the_rest_is_refused(d
             assert str(back.scheme) == otherwise.get(text, text)
             rounded = {name for row in DIALECTS[dialect].rows for name in row.rounds if row.weights in text}
             rounded -= set() if text in otherwise else {"pre_quant_scale"}  # powers of two, whose reciprocals are exact
+            rounded |= {"input_scale"} if "-static" in text and "-static" not in str(back.scheme) else set()
             for name in (layer.tensors.keys() | back.tensors.keys()) - rounded:
                 assert same_bytes(back.tensors[name], layer.tensors[name]), (text, shape, name)
             for name, value in layer.beside.items():
@@ -230,13 +233,13 @@ def entry_of(name: str) -> tuple[str, dict[str, Any]]:
 SCHEME_OF = {
     "bfl_fp8r": "fp8-fp8",
     "bfl_nvfp4": "nvfp4-nvfp4-static",
-    "comfy_fp8_e4m3": "fp8_tensor-fp8_tensor",
+    "comfy_fp8_e4m3": "fp8_tensor-fp8_tensor-static",
     "comfy_mxfp8": "mxfp8-mxfp8",
     "comfy_nvfp4": "nvfp4-nvfp4-static",
     "ct_mxfp4": "mxfp4-mxfp4",
     "ct_mxfp8": "mxfp8-mxfp8",
     "ct_nvfp4": "nvfp4-nvfp4-static",
-    "modelopt_fp8": "fp8_tensor-fp8_tensor",
+    "modelopt_fp8": "fp8_tensor-fp8_tensor-static",
     "modelopt_fp8_pc_pt": "fp8-fp8",
     "modelopt_int8": "int8-int8",
     "modelopt_mxfp8": "mxfp8-mxfp8",
@@ -508,9 +511,10 @@ def test_fp8_files_of_before_comfy_quant() -> None:
     old |= {"scale_weight": layer.tensors["weight_scale"], "scale_input": torch.tensor(0.5)}
     decode = DIALECTS["legacy"].decode
     back = decode(old, (N, K), {"scaled_fp8": 0})
-    assert isinstance(back, QuantTensors) and str(back.scheme) == "fp8_tensor-fp8_tensor"
-    assert torch.equal(effective(back), effective(layer)) and back.beside["input_scale"] == 0.5
-    assert str(decode(old, (N, K), {"scaled_fp8": 2}).scheme) == "fp8_tensor-16bit"
+    assert isinstance(back, QuantTensors) and str(back.scheme) == "fp8_tensor-fp8_tensor-static"
+    assert torch.equal(effective(back), effective(layer)) and back.tensors["input_scale"] == 0.5
+    widened = decode(old, (N, K), {"scaled_fp8": 2})
+    assert str(widened.scheme) == "fp8_tensor-16bit" and widened.beside["input_scale"] == 0.5
     cast = decode({"weight": old["weight"]}, (N, K), {})
     assert torch.equal(effective(cast).float(), old["weight"].float())
     five = decode({"weight": torch.ones(2, 2).to(torch.float8_e5m2), "scale_weight": torch.tensor([3.0])}, (2, 2), {})

@@ -26,10 +26,13 @@ from test_exchange_layers import (
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
+from fluxq.quantize.encode import input_scale_for
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS, READERS
 from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.ops import quantize_activation
+from fluxq.recipes.formats import FORMATS
 
 
 def exported(dialect: str, text: str, n: int, k: int) -> tuple[QuantTensors, Any]:
@@ -87,6 +90,21 @@ def test_comfy_kitchen_reads_comfy_layers() -> None:
             assert torch.equal(weight, codes_alone(layer)), text
             formats.add(encoded.entry["format"])
     assert formats == formats_read_by("comfy-kitchen", "comfy")
+
+
+def test_comfy_kitchen_rounds_x_to_our_codes_under_a_calibrated_scale() -> None:
+    """It multiplies by 1 / scale in bf16, which is exact for powers of two alone."""
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    from comfy_kitchen.tensor import get_layout_class
+
+    x, row = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16() * 3, FORMATS["fp8_tensor"]
+    for amax in (x.abs().max(), x.abs().max() / 3):  # of which the latter clips
+        scale = input_scale_for(amax, row)
+        theirs, _ = get_layout_class("TensorCoreFP8Layout").quantize(x, scale=scale)
+        ours = quantize_activation(x, row, scale).codes
+        assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
+    theirs, _ = get_layout_class("TensorCoreFP8Layout").quantize(x, scale=1.3 * scale)
+    assert not torch.equal(theirs.float(), quantize_activation(x, row, 1.3 * scale).codes.float())
 
 
 @pytest.mark.reader("diffusers", "torchao")

@@ -25,8 +25,9 @@ from fluxq import cli, exchange, jobs, tiny
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.commands import exchanging
 from fluxq.quantize.exchange import containers, native
+from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.export import export
+from fluxq.quantize.exchange.export import MOST_ADDED, export, plan_of
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.quantize.linear import QuantLinear
@@ -36,6 +37,8 @@ from fluxq.recipes.keymaps import ORIGINALS, diffusers_names
 DENOISERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FITTED = ("nvfp4", "int8", "int4-svd")  # whose layers have means, factors or a low-rank branch
+FOR_COMFY = ("nvfp4", "mxfp8", "fp8-comfy", "int8")  # recipes all of whose layers ComfyUI holds
+BFL = {"nvfp4": {}, "nvfp4, 16 bit beside": {"side_layers": "16bit"}, "fp8": {}}  # what the files are made with
 NORMED = 6  # modulations of the embedded pipeline: two of its double block, one of each of its four single ones
 
 # What another program does with a file, in a process that never imports fluxq: it loads the model, widens every weight
@@ -109,18 +112,18 @@ def exported(checkpoint, plain_checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def read_by_diffusers(exported, tmp_path_factory):
-    """Recipe -> what stock diffusers made of its bfl file."""
+    """Key of BFL -> what stock diffusers made of that file."""
     root = tmp_path_factory.mktemp("read")
     save_file(given(), root / "given.safetensors")
     jobs, found = [], {}
-    for recipe in ("nvfp4", "fp8"):
-        file = Path(exported(recipe, "bfl")[0].target)
+    for name, how in BFL.items():
+        file = Path(exported(name.split(",")[0], "bfl", **how)[0].target)
         config = file.with_name(file.stem + ".config.json")
-        jobs.append([str(file), str(config), str(root / f"{recipe}.safetensors")])
+        jobs.append([str(file), str(config), str(root / f"{name}.safetensors")])
     command = [sys.executable, "-c", READ_BFL, str(root / "given.safetensors"), json.dumps(jobs)]
     said_by(command, root)
-    for recipe, job in zip(("nvfp4", "fp8"), jobs, strict=True):
-        found[recipe] = load_file(job[2])
+    for name, job in zip(BFL, jobs, strict=True):
+        found[name] = load_file(job[2])
     return found
 
 
@@ -170,9 +173,12 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.reader("diffusers", "bfl")
 def test_stock_diffusers_reads_the_same_weights_without_fluxq(exported, read_by_diffusers) -> None:
-    for recipe, read in read_by_diffusers.items():
+    for name, read in read_by_diffusers.items():
+        recipe = name.split(",")[0]
         layers = quantized_layers(loaded(exported(recipe, "bfl")[1]))
-        assert len(layers) == 38 and read.keys() >= layers.keys()
+        if "16 bit" in name:
+            layers = {name: layer for name, layer in layers.items() if not is_modulation(name)}
+        assert len(layers) == 38 - NORMED * ("16 bit" in name) and read.keys() >= layers.keys()
         for name, layer in layers.items():
             if not (recipe == "nvfp4" and is_modulation(name)):  # which took a fold
                 assert torch.equal(read[name], layer.quantized_weight.dequantize()), name
@@ -181,7 +187,7 @@ def test_stock_diffusers_reads_the_same_weights_without_fluxq(exported, read_by_
 
 
 def test_a_fold_makes_what_its_readers_made_of_their_input(fitted, exported, read_by_diffusers) -> None:
-    read, layers = read_by_diffusers["nvfp4"], quantized_layers(loaded(fitted))
+    read, layers = read_by_diffusers["nvfp4, 16 bit beside"], quantized_layers(loaded(fitted))
     g = torch.Generator().manual_seed(1)
     norm, silu = torch.randn(64, 128, generator=g), torch.randn(1, 128, generator=g)
     folded = exported("nvfp4", "bfl")[0].folded
@@ -201,7 +207,7 @@ def test_a_fold_makes_what_its_readers_made_of_their_input(fitted, exported, rea
             (silu @ weight.T + bias.float())[0]
             for weight, bias in (
                 (before.quantized_weight.dequantize(), before.bias.data),
-                (read[name], read[f"={name}.bias"]),
+                (read[f"={name}.weight"].float(), read[f"={name}.bias"]),
             )
         ]
         (x, z) = (norm * (1 + m[(chunk + 1) * 128 :][:128]) + m[chunk * 128 :][:128] for m in made)
@@ -215,11 +221,12 @@ def test_a_fold_makes_what_its_readers_made_of_their_input(fitted, exported, rea
 
 def test_the_exported_model_computes_what_the_checkpoint_does(exported, read_by_diffusers) -> None:
     """In fp32, where nothing but what was rounded once more for the other layout is left of a difference."""
-    for recipe, read in read_by_diffusers.items():
+    most = dict(zip(BFL, (4e-2, 5e-3, 1e-6), strict=True))  # nvfp4's modulation in fp8, in 16 bit; fp8's as it was
+    for name, read in read_by_diffusers.items():
         state = {name[1:]: tensor for name, tensor in read.items() if name.startswith("=")}
         state |= {f"{name}.weight": tensor for name, tensor in read.items() if f"{name}.weight" in state}
-        off = relative(output_of(state), output_of(as_computed(exported(recipe, "bfl")[1])))
-        assert off < (5e-3 if recipe == "nvfp4" else 1e-6), (recipe, off)
+        off = relative(output_of(state), output_of(as_computed(exported(name.split(",")[0], "bfl")[1])))
+        assert off < most[name], (name, off)
 
 
 # --- the others, by what reads them
@@ -257,35 +264,72 @@ def test_comfy_files_hold_fused_layers_under_original_names(recipe, exported) ->
     scale, shift = state["norm_out.linear.weight"].chunk(2)
     assert torch.equal(tensors["final_layer.adaLN_modulation.1.weight"], torch.cat([shift, scale]))
     assert torch.equal(tensors["img_in.weight"], state["x_embedder.weight"])
-    assert len(entries) == (16 if recipe == "nvfp4" else 22)
+    assert len(entries) == 22
 
 
-def test_side_layers_are_written_in_16_bit_and_listed(exported) -> None:
-    done, _ = exported("nvfp4", "comfy")
-    assert len(done.dequantized) == NORMED
-    for changed in done.dequantized:
-        assert changed.was == "fp8-16bit" and changed.now == "16bit" and "no format for fp8 weights" in changed.why
+def test_side_layers_move_or_go_into_the_formats_8_bits_or_into_16(exported) -> None:
+    moved, rounded = exported("nvfp4", "comfy")[0], exported("nvfp4", "bfl")[0]
+    assert moved.formats == {"nvfp4": 16, "int8_tensorwise": NORMED} and not moved.requantized + moved.dequantized
+    assert rounded.formats == {"nvfp4": 32, "fp8r": NORMED} and not rounded.dequantized
+    read = load_file(rounded.target)
+    for changed in rounded.requantized:
+        assert (changed.was, changed.now) == ("int8-16bit", "fp8-16bit") and "no format for int8" in changed.why
+        assert 0.01 < changed.added_error < MOST_ADDED and read[f"{changed.name}.weight"].dtype == torch.float8_e4m3fn
+    wide, _ = exported("nvfp4", "comfy", side_layers="16bit")
+    assert len(wide.dequantized) == NORMED and wide.formats == {"nvfp4": 16}
+    for changed in wide.dequantized:
+        assert changed.was == "int8-16bit" and changed.now == "16bit" and "asks for it" in changed.why
         assert 0 < changed.added_error < 2.0**-8 and changed.nbytes == 2 * changed.shape[0] * changed.shape[1]
-    tensors = load_file(done.target)
+    tensors = load_file(wide.target)
     assert tensors["double_blocks.0.img_mod.lin.weight"].dtype == torch.bfloat16
-    assert tensors.keys() >= {f"{changed.name}.weight" for changed in done.dequantized}
+    assert tensors.keys() >= {f"{changed.name}.weight" for changed in wide.dequantized}
+
+
+def test_a_side_layer_that_8_bits_would_change_too_much_is_written_in_16(fitted, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(export_module, "MOST_ADDED", 0.01)
+    done = export(resolve_model(str(fitted)), "bfl", tmp_path / "x.safetensors")
+    assert len(done.dequantized) == NORMED and not done.requantized
+    assert all("; fp8-16bit would add an error of 2." in changed.why for changed in done.dequantized)
+    assert done.hint == (
+        "larger than the checkpoint: 6 layers are in 16 bit; where x keeps 16 bit bfl holds fp8: "
+        "`modulation: {format: fp8}`"
+    )
 
 
 @pytest.mark.reader("comfy-kitchen", "comfy")
-def test_comfy_kitchen_reads_a_whole_file(exported) -> None:
+@pytest.mark.parametrize("recipe", FOR_COMFY)
+def test_comfy_kitchen_reads_a_whole_file(recipe, exported) -> None:
     pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 
-    done, folder = exported("nvfp4", "comfy")
-    layers, tensors = quantized_layers(loaded(folder)), load_file(done.target)
-    for name, parts in FUSED.items():
-        weight = torch.cat([layers[part].quantized_weight.dequantize() for part in parts])
-        params = {"scale": tensors[f"{name}.weight_scale_2"], "block_scale": tensors[f"{name}.weight_scale"]}
-        built = get_layout_class("TensorCoreNVFP4Layout").Params(
-            **params, orig_dtype=torch.float32, orig_shape=tuple(weight.shape)
-        )
-        read = QuantizedTensor(tensors[f"{name}.weight"], "TensorCoreNVFP4Layout", built).dequantize()
+    layouts_of = {
+        "nvfp4": ("TensorCoreNVFP4Layout", {"scale": "weight_scale_2", "block_scale": "weight_scale"}),
+        "mxfp8": ("TensorCoreMXFP8Layout", {"scale": "weight_scale"}),
+        "float8_e4m3fn": ("TensorCoreFP8Layout", {"scale": "weight_scale"}),
+        "int8_tensorwise": ("TensorWiseINT8Layout", {"scale": "weight_scale"}),
+    }
+    done, folder = exported(recipe, "comfy")
+    source, tensors = NativeComponent(resolve_model(str(folder)), "transformer"), load_file(done.target)
+    units = [unit for unit in plan_of(source, "comfy").choices if unit.schemes]
+    assert len(units) == sum(done.formats.values()) == 22
+    for choice in units:
+        name = choice.unit.name
+        weight = torch.cat([source.layer(part).linear().quantized_weight.dequantize() for part in choice.unit.parts])
+        layout, parts = layouts_of[json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))["format"]]
+        params = {part: tensors[f"{name}.{key}"] for part, key in parts.items()}
+        shape = {"orig_dtype": torch.float32, "orig_shape": tuple(weight.shape)}
+        built = get_layout_class(layout).Params(**params, **shape)
+        read = QuantizedTensor(tensors[f"{name}.weight"], layout, built).dequantize()
         assert torch.equal(read[: weight.shape[0], : weight.shape[1]], weight), name
+
+
+@pytest.mark.parametrize("recipe", FOR_COMFY)
+def test_a_file_for_comfyui_is_no_larger_than_the_checkpoint(recipe, exported) -> None:
+    done, folder = exported(recipe, "comfy")
+    own = sum(t.nbytes for t in load_file(folder / "transformer" / WEIGHTS).values())
+    assert done.checkpoint_bytes == own and not done.dequantized + done.requantized and not done.hint
+    assert done.weight_bytes == sum(tensor.nbytes for tensor in load_file(done.target).values()) <= own + 2000
+    assert done.notes == {}
 
 
 @pytest.mark.reader("diffusers", "torchao")
@@ -411,7 +455,7 @@ def test_nunchaku_files_hold_its_own_blocks(exported) -> None:
 
 def test_nunchaku_files_have_no_room_for_modulation_of_another_format(exported, tmp_path, fitted) -> None:
     folder = resolve_model(str(fitted))
-    with pytest.raises(ValueError, match=r"cannot hold 6 of 38 layers; --requantize.*\n.*no format for fp8 weights"):
+    with pytest.raises(ValueError, match=r"cannot hold 6 of 38 layers; --requantize.*\n.*no format for int8 weights"):
         export(folder, "nunchaku", tmp_path / "x.safetensors")
     done = export(folder, "nunchaku", tmp_path / "x.safetensors", requantize=True)
     assert [changed.now for changed in done.requantized] == ["int4-16bit"] * NORMED
@@ -569,7 +613,7 @@ def test_requantize_rounds_into_the_nearest_format_and_says_what_it_cost(plain_c
     folder = plain_checkpoint("fp8")
     target = tmp_path / "x.safetensors"
     done = export(resolve_model(str(folder)), "comfy", target, requantize=True)
-    assert done.formats == {"float8_e4m3fn": 16} and len(done.requantized) == 16 and len(done.dequantized) == 6
+    assert done.formats == {"float8_e4m3fn": 16, "int8_tensorwise": NORMED} and not done.dequantized
     layers, tensors = quantized_layers(loaded(folder)), load_file(target)
     costs = {changed.name: changed for changed in done.requantized}
     for name, parts in FUSED.items():
@@ -578,6 +622,9 @@ def test_requantize_rounds_into_the_nearest_format_and_says_what_it_cost(plain_c
         off = relative(now, before)
         assert costs[name].added_error == pytest.approx(off, rel=1e-4) and 0.01 < off < 0.05
         assert (costs[name].was, costs[name].now) == ("fp8-fp8", "fp8_tensor-fp8_tensor")
+    beside = [changed for changed in done.requantized if changed.was == "fp8-16bit"]
+    assert len(beside) == NORMED and {changed.now for changed in beside} == {"int8-16bit"}  # which adds least
+    assert all(changed.added_error < 0.015 for changed in beside)
 
 
 def test_a_checkpoint_that_is_not_as_it_says_is_refused(plain_checkpoint, tmp_path) -> None:

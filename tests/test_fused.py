@@ -27,6 +27,7 @@ SCHEMES = (
     "int8-int8",
     "fp8-fp8",
     "fp8_tensor-fp8_tensor",
+    "fp8_tensor-fp8_tensor-static",
     "mxfp8-mxfp8",
     "mxfp4-mxfp4",
     "nvfp4-nvfp4",

@@ -90,6 +90,17 @@ def test_layers_of_a_group_share_what_is_done_to_x(layer, inputs):
         assert a[name].data_ptr() != b[name].data_ptr()  # safetensors stores no tensor twice
 
 
+@pytest.mark.parametrize("gptq", [False, True])
+def test_joined_weights_with_one_scale_each_share_it(layer, inputs, gptq):
+    own = Scheme(FORMATS["fp8_tensor"], FORMATS["fp8_tensor"], static_input=True)
+    other = 3 * draw("attn", k=K, n=64, seed=3).weight
+    joined = [GroupLayer(name, w, None, own, True) for name, w in (("a", layer.weight), ("b", other))]
+    group = fit_group(joined, inputs, Method(gptq=gptq))
+    a, b = (tensors(group, name) for name in "ab")
+    assert a["weight_scale"] == b["weight_scale"] == other.abs().max() / 448 > layer.weight.abs().max() / 448
+    assert a["input_scale"] == b["input_scale"] and group.db is not None and group.db > 25
+
+
 def test_a_price_that_is_too_high_is_not_paid(layer, inputs):
     def price(before, after):
         return 50.0 if after[0].rank or after[0].deflate else 0.0

@@ -310,7 +310,7 @@ def test_a_whole_checkpoint_of_a_family_that_comfyui_gives_its_own_names(tmp_pat
     tensors = {CHECKPOINT_PREFIX + name: tensor for name, tensor in encoded("qwen_image", "legacy", state)[0].items()}
     save_file(tensors | VAE, tmp_path / "whole.safetensors")
     (report,) = import_model(tmp_path / "whole.safetensors", tmp_path / "out", base)
-    assert report.quantized and report.notes == ["vae, 2 tensors of 0.00118 MB beside the denoiser, was left out"]
+    assert report.quantized and report.notes == ["vae, 2 tensors of 1.18 kB beside the denoiser, was left out"]
 
 
 # --- several components

@@ -24,7 +24,7 @@ from fluxq.quantize.exchange.inspect import FAULTS, Inspection, inspect_path
 from fluxq.quantize.exchange.layouts import swap_nibbles
 
 GOLDEN = Path(__file__).parent / "golden"
-NVFP4, FP8 = "nvfp4-nvfp4-static", "fp8-fp8"
+NVFP4, FP8, STATIC = "nvfp4-nvfp4-static", "fp8-fp8", "fp8_tensor-fp8_tensor-static"
 QKV = "double_blocks.0.img_attn.qkv"
 
 Break = Callable[[str, Tensors], None]
@@ -67,8 +67,8 @@ def drop(name: str) -> Break:
     ("dialect", "scheme"),
     [
         *(("bfl", scheme) for scheme in (NVFP4, FP8)),
-        *(("comfy", scheme) for scheme in (NVFP4, "mxfp8-mxfp8", "int8-int8", "fp8_tensor-fp8_tensor")),
-        *(("modelopt", scheme) for scheme in (NVFP4, "mxfp8-mxfp8", "fp8_tensor-fp8_tensor", "int8-16bit")),
+        *(("comfy", scheme) for scheme in (NVFP4, "mxfp8-mxfp8", "int8-int8", STATIC)),
+        *(("modelopt", scheme) for scheme in (NVFP4, "mxfp8-mxfp8", STATIC, "int8-16bit")),
         *(("torchao", scheme) for scheme in ("nvfp4-nvfp4", "mxfp8-mxfp8", "int8-int8", FP8)),
         *(("compressed_tensors", scheme) for scheme in (NVFP4, "int8-16bit", FP8, "mxfp4-mxfp4")),
         *(("nunchaku_lite", scheme) for scheme in ("int4-int4", "nvfp4-nvfp4")),

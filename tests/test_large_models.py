@@ -1,89 +1,24 @@
-"""The least `--max-memory` of whole pipelines, from shapes of published models: docs/large-models.md has the table."""
+"""The least `--max-memory` of whole pipelines and what serves them, from shapes: the tables of docs/large-models.md."""
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from published_models import PIPELINES, ROWS, published
 
-from fluxq import footprint, jobs
-from fluxq.base.files import write_json
+from fluxq import footprint, jobs, serving
 from fluxq.base.model import ModelFolder
 from fluxq.catalogue import Model
-from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.published import PUBLISHED
+from fluxq.cli import cli
+from fluxq.recipes.cards import holding
+from fluxq.recipes.devices import DEVICES
 
 PAGE = Path(__file__).parent.parent / "docs" / "large-models.md"
 MARK = "<!-- least -->\n"
 RECIPES = ("fp8", "nvfp4", "int4-svd", "nvfp4-max")
-ROWS = {row.name: row for row in PUBLISHED}
-VAE = "FLUX.1 VAE"  # SD3.5's has the same layers
-# Model on the page -> class of the pipeline, and by component a published model or a class of diffusers as it stands.
-PIPELINES = {
-    "FLUX.1-dev": ("FluxPipeline", {"text_encoder": "CLIP-L", "text_encoder_2": "T5-XXL", "vae": VAE}),
-    "Stable Diffusion 3.5 large": (
-        "StableDiffusion3Pipeline",
-        {
-            "text_encoder": "CLIP-L with projection",
-            "text_encoder_2": "CLIP-G with projection",
-            "text_encoder_3": "T5-XXL",
-            "vae": VAE,
-        },
-    ),
-    "Z-Image-Turbo": ("ZImagePipeline", {"text_encoder": "Qwen3-4B", "vae": VAE}),
-    "Qwen-Image": ("QwenImagePipeline", {"text_encoder": "Qwen2.5-VL-7B", "vae": "AutoencoderKLQwenImage"}),
-    "FLUX.2-dev": ("Flux2Pipeline", {"text_encoder": "Mistral-Small-3.2-24B", "vae": "AutoencoderKLFlux2"}),
-    "Wan2.2-T2V-A14B": (
-        "WanPipeline",
-        {"transformer_2": "Wan2.2-T2V-A14B", "text_encoder": "UMT5-XXL", "vae": "AutoencoderKLWan"},
-    ),
-}
-
-# GB of memory -> what the page says is served in them, the text encoders elsewhere.
-SERVED = {
-    8: {
-        "int4-svd": ("FLUX.1-dev",),
-        "nvfp4": (
-            *("Z-Image-Turbo", "FLUX.2-klein-9B", "Chroma1-HD"),
-            *("Stable Diffusion 3.5 large", "LTX-Video-2B", "Wan2.1-T2V-1.3B"),
-        ),
-    },
-    12: {"nvfp4": ("FLUX.1-dev", "LTX-Video-13B", "Wan2.1-T2V-14B")},
-    16: {"fp8": ("FLUX.1-dev",), "nvfp4": ("Qwen-Image",)},
-    24: {"fp8": ("Qwen-Image",), "nvfp4": ("Wan2.2-T2V-A14B", "HunyuanVideo", "FLUX.2-dev")},
-    80: {"fp8": ("Wan2.2-T2V-A14B", "FLUX.2-dev")},
-}
-CONTEXT = 0.6e9  # bytes that a GPU's driver and libraries keep
-
-
-def published(folder: Path, name: str, only: str = "") -> Path:
-    """The pipeline of a published model: configurations, and weight files whose tensors are holes that take no disk."""
-    pipeline, others = PIPELINES[name]
-    index: dict[str, object] = {"_class_name": pipeline}
-    for component, what in {"transformer": name, **others}.items():
-        if only not in ("", component):
-            continue
-        row = ROWS.get(what)
-        family = FAMILIES[row.family] if row else None
-        library, cls = (family.library, family.model) if family else ("diffusers", what)
-        model = build_on_meta(library, cls, dict(row.config) if row else {})
-        (folder / component).mkdir(parents=True)
-        config = model.config if isinstance(model.config, dict) else model.config.to_dict()
-        (folder / component / "config.json").write_text(json.dumps(config, default=str))
-        header, end = {}, 0
-        for key, tensor in model.state_dict().items():
-            nbytes = 2 * tensor.numel()
-            header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + nbytes]}
-            end += nbytes
-        text = json.dumps(header).encode()
-        stem = "diffusion_pytorch_model" if library == "diffusers" else "model"
-        with (folder / component / f"{stem}.safetensors").open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            stream.truncate(8 + len(text) + end)
-        index[component] = [library, cls]
-    write_json(folder / "model_index.json", index)
-    return folder
 
 
 def line_of(name: str, folder: Path) -> str:
@@ -129,14 +64,96 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     assert jobs.demand(jobs.prepare(jobs.Options(model, "fp8", check=False), writes=False), "cpu", writes=True) is None
 
 
-@pytest.mark.parametrize("gigabytes", SERVED)
-def test_what_the_page_serves_fits(gigabytes):
-    text = PAGE.read_text(encoding="utf-8")
-    [line] = [line for line in text.splitlines() if line.startswith(f"| {gigabytes} GB")]
-    for recipe, names in SERVED[gigabytes].items():
-        assert f"`{recipe}`" in line
-        for name in names:
-            assert name in line and Model(ROWS[name]).size(recipe).serving_bytes + CONTEXT < gigabytes * (1 << 30), name
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("mark", "table"),
+    [
+        ("chips", serving.chips_table),
+        ("FLUX.1-dev", partial(serving.cards_table, "FLUX.1-dev")),
+        slow("Qwen-Image", partial(serving.cards_table, "Qwen-Image")),
+        slow("Wan2.1-T2V-14B", partial(serving.cards_table, "Wan2.1-T2V-14B")),
+        slow("models", serving.models_table),
+    ],
+)
+def test_the_page_says_what_serves_what(mark, table, request):
+    before, written, after = PAGE.read_text(encoding="utf-8").split(f"<!-- {mark} -->\n")
+    lines = table()
+    if request.config.getoption("--write-features"):
+        text = f"<!-- {mark} -->\n".join([before, "\n".join([*lines, ""]), after])
+        PAGE.write_text(text, encoding="utf-8")
+        written = text.split(f"<!-- {mark} -->\n")[1]
+    assert written.splitlines() == lines, "`pytest --write-features --run-slow tests/test_large_models.py` updates it"
+
+
+def row_of(lines: list[str], card: str) -> dict[str, str]:
+    """The cells of a card's row, by the column's title without its ticks."""
+    title, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
+    [cells] = [cells for cells in rows if card in cells[1].split(", ")]
+    return {name.replace("`", ""): cell for name, cell in zip(title, cells, strict=True)}
+
+
+def test_twelve_gb_hold_flux_in_4_bits_where_they_stay_4_bits():
+    lines = serving.cards_table("FLUX.1-dev")
+    ada, blackwell = row_of(lines, "RTX 4070"), row_of(lines, "RTX 5070")
+    assert ada["nvfp4"] == "12.5 no" and blackwell["nvfp4"] == "8.7 turns"
+    assert ada['nvfp4, prefer="memory"'] == blackwell["nvfp4"]
+    assert ada["memory"] == blackwell["memory"] == "12 GB" and ada == row_of(lines, "RTX 3060 12GB")
+    assert {device.name for device in DEVICES.values()} == {
+        name for line in lines[2:] for name in line.split(" | ")[1].split(", ")
+    }
+
+
+def test_the_parts_of_a_pipeline_by_hand():
+    """FLUX.1-dev on an RTX 5070 in nvfp4, its encoders in 16 bit: CLIP-L and T5-XXL of so many parameters."""
+    found = {
+        piece.name: piece
+        for piece in serving.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
+    }
+    size = Model(ROWS["FLUX.1-dev"]).size("nvfp4")
+    assert found["transformer"].weights == pytest.approx(size.checkpoint_bytes, rel=1e-3)
+    assert found["transformer"].weights + found["transformer"].activations == pytest.approx(
+        size.serving_bytes, rel=1e-3
+    )
+    assert found["CLIP-L"].weights == pytest.approx(2 * 123e6, rel=0.01)
+    assert found["T5-XXL"].weights == pytest.approx(2 * 4.762e9, rel=0.01)
+    assert found["vae"].weights == pytest.approx(2 * 83.8e6, rel=0.01)
+    assert found["vae"].activations == 2 * 4 * 1024 * 1024 * 256
+    quantized = {
+        piece.name: piece.weights
+        for piece in serving.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=True)
+    }
+    assert quantized["T5-XXL"] < 0.31 * found["T5-XXL"].weights and quantized["vae"] == found["vae"].weights
+
+
+def test_a_model_of_two_halves_counts_them_both():
+    names = [piece.name for piece in serving.pieces("Wan2.2-T2V-A14B", "fp8", DEVICES["a100"], "speed", encoders=False)]
+    assert names == ["transformer", "transformer_2"]
+
+
+def test_plan_says_what_a_card_does_not_hold_and_what_would_help(tmp_path, monkeypatch):
+    """FLUX.1-dev's own shapes, of which the memory of a 12 GB card is the question; as the table of the page has it."""
+    monkeypatch.chdir(tmp_path)
+    model = str(published(tmp_path / "dev", "FLUX.1-dev"))
+
+    def plan(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, ["plan", model, "--recipe", "nvfp4", "--gpu", *arguments])
+        assert result.exit_code == 0, result
+        return result.stdout
+
+    said = [line for line in plan("4070").splitlines() if "in turns" in line]
+    assert [line.partition(":")[0] for line in said] == [
+        "RTX 4070 does not hold the pipeline",
+        "with --prefer memory it holds it in turns",
+    ]
+    assert all("the card has 12.9 GB" in line for line in said)
+    told = json.loads(plan("RTX 5070", "--json"))["pipeline"]
+    assert told["holds"] == "turns" and told["widest"] == "text_encoder_2"
+    assert told["in_turns_gb"] < told["memory_gb"] < told["at_once_gb"]
+    modelled = serving.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
+    assert told["at_once_gb"] == pytest.approx(holding([*modelled], DEVICES["rtx5070"]).at_once / 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -310,16 +310,18 @@ def test_a_config_that_says_nothing_or_too_much_is_refused(arguments, error, mes
         FluxqConfig(**arguments)
 
 
-def test_only_weights_that_share_a_scale_wait_for_one_another():
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-comfy"])
+def test_only_weights_that_share_a_scale_wait_for_one_another(recipe):
     """What has been rounded is let go of: a group's last member leaves nothing behind."""
     model = FluxTransformer2DModel.from_pretrained(tiny.path(), subfolder="transformer", dtype=torch.bfloat16)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     shapes = [LinearShape(name, m.out_features, m.in_features) for name, m in linears.items()]
-    recipe, family = load_recipe("nvfp4", profile="rtn")[1], family_of("FluxTransformer2DModel")
-    plan = make_plan(family, "transformer", component_recipe(recipe, None, family), shapes, static_inputs=False)
+    said, family = load_recipe(recipe, profile="rtn")[1], family_of("FluxTransformer2DModel")
+    plan = make_plan(family, "transformer", component_recipe(said, None, family), shapes, static_inputs=False)
     arrivals, waiting = Arrivals(plan), []
     for layer in plan.quantized:
         done = arrivals.add(f"{layer.name}.weight", linears[layer.name].weight.data)
+        assert recipe == "nvfp4" or len({float(q.scale) for q in done.values()}) <= 1
         waiting = [] if layer.name in done else [*waiting, layer.name]
         assert len(waiting) < 4 and set(done) >= ({layer.name} if not waiting else set())
     assert not waiting

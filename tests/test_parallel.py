@@ -33,6 +33,7 @@ RANKS = 2
 SCHEMES = (
     *(f"{name}-{name}" for name in FORMATS if name != "fp8_tensor"),
     "nvfp4-nvfp4-static",
+    "fp8_tensor-fp8_tensor-static",
     "fp8_tensor-fp8",
     "int4-16bit",
     "int4_g128-16bit",

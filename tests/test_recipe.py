@@ -166,7 +166,7 @@ def test_what_is_left_out_has_a_default(recipe):
         ("modulation: {format: fp8}", "modulation: {format: nvfp4, four_over_six: true}", "is rounded plainly", 9),
         ("per_percent: 0.1", "per_percent: -1", "gate.db_per_percent: Input should be greater than or equal to 0", 19),
         ("per_percent: 0.1", "per_percent: .inf", "gate.db_per_percent: Input should be a finite number", 19),
-        ("gpu: b200", "gpu: b20", "gate.gpu: unknown GPU 'b20'; known: a100", 19),
+        ("gpu: b200", "gpu: b20", "gate.gpu: unknown GPU 'b20' (did you mean b200?); known: a100", 19),
         ("tokens: 4608", "tokens: 0", "gate.tokens: Input should be greater than or equal to 1", 19),
         ("modulation: {format: fp8}", "modulation: fp8", "expected a mapping", 9),
         ("count: 64", "count: '64'", "calibration.count: Input should be a valid integer, got '64'", 14),
@@ -414,7 +414,7 @@ def test_extends_in_a_circle_is_refused(recipe):
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(FileNotFoundError, match=r"'nvfp5' is neither .* shipped: fp8, int4, .*nvfp4"):
+    with pytest.raises(FileNotFoundError, match=r"'nvfp5' is neither .* shipped: fp8, fp8-comfy, int4, .*nvfp4"):
         load_recipe("nvfp5")
 
 

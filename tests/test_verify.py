@@ -264,7 +264,7 @@ SAID = {
     "layers named by lists": (lambda q: q["layers"].update({"fp8-fp8": [[1]]}), "config", "transformer/config.json"),
     "no fluxq checkpoint": (lambda q: q.update(quant_method="other"), "config", "fluxq quantize"),
     "no such layer": (lambda q: q["layers"].update({"fp8-fp8": ["nobody"]}), "tensors", "'nobody'"),
-    "another scheme": (lambda q: swap(q["layers"], LAYER, "fp8-16bit"), "plan", f"{LAYER}: fluxq_plan.json says nvfp4"),
+    "another scheme": (lambda q: swap(q["layers"], LAYER, "int8-16bit"), "plan", "fluxq_plan.json says nvfp4"),
 }
 
 

@@ -1,6 +1,6 @@
 """ComfyUI's layers, as comfy-kitchen's layouts store them (also read by SGLang-Diffusion).
 
-    float8_e4m3fn    weight E4M3 [N, K], weight_scale F32 []
+    float8_e4m3fn    weight E4M3 [N, K], weight_scale F32 [], input_scale F32 []
     nvfp4            weight U8 [16⌈N/16⌉, 8⌈K/16⌉], the even column in the high nibble, weight_scale_2 F32 [],
                      weight_scale E4M3 [128⌈N/128⌉, 4⌈K/64⌉] swizzled, pre_quant_scale [K]
     mxfp8            weight E4M3 [32⌈N/32⌉, 32⌈K/32⌉], weight_scale E8M0 [128⌈N/128⌉, 4⌈K/128⌉] swizzled
@@ -53,7 +53,7 @@ def encode(layer: QuantTensors) -> Encoded:
     entry: dict[str, Any] = {"format": row.name}
     if row.activations is None and row.name != "awq_w4a16":
         entry[_WIDENED] = True
-    if row.activations == "fp8_tensor" and "input_scale" not in layer.beside:
+    if row.activations == "fp8_tensor" and not layer.scheme.static_input:
         notes += (_UNSCALED,)
     if row.name == "nvfp4":
         if tensors["weight_scale_2"].ndim:
@@ -200,7 +200,7 @@ def rotate_back(weight: Tensor, size: Any) -> Tensor:
 _SGLANG = "ComfyUI, SGLang-Diffusion"
 _INT4_G128 = Row("awq_w4a16", "int4_g128", None, unread=_UNREAD)
 ROWS = (
-    Row("float8_e4m3fn", "fp8_tensor", "fp8_tensor", also=("fp8",), read_by=_SGLANG),
+    Row("float8_e4m3fn", "fp8_tensor", "fp8_tensor", also=("fp8",), input_scale="optional", read_by=_SGLANG),
     Row("float8_e4m3fn", "fp8_tensor", None, read_by=_SGLANG),
     Row("nvfp4", "nvfp4", "nvfp4", input_scale="optional", smooth=True, read_by=_SGLANG),
     Row("nvfp4", "nvfp4", None, smooth=True, read_by=_SGLANG),

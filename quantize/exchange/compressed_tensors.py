@@ -59,8 +59,10 @@ def encode(layer: QuantTensors) -> Encoded:
     else:
         column = scale.unsqueeze(1) if scale.ndim == 1 else scale.reshape(1) if scale.ndim == 0 else scale
         tensors |= {"weight": weight, "weight_scale": column}
+    if layer.scheme.static_input and not layer.scheme.weights.two_level:
+        tensors["input_scale"] = tensors["input_scale"].reshape(1)
     for ours, theirs in _RECIPROCALS.items():
-        if ours in tensors:
+        if layer.scheme.weights.two_level and ours in tensors:
             value = tensors.pop(ours)
             if value.ndim:
                 raise ValueError("compressed-tensors: nvfp4 has one global scale; split the fused layer first")
@@ -69,7 +71,7 @@ def encode(layer: QuantTensors) -> Encoded:
                 notes += (f"{theirs} is 1 / {ours}, from which {ours} comes back within 2^-23",)
     entry = {"format": row.name, "weights": _args(layer.scheme.weights.name, False), "input_activations": None}
     if layer.scheme.activations:
-        dynamic: bool | str = "local" if row.weights == "nvfp4" else True
+        dynamic: bool | str = "local" if row.weights == "nvfp4" else not layer.scheme.static_input
         entry["input_activations"] = _args(layer.scheme.activations.name, dynamic)
     return Encoded(tensors, entry, notes)
 
@@ -78,7 +80,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     """The layer whose weight is (N, K) = shape. entry: as `encode` gives it, from config.json."""
     held, (n, _) = Tensors(tensors, "compressed-tensors"), shape
     name = named_row(ROWS, entry.get("format"), "compressed-tensors").name
-    done, beside = held.bias(n), {}
+    done, given = held.bias(n), {}
     if "weight_shape" in held:
         said = held.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
         if tuple(said) != shape:
@@ -86,7 +88,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if "weight_zero_point" in held and held.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
         raise ValueError("compressed-tensors: zero points other than 0 are not read here")
     if "input_scale" in held:
-        beside["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
+        given["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
     read = _read_words if name == "pack-quantized" else _read_blocks if name in _BLOCKS else _read_rows
     found = read(held, shape, entry)
     held.finish()
@@ -97,7 +99,9 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
     if not rows:
         raise ValueError(f"compressed-tensors: {name} of {weights} weights is not read with rounded activations")
-    return native(rows[0], shape, done | own, beside)
+    if rows[0].input_scale == "none":
+        return native(rows[0], shape, done | own, given)
+    return native(rows[0], shape, done | own | given)
 
 
 def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
@@ -216,7 +220,7 @@ _VLLM = "vLLM"
 ROWS = (
     Row("float-quantized", "fp8", "fp8", read_by=_VLLM),
     Row("naive-quantized", "fp8", None, read_by=_VLLM),
-    Row("float-quantized", "fp8_tensor", "fp8_tensor", read_by=_VLLM),
+    Row("float-quantized", "fp8_tensor", "fp8_tensor", input_scale="optional", read_by=_VLLM),
     Row("naive-quantized", "fp8_tensor", None, read_by=_VLLM),
     Row("int-quantized", "int8", "int8", read_by=_VLLM),
     Row("pack-quantized", "int8", None, read_by=_VLLM),

@@ -4,12 +4,14 @@
     write     one fused tensor at a time goes to a file of parts, and the parts are joined into what the program reads
 
 A layer moves as it is (codes and scales keep their bits) where the dialect has its scheme. Otherwise a side layer,
-modulation or one that a recipe gave another format than most, is written in 16 bit; a main layer makes the export fail,
-or with `requantize` is rounded again, from what its codes stand for, into the nearest format that the dialect has.
+modulation or one that a recipe gave another format than most, is rounded again, from what its codes stand for, into
+that 8-bit format of the dialect which adds the least error; where it adds more than MOST_ADDED, or there is none, it is
+written in 16 bit. A main layer makes the export fail, or with `requantize` is rounded again into the nearest format.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections import Counter
@@ -40,8 +42,11 @@ from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymaps import Order, original_names
 from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
+from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 
 How = Literal["codes", "16 bit", "rounded"]
+SideLayers = Literal["8bit", "16bit"]
+MOST_ADDED = 0.03  # ‖W' - W‖ / ‖W‖ that rounding a side layer again may add: what E4M3 has on any weight is 0.027
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of a Unit. scheme: that it is written in, None for 16 bit. why: it does not move as it is."""
+    """What becomes of a Unit. schemes: that it may be written in, of which it takes the one that adds the least error;
+    none for 16 bit. why: it does not move as it is. most: the error that rounding it again may add; with more it is
+    written in 16 bit.
+    """
 
     unit: Unit
     how: How
-    scheme: Scheme | None
+    schemes: tuple[Scheme, ...]
     why: str = ""
+    most: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,8 @@ class Changed:
 class Exported:
     """What was written. formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it
     took. notes: what the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components
-    that were quantized.
+    that were quantized. checkpoint_bytes, weight_bytes: all tensors of `components`, there and as written. hint: where
+    the latter are more, why and what helps.
     """
 
     dialect: str
@@ -101,6 +111,9 @@ class Exported:
     folded: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     in_16_bit: list[str] = field(default_factory=list)
+    checkpoint_bytes: int = 0
+    weight_bytes: int = 0
+    hint: str = ""
 
     def describe(self) -> dict[str, Any]:
         """As JSON."""
@@ -114,6 +127,7 @@ def export(
     *,
     component: str | None = None,
     requantize: bool = False,
+    side_layers: SideLayers = "8bit",
     overwrite: bool = False,
     max_shard_bytes: int | None = None,
     on_start: Callable[[], None] = lambda: None,
@@ -121,9 +135,10 @@ def export(
     """Write a checkpoint for another program.
 
     dialect: a key of DIALECTS that has a writer. component: by default the denoisers, for compressed_tensors the text
-    encoder. max_shard_bytes: of the files of a folder, by default MAX_SHARD_BYTES. on_start: called once everything was
-    checked. ValueError, before anything is written, for what the dialect cannot hold, naming the layers; where `target`
-    exists, without `overwrite`; and for a shard size of a dialect that is one file.
+    encoder. side_layers: "16bit" writes all of them in 16 bit, those too that could move as they are. max_shard_bytes:
+    of the files of a folder, by default MAX_SHARD_BYTES. on_start: called once everything was checked. ValueError,
+    before anything is written, for what the dialect cannot hold, naming the layers; where `target` exists, without
+    `overwrite`; and for a shard size of a dialect that is one file.
     """
     if dialect not in containers.WRITERS:
         known = ", ".join(containers.WRITERS)
@@ -134,7 +149,7 @@ def export(
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
     stay = partial(_factors_stay, dialect)
-    plans = [_plan(NativeComponent(checkpoint, name, stay), dialect, requantize) for name in names]
+    plans = [plan_of(NativeComponent(checkpoint, name, stay), dialect, requantize, side_layers) for name in names]
     others = _other_quantized(checkpoint, names) if containers.WRITERS[dialect].is_pipeline else []
     plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
     on_start()
@@ -144,6 +159,10 @@ def export(
         made = work / "made"
         containers.WRITERS[dialect].write(made, target.name, checkpoint, written)
         done.nbytes = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+        own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
+        done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
+        done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
+        done.hint = _hint(done, side_layers)
         done.files = containers.put(made, target, is_file=containers.WRITERS[dialect].is_file)
     return done
 
@@ -174,22 +193,25 @@ class ComponentPlan:
         for choice in progress(self.choices, f"exporting {source.component or source.folder.name}"):
             unit = choice.unit
             layers = [source.layer(name) for name in unit.parts]
-            if choice.how == "codes":
-                encoded = encode(_arranged(join(layers), unit), unit)
-            elif choice.how == "rounded" and choice.scheme is not None:
-                layer, changed = _rounded(layers, choice, choice.scheme)
-                done.requantized.append(changed)
-                encoded = encode(_arranged(layer, unit), unit)
-            else:
+            layer = join(layers) if choice.how == "codes" else None
+            if choice.how == "rounded":
+                tried = [_rounded(layers, choice, scheme) for scheme in choice.schemes]
+                layer, changed = min(tried, key=lambda one: one[1].added_error)
+                if changed.added_error > choice.most:
+                    layer, choice = None, _too_coarse(choice, changed)
+                else:
+                    done.requantized.append(changed)
+            if layer is None:
                 tensors, changed = _dequantized(source, layers, choice)
                 done.dequantized += [changed] if self.dialect else []
                 keep(tensors, f"{unit.name}.")
                 plain += [f"{unit.name}.{suffix}" for suffix in tensors]
                 continue
+            encoded = encode(_arranged(layer, unit), unit)
             keep(encoded.tensors, f"{unit.name}.")
             entries[unit.name] = encoded.entry
             plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
-            formats[str(encoded.entry.get(_SAID.get(self.dialect, ""), choice.scheme))] += 1
+            formats[str(encoded.entry.get(_SAID.get(self.dialect, ""), layer.scheme))] += 1
             notes.update(_without_numbers(note) for note in encoded.notes)
         for name, (members, order) in self.plain.items():
             plain.append(name)
@@ -208,13 +230,15 @@ class ComponentPlan:
         return Contents(source, parts, entries, plain, in_16_bit, max_shard_bytes)
 
 
-def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentPlan:
+def plan_of(
+    source: NativeComponent, dialect: str, requantize: bool = False, side_layers: SideLayers = "8bit"
+) -> ComponentPlan:
     """What becomes of every layer; ValueError naming all that cannot be written."""
     units, plain = _units(source, DIALECTS[dialect].names)
     main = _main_scheme(source)
     choices, problems = [], dict[str, dict[str, None]]()  # why -> modules; nunchaku has two layers of some
     for unit in units:
-        choice = _choice(source, unit, dialect, main, requantize)
+        choice = _choice(source, unit, dialect, main, requantize, side_layers)
         if isinstance(choice, str):
             problems.setdefault(choice, {}).update(dict.fromkeys(unit.parts))
         else:
@@ -223,6 +247,7 @@ def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentP
         lines = [f"  {compact(names)} ({len(names)} layers): {why}" for why, names in problems.items()]
         count = len({name for names in problems.values() for name in names})
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
+        cure += f"; recipes that fit: {', '.join(fits)}" if (fits := _recipes_that_fit(dialect, main)) else ""
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
     if dialect == "modelopt":
         choices = _readable_together(source, choices, main)
@@ -235,7 +260,7 @@ def _plan(source: NativeComponent, dialect: str, requantize: bool) -> ComponentP
 
 def _in_16_bit(source: NativeComponent) -> ComponentPlan:
     units, plain = _units(source, "diffusers")
-    return ComponentPlan(source, "", [Choice(unit, "16 bit", None) for unit in units], plain)
+    return ComponentPlan(source, "", [Choice(unit, "16 bit", ()) for unit in units], plain)
 
 
 def _units(source: NativeComponent, names: str) -> tuple[list[Unit], dict[str, tuple[tuple[str, ...], Order]]]:
@@ -269,24 +294,33 @@ def _nunchaku_units(source: NativeComponent) -> tuple[list[Unit], dict[str, tupl
 
 
 def _choice(
-    source: NativeComponent, unit: Unit, dialect: str, main: tuple[str, str | None], requantize: bool
+    source: NativeComponent,
+    unit: Unit,
+    dialect: str,
+    main: tuple[str, str | None],
+    requantize: bool,
+    side_layers: SideLayers,
 ) -> Choice | str:
     """What becomes of a unit, or why nothing can."""
     why = _why_not_as_it_is(source, unit, dialect)
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
-    if not why:
-        return Choice(unit, "codes", source.scheme(unit.parts[0]))
     has_16_bit = not unit.row.parts  # nunchaku's own blocks have no other Linears
-    if has_16_bit and all(_is_side(source, name, main) for name in unit.parts):
-        return Choice(unit, "16 bit", None, why)
-    if not requantize:
+    is_side = has_16_bit and all(_is_side(source, name, main) for name in unit.parts)
+    if is_side and side_layers == "16bit":
+        return Choice(unit, "16 bit", (), why or "--side-layers 16bit asks for it")
+    if not why:
+        return Choice(unit, "codes", (source.scheme(unit.parts[0]),))
+    if not (is_side or requantize):
         return why
-    if not any(name in source.pixelwise for name in unit.parts):
-        nearest = _nearest(source, unit, dialect)
-        if nearest is not None:
-            return Choice(unit, "rounded", nearest, why)
-    return Choice(unit, "16 bit", None, why) if has_16_bit else why
+    nearest = _nearest(source, unit, dialect)
+    small = [scheme for scheme in nearest if scheme.weights.element.bits == 8]
+    if is_side and small:
+        alike = (scheme for scheme in small if (scheme.activations is None) == (small[0].activations is None))
+        return Choice(unit, "rounded", tuple(alike), why, MOST_ADDED)
+    if nearest and not is_side:
+        return Choice(unit, "rounded", nearest[:1], why)
+    return Choice(unit, "16 bit", (), why) if has_16_bit else why
 
 
 def _readable_together(source: NativeComponent, choices: list[Choice], main: tuple[str, str | None]) -> list[Choice]:
@@ -298,9 +332,9 @@ def _readable_together(source: NativeComponent, choices: list[Choice], main: tup
     """
 
     def algorithm(choice: Choice) -> str:
-        if choice.scheme is None:
+        if not choice.schemes:
             return ""
-        layer = QuantTensors({}, _shape(source, choice.unit), choice.scheme)
+        layer = QuantTensors({}, _shape(source, choice.unit), choice.schemes[0])
         return row_for(layer, DIALECTS["modelopt"].rows, "modelopt")[0].name
 
     names = [algorithm(choice) for choice in choices]
@@ -313,7 +347,7 @@ def _readable_together(source: NativeComponent, choices: list[Choice], main: tup
             why = "vLLM-Omni computes modulation in 16 bit"
         elif name and is_side and {name} != mains and not {name, *mains} <= modelopt.READ_MIXED:
             why = f"no reader of modelopt takes {name} beside {' and '.join(sorted(mains))}"
-        done.append(replace(choice, how="16 bit", scheme=None, why=why) if why else choice)
+        done.append(replace(choice, how="16 bit", schemes=(), why=why) if why else choice)
     return done
 
 
@@ -387,32 +421,36 @@ def _formats(scheme: Scheme) -> tuple[str, str | None]:
     return scheme.weights.name, scheme.activations.name if scheme.activations else None
 
 
-def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> Scheme | None:
-    """The scheme of the dialect that is most like a unit's own and holds its shape; None if none does.
+def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme, ...]:
+    """Schemes of the dialect that hold a unit's shape, those most like its own first.
 
     An input_scale is kept where x is as it was calibrated: not where mean, factors or a rotation leave it.
     """
+    if any(name in source.pixelwise for name in unit.parts):
+        return ()
     own = source.scheme(unit.parts[0])
     scales = [source.small(name, "input_scale") for name in unit.parts]
     same = all(s is not None and scales[0] is not None and torch.equal(s, scales[0]) for s in scales)
     has_scale = same and not any(source.scheme(name).is_transformed for name in unit.parts)
-    n, k = _shape(source, unit)
+    (n, k), found = _shape(source, unit), []
     rows = [
         row
         for row in DIALECTS[dialect].rows
         if not row.unread and (not unit.row.parts or (row.activations is None) == bool(unit.row.chunks))
     ]
     for row in sorted(rows, key=partial(_distance, own=own)):
-        two_level = bool(row.activations and find_format(row.activations).two_level)
-        scheme = row.scheme(static_input=two_level and has_scale and row.input_scale != "none")
+        same_input = own.static_input and own.activations is not None and row.activations == own.activations.name
+        scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
+        if own.activations is None and None in row.also:
+            scheme = replace(scheme, activations=None)
         if k % (scheme.weights.group_size or 1):
             continue
         try:
             row_for(QuantTensors({}, (n, k), scheme), [row], dialect)
         except ValueError:
             continue
-        return scheme
-    return None
+        found.append(scheme)
+    return tuple(found)
 
 
 def _distance(row: Row, own: Scheme) -> tuple[Any, ...]:
@@ -435,8 +473,14 @@ def _rounded(layers: Sequence[QuantTensors], choice: Choice, scheme: Scheme) -> 
     if scheme.static_input:
         tensors["input_scale"] = layers[0].tensors["input_scale"]
     shape = (weight.shape[0], weight.shape[1])
-    changed = _changed(choice, layers, shape, tensors, made.dequantize(), weight)
+    changed = _changed(choice, layers, shape, tensors, made.dequantize(), weight, str(scheme))
     return QuantTensors(tensors, shape, scheme), changed
+
+
+def _too_coarse(choice: Choice, changed: Changed) -> Choice:
+    """The same in 16 bit, because rounding it again would add too much."""
+    why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
+    return replace(choice, how="16 bit", schemes=(), why=why)
 
 
 def _dequantized(
@@ -451,7 +495,7 @@ def _dequantized(
         tensors["bias"] = bias.to(source.dtype)
     tensors = {name: _swapped(tensor, choice.unit.order) for name, tensor in tensors.items()}
     shape = (weight.shape[0], weight.shape[1])
-    return tensors, _changed(choice, layers, shape, tensors, rounded.float(), weight)
+    return tensors, _changed(choice, layers, shape, tensors, rounded.float(), weight, "16bit")
 
 
 def _collapsed(layers: Sequence[QuantTensors]) -> tuple[Tensor, Tensor | None]:
@@ -468,12 +512,13 @@ def _changed(
     tensors: Mapping[str, Tensor],
     now: Tensor,
     before: Tensor,
+    scheme: str,
 ) -> Changed:
     was = " + ".join(dict.fromkeys(str(layer.scheme) for layer in layers))
     norm = before.norm().item()
     error = (now - before).norm().item() / norm if norm else 0.0
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name != "bias")
-    return Changed(choice.unit.name, shape, was, str(choice.scheme or "16bit"), nbytes, error, choice.why)
+    return Changed(choice.unit.name, shape, was, scheme, nbytes, error, choice.why)
 
 
 def _arranged(layer: QuantTensors, unit: Unit) -> QuantTensors:
@@ -576,6 +621,45 @@ def _work_folder(target: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _hint(done: Exported, side_layers: SideLayers) -> str:
+    """Why a file is larger than the checkpoint, and what makes a smaller one; empty where it is not."""
+    if done.weight_bytes <= 1.01 * done.checkpoint_bytes:
+        return ""
+    if side_layers == "16bit":
+        return "larger than the checkpoint: --side-layers 8bit, the default, makes it smaller"
+    if done.dialect == "modelopt":
+        return "larger than the checkpoint: its readers compute modulation in 16 bit, whatever the recipe"
+    if not done.dequantized:
+        return "larger than the checkpoint: layers were rounded into formats of more bits"
+    rows = [row for row in DIALECTS[done.dialect].rows if None in (row.activations, *row.also) and not row.unread]
+    formats = ", ".join(dict.fromkeys(row.weights for row in rows))
+    cure = f"where x keeps 16 bit {done.dialect} holds {formats}: `modulation: {{format: {rows[0].weights}}}`"
+    return f"larger than the checkpoint: {len(done.dequantized)} layers are in 16 bit; {cure}"
+
+
+def _recipes_that_fit(dialect: str, main: tuple[str, str | None]) -> list[str]:
+    """Shipped recipes of as many bits of whose layers the dialect moves all as they are, most like `main` first."""
+    own, found = find_format(main[0]).element, []
+    for name in shipped_recipes():
+        schemes = _schemes_of(load_recipe(name)[1])
+        element = schemes[0].weights.element
+        if element.bits == own.bits and not any(_misfit(scheme, (3072, 3072), dialect) for scheme in schemes):
+            found.append((element != own, name))
+    return [name for _, name in sorted(found)]
+
+
+def _schemes_of(recipe: Recipe) -> list[Scheme]:
+    """What a recipe makes of a denoiser's core and modulation, without what it tries."""
+    part = recipe.components["transformer"]
+    pairs = [(part.weights, part.activations), (part.modulation, None)]
+    static = recipe.has_static_scales(part)
+    return [
+        Scheme(weights.row, x.row if x else None, static_input=bool(static and x and x.row.has_tensor_scale))
+        for weights, x in pairs
+        if weights is not None
+    ]
 
 
 def _tail(name: str) -> str:

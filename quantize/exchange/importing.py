@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxq.base import units
 from fluxq.base.console import progress
 from fluxq.base.files import atomic_folder, sha256_file, sole_writer, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
@@ -250,7 +251,7 @@ def _write(
     report.quantized = {module: str(scheme) for module, scheme in schemes.items()}
     report.notes = _counted(report.notes)
     for other, (count, nbytes) in model.other_components().items():
-        report.notes.append(f"{other}, {count} tensors of {nbytes / 1e6:.3g} MB beside the denoiser, was left out")
+        report.notes.append(f"{other}, {count} tensors of {units.size(nbytes)} beside the denoiser, was left out")
     if schemes:
         config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
     write_json(folder / "config.json", config)

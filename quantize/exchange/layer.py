@@ -115,10 +115,20 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
     for row in exact + near:
         problem = _misfit(layer, row)
         if not problem:
-            note = f"x is computed in {_words(row.activations)} there, the scheme {scheme} has {_words(activations)}"
-            return row, () if row in exact else (note,)
+            return row, _otherwise(scheme, row)
         why = why or problem
     raise ValueError(f"{dialect}: {why}")
+
+
+def _otherwise(scheme: Scheme, row: Row) -> tuple[str, ...]:
+    """What a reader of the row computes otherwise than a scheme that it holds."""
+    activations = scheme.activations.name if scheme.activations else None
+    notes = []
+    if row.activations != activations:
+        notes.append(f"x is computed in {_words(row.activations)} there, the scheme {scheme} has {_words(activations)}")
+    if scheme.static_input and row.input_scale == "none":
+        notes.append(f"x takes its scale at run time there, the calibrated one of the scheme {scheme} is left out")
+    return tuple(notes)
 
 
 def _misfit(layer: QuantTensors, row: Row) -> str:

@@ -26,15 +26,19 @@ def decode(
     scale = torch.ones(())
     if "scale_weight" in held:
         scale = held.scale("scale_weight", FLOATS, (), (1,)).float().reshape(())
-    done, beside = held.bias(shape[0]), {}
+    done, given = held.bias(shape[0]), {}
     if "scale_input" in held:
         x_scale = held.scale("scale_input", FLOATS, (), (1,)).float().reshape(())
-        beside = {} if x_scale == 1 else {"input_scale": x_scale}  # ComfyUI drops a 1 too
+        given = {} if x_scale == 1 else {"input_scale": x_scale}  # ComfyUI drops a 1 too
     held.finish()
     if weight.dtype == torch.float8_e5m2:
         return Plain(weight.float() * scale, done.get("bias"), "it is E5M2")
     row = ROWS[1] if (entry or {}).get("scaled_fp8", 2) == 2 else ROWS[0]
-    return native(row, shape, done | {"weight": weight, "weight_scale": scale}, beside)
+    done |= {"weight": weight, "weight_scale": scale}
+    return native(row, shape, done, given) if row.activations is None else native(row, shape, done | given)
 
 
-ROWS = (Row("scaled_fp8", "fp8_tensor", "fp8_tensor"), Row("scaled_fp8", "fp8_tensor", None))
+ROWS = (
+    Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"),
+    Row("scaled_fp8", "fp8_tensor", None),
+)

@@ -180,7 +180,7 @@ _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 }
 _BOTH = "vLLM-Omni, SGLang-Diffusion"
 ROWS = (
-    Row("FP8", "fp8_tensor", "fp8_tensor", needs=("input_scale",), read_by=_BOTH),
+    Row("FP8", "fp8_tensor", "fp8_tensor", input_scale="required", read_by=_BOTH),
     Row("FP8_PER_CHANNEL_PER_TOKEN", "fp8", "fp8", also=(None,), read_by="vLLM-Omni"),
     Row("MXFP8", "mxfp8", "mxfp8"),
     Row("mxfp4", "mxfp4", "mxfp4"),

@@ -99,6 +99,11 @@ class NativeComponent:
     def stored(self, name: str) -> Stored:
         return self._files[name].stored[name]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.stored(name).nbytes for name in self._files)
+
     def file_of(self, name: str) -> TensorFile:
         return self._files[name]
 

@@ -74,7 +74,8 @@ def main() -> None:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
-            error.possibilities = [near] if (near := _meant(error)) else []
+            near = _meant(error)
+            error = click.NoSuchOption(error.option_name, possibilities=[near] if near else [], ctx=error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough

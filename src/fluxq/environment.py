@@ -140,7 +140,7 @@ def _schemes(recipe: Recipe, component: Component) -> Iterator[Scheme]:
     for weights, activations in operands:
         if weights is not None:
             row = activations.row if activations else None
-            yield Scheme(weights.row, row, static_input=is_static and row is not None and row.two_level)
+            yield Scheme(weights.row, row, static_input=is_static and row is not None and row.has_tensor_scale)
 
 
 def _variables() -> dict[str, str]:

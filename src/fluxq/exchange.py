@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fluxq.base.model import resolve_model
 from fluxq.quantize.exchange.containers import WRITERS
-from fluxq.quantize.exchange.export import Exported, export
+from fluxq.quantize.exchange.export import Exported, SideLayers, export
 
 FORMATS = tuple("compressed-tensors" if name == "compressed_tensors" else name for name in WRITERS)
 
@@ -19,6 +19,7 @@ def export_checkpoint(
     *,
     component: str | None = None,
     requantize: bool = False,
+    side_layers: SideLayers = "8bit",
     overwrite: bool = False,
     max_shard_bytes: int | None = None,
     on_start: Callable[[], None] = lambda: None,
@@ -27,8 +28,10 @@ def export_checkpoint(
 
     target: by default ./<output>-<format>, with .safetensors where the format is one file. component: of the pipeline,
     by default its denoisers, for compressed-tensors its text encoder. requantize: round layers again that the format
-    cannot hold as they are. max_shard_bytes: of the files of a format that is a folder, by default 10 GB. on_start:
-    called when all is checked and writing begins.
+    cannot hold as they are. side_layers: "8bit" rounds modulation and other layers beside the main ones again where the
+    format cannot hold theirs, if that adds an error of at most MOST_ADDED; "16bit" writes all of them in 16 bit.
+    max_shard_bytes: of the files of a format that is a folder, by default 10 GB. on_start: called when all is checked
+    and writing begins.
 
     Raises ValueError, before anything is written, for what the format cannot hold, naming the layers and why.
     """
@@ -40,7 +43,8 @@ def export_checkpoint(
         raise ValueError(f"{output} is no folder; give a checkpoint that `fluxq quantize` wrote")
     suffix = ".safetensors" if WRITERS[dialect].is_file else ""
     if target is None:
-        target = f"{folder.resolve().name}-{format}{suffix}"
+        name = folder.resolve().name
+        target = name + suffix if suffix and name.endswith(f"-{format}") else f"{name}-{format}{suffix}"
     elif suffix and Path(target).suffix != suffix:
         raise ValueError(f"{target}: {format} is one file; let its name end in {suffix}")
     return export(
@@ -49,6 +53,7 @@ def export_checkpoint(
         Path(target),
         component=component,
         requantize=requantize,
+        side_layers=side_layers,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
         on_start=on_start,

@@ -18,7 +18,7 @@ from typing import Any
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import Item, batches
 from fluxq.calibrate.prompts import Row
-from fluxq.quantize.checkpoint import SourceWeights, library_of
+from fluxq.quantize.checkpoint import SourceWeights, library_of, model_on_meta
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.workloads import ForwardPass, forward_pass
@@ -65,17 +65,21 @@ def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[Size]:
 def activations(folder: ModelFolder, component: str, size: Size, itemsize: int) -> int:
     """Bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
     if _is_vae(folder, component):
-        config = folder.config(component)
-        halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
-        outer = [channels for half in halves for channels in (half or ())[:2]]
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
-        return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
+        return decoding(folder.config(component), pixels, itemsize)
     source, config = SourceWeights(folder, component), folder.config(component)
     vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
     weights = [source.stored(name).shape for name in source.names if name.endswith("weight")]  # no tables of positions
     shapes = [shape for shape in weights if len(shape) > 1]
     widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
     return itemsize * tokens(folder, component, size) * max(widths, default=0)
+
+
+def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
+    """Bytes that a VAE of this configuration needs beside its weights for so many pixels."""
+    halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
+    outer = [channels for half in halves for channels in (half or ())[:2]]
+    return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
 
 
 def largest(folder: ModelFolder, component: str, itemsize: int) -> int:
@@ -92,6 +96,14 @@ def weight_bytes(folder: ModelFolder, component: str, itemsize: int) -> int:
     """Bytes of all weights of a component as it is loaded."""
     source = SourceWeights(folder, component)
     return sum(_loaded(source, name, itemsize) for name in source.names)
+
+
+def served_bytes(folder: ModelFolder, component: str) -> int:
+    """The same in bfloat16, for which transformers keeps nothing in fp32; tied weights count once."""
+    source, of_diffusers = SourceWeights(folder, component), library_of(folder, component) == "diffusers"
+    model = model_on_meta(folder, component)
+    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} & {*source.names}
+    return sum(_loaded(source, name, 2) if of_diffusers else 2 * prod(source.stored(name).shape) for name in names)
 
 
 def _loaded(source: SourceWeights, name: str, itemsize: int) -> int:

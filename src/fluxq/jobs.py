@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fluxq
-from fluxq import memory
+from fluxq import footprint, memory
 from fluxq.base.files import atomic_folder, read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.provenance import versions
@@ -29,6 +29,7 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate
 from fluxq.eval.statistics import paired_interval
+from fluxq.integrations.bounded import is_model
 from fluxq.prepared import Options, Prepared
 from fluxq.preparing import demand, prepare
 from fluxq.quantize import checkpoint
@@ -37,7 +38,8 @@ from fluxq.quantize.finished import Outcome
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.quantize.steps import KeptSteps, about_to_keep
 from fluxq.quantize.verify import hash_files
-from fluxq.recipes.cost import Cost, Prefer, cost, forward_pass
+from fluxq.recipes.cards import Holding, Piece, holding, weights_on
+from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
@@ -56,6 +58,7 @@ __all__ = [  # what the commands need of a job, whichever file it is in
     "Prepared",
     "calibrate",
     "demand",
+    "held_by",
     "model_costs",
     "prepare",
     "quantize",
@@ -64,6 +67,7 @@ __all__ = [  # what the commands need of a job, whichever file it is in
 ]
 _STATISTICS, _SHARES = "statistics.safetensors", "statistics"  # in the work folder
 MOST_CALLS = 128  # of a transformer, that layers are fitted to; batches times steps
+_OF_16_BIT = 2  # bytes
 _HELD_OUT = 10  # one image in so many decides, and is never fitted to
 
 
@@ -92,6 +96,26 @@ def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None
         )
         costs[component] = cost(plan, forward, device, prefer)
     return costs
+
+
+def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
+    """What a GPU holds of the whole pipeline. costs: of its transformers, from `model_costs`."""
+    folder, device, call = prepared.folder, find_device(gpu), prepared.call
+    plans = {plan.component: plan for plan in prepared.plans}
+    shape = (call.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
+    size, pieces = footprint.Size(1, *shape), []
+    for name in folder.components:
+        if not is_model(folder, name):
+            continue
+        weights: float = footprint.served_bytes(folder, name)
+        if name in plans:
+            others = weights - sum(_OF_16_BIT * layer.n * layer.k for layer in plans[name].layers)
+            weights = weights_on(plans[name].layers, others, device.chip, prefer)
+        made = footprint.activations(folder, name, size, _OF_16_BIT)
+        if name in costs:
+            made = activation_bytes(plans[name], costs[name].forward)
+        pieces.append(Piece(name, weights, made))
+    return holding(pieces, device)
 
 
 def calibrate(prepared: Prepared) -> Path:

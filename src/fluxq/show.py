@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fluxq.base.units import duration as _duration
+from fluxq.base.units import size as _size
+from fluxq.base.units import work as _work
 from fluxq.tables import print_table
 
 if TYPE_CHECKING:
@@ -18,18 +21,25 @@ if TYPE_CHECKING:
     from fluxq.forecast import Forecast
     from fluxq.memory import Demand
     from fluxq.prepared import Prepared
-    from fluxq.quantize.exchange.export import Exported
+    from fluxq.quantize.exchange.export import Changed, Exported
     from fluxq.quantize.verify import Result
+    from fluxq.recipes.cards import Holding
     from fluxq.recipes.cost import Cost
     from fluxq.recipes.plan import LayerPlan, Plan
 
 
 def plan(
-    prepared: Prepared, costs: dict[str, Cost], demands: Sequence[Demand | None] = (), *, every_layer: bool = False
+    prepared: Prepared,
+    costs: dict[str, Cost],
+    demands: Sequence[Demand | None] = (),
+    held: Sequence[Holding] = (),
+    *,
+    every_layer: bool = False,
 ) -> None:
     """What becomes of the Linears, by role, and why; with `every_layer` each by name; with `costs` those instead.
 
-    demands: of quantizing, on each device; the least that it may be given is said.
+    demands: of quantizing, on each device; the least that it may be given is said. held: of the pipeline by the GPU, as
+    asked and under prefer="memory".
     """
     for component in prepared.plans:
         if not costs:
@@ -38,6 +48,11 @@ def plan(
         _summary(component)
     for component, cost in costs.items():
         _cost(component, cost)
+    if held:
+        click.echo(f"\n{next(iter(costs.values())).device.name} {held[0]}")
+        if held[-1].word != held[0].word:
+            click.echo(f"with --prefer memory it {held[-1]}")
+        click.echo("modelled: weights as they lie there, activations at the size above, other parts in 16 bit")
     for each in filter(None, demands):
         click.echo(f"--max-memory with --device {each.device}: at least {each}")
 
@@ -91,10 +106,12 @@ def _role(role: str) -> str:
     return "16 bit" if role == KEPT_ROLE else role
 
 
-def plan_json(prepared: Prepared, costs: dict[str, Cost]) -> dict[str, Any]:
-    """The plans as JSON; with `costs`, those too, under `cost`."""
-    plans = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
-    return {**plans, "cost": {name: cost.describe() for name, cost in costs.items()}} if costs else plans
+def plan_json(prepared: Prepared, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
+    """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
+    plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
+    if costs:
+        plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
+    return {**plans, "pipeline": held[0].describe()} if held else plans
 
 
 def forecast(of_job: Forecast) -> None:
@@ -208,7 +225,7 @@ def timed(speed: Speed) -> None:
     for side in dict.fromkeys(card.side for card in speed.cards):
         cards = [card for card in speed.cards if card.side == side]
         fits = ", ".join(f"{card.gigabytes} GB {'yes' if card.fits else 'no'}" for card in cards)
-        click.echo(f"{side} takes {cards[0].needed / 1e9:.2f} GB ({cards[0].basis}); fits {fits}")
+        click.echo(f"{side} takes {_size(cards[0].needed)} ({cards[0].basis}); fits {fits}")
     for warning in speed.warnings:
         click.echo(f"note: {warning}")
 
@@ -267,13 +284,15 @@ def exported(done: Exported) -> None:
     """What an export wrote, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
     click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
+    click.echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
+    if done.hint:
+        click.echo(f"hint: {done.hint}")
     held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
     click.echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
     for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
         if changed:
             click.echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
-            rows = [(c.name, f"{c.was} -> {c.now}", _size(c.nbytes), f"{c.added_error:.2%}", c.why) for c in changed]
-            print_table(("layer", "scheme", "size", "added error", "because"), rows)
+            _changes(changed)
     if done.folded:
         readers = sum(map(len, done.folded.values()))
         click.echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
@@ -283,13 +302,27 @@ def exported(done: Exported) -> None:
         click.echo(f"note ({count} layers): {note}")
 
 
+def _changes(changed: Sequence[Changed]) -> None:
+    """A line for all layers that the same happened to for the same reason; names are never cut."""
+    from fluxq.recipes.patterns import compact
+
+    alike: dict[tuple[str, str, str], list[Changed]] = {}
+    for layer in changed:
+        alike.setdefault((layer.was, layer.now, layer.why), []).append(layer)
+    for (was, now, why), layers in alike.items():
+        added = max(layer.added_error for layer in layers)
+        names = f"{compact(layer.name for layer in layers)} ({len(layers)} layers)"
+        click.echo(f"  {names}: {was} -> {now}, adds {added:.2%} at most: {why}")
+
+
 def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
     """Published models and what recipes make of them: a line for each, or with what becomes of each kind of Linear."""
     from fluxq import catalogue
 
     if not in_detail:
-        print_table(*catalogue.table(found, recipes))
-        click.echo(f"under a recipe: {catalogue.CELL}")
+        header, rows = catalogue.table(found, recipes)
+        click.echo(f"under a recipe: {catalogue.CELL}\n")
+        print_table(tuple(f"{name}: bits / GB / GB" if name in recipes else name for name in header), rows)
         click.echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
         return
     for model in found:
@@ -303,7 +336,9 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
     also = f" (and {', '.join(row.also)})" if row.also else ""
     click.echo(f"{row.name}{also}: {family.model} of {family.library}, family {family.name}")
     each = f", {row.count} of them together" if row.count > 1 else ""
-    size = f"{number(model.parameters / 1e9)} B parameters{each}, {number(model.bytes_16bit / 1e9)} GB in 16 bit"
+    billions = model.parameters / 1e9
+    counted = f"{number(billions)} B" if billions >= 1 else f"{number(1e3 * billions)} M"
+    size = f"{counted} parameters{each}, {_size(model.bytes_16bit)} in 16 bit"
     click.echo(f"{size}; {model.quantized_share:.1%} of the parameters are quantized")
     rows = [
         (
@@ -321,16 +356,15 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
         (
             size.recipe,
             catalogue.bits(size),
-            number(size.checkpoint_bytes / 1e9),
-            number(size.serving_bytes / 1e9),
-            number(size.quantizing_bytes / 1e9),
+            _size(size.checkpoint_bytes),
+            _size(size.serving_bytes),
+            _size(size.quantizing_bytes),
         )
         for size in sizes
     ]
-    print_table(("recipe", "bits per weight", "checkpoint, GB", "to serve, GB", "to quantize, GB"), rows, right=True)
+    print_table(("recipe", "bits per weight", "checkpoint", "to serve", "to quantize"), rows, right=True)
     if model.activation_bytes:
-        activations = f"{number(model.activation_bytes / 1e9)} GB of activations, estimated"
-        click.echo(f"to serve: weights as stored, and {activations}")
+        click.echo(f"to serve: weights as stored, and {_size(model.activation_bytes)} of activations, estimated")
     click.echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB\n")
 
 
@@ -354,22 +388,22 @@ def _cost(component: str, cost: Cost) -> None:
     tokens = f"{forward.image} image and {forward.text} text tokens"
     tokens += f", {forward.batch} sequences" if forward.batch > 1 else ""
     click.echo(f"\n{component} on one {device.name}, one step, modelled, not measured: {tokens}")
-    header = ("part", "layers", "GB stored", "GB at run time", "TFLOP", "ms fused", "ms unfused", "over 16 bit")
+    header = ("part", "layers", "stored", "at run time", "work", "fused", "unfused", "over 16 bit")
     rows = [
         (
             part.name,
             str(part.layers or ""),
-            _digits(part.stored_bytes / 1e9) if part.layers else "",
-            _digits(part.resident_bytes / 1e9) if part.layers else "",
-            _digits(part.flops / 1e12) if part.flops else "",
-            _digits(1e3 * part.seconds["fused"]),
-            _digits(1e3 * part.seconds["unfused"]),
+            _size(part.stored_bytes) if part.layers else "",
+            _size(part.resident_bytes) if part.layers else "",
+            _work(part.flops) if part.flops else "",
+            _duration(part.seconds["fused"]),
+            _duration(part.seconds["unfused"]),
             f"{part.speedup:.2f}x",
         )
         for part in (*cost.parts, total)
     ]
     print_table(header, rows, right=True)
-    click.echo(f"16 bit, unfused: {_digits(1e3 * total.seconds_16bit)} ms; `over 16 bit` is that over fused")
+    click.echo(f"16 bit, unfused: {_duration(total.seconds_16bit)}; `over 16 bit` is that over fused")
     click.echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
     for scheme, route in cost.routes.items():
         click.echo(f"{scheme}: {route.about}")
@@ -494,11 +528,3 @@ def _counts(component: Plan) -> str:
     return f"{len(component.quantized)} of {len(component.layers)} Linears quantized"
 
 
-def _digits(value: float) -> str:
-    """Three of them, which is more than a model can promise."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _size(nbytes: int) -> str:
-    unit, name = (1e9, "GB") if nbytes >= 1e9 else (1e6, "MB")
-    return f"{nbytes / unit:.2f} {name}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fluxq.base import units
 from fluxq.tables import print_table
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
     bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
     console.print(
         f"layers: {escape(held)}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
-        f"{bits}, {report.nbytes / 1e9:.3g} GB"
+        f"{bits}, {units.size(report.nbytes)}"
     )
     if report.metadata:
         console.print(f"header: {escape(', '.join(_short(key, value) for key, value in _first(report.metadata)))}")

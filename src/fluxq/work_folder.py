@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import fluxq
+from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import put_back, read_json, sha256_json, sole_writer, write_json
 from fluxq.prepared import Prepared
@@ -192,8 +193,8 @@ def require_space(prepared: Prepared, work: Path) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
-            f"not enough space in {parent}: finished blocks and the checkpoint may need {needed / 1e9:.2f} GB, "
-            f"{free / 1e9:.2f} GB are free; give another --output"
+            f"not enough space in {parent}: finished blocks and the checkpoint may need {units.size(needed)}, "
+            f"{units.size(free)} are free; give another --output"
         )
 
 

@@ -57,6 +57,13 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
 )
 @click.option("--requantize", is_flag=True, help="Round layers again that the format cannot hold.")
 @click.option(
+    "--side-layers",
+    type=click.Choice(["8bit", "16bit"]),
+    default="8bit",
+    show_default=True,
+    help="Modulation and the like: rounded again where the format lacks theirs, or all in 16 bit.",
+)
+@click.option(
     "--max-shard-size",
     "max_shard_bytes",
     callback=bytes_in,
@@ -68,7 +75,7 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
 def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
     """Write CHECKPOINT for another program, its codes unchanged.
 
-    What the format cannot hold is refused; modulation and the like become 16 bit instead, and are listed.
+    Layers beside the main ones, modulation for one, are rounded again where the format lacks theirs, and listed.
 
     \b
     Example:

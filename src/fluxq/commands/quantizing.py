@@ -25,7 +25,7 @@ CHECKPOINT, STATISTICS = "{model}-{recipe}", "{model}-{recipe}-statistics.safete
 @model_options
 @recipe_options
 @statistics_option
-@click.option("--gpu", metavar="NAME", help="Print memory and modelled time on this GPU instead: h200, rtx4090, …")
+@click.option("--gpu", metavar="NAME", help="Print memory and modelled time on this GPU instead: h200, 4060ti, …")
 @click.option(
     "--prefer",
     type=click.Choice(["speed", "memory"]),
@@ -63,13 +63,16 @@ def plan(
         session.announce()
         prepared = session.prepare(writes=False, runs=False)
         costs = session.jobs.model_costs(prepared, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
+        ways = (prefer or "speed", "memory") if gpu else ()
+        held = [session.jobs.held_by(prepared, gpu, costs, each) for each in ways]
         devices = () if gpu else ("cpu", "cuda")
         session.print(
-            show.plan_json(prepared, costs),
+            show.plan_json(prepared, costs, held),
             lambda: show.plan(
                 prepared,
                 costs,
                 [session.jobs.demand(prepared, each, writes=True) for each in devices],
+                held,
                 every_layer=every_layer,
             ),
         )

@@ -18,7 +18,7 @@ from fluxq.base.linears import is_linear, linear_size
 from fluxq.integrations.config import FluxqConfig
 from fluxq.quantize.checkpoint import shapes_of
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.nearest import joined_global_scale, quantize_weight
+from fluxq.quantize.nearest import joined_scale, quantize_weight
 from fluxq.quantize.pointwise import placeholder
 from fluxq.quantize.prepare import as_stored
 from fluxq.quantize.structure import model_family
@@ -157,9 +157,9 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
 class Arrivals:
     """Rounds the weights of a plan in whatever order, and from whichever thread, a loader brings them.
 
-    A weight is rounded at once and its 16-bit form can go. Only those that share NVFP4's global scale (q, k and v; a
-    single block's q, k, v and proj_mlp) wait for one another. So beside the quantized model no more is held than what
-    the loader holds itself and one such group.
+    A weight is rounded at once and its 16-bit form can go. Only those that share nvfp4's global scale, or fp8_tensor's
+    one (q, k and v; a single block's q, k, v and proj_mlp) wait for one another. So beside the quantized model no more
+    is held than what the loader holds itself and one such group.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -174,21 +174,21 @@ class Arrivals:
     def add(self, name: str, weight: Tensor) -> dict[str, QuantizedTensor]:
         """Layers that this weight, as it is in the file, completes: itself, its group, or none yet."""
         layer = self._layers[name]
-        if not layer.shares_global_scale:
+        if not layer.scale_group:
             self._left.discard(name)
             return {layer.name: quantize_weight(weight, layer)}
         if not torch.isfinite(weight).all():  # it would reach the whole group's scale
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
-        members = [n for n, other in self._layers.items() if other.group == layer.group and other.shares_global_scale]
+        members = [n for n, other in self._layers.items() if other.scale_group == layer.scale_group]
         with self._lock:
-            group = self._waiting.setdefault(layer.group, {})
+            group = self._waiting.setdefault(layer.scale_group, {})
             group[name] = weight
             if len(group) < len(members):
                 return {}
-            del self._waiting[layer.group]
+            del self._waiting[layer.scale_group]
             self._left.difference_update(members)
         weights = [group[member] for member in members]
-        scale = joined_global_scale(weights, [self._layers[member] for member in members])
+        scale = joined_scale(weights, [self._layers[member] for member in members])
         del weights  # each 16-bit form goes as soon as it is rounded
         rounded = {}
         for member in members:

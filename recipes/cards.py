@@ -1,0 +1,86 @@
+"""What a card holds of a pipeline, from sizes alone: all parts at once, or each while it runs.
+
+    at once    context + Σ weights + the most activations
+    in turns   context + max (weights + activations)          as diffusers' enable_model_cpu_offload does it
+
+Weights are those that a part keeps on that card: where 4 bits are re-encoded to 8 at load they are twice what the
+checkpoint has, and where torch decodes them at each call the widest layer comes on top. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fluxq.base import units
+from fluxq.recipes.cost import REFERENCE, Prefer, resident_bytes, route
+from fluxq.recipes.devices import Device
+from fluxq.recipes.plan import LayerPlan
+
+CONTEXT = 0.6e9  # bytes that a GPU's driver and libraries keep
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a pipeline: bytes of its weights on the card, and of what it makes while it runs."""
+
+    name: str
+    weights: float
+    activations: float = 0.0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes that a pipeline takes of a card. room: that the card has. widest: the part that needs most in turns."""
+
+    room: float
+    at_once: float
+    in_turns: float
+    widest: str
+
+    @property
+    def word(self) -> str:
+        """Whether it holds "all" at once, in "turns", or "no"."""
+        return "all" if self.at_once <= self.room else "turns" if self.in_turns <= self.room else "no"
+
+    def describe(self) -> dict[str, object]:
+        """The holding as JSON."""
+        return {
+            "holds": self.word,
+            "memory_gb": self.room / 1e9,
+            "at_once_gb": self.at_once / 1e9,
+            "in_turns_gb": self.in_turns / 1e9,
+            "widest": self.widest,
+        }
+
+    def __str__(self) -> str:
+        at_once, in_turns, room = map(units.size, (self.at_once, self.in_turns, self.room))
+        turns = f"in turns (enable_model_cpu_offload) {in_turns}, for {self.widest}"
+        if self.word == "all":
+            return f"holds the pipeline at once: {at_once} of {room}; {turns}"
+        verb = "holds it in turns" if self.word == "turns" else "does not hold the pipeline"
+        return f"{verb}: {turns}; at once it takes {at_once}, the card has {room}"
+
+
+def holding(pieces: Sequence[Piece], device: Device) -> Holding:
+    """What a device holds of the parts of a pipeline."""
+    at_once = sum(piece.weights for piece in pieces) + max(piece.activations for piece in pieces)
+    widest = max(pieces, key=lambda piece: piece.weights + piece.activations)
+    in_turns = widest.weights + widest.activations
+    return Holding(device.memory * GIB, CONTEXT + at_once, CONTEXT + in_turns, widest.name)
+
+
+def weights_on(layers: Iterable[LayerPlan], others: float, chip: str, prefer: Prefer = "speed") -> float:
+    """Bytes that a component keeps on a chip, at most. others: of all that is no Linear of the plan, in 16 bit."""
+    layers = list(layers)
+    quantized = [layer.n * layer.k for layer in layers if layer.scheme is not None]
+    decoded = 2 * 4 * max(quantized, default=0) if chip in REFERENCE else 0  # codes and weight, both in fp32
+    return others + decoded + sum(_kept(layer, chip, prefer) for layer in layers)
+
+
+def _kept(layer: LayerPlan, chip: str, prefer: Prefer) -> float:
+    """Bytes of a layer, with all that fitting may add to it."""
+    if layer.scheme is None or route(layer.scheme, chip, prefer).is_collapsed:
+        return resident_bytes(layer, chip, prefer)
+    return layer.most_stored_bits / 8

@@ -1,0 +1,40 @@
+"""Sizes, times and work as people read them: three digits and the unit that needs no zeros around them."""
+
+from __future__ import annotations
+
+
+def digits(value: float) -> str:
+    """Three of them, without trailing zeros."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in powers of 1000, as in "1.34 MB"."""
+    return _scaled(nbytes, 1, _SIZES)
+
+
+def duration(seconds: float) -> str:
+    """Seconds, as in "694 ns", "1.2 ms" or "3 min 5 s"."""
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {round(seconds % 60)} s"
+    return _scaled(seconds, 1e-9, _TIMES)
+
+
+def work(flops: float) -> str:
+    """FLOPs, as in "59.5 TFLOP"."""
+    return _scaled(flops, 1, _WORK)
+
+
+def _scaled(value: float, unit: float, names: tuple[str, ...]) -> str:
+    """value in the largest of units, each 1000 times the one before, that leaves 1 or more before the point."""
+    value /= unit
+    for name in names[:-1]:
+        if abs(value) < 999.5:
+            return f"{digits(value)} {name}"
+        value /= 1000
+    return f"{digits(value)} {names[-1]}"
+
+
+_SIZES = ("B", "kB", "MB", "GB", "TB")
+_TIMES = ("ns", "µs", "ms", "s")
+_WORK = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
