@@ -526,5 +526,3 @@ def _bits(component: Plan) -> str:
 
 def _counts(component: Plan) -> str:
     return f"{len(component.quantized)} of {len(component.layers)} Linears quantized"
-
-

@@ -10,7 +10,18 @@ import click
 
 _MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 DTYPES = ("bfloat16", "float16", "float32")
-RECIPES = ("fp8", "mxfp8", "int8", "nvfp4", "mxfp4", "int4", "nvfp4-max", "mxfp4-max", "int4-svd")  # a test compares
+RECIPES = (
+    "fp8",
+    "mxfp8",
+    "int8",
+    "nvfp4",
+    "mxfp4",
+    "int4",
+    "nvfp4-max",
+    "mxfp4-max",
+    "fp8-comfy",
+    "int4-svd",
+)  # a test compares
 PROTOCOL_NAMES = ("smoke", "standard", "paper", "drawbench", "mlperf-sdxl")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
