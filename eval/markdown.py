@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fluxq.eval.figures import NONE, both, count, duration, figure, mark, plain, share, size
+from fluxq.eval import figures
+from fluxq.eval.figures import NONE, both, count, duration, figure, mark, plain, shape, share, size
 from fluxq.eval.schema import Debug, Metric, Report, Run, Speed
 
 _MAX_LAYERS = 10
@@ -62,7 +63,8 @@ def facts(run: Run) -> list[str]:
 def metric_table(runs: Sequence[Run]) -> list[str]:
     """A row for each metric, a column for each run."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics)
-    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", "images", "how it is measured")
+    made = f"{runs[0].noun}s" if runs else "images"
+    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", made, "how it is measured")
     return _table(head, [_metric_row([run.metrics.get(key) for run in runs]) for key in keys])
 
 
@@ -127,7 +129,7 @@ def _comparisons(report: Report) -> list[str]:
         for each in report.comparisons
     ]
     head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
-    return ["## Runs compared image by image", "", *_table(head, rows), ""]
+    return [f"## Runs compared {report.noun} by {report.noun}", "", *_table(head, rows), ""]
 
 
 def _drift(runs: Sequence[Run]) -> list[str]:
@@ -147,11 +149,7 @@ def _drift(runs: Sequence[Run]) -> list[str]:
 def _speed(name: str, speed: Speed) -> list[str]:
     rows = []
     for row in speed.rows:
-        where = (
-            "16 bit" if row.is_reference else escaped(row.side),
-            row.mode,
-            f"{row.batch} × {row.height} × {row.width}",
-        )
+        where = ("16 bit" if row.is_reference else escaped(row.side), row.mode, shape(row))
         if row.missing:
             rows.append((*where, "", f"not measured: {escaped(row.missing)}", "", ""))
             continue
@@ -160,14 +158,15 @@ def _speed(name: str, speed: Speed) -> list[str]:
             (*where, stage, f"{duration(t.p50)} / {duration(t.p95)}", share(t.iqr / t.p50 if t.p50 else None), peak)
             for stage, t in row.stages.items()
         ]
-    head = ("side", "mode", "batch × height × width", "stage", "p50 / p95", "IQR / p50", "peak memory")
+    sizes = figures.sizes(speed)
+    head = ("side", "mode", sizes, "stage", "p50 / p95", "IQR / p50", "peak memory")
     ratios = [
-        (each.stage, each.mode, f"{each.batch} × {each.height} × {each.width}", both(each.ratio, ".3g"))
+        (each.stage, each.mode, shape(each), both(each.ratio, ".3g"))
         if each.ratio
         else (
             each.stage,
             each.mode,
-            f"{each.batch} × {each.height} × {each.width}",
+            shape(each),
             f"not given: {escaped(each.refused or '')}",
         )
         for each in speed.speedups
@@ -183,11 +182,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
         "",
         *_table(head, rows),
         "",
-        *(
-            _table(("stage", "mode", "batch × height × width", "16-bit time / quantized time"), ratios)
-            if ratios
-            else []
-        ),
+        *(_table(("stage", "mode", sizes, "16-bit time / quantized time"), ratios) if ratios else []),
         "",
         *(_table(("side", "card", "needs", ""), cards) if cards else []),
         "",
@@ -258,7 +253,7 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
     }
     call = ", ".join(f"{key}={value}" for key, value in report.call.items()) or "defaults"
     prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
-    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} images"
+    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} {report.noun}s"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     own = [(f"{run.name}: {label}", text) for run in report.runs for label, text in run.provenance.items()]
     return [

@@ -25,6 +25,7 @@ from fluxq.eval.charts import (
     damage_charts,
     drift_charts,
     first_speed,
+    frame_chart,
     image_chart,
     javascript,
     stage_chart,
@@ -56,7 +57,7 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    names = ("figure", "limits", "mark", "plain", "size", "duration", "share")
+    names = ("figure", "limits", "mark", "plain", "shape", "size", "sizes", "duration", "share")
     environment.filters.update({name: getattr(figures, name) for name in names})
     return environment.get_template("report.html").render(page=_page(report), report=report)
 
@@ -150,7 +151,9 @@ def _unlike(runs: Sequence[Run]) -> list[str]:
     for key in dict.fromkeys(key for run in runs for key in run.metrics):
         measured = [run.metrics[key] for run in runs if key in run.metrics and run.metrics[key].value is not None]
         if not alike(measured):
-            hows = "; ".join(dict.fromkeys(f"{each.how}, {figures.count([each.value])} images" for each in measured))
+            hows = "; ".join(
+                dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
+            )
             found.append(f"{measured[0].name} was not measured alike in all runs and does not compare: {hows}")
     return found
 
@@ -203,7 +206,7 @@ def _page(report: Report) -> dict[str, Any]:
     kept = _pictures_kept(runs)
     charts = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
-        "images": [chart for chart in (image_chart(report),) if chart is not None],
+        "images": [chart for chart in (image_chart(report), frame_chart(report)) if chart is not None],
         "drift": drift_charts(report),
         "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
         "stages": [stage_chart(i, run) for i, run in enumerate(runs)],
@@ -272,7 +275,7 @@ def _pictures_kept(runs: Sequence[Run]) -> int:
 
 
 def _bytes(picture: Picture) -> int:
-    return len(picture.reference) + len(picture.quantized) + len(picture.difference)
+    return sum(map(len, (picture.reference, picture.quantized, picture.difference, picture.motion or "")))
 
 
 def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[Shot]]]:
@@ -286,7 +289,8 @@ def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[Shot]]]:
     for shots in groups.values():
         order = list(dict.fromkeys(shot.picture.index for shot in shots))
         shots.sort(key=lambda shot: order.index(shot.picture.index))
-    return [(PICTURE_GROUPS.get(name, name), shots) for name, shots in groups.items() if shots]
+    called = {name: text.format(noun=report.noun) for name, text in PICTURE_GROUPS.items()}
+    return [(called.get(name, name), shots) for name, shots in groups.items() if shots]
 
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
@@ -322,9 +326,9 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
         yield path.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-# group of a wall -> what the page calls it
+# group of a wall -> what the page calls it; noun: of what it shows
 PICTURE_GROUPS = {
-    "all": "All images, worst first",
+    "all": "All {noun}s, worst first",
     "worst": "Worst by PSNR",
     "median": "Median by PSNR",
     "random": "Drawn by seed from all",

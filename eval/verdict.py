@@ -23,7 +23,7 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
         high = math.inf if margin.high is None else margin.high
         decisions = decide([_values(run, key, margin) for run in judged], prompts, low, high)
         for run, decision in zip(judged, decisions, strict=True):
-            found[run.name].append(_of_metric(run.metrics[key], margin, decision))
+            found[run.name].append(_of_metric(run.metrics[key], margin, decision, run.noun))
     return tuple(run.model_copy(update={"verdict": _together(run, found[run.name])}) for run in runs)
 
 
@@ -47,7 +47,7 @@ def _row(image: Image, margin: Margin) -> dict[str, float | None]:
     return image.values if margin.on == "value" else image.changes
 
 
-def _of_metric(metric: Metric, margin: Margin, decision: Decision) -> Verdict:
+def _of_metric(metric: Metric, margin: Margin, decision: Decision, noun: str) -> Verdict:
     what = f"{metric.name}{' change' if margin.on == 'change' else ''} {_shown(decision.interval, metric, margin)}"
     asked = margin.describe(metric.unit)
     if decision.outcome == "equivalent":
@@ -57,7 +57,7 @@ def _of_metric(metric: Metric, margin: Margin, decision: Decision) -> Verdict:
         off = max((margin.low or -math.inf) - mean, mean - (math.inf if margin.high is None else margin.high))
         return Verdict(outcome="worse", text=f"{what}, asked {asked}: beyond it by {off:{metric.digits}}")
     more = decision.more_images
-    about = f"about {more} more images needed" if more else "no number of images can be given that would decide"
+    about = f"about {more} more {noun}s needed" if more else "no number of images can be given that would decide"
     return Verdict(outcome="inconclusive", text=f"{what}, asked {asked}: {about}", more_images=more)
 
 
@@ -71,10 +71,10 @@ def _together(run: Run, found: Sequence[Verdict]) -> Verdict:
     count = len(run.images)
     if run.status == "broken":
         bad = sum(not image.finite for image in run.images)
-        text = f"{bad} of {count} images hold NaN or infinity: this checkpoint is broken."
+        text = f"{bad} of {count} {run.noun}s hold NaN or infinity: this checkpoint is broken."
         return Verdict(outcome="broken", text=text)
     if run.status == "identical":
-        return Verdict(outcome="identical", text=f"All {count} images are identical to the 16-bit model's.")
+        return Verdict(outcome="identical", text=f"All {count} {run.noun}s are identical to the 16-bit model's.")
     for outcome, opening in _OPENINGS.items():
         named = [each for each in found if each.outcome == outcome]
         if named:

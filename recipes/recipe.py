@@ -577,6 +577,9 @@ TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which
 GATE_METRICS = (  # what an evaluation measures
     "psnr",
     "ssim",
+    "worst_frame_psnr",
+    "temporal_psnr",
+    "flicker",
     "latent_sqnr",
     "latent_cosine",
     "velocity_error",
@@ -587,6 +590,7 @@ GATE_METRICS = (  # what an evaluation measures
     "fid_infinity",
     "kid",
     "cmmd",
+    "video_distance",
     "clip_score",
     "image_reward",
     "hpsv2",

@@ -94,7 +94,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     "--size",
     "sizes",
     multiple=True,
-    metavar="HEIGHTxWIDTH",
+    metavar="HEIGHTxWIDTH[xFRAMES]",
     callback=sizes_in,
     help="Repeatable; by default the pipeline's.",
 )
