@@ -31,7 +31,6 @@ _SHOWN_FRAME = 320  # the same of a frame of a video, of which there are several
 _WEBP_QUALITY = 90
 _MOTION_FRAMES, _MOTION_PIXELS, _MOTION_QUALITY = 24, 192, 75  # of an animation: at most so many, so large, each side
 _MOTION_MS = 125  # for which a frame of it stays
-_GAP = 4  # pixels between frames
 
 
 class Images(Protocol):
@@ -130,10 +129,10 @@ def _array(image: Tensor) -> np.ndarray:
 def _uri(pixels: np.ndarray, lossless: bool, largest: int) -> str:
     """uint8 (H, W, 3), or frames (F, H, W, 3) one below the other, as a data URI, reduced by averaging if large."""
     parts = [_reduced(each, largest) for each in (pixels if pixels.ndim == 4 else [pixels])]
-    width, height = parts[0].size
-    picture = Image.new("RGB", (width, (height + _GAP) * len(parts) - _GAP), _GREY)
+    (width, height), gap = parts[0].size, _gap(parts[0])
+    picture = Image.new("RGB", (width, (height + gap) * len(parts) - gap), _GREY)
     for number, part in enumerate(parts):
-        picture.paste(part, (0, (height + _GAP) * number))
+        picture.paste(part, (0, (height + gap) * number))
     stream = io.BytesIO()
     if lossless:
         picture.save(stream, "PNG", optimize=True)
@@ -148,12 +147,12 @@ def _motion(reference: Tensor, quantized: Tensor) -> str:
     pictures = []
     for index in shown:
         left, right = (_reduced(_array(video[index]), _MOTION_PIXELS) for video in (reference, quantized))
-        width, height = left.size
-        pictures.append(Image.new("RGB", (2 * width + _GAP, height), _GREY))
+        (width, height), gap = left.size, _gap(left)
+        pictures.append(Image.new("RGB", (2 * width + gap, height), _GREY))
         pictures[-1].paste(left, (0, 0))
-        pictures[-1].paste(right, (width + _GAP, 0))
+        pictures[-1].paste(right, (width + gap, 0))
     stream = io.BytesIO()
-    small = max(pictures[0].size) <= 2 * _LOSSLESS_PIXELS + _GAP
+    small = max(reference.shape[-2:]) <= _LOSSLESS_PIXELS
     how = {"lossless": True} if small else {"quality": _MOTION_QUALITY}
     pictures[0].save(stream, "WEBP", save_all=True, append_images=pictures[1:], duration=_MOTION_MS, loop=0, **how)
     return _data(stream, "webp")
@@ -164,6 +163,11 @@ def _reduced(pixels: np.ndarray, largest: int) -> Image.Image:
     if max(picture.size) > largest:
         picture.thumbnail((largest, largest), Image.Resampling.BOX)
     return picture
+
+
+def _gap(picture: Image.Image) -> int:
+    """Pixels between frames."""
+    return max(1, picture.height // 40)
 
 
 def _data(stream: io.BytesIO, kind: str) -> str:
