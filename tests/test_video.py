@@ -1,6 +1,7 @@
 """Pipelines that make video through the commands: closing check, eval, bench, debug, report."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from test_family_pipelines import hunyuan_video, ltx, wan
 
+from fluxq import jobs, judge
 from fluxq.cli import cli
 from fluxq.eval.executor import read_video
 from fluxq.eval.schema import Report, read_report
@@ -89,6 +91,25 @@ def test_eval_measures_each_video_frame_by_frame(made):
     assert run.drift.steps == (0, 1) and run.drift.images == 2
     assert "videos have 5 frames, this pipeline's usually 81" in report.warnings
     assert "missing" in str(run.metrics["lpips"].missing) and "video_distance" not in run.metrics
+
+
+def test_videos_are_short_and_few_where_nobody_says_otherwise(made, tmp_path):
+    model, out = saved(wan, tmp_path / "wan"), Path(shutil.copytree(made[0], tmp_path / "out"))
+    for folder in (model, out):
+        file = folder / "fluxq_generation.json"
+        said = json.loads(file.read_text())
+        file.write_text(json.dumps({key: value for key, value in said.items() if key != "num_frames"}))
+    smoke = judge.subject(out, judge.Options(model=str(model)))
+    assert smoke.call["num_frames"] == 25 and len(smoke.items) == 4
+    asked = judge.subject(out, judge.Options(model=str(model), count=3, call={"num_frames": 9}))
+    assert asked.call["num_frames"] == 9 and len(asked.items) == 3
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a\nb\n")
+    standard = judge.subject(out, judge.Options(model=str(model), protocol="standard", prompts=str(prompts), count=2))
+    assert standard.call["num_frames"] == 81
+    prepared = jobs.prepare(jobs.Options(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
+    assert prepared.call["num_frames"] == 81 and prepared.check_call["num_frames"] == 25
+    assert len(prepared.check_items) == 2
 
 
 def test_a_second_eval_makes_no_video_and_says_the_same(made):
