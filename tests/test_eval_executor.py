@@ -247,7 +247,8 @@ def test_a_video_is_read_alone(films, monkeypatch):
 def test_finished_videos_are_not_made_again_and_half_written_ones_are(films):
     ensure_images(replace(films, items=films.items[:2]))
     name = films.chunks[1].names[0]
-    (films.folder / f".{name}.part" / "new").mkdir(parents=True)  # killed among the frames
+    for left in (name, "of-another-batch"):  # killed among the frames
+        (films.folder / f".{left}.part" / "new").mkdir(parents=True)
     (films.folder / name).mkdir()
     (films.folder / name / "00000.png").write_bytes(b"written, but its row is not")
     CALLS.clear()

@@ -165,25 +165,26 @@ def test_frames_are_all_of_them_in_order():
 
 
 def test_per_frame_metrics_are_means_of_what_images_have(networks):
-    before = videos()
+    frames = 3
+    before = videos()[:, :frames]
     after = plus(before, noise(before))
     sample = Sample(some(before), some(after), networks)
     flat = Sample(some(before.flatten(0, 1)), some(after.flatten(0, 1)), networks)
-    prompts = [prompt for prompt, _ in sample.quantized.items for _ in range(FRAMES)]
+    prompts = [prompt for prompt, _ in sample.quantized.items for _ in range(frames)]
     items = tuple((prompt, index) for index, prompt in enumerate(prompts))
     flat = Sample(replace(flat.reference, items=items), replace(flat.quantized, items=items), networks)
     for key in ("psnr", "ssim", "feature_distance", "clip_score"):
         video, image = METRICS[key].measure(sample), METRICS[key].measure(flat)
-        means = torch.tensor(image.per_image).reshape(COUNT, FRAMES).mean(1)
+        means = torch.tensor(image.per_image).reshape(COUNT, frames).mean(1)
         assert video.per_image == pytest.approx(means.tolist(), rel=1e-5), key
         assert video.value.n == COUNT and video.value.low < video.value.mean < video.value.high
     assert METRICS["latent_sqnr"].measure(sample).per_image == tuple(sqnr(before / 255, after / 255).tolist())
     for key in ("fid", "fid_to_16bit", "kid", "cmmd"):
         video, image = METRICS[key].measure(sample), METRICS[key].measure(flat)
-        assert video.value.mean == pytest.approx(image.value.mean) and video.value.n == COUNT * FRAMES
-        assert any("of frames one by one, 9 of each of 4 videos" in note for note in video.notes)
+        assert video.value.mean == pytest.approx(image.value.mean) and video.value.n == COUNT * frames
+        assert any("of frames one by one, 3 of each of 4 videos" in note for note in video.notes)
         assert "frames" in METRICS[key].called(True) and "frames" not in METRICS[key].called(False)
-    assert "36 frames to 60 held-out images" in METRICS["fid"].measure(sample).how
+    assert "12 frames to 60 held-out images" in METRICS["fid"].measure(sample).how
 
 
 def test_a_plug_in_scores_frames(networks, monkeypatch):
@@ -247,6 +248,9 @@ def test_S3D_is_torchvisions_up_to_its_last_layer(tmp_path, monkeypatch):
 
     torch.manual_seed(0)
     whole = S3D().eval()
+    for layer in whole.modules():
+        if isinstance(layer, nn.Conv3d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # else nothing of a clip reaches the end
     file = tmp_path / WEIGHTS["video"].files[0]
     torch.save(whole.state_dict(), file)
     row = replace(WEIGHTS["video"], sha256=hashlib.sha256(file.read_bytes()).hexdigest()[:8])
@@ -259,7 +263,8 @@ def test_S3D_is_torchvisions_up_to_its_last_layer(tmp_path, monkeypatch):
         logits = whole(S3D_Weights.KINETICS400_V1.transforms()(clip)[None])
     last = whole.classifier[1]
     assert features.shape == (1, 1024)
-    assert torch.allclose(features @ last.weight.flatten(1).T + last.bias, logits, atol=1e-5)
+    assert (logits - last.bias).abs().max() > 0.1
+    assert torch.allclose(features @ last.weight.flatten(1).T + last.bias, logits, rtol=1e-3, atol=1e-4)
     torch.save({"features.0.weight": torch.ones(1)}, file)
     monkeypatch.setitem(WEIGHTS, "video", replace(row, sha256=hashlib.sha256(file.read_bytes()).hexdigest()[:8]))
     with pytest.raises(ValueError, match="not the weights of torchvision's S3D"):

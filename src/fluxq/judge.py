@@ -35,6 +35,7 @@ from fluxq.recipes.recipe import parse_gate
 from fluxq.requirements import (
     call_of,
     makes_video,
+    outputs_of,
     own_frames,
     require_call,
     require_device,
@@ -485,6 +486,8 @@ def _warnings(asked: Subject) -> tuple[str, ...]:
     if prompts.duplicates:
         found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
     frames, own = frames_in(asked.call), own_frames(asked.folder)
+    if "audio" in outputs_of(asked.folder):
+        found.append("the sound of the videos is not compared")
     if own is not None and frames != own:
         found.append(f"videos have {frames} frames, this pipeline's usually {own}")
     few = len({prompt for prompt, _ in asked.items})

@@ -83,7 +83,7 @@ def require_steps(folder: ModelFolder) -> None:
 def require_pictures(folder: ModelFolder, cure: str) -> None:
     """ValueError for a pipeline that makes neither images nor video."""
     if not makes_pictures(folder):
-        made = ", ".join(_outputs(folder))
+        made = ", ".join(outputs_of(folder))
         raise ValueError(
             f"{folder.name}: a {folder.index['_class_name']} makes {made}, and only images and video can be compared; "
             f"{cure}"
@@ -105,7 +105,7 @@ def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> Non
 
 def makes_pictures(folder: ModelFolder) -> bool:
     """Whether the pipeline's outputs are images or frames; nothing that is known speaks against it otherwise."""
-    made = _outputs(folder)
+    made = outputs_of(folder)
     return not made or bool({*made} & {*PICTURES})
 
 
@@ -119,10 +119,10 @@ def own_frames(folder: ModelFolder) -> int | None:
 
 def makes_video(folder: ModelFolder) -> bool:
     """Whether the pipeline's outputs are frames."""
-    return "frames" in _outputs(folder)
+    return "frames" in outputs_of(folder)
 
 
-def _outputs(folder: ModelFolder) -> tuple[str, ...]:
+def outputs_of(folder: ModelFolder) -> tuple[str, ...]:
     """Fields of what the pipeline returns, by the output classes of its module; empty where it has none of its own."""
     pipeline = folder.pipeline_class
     module = vars(sys.modules[pipeline.__module__]) if pipeline is not None else {}
