@@ -175,12 +175,14 @@ def test_other_families_go_through_all_commands(make, tmp_path):
     model, out = saved(make, tmp_path / "model"), tmp_path / "out"
     for arguments in (
         ("quantize", model, "--recipe", "fp8", "-o", out),
-        ("eval", out, *FEW),
+        ("eval", out, *FEW, "--batch-size", 1),
         ("bench", out, "--rounds", 3, "--warmup", 1),
-        ("debug", out, "--count", 1, "--budget", 8),
+        ("debug", out, "--count", 2, "--budget", 8, "--batch-size", 1),
         ("report", out, "-o", tmp_path / "r.html"),
     ):
         done = fluxq(*arguments)
         assert done.exit_code == 0, done.output
     (run,) = judged(out).runs
     assert run.frames and run.metrics["psnr"].value.mean > 20 and run.speed and run.debug
+    assert "one with 1 video in a batch" in judged(out).noise_floor  # never two at once
+    assert run.debug.floor_sqnr_db > run.debug.sqnr_db  # attention was computed in another way all the same

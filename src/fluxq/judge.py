@@ -207,7 +207,8 @@ def evaluate(asked: Subject) -> Report | None:
     sides = variants(asked.quantized, options.backends or _backends(asked.record), options.cache)
     batch = options.batch_size or images_per_batch(asked.call)
     floor_side = replace(asked.reference, name="16-bit again", attention=floor_attention(options.device))
-    floor_batch = max(1, batch // 2) if batch > 1 else 2
+    is_video = makes_video(asked.folder)  # two of which may be more than the device has room for
+    floor_batch = max(1, batch // 2) if batch > 1 or is_video else 2
     root = options.images or asked.output.resolve().parent / IMAGES_FOLDER
     asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
     asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
@@ -252,7 +253,7 @@ def evaluate(asked: Subject) -> Report | None:
         },
         noise_floor=(
             f"two runs of the 16-bit model on the same {len(again.items)} prompts and noise, one with "
-            f"{floor_batch} {noun}s in a batch and attention computed by {floor_side.attention}"
+            f"{floor_batch} {noun}{'s' * (floor_batch > 1)} in a batch and attention computed by {floor_side.attention}"
         ),
         protocol=asked.protocol,
         items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
