@@ -267,8 +267,9 @@ def _ssim(sample: Sample) -> Measured:
     if min(height, width) < window:
         raise Unmeasured(f"its window is {window} pixels wide, the images are {width} x {height}")
     places = (height - window + 1) * (width - window + 1)
+    images = sample.reference.images, sample.quantized.images
     notes = (f"an image of {width} x {height} has {places} places for the window",) if places < 1000 else ()
-    return _paired(sample, perceptual.ssim(sample.reference.images, sample.quantized.images), notes=notes)
+    return _paired(sample, perceptual.ssim(*images, sample.networks.device), notes=notes)
 
 
 def _latent_sqnr(sample: Sample) -> Measured:

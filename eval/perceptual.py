@@ -19,12 +19,19 @@ SSIM_WINDOW = 11
 LPIPS_PIXELS = 31  # what AlexNet's two poolings leave a pixel of
 
 
-def ssim(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+def ssim(
+    reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor, device: str | torch.device = "cpu"
+) -> Tensor:
     """SSIM per pair of uint8 images (3, H, W), float64 (N,); 1 up to rounding for identical images; of videos the mean.
 
     Raises ValueError for images smaller than the window: another window would be another metric.
     """
-    return over_frames(per_frame(reference, other, lambda a, b: structural_similarity(_unit(a), _unit(b))))
+    where = device if torch.device(device).type == "cuda" else "cpu"  # in fp64, which others may not have
+
+    def measure(a: Tensor, b: Tensor) -> Tensor:
+        return structural_similarity(_unit(a).to(where), _unit(b).to(where)).cpu()
+
+    return over_frames(per_frame(reference, other, measure))
 
 
 def structural_similarity(a: Tensor, b: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ and go two meet in each change: the temporal PSNR is then 3 dB below PSNR. It is
 Erofeev et al. (2015) call dtSSD, of colours in place of mattes and in dB. The mean change of a video by itself is what
 VBench scores as temporal flickering (Huang et al., 2024).
 
-The video distance is made as FVD is (Unterthiner et al., 2019), through S3D (Xie et al., 2018) as torchvision publishes
-it: I3D, which FVD is defined with, is published as a program only. The two do not compare.
+The video distance is made as FVD is (Unterthiner et al., 2019), but through S3D (Xie et al., 2018) as torchvision
+publishes it, whose file holds tensors alone, where FVD looks through I3D. The two do not compare.
 """
 
 from __future__ import annotations
