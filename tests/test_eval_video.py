@@ -22,7 +22,7 @@ from fluxq.eval.networks import WEIGHTS, Networks, find_networks
 from fluxq.eval.pictures import wall
 from fluxq.eval.schema import Size
 from fluxq.eval.sides import Side
-from fluxq.eval.video import Frames, all_frames, by_video, mean_change, temporal_psnr
+from fluxq.eval.video import VIDEO_FRAMES, Frames, all_frames, by_video, mean_change, temporal_psnr
 
 COUNT, FRAMES, SIDE = 4, 9, 16
 WHITE = 255**2
@@ -211,6 +211,13 @@ def test_a_plug_in_scores_frames(networks, monkeypatch):
 
 
 # The video distance
+
+
+def test_its_weights_are_where_torchvision_has_them():
+    from torchvision.models.video import S3D_Weights
+
+    best = S3D_Weights.KINETICS400_V1
+    assert (best.url, best.meta["min_temporal_size"]) == (WEIGHTS["video"].url, VIDEO_FRAMES)
 
 
 def test_without_its_network_the_video_distance_is_said_to_be_missing():
