@@ -6,8 +6,11 @@ starting point.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +29,8 @@ _PIXELS_PER_BATCH = 1 << 20
 _MAX_BATCH = 64
 _BINS = 8
 _SHARES = 16  # of a set of images, which processes take and which are kept on disk: more would take more disk
+FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the length of a video
+TELLS = "callback_on_step_end"  # the argument of a pipeline that tells of its steps
 _FEW_STEPS = 8  # of schnell, Turbo and Lightning models: no two of their steps are alike
 
 # What one image is made from: a prompt, or one with arguments of its own, and the seed of its noise.
@@ -67,35 +72,65 @@ def run_pipeline(
     on_step: Callable[[int], None] | None = None,
     on_latents: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Generate one image per (prompt, seed); yields (pipeline output, final latents) batch by batch.
+    """Generate one image, or one video, per (prompt, seed); yields (pipeline output, final latents) batch by batch.
 
     A row's own arguments come before those of `call`; which rows share a batch, and with it the order in which images
     come, see `batches`. output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step
     i; every batch starts at 0 again. on_latents(i, latents) is called after it. batch_size: by default as many as make
-    one megapixel.
+    one megapixel. Of a pipeline that does not tell of its steps (PixArt, HunyuanVideo 1.5), its scheduler does.
     """
     for batch in batches(items, batch_size, call):
         final: dict[str, Tensor] = {}
 
-        def after_step(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor], final=final) -> dict[str, Tensor]:
-            final["latents"] = tensors["latents"]
+        def after_step(step: int, latents: Tensor, final=final) -> None:
+            final["latents"] = latents
             if on_latents is not None:
-                on_latents(step, tensors["latents"])
+                on_latents(step, latents)
             if on_step is not None:
                 on_step(step + 1)
-            return tensors
 
         if on_step is not None:
             on_step(0)
         rows = [_row(prompt) for prompt, _ in batch]
-        output = pipe(
-            prompt=[row.prompt for row in rows],
-            generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
-            output_type=output_type,
-            callback_on_step_end=after_step,
-            **{**call, **_shared_arguments(rows)},
-        )
+        with _steps_told(pipe, after_step) as telling:
+            output = pipe(
+                prompt=[row.prompt for row in rows],
+                generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
+                output_type=output_type,
+                **telling,
+                **{**call, **_shared_arguments(rows)},
+            )
         yield output, final["latents"]
+
+
+@contextmanager
+def _steps_told(pipe: Any, after_step: Callable[[int, Tensor], None]) -> Iterator[dict[str, Any]]:
+    """Arguments of a call for after_step(i, latents) to be called after each step; else its scheduler sees to that."""
+    if TELLS in inspect.signature(pipe.__call__).parameters:
+
+        def tell(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            after_step(step, tensors["latents"])
+            return tensors
+
+        yield {TELLS: tell}
+        return
+    scheduler, numbers = pipe.scheduler, itertools.count()
+    plain, is_own = scheduler.step, "step" in vars(scheduler)
+
+    @functools.wraps(plain)  # pipelines look at what arguments it takes
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        after_step(next(numbers), result[0])
+        return result
+
+    scheduler.step = step
+    try:
+        yield {}
+    finally:
+        if is_own:
+            scheduler.step = plain
+        else:
+            del scheduler.step
 
 
 def _row(prompt: str | Row) -> Row:
@@ -301,8 +336,19 @@ def batches(
 
 def images_per_batch(call: Mapping[str, Any]) -> int:
     """As many images of the call's size as make one megapixel, at least one."""
-    pixels = int(call.get("height", 1024)) * int(call.get("width", 1024)) * int(call.get("num_frames", 1))
+    pixels = int(call.get("height", 1024)) * int(call.get("width", 1024)) * frames_in(call)
     return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
+
+
+def frames_in(call: Mapping[str, Any]) -> int:
+    """Frames of the video that a call makes; 1 for an image, and where the call does not say."""
+    return next((int(call[name]) for name in FRAMES if call.get(name)), 1)
+
+
+def frames_argument(pipeline: type) -> str | None:
+    """What a pipeline's class calls the number of frames, one of FRAMES; None where it takes none."""
+    parameters = inspect.signature(pipeline.__call__).parameters
+    return next((name for name in FRAMES if name in parameters), None)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

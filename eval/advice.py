@@ -64,16 +64,14 @@ def _use(report: Report, good: Sequence[Run], of: int) -> str:
 
 def _look(report: Report, alike: Sequence[Run]) -> str:
     chosen, why = _choice(report, alike)
-    count = len(report.items)
+    count = f"{len(report.items)} {report.noun}s"
     again = f"fluxq eval {shlex.quote(chosen.checkpoint)} --count {_ENOUGH}"
     if len(alike) == 1:
-        opening = f"{_named(chosen)} looks like 16 bit on {count} images, with {_saving(chosen)}"
+        opening = f"{_named(chosen)} looks like 16 bit on {count}, with {_saving(chosen)}"
         return f"{opening}. Before you rely on it: {again}."
-    opening = (
-        f"Of {len(alike)} that look like 16 bit on {count} images, {_named(chosen)} is {why}, with {_saving(chosen)}"
-    )
+    opening = f"Of {len(alike)} that look like 16 bit on {count}, {_named(chosen)} is {why}, with {_saving(chosen)}"
     found = [opening, *_others(report, chosen, alike)]
-    return ". ".join([*found, f"Before you rely on one, evaluate each on more images: {again}"]) + "."
+    return ". ".join([*found, f"Before you rely on one, evaluate each on more {report.noun}s: {again}"]) + "."
 
 
 def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
@@ -152,7 +150,7 @@ def _saving(run: Run) -> str:
 
 def _more(runs: Sequence[Run]) -> str:
     needed = [run.verdict.more_images for run in runs if run.verdict.more_images is not None]
-    return f"about {max(needed)} more images would decide" if needed else "the verdicts below say why"
+    return f"about {max(needed)} more {runs[0].noun}s would decide" if needed else "the verdicts below say why"
 
 
 def _named(run: Run) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from fluxq.eval.figures import limits, mark
+from fluxq.eval.figures import amount, limits, mark
 from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.eval.schema import Metric, Report, Run
 from fluxq.quantize.record import bits_per_weight, fitted_db
@@ -18,7 +18,7 @@ from fluxq.recipes.recipe import Steps
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-TASK = "text-to-image"
+TASKS = {"image": ("text-to-image", "Text to image"), "video": ("text-to-video", "Text to video")}
 _BEGIN, _END = "<!-- fluxq eval: begin -->", "<!-- fluxq eval: end -->"
 _NEXT_SECTION = "## How it was made"
 
@@ -146,7 +146,7 @@ def eval_results(report: Report) -> dict[str, str]:
             task_id=key,
             value=metric.value.mean,
             date=report.created,
-            notes=f"{run.recipe}, protocol {report.protocol.name}, {_note(metric)}",
+            notes=f"{run.recipe}, protocol {report.protocol.name}, {_note(metric, run)}",
         )
         for key, metric in _measured(run)
         if metric.value is not None
@@ -163,8 +163,8 @@ def _results(run: Run, report: Report) -> list[EvalResult]:
     protocol = report.protocol
     return [
         EvalResult(
-            task_type=TASK,
-            task_name="Text to image",
+            task_type=TASKS[run.noun][0],
+            task_name=TASKS[run.noun][1],
             dataset_type=protocol.dataset or protocol.name,
             dataset_name=f"{protocol.prompts}, {protocol.count} prompts × {protocol.seeds} seeds",
             metric_type=key,
@@ -182,9 +182,9 @@ def _measured(run: Run) -> list[tuple[str, Metric]]:
     return [(key, each) for key, each in run.metrics.items() if each.value is not None and each.value.mean is not None]
 
 
-def _note(metric: Metric) -> str:
+def _note(metric: Metric, run: Run) -> str:
     between = f"95 % interval {limits(metric.value, metric.digits)}, " if limits(metric.value, metric.digits) else ""
-    return f"{between}{metric.value.n if metric.value else 0} images; {metric.how}"
+    return f"{between}{metric.value.n if metric.value else 0} {run.noun}s; {metric.how}"
 
 
 def _section(report: Report) -> list[str]:
@@ -193,9 +193,8 @@ def _section(report: Report) -> list[str]:
         lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
         lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
     lines += [*summary_table(report), "", *metric_table(report.runs), ""]
-    lines += [
-        f"{len(report.items)} images of each run against 16 bit, with the same prompts and noise; 95 % intervals."
-    ]
+    made = f"{len(report.items)} {report.noun}s of each run"
+    lines += [f"{made} against 16 bit, with the same prompts and noise; 95 % intervals."]
     return [*lines, f"Made by `{code(report.command)}`; all of it is in `eval/report.html`.", _END]
 
 
@@ -292,7 +291,9 @@ def _about_fitting(parts: list[dict[str, Any]]) -> list[str]:
 def _check_lines(check: dict[str, Any] | None) -> list[str]:
     if check is None:
         return ["Not measured (the closing check was skipped)."]
-    images = f"{check['images']} images of {check['steps']} steps, same prompts and noise as the 16-bit pipeline"
+    frames = check.get("frames")
+    made = f"{amount(check['images'], frames)}{' of' if frames is None else ' and'} {check['steps']} steps"
+    images = f"{made}, same prompts and noise as the 16-bit pipeline"
     if not check["finite"]:
         return [f"**FAILED: NaN or infinity** in {images}."]
     if check.get("flat"):
@@ -300,7 +301,8 @@ def _check_lines(check: dict[str, Any] | None) -> list[str]:
     psnr = "identical" if check["mean_psnr_db"] is None else f"{check['mean_psnr_db']:.2f} dB"
     verdict = f"**FAILED: {', '.join(check['missed'])}**" if check["missed"] else "passed"
     gates = f"; gates {', '.join(check['gates'])}: {verdict}" if check["gates"] else ""
-    return [f"Paired PSNR {psnr} over {images}{gates}. A few images are a smoke test, not an evaluation."]
+    few = "images" if frames is None else "videos"
+    return [f"Paired PSNR {psnr} over {images}{gates}. A few {few} are a smoke test, not an evaluation."]
 
 
 def _calibration(record: dict[str, Any]) -> str:

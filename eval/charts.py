@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from fluxq.eval.figures import duration, plain, share
-from fluxq.eval.schema import Curve, Debug, Estimate, LayerDamage, Metric, Report, Run, Speed, SpeedRow
+from fluxq.eval.figures import duration, plain, shape, share
+from fluxq.eval.schema import Curve, Debug, Drift, Estimate, LayerDamage, Metric, Report, Run, Speed, SpeedRow
 
 FLOOR = "noise floor"
 _WIDTH, _HEIGHT = 360, 240
@@ -53,16 +53,16 @@ def cost_charts(report: Report) -> list[Drawing]:
 
 
 def image_chart(report: Report) -> Drawing | None:
-    """PSNR of each image, worst to best, a line for each run."""
+    """PSNR of each image or video, worst to best, a line for each run."""
     rows = [row for run in report.runs for row in _ranked(run, report)]
     if not rows:
         return None
     import altair as alt
 
-    few = len(rows) <= _MAX_DOTS
+    few, noun = len(rows) <= _MAX_DOTS, report.noun
     names = [run.name for run in report.runs]
     marks = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("rank:Q", title="images, worst to best (%)", scale=alt.Scale(domain=[0, 100], nice=False)),
+        x=alt.X("rank:Q", title=f"{noun}s, worst to best (%)", scale=alt.Scale(domain=[0, 100], nice=False)),
         y=alt.Y("value:Q", title="PSNR, dB", scale=alt.Scale(zero=False)),
         color=_run_colour(names),
         tooltip=[_tip("run"), _tip("PSNR"), _tip("prompt"), _tip("seed")],
@@ -70,16 +70,27 @@ def image_chart(report: Report) -> Drawing | None:
     dots = marks.mark_point(filled=True, size=28 if few else 10, opacity=1)
     lines = marks.mark_line(strokeWidth=1.25, opacity=0.6).encode(tooltip=alt.value(None))
     lost = len(report.runs) * len(report.items) - sum(_finite_values(run) for run in report.runs)
-    text = "PSNR of every image against the 16-bit model's, sorted, a line for each run."
-    note = f"{lost} identical or broken images have no finite PSNR and are not drawn." if lost else ""
-    return _drawing("images", "PSNR of each image", text, (lines + dots), note=note, wide=True)
+    text = f"PSNR of every {noun} against the 16-bit model's, sorted, a line for each run."
+    note = f"{lost} identical or broken {noun}s have no finite PSNR and are not drawn." if lost else ""
+    return _drawing("images", f"PSNR of each {noun}", text, (lines + dots), note=note, wide=True)
+
+
+def frame_chart(report: Report) -> Drawing | None:
+    """PSNR along the frames of videos, with a line for each run and the noise floor dashed; None for images."""
+    shown = [(run.name, _Along(_numbered(run.frames), run.frames)) for run in report.runs if run.frames is not None]
+    return _curve_chart("frames", "frame", shown, wide=True) if shown else None
 
 
 def drift_charts(report: Report) -> list[Drawing]:
     """A chart for each curve along the denoising steps, with a line for each run and the noise floor dashed."""
     drifting = [(run.name, run.drift) for run in report.runs if run.drift is not None]
     keys = dict.fromkeys(key for _, drift in drifting for key in drift.curves)
-    return [chart for key in keys if (chart := _drift_chart(key, drifting)) is not None]
+    shown = {
+        key: [(name, _Along(_steps(drift), drift.curves[key])) for name, drift in drifting if key in drift.curves]
+        for key in keys
+    }
+    charts = (_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
+    return [chart for chart in charts if chart is not None]
 
 
 def damage_charts(index: int, debug: Debug) -> list[Drawing]:
@@ -89,9 +100,11 @@ def damage_charts(index: int, debug: Debug) -> list[Drawing]:
 
 def stage_chart(index: int, speed: Speed) -> Drawing | None:
     """Where an image's time goes, 16 bit and quantized, in every mode at the first size."""
-    rows = [row for each in _first_size(speed) for row in _stage_rows(each)]
+    timed = _first_size(speed)
+    rows = [row for each in timed for row in _stage_rows(each)]
     if not rows:
         return None
+    noun = "image" if timed[0].frames is None else "video"
     import altair as alt
 
     stages = [STEPS, *(name for name in ("text encoders", "VAE") if any(row["stage"] == name for row in rows))]
@@ -100,7 +113,7 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
         .mark_bar()
         .encode(
             y=alt.Y("side:N", title=None, sort=None, axis=alt.Axis(labelLimit=180)),
-            x=alt.X("seconds:Q", title="seconds per image (p50)"),
+            x=alt.X("seconds:Q", title=f"seconds per {noun} (p50)"),
             color=alt.Color("stage:N", title=None, scale=alt.Scale(domain=stages, range=_palette(len(stages)))),
             order=alt.Order("order:Q"),
             tooltip=[_tip("side"), _tip("stage"), _tip("time")],
@@ -198,6 +211,7 @@ def _cost_chart(
             references.append({"metric": name, "cost": before, "run": "16 bit"})
             baseline = next((run.metrics[name].baseline for run in runs if name in run.metrics), None)
             points += _reference_point(name, metric, baseline, before, digits)
+    axis = axis.format(noun=runs[0].noun)
     names = {name: f"{metric.name}{f', {metric.unit}' if metric.unit else ''}" for name, metric in metrics.items()}
     first = "psnr" if "psnr" in names else next(iter(names))
     lower = [name for name, metric in metrics.items() if metric.better == "lower"]
@@ -365,23 +379,39 @@ def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _drift_chart(key: str, drifting: Sequence[tuple[str, Any]]) -> Drawing | None:
+@dataclass(frozen=True)
+class _Along:
+    """A curve, and what rows say of the place of each of its values, its number first."""
+
+    places: tuple[dict[str, Any], ...]
+    curve: Curve
+
+
+def _steps(drift: Drift) -> tuple[dict[str, Any], ...]:
+    return tuple({"step": step, "sigma": f"{s:.3g}"} for step, s in zip(drift.steps, drift.sigmas, strict=True))
+
+
+def _numbered(curve: Curve) -> tuple[dict[str, Any], ...]:
+    return tuple({"frame": frame} for frame in range(len(curve.values)))
+
+
+def _curve_chart(key: str, axis: str, curves: Sequence[tuple[str, _Along]], *, wide: bool = False) -> Drawing | None:
+    """curves: a run's name and what is drawn of it."""
     import altair as alt
 
-    curves = [(name, drift, drift.curves[key]) for name, drift in drifting if key in drift.curves]
-    first: Curve = curves[0][2]
-    rows = [row for name, drift, curve in curves for row in _curve_rows(name, drift, curve, curve.values)]
-    floored = next(((drift, curve) for _, drift, curve in curves if curve.floor is not None), None)
+    first, number = curves[0][1].curve, next(iter(curves[0][1].places[0]))
+    rows = [row for name, along in curves for row in _curve_rows(name, along, along.curve.values)]
+    floored = next((along for _, along in curves if along.curve.floor is not None), None)
     if floored is not None:
-        rows += _curve_rows(FLOOR, floored[0], floored[1], floored[1].floor)
+        rows += _curve_rows(FLOOR, floored, floored.curve.floor)
     if not rows:
         return None
-    names = [name for name, _ in drifting]
+    names = [name for name, _ in curves]
     shown = [*names, FLOOR] if floored is not None else names
     colours = [*_palette(len(names)), "var(--quiet)"][: len(shown)]
     dashes = [*([1, 0] for _ in names), [5, 4]][: len(shown)]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("step:Q", title="denoising step", axis=alt.Axis(tickMinStep=1, format="d")),
+        x=alt.X(f"{number}:Q", title=axis, axis=alt.Axis(tickMinStep=1, format="d")),
         color=alt.Color(
             "run:N",
             title=None,
@@ -396,24 +426,25 @@ def _drift_chart(key: str, drifting: Sequence[tuple[str, Any]]) -> Drawing | Non
         y=y, strokeDash=alt.StrokeDash("run:N", title=None, scale=alt.Scale(domain=shown, range=dashes))
     )
     dots = base.mark_point(filled=True, size=26, opacity=1).encode(
-        y=y, tooltip=[_tip("run"), _tip("step"), _tip("sigma"), _tip("figure")]
+        y=y, tooltip=[_tip(name) for name in rows[0] if name not in ("value", "low", "high")]
     )
     where = [f"{name} ends at {row['figure']}" for name in shown if (row := _last(rows, name)) is not None]
-    return _drawing(f"drift-{key}", first.name, f"{first.how}. {'; '.join(where)}.", band + line + dots, note=first.how)
+    text = f"{first.how}. {'; '.join(where)}."
+    return _drawing(key, first.name, text, band + line + dots, note=first.how, wide=wide)
 
 
-def _curve_rows(name: str, drift: Any, curve: Curve, values: Iterable[Estimate] | None) -> list[dict[str, Any]]:
+def _curve_rows(name: str, along: _Along, values: Iterable[Estimate] | None) -> list[dict[str, Any]]:
+    curve = along.curve
     return [
         {
             "run": name,
-            "step": step,
-            "sigma": f"{sigma:.3g}",
+            **place,
             "value": value.mean,
             "low": value.mean if value.low is None else value.low,
             "high": value.mean if value.high is None else value.high,
             "figure": f"{_words(value, curve.digits)} {curve.unit}".strip(),
         }
-        for step, sigma, value in zip(drift.steps, drift.sigmas, values or (), strict=True)
+        for place, value in zip(along.places, values or (), strict=True)
         if value.mean is not None
     ]
 
@@ -518,7 +549,7 @@ def _first_size(speed: Speed | None) -> list[SpeedRow]:
     if speed is None or not speed.rows:
         return []
     first = speed.rows[0]
-    return [row for row in speed.rows if (row.batch, row.height, row.width) == (first.batch, first.height, first.width)]
+    return [row for row in speed.rows if shape(row) == shape(first)]
 
 
 def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
@@ -628,7 +659,7 @@ ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 # key -> title, axis, digits, (run, whether of its 16-bit side) -> cost; None where it was not measured
 COSTS: dict[str, tuple[str, str, str, Callable[[Run, bool], float | None]]] = {
     "bits": ("Quality and bits", "bits per weight in memory", ".2f", _bits),
-    "latency": ("Quality and time", "seconds per image, end to end, p50", ".4g", _seconds),
+    "latency": ("Quality and time", "seconds per {noun}, end to end, p50", ".4g", _seconds),
     "memory": ("Quality and memory", "peak memory, GB", ".3g", _gigabytes),
 }
 

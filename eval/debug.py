@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxq.base.console import progress
-from fluxq.calibrate.capture import images_per_batch, noise_levels, number_of_steps, spread
+from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, number_of_steps, spread
 from fluxq.eval.arithmetic import KERNEL_TOLERANCE, multiplies_integers
 from fluxq.eval.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, squared_error
 from fluxq.eval.findings import findings, listed
@@ -194,8 +194,9 @@ def _trace(
         if not torch.isfinite(latents).all():
             raise ValueError("the latents of the 16-bit model hold NaN or infinity: choose another --dtype")
         sigmas = noise_levels(reference)
-        with sdpa_kernel(SDPBackend.MATH):
-            other = watch(reference, names, items, call, steps, 1 if size > 1 else 2, again)
+        others = 2 if size == 1 and frames_in(call) == 1 else 1  # two videos may be more than there is room for
+        with sdpa_kernel(_other_attention(device), set_priority=True):
+            other = watch(reference, names, items, call, steps, others, again)
     with placed(quantized, device):
         watch(quantized, names, items, call, steps, size, ours, health)
     return _Traces(
@@ -210,6 +211,12 @@ def _trace(
         kernel_errors=local.kernel_errors,
         health=health,
     )
+
+
+def _other_attention(device: str) -> list[SDPBackend]:
+    """Of the second 16-bit run: not what PyTorch takes by itself, and on a GPU what has room for a video's tokens."""
+    is_gpu = torch.device(device).type == "cuda"
+    return [*([SDPBackend.EFFICIENT_ATTENTION] if is_gpu else []), SDPBackend.MATH]
 
 
 def _makes_latents(pipe: Any, name: str) -> bool:

@@ -10,15 +10,15 @@ from typing import Any
 from fluxq.eval.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
 from fluxq.eval.networks import Networks
 from fluxq.eval.pictures import wall
-from fluxq.eval.schema import Drift, Estimate, Gate, Image, Item, Metric, Run, Served, Size, Verdict, number
+from fluxq.eval.schema import Curve, Drift, Estimate, Gate, Image, Item, Metric, Run, Served, Size, Verdict, number
 from fluxq.eval.sides import Side
-from fluxq.eval.statistics import Interval
+from fluxq.eval.statistics import Interval, clustered_interval
 from fluxq.eval.verdict import with_verdicts
 from fluxq.recipes.recipe import gate_holds, parse_gate
 
 # Of the 16-bit model's error against itself, which has to be known roughly: a run's own needs more images.
 FLOOR_IMAGES = 64
-DRIFT_IMAGES = 8
+DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # whose latents and velocities at each step are held at once
 VELOCITY_ERROR = "velocity_error"  # a metric that is taken on the way, not of images
 
 
@@ -62,16 +62,20 @@ def measure_runs(
     networks: Networks,
     floor: Mapping[str, Interval],
     drifts: Mapping[str, Drift],
+    frame_floor: Sequence[Estimate] | None = None,
 ) -> tuple[Run, ...]:
     """All metrics of every side, judged together.
 
-    sets: the images of each candidate. floor: see `measure_floor`. drifts: side's name -> errors along its steps.
+    sets: the images or videos of each candidate. floor: see `measure_floor`. drifts: side's name -> errors along its
+    steps. frame_floor: see `measure_frame_floor`.
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
     for images in sets:
         _require_comparable(reference, images)
     runs = [
-        _measure(candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name))
+        _measure(
+            candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name), frame_floor
+        )
         for candidate, images in zip(candidates, sets, strict=True)
     ]
     shown = _worst_of(runs)
@@ -93,12 +97,18 @@ def _psnr_of(image: Image) -> float:
 
 
 def _measure(
-    candidate: Candidate, sample: Sample, keys: Sequence[str], floor: Mapping[str, Interval], drift: Drift | None
+    candidate: Candidate,
+    sample: Sample,
+    keys: Sequence[str],
+    floor: Mapping[str, Interval],
+    drift: Drift | None,
+    frame_floor: Sequence[Estimate] | None,
 ) -> Run:
     rows = metric_rows()
     taken = {key: _take(rows[key], sample) for key in keys}
     status = _status(sample, taken)
-    metrics = {key: _row(rows[key], found, floor.get(key)) for key, found in taken.items()}
+    is_video = sample.frames is not None
+    metrics = {key: _row(rows[key], found, floor.get(key), is_video) for key, found in taken.items()}
     if drift is not None:
         metrics[VELOCITY_ERROR] = _velocity_error(drift)
     side = candidate.side
@@ -115,11 +125,18 @@ def _measure(
         gates=judge_gates(candidate.gates, _means(taken, drift)),
         metrics=metrics,
         images=_images(sample.quantized, taken),
+        frames=_frame_curve(sample, frame_floor),
         drift=drift,
         served=candidate.served,
         wall=None,
         provenance=dict(candidate.provenance or {}),
     )
+
+
+def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple[Estimate, ...] | None:
+    """PSNR of each frame between two 16-bit runs, over videos; None for images. again: as in `measure_floor`."""
+    sample = Sample(reference.head(len(again.items)), again, networks)
+    return None if sample.frames is None else _by_frame(sample)
 
 
 def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[Gate, ...]:
@@ -167,13 +184,14 @@ def _values(found: Measured | str) -> tuple[float, ...]:
     return () if isinstance(found, str) else found.per_image or ()
 
 
-def _row(row: MetricRow, found: Measured | str, floor: Interval | None) -> Metric:
-    fixed: dict[str, Any] = {"name": row.name, "unit": row.unit, "digits": row.digits, "better": row.better}
+def _row(row: MetricRow, found: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
+    name = row.called(is_video)
+    fixed: dict[str, Any] = {"name": name, "unit": row.unit, "digits": row.digits, "better": row.better}
     if isinstance(found, str):
-        return Metric(**fixed, how=row.how, missing=found)
+        return Metric(**fixed, how=row.taken(None, is_video), missing=found)
     return Metric(
         **fixed,
-        how=found.how or row.how,
+        how=row.taken(found.how, is_video),
         value=_estimate(found.value),
         baseline=_estimate(found.baseline),
         change=_estimate(found.change),
@@ -200,7 +218,35 @@ def _velocity_error(drift: Drift) -> Metric:
     )
 
 
-def _images(quantized: Any, taken: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
+    """PSNR along a video; None for images."""
+    if sample.frames is None:
+        return None
+    return Curve(
+        name="PSNR of each frame",
+        unit="dB",
+        digits=".2f",
+        better="higher",
+        how="to the same frame of the 16-bit videos, mean over videos",
+        values=_by_frame(sample),
+        floor=None if floor is None else tuple(floor),
+    )
+
+
+def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
+    """Over whole videos, for each frame."""
+    finite = sample.reference.finite & sample.quantized.finite
+    whole = [index for index in range(len(sample.prompts)) if finite[index]]
+    prompts = [sample.prompts[index] for index in whole]
+    values = [sample.frame_psnr[index].tolist() for index in whole]
+    return tuple(
+        Estimate.of(clustered_interval([each[frame] for each in values], prompts))
+        for frame in range(sample.frames or 0)
+    )
+
+
+def _images(sample: Sample, taken: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+    quantized, frames = sample.quantized, sample.frames
     per_image = {key: values for key, found in taken.items() if (values := _values(found))}
     measured = {key: found for key, found in taken.items() if isinstance(found, Measured)}
     changes = {key: found.change_per_image for key, found in measured.items() if found.change_per_image}
@@ -210,6 +256,7 @@ def _images(quantized: Any, taken: Mapping[str, Measured | str]) -> tuple[Image,
             identical=per_image["psnr"][index] == math.inf,
             values={key: number(values[index]) for key, values in per_image.items()},
             changes={key: number(values[index]) for key, values in changes.items()},
+            frame_psnr=() if frames is None else tuple(map(number, sample.frame_psnr[index].tolist())),
         )
         for index in range(len(quantized.items))
     )

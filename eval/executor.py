@@ -1,8 +1,9 @@
-"""Images at scale: every (prompt, seed) of a side becomes a file exactly once, whatever makes it and however often
-that is killed.
+"""Images and videos at scale: every (prompt, seed) of a side becomes a file exactly once, whatever makes it and however
+often that is killed.
 
     item  = (prompt, seed, batch, key)                  key: SHA-256 of all that decides the bits of the images
     files = <SHA-256 of item>.png, .safetensors         the image, lossless, and its final latents
+            <SHA-256 of item>/00000.png, …              in the image's place the frames of a video, lossless
     rows  = manifest-<worker>.jsonl                     an item's row says that its files are complete, and their hashes
 
 The unit of work is a chunk: the run of `batch_size` items that share a call of the pipeline. Which images share a call
@@ -42,10 +43,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_path, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.files import atomic_folder, atomic_path, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
-from fluxq.calibrate.capture import batches
+from fluxq.calibrate.capture import batches, frames_in
 from fluxq.eval.generate import Batch, device_name, generate_batch, images_digest
 from fluxq.eval.sides import Side
 
@@ -56,6 +57,7 @@ _NAME = 16  # hex digits of a SHA-256 that name a file
 _SHOWN = 5  # problems that an error lists
 _PATIENCE = 60.0  # seconds without a sign of life before a waiting run says so
 _LOCK_FILE = ".lock"
+_PART = ".part"  # how the names of what is half written end
 _CONNECT_SECONDS = 10.0
 _USAGE = "RAY_USAGE_STATS_ENABLED"
 _STORE_BYTES = 80 << 20  # for what actors are told; Ray's least
@@ -135,7 +137,10 @@ class Chunk:
 
 
 class Row(BaseModel):
-    """A line of a manifest: one finished item. image, latents: SHA-256 of its files. seconds: its share of the call."""
+    """A line of a manifest: one finished item. image, latents: SHA-256 of its files. seconds: its share of the call.
+
+    frames: of a video, whose `image` is the SHA-256 of its frames' SHA-256.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -148,13 +153,15 @@ class Row(BaseModel):
     finite: bool
     seconds: float
     device: str
+    frames: int | None = None
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """An audited set of images on disk, read when asked for; `rows` are in the order of the work's items.
+    """An audited set of images or videos on disk, read when asked for; `rows` are in the order of the work's items.
 
-    images: uint8 (3, H, W) each, latents: fp32. Reading raises ValueError naming a file that is unreadable.
+    images: uint8 (3, H, W) each, or (F, 3, H, W), latents: fp32. Reading raises ValueError naming a file that is
+    unreadable.
     """
 
     folder: Path
@@ -166,14 +173,20 @@ class ImageFolder:
         return tuple((row.prompt, row.seed) for row in self.rows)
 
     @property
+    def frames(self) -> int | None:
+        """Of each video; None for images."""
+        return self.rows[0].frames if self.rows else None
+
+    @property
     def images(self) -> Sequence[Tensor]:
-        """uint8 (3, H, W) each."""
-        return Files(tuple(_files(self.folder, row.item)[0] for row in self.rows), read_image)
+        """uint8 (3, H, W) each, or (F, 3, H, W)."""
+        read = read_image if self.frames is None else read_video
+        return Files(tuple(_picture(self.folder, row) for row in self.rows), read)
 
     @property
     def latents(self) -> Sequence[Tensor]:
         """fp32, as they left the last denoising step."""
-        return Files(tuple(_files(self.folder, row.item)[1] for row in self.rows), _read_latents)
+        return Files(tuple(_latents(self.folder, row.item) for row in self.rows), _read_latents)
 
     @property
     def finite(self) -> Tensor:
@@ -325,6 +338,7 @@ class Worker:
                     finite=bool(finite),
                     seconds=round(seconds, 4),
                     device=self.device,
+                    frames=batch.images.shape[1] if batch.images.ndim == 5 else None,
                 )
                 for name, (prompt, seed), (image, latents), finite in zip(
                     chunk.names, chunk.items, hashes, batch.finite, strict=True
@@ -352,23 +366,55 @@ def read_image(path: Path) -> Tensor:
     return pixels
 
 
+def read_video(folder: Path) -> Tensor:
+    """The frames in a folder in the order of their names, uint8 (F, 3, H, W); ValueError naming one that is none."""
+    found = sorted(folder.glob("*.png"))
+    if not found:
+        raise ValueError(f"{folder}: no frames; delete its row to make it again")
+    return torch.stack([read_image(path) for path in found])
+
+
 def _read_latents(path: Path) -> Tensor:
     with TensorFile(path) as stored:
         return stored.get_tensor("latents")
 
 
 def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, str]]:
-    """An image and a latents file per item, on the disk when this returns; the SHA-256 of both."""
-    pairs = [_files(folder, name) for name in chunk.names]
+    """An image or a folder of frames, and a latents file per item, on the disk when this returns; SHA-256 of both."""
+    is_video = batch.images.ndim == 5
+    pairs = [(_picture_path(folder, name, is_video), _latents(folder, name)) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
-        with atomic_path(image_path) as part:
-            Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(part, "PNG")
+        if is_video:
+            aside = folder / f".{image_path.name}{_PART}"
+            with atomic_folder(image_path, aside, overwrite=True) as part:
+                for index, frame in enumerate(image):
+                    _write_image(part / f"{index:05}.png", frame)
+            aside.rmdir()
+        else:
+            with atomic_path(image_path) as part:
+                _write_image(part, image)
         with atomic_path(latents_path) as part:
             save_weights({"latents": latents.contiguous()}, part, {"format": "pt"})
-    for path in (path for pair in pairs for path in pair):
+    for path in (path for image_path, latents in pairs for path in (*_frames(image_path), latents)):
         with path.open("r+b") as stream:  # all at the end: a disk makes several durable for the price of one
             os.fsync(stream.fileno())
-    return [(sha256_file(image_path), sha256_file(latents_path)) for image_path, latents_path in pairs]
+    return [(_digest(image_path), sha256_file(latents_path)) for image_path, latents_path in pairs]
+
+
+def _write_image(path: Path, image: Tensor) -> None:
+    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(path, "PNG")
+
+
+def _frames(path: Path) -> list[Path]:
+    """The files of an image, or of a video."""
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of an image's file; of a video's folder that of its files' names and SHA-256."""
+    if not path.is_dir():
+        return sha256_file(path)
+    return sha256_json([[frame.name, sha256_file(frame)] for frame in _frames(path)])
 
 
 def _append(manifest: Path, rows: Sequence[Row]) -> None:
@@ -387,8 +433,8 @@ def _append(manifest: Path, rows: Sequence[Row]) -> None:
 
 def _prepare(work: Work) -> list[int]:
     """Clear what killed workers left half done; the chunks to make. Refuses what cannot end well."""
-    for part in work.folder.glob(".*.part"):
-        part.unlink()
+    for part in work.folder.glob(f".*{_PART}"):
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
     write_json(work.folder / WORK_FILE, {"key": work.key, **work.facts})
     _read_manifests(work)  # refuses an item with two rows, before any row is dropped
     for manifest in _manifests(work):
@@ -449,15 +495,16 @@ def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[st
     problems, sizes = [], Counter()
     for name in (name for chunk in work.chunks for name in chunk.names if name in rows and name not in pending):
         row = rows[name]
-        for path, expected in zip(_files(work.folder, name), (row.image, row.latents), strict=True):
-            if not path.is_file():
+        picture = _picture(work.folder, row)
+        for path, expected in ((picture, row.image), (_latents(work.folder, name), row.latents)):
+            if not path.exists():
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is missing")
-            elif sha256_file(path) != expected:
+            elif _digest(path) != expected:
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is not what was written")
-            elif path.suffix == ".png":
-                sizes[_size(path)] += 1
+            elif path == picture:
+                sizes[_size(picture, row.frames)] += 1
     if len(sizes) > 1:
-        problems.append("images differ in size: " + ", ".join(f"{n} of {w} x {h}" for (w, h), n in sizes.items()))
+        problems.append("images differ in size: " + ", ".join(f"{n} of {size}" for size, n in sizes.items()))
     known = {path for name in (*rows, *pending) for path in _files(work.folder, name)}
     known |= {work.folder / WORK_FILE, *_manifests(work)}
     strangers = {path for path in work.folder.iterdir() if not path.name.startswith(".")} - known
@@ -475,7 +522,7 @@ def _require_none(work: Work, problems: Sequence[str]) -> None:
 
 def _require_space(work: Work, count: int) -> None:
     """Refuse before the start what would fill the disk: pixels that do not compress, and latents an eighth as wide."""
-    pixels = int(work.call.get("height", 1024)) * int(work.call.get("width", 1024))
+    pixels = int(work.call.get("height", 1024)) * int(work.call.get("width", 1024)) * frames_in(work.call)
     needed = count * (4 * pixels + 8192)
     free = _free(work.folder)
     if free < needed:
@@ -735,9 +782,11 @@ def _doing(work: Work, index: int | None) -> str:
     return f"making the batch of {prompt!r}, seed {seed}"
 
 
-def _size(path: Path) -> tuple[int, int]:
-    with Image.open(path) as picture:
-        return picture.size
+def _size(path: Path, frames: int | None) -> str:
+    """In words, of an image or a video of so many frames."""
+    with Image.open(_frames(path)[0]) as picture:
+        width, height = picture.size
+    return f"{width} x {height}" + ("" if frames is None else f", {frames} frames")
 
 
 def _manifests(work: Work) -> list[Path]:
@@ -748,9 +797,21 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _files(folder: Path, name: str) -> tuple[Path, Path]:
-    """An item's image and its latents."""
-    return folder / f"{name}.png", folder / f"{name}.safetensors"
+def _files(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """Where an item's image, or its video, and its latents may be."""
+    return _picture_path(folder, name, False), _picture_path(folder, name, True), _latents(folder, name)
+
+
+def _picture(folder: Path, row: Row) -> Path:
+    return _picture_path(folder, row.item, row.frames is not None)
+
+
+def _picture_path(folder: Path, name: str, is_video: bool) -> Path:
+    return folder / (name if is_video else f"{name}.png")
+
+
+def _latents(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"
 
 
 def _name(key: str, chunk: str, prompt: str, seed: int) -> str:

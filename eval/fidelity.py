@@ -1,16 +1,16 @@
 """How far a quantized pipeline drifts from the 16-bit one when both start from the same prompts and noise.
 
-    PSNR = 10 log10(255² / mean (a - b)²)  dB, of one image
-    SQNR = 10 log10(Σ a² / Σ (a - b)²)     dB, of its final latents
+    PSNR = 10 log10(255² / mean (a - b)²)  dB, of one image, or of one frame of a video
+    SQNR = 10 log10(Σ a² / Σ (a - b)²)     dB, of its final latents, of a video all of them
 
 These paired figures rank recipes: the same noise on both sides cancels most of what differs between images.
 All are kept per image; a mean is a mean of decibels over images (pooling squared errors first is another
-metric).
+metric). A video counts as one image: its value is the mean over its frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,22 @@ def _is_flat(image: Tensor) -> bool:
 
 
 def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-    """dB per pair of uint8 images (3, H, W) with peak 255, float64 (N,); infinite where the two are identical."""
+    """dB per pair of uint8 images (3, H, W) or videos (F, 3, H, W) with peak 255, float64 (N,).
+
+    Infinite where the two are identical; identical frames of a video that has others are left out of its mean.
+    """
+    return over_frames(frame_psnr(reference, other))
+
+
+def frame_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """dB of each frame of each pair, float64 (F,); of images F is 1."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
         if a.dtype != torch.uint8 or b.dtype != torch.uint8:
             raise ValueError(f"PSNR is taken of uint8 images, got {a.dtype} and {b.dtype}")
         return 10 * torch.log10(255**2 / (a.double() - b.double()).square().mean())
 
-    return per_pair(reference, other, measure)
+    return per_frame(reference, other, measure)
 
 
 def sqnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
@@ -137,14 +145,45 @@ def per_pair(
     measure: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """`measure` of each pair, float64 (N,), one pair at a time to bound memory; ValueError unless shapes agree."""
+    values = [measure(a, b).double() for a, b in _pairs(reference, other)]
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+
+
+def per_frame(
+    reference: Sequence[Tensor] | Tensor,
+    other: Sequence[Tensor] | Tensor,
+    measure: Callable[[Tensor, Tensor], Tensor],
+) -> list[Tensor]:
+    """`measure` of each frame of each pair, float64 (F,), one frame at a time; of images F is 1."""
+    return [
+        torch.stack([measure(x, y).double() for x, y in zip(frames_of(a), frames_of(b), strict=True)])
+        for a, b in _pairs(reference, other)
+    ]
+
+
+def over_frames(values: Sequence[Tensor]) -> Tensor:
+    """Mean of each video's values (F,) that are not infinite, float64 (N,); infinite if all are, NaN if one is."""
+    means = [_mean(each) for each in values]
+    return torch.stack(means) if means else torch.zeros(0, dtype=torch.float64)
+
+
+def _mean(values: Tensor) -> Tensor:
+    finite = values[~values.isinf()]
+    return (finite if len(finite) else values).mean()
+
+
+def _pairs(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if len(reference) != len(other):
         raise ValueError(f"cannot compare {len(reference)} images with {len(other)}: generate both from one list")
-    values = []
     for a, b in zip(reference, other, strict=True):
         if a.shape != b.shape:
             raise ValueError(f"cannot compare {tuple(a.shape)} with {tuple(b.shape)}: generate at one size")
-        values.append(measure(a, b).double())
-    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+        yield a, b
+
+
+def frames_of(image: Tensor) -> Tensor:
+    """(F, 3, H, W) of a video, or of an image as a video of one frame."""
+    return image if image.ndim == 4 else image[None]
 
 
 def whole_only(values: Tensor, *sides: Any) -> tuple[float, ...]:

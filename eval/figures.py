@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fluxq.base import units
-from fluxq.eval.schema import Estimate, Served, Verdict
+from fluxq.eval.schema import Estimate, Served, Speed, SpeedRow, Speedup, Verdict
 
 NONE = "–"
 
@@ -43,10 +43,38 @@ def plain(value: float | None, digits: str) -> str:
     return NONE if value is None else format(value, digits).replace("-", "−")
 
 
+def short(name: str) -> str:
+    """A paired metric's name without what it is held against, which is the same for all of them."""
+    return name.removesuffix(" to the 16-bit images").removesuffix(" to the 16-bit videos")
+
+
 def count(estimates: Sequence[Estimate | None]) -> str:
     """How many values the estimates rest on: "256", "250 to 256" where they differ."""
     found = sorted({each.n + each.infinite for each in estimates if each is not None})
     return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
+def amount(number: int, frames: int | None) -> str:
+    """How much was made: `8 images`, `4 videos of 25 frames`."""
+    if frames is None:
+        return f"{number} image{'s' * (number != 1)}"
+    return f"{number} video{'s' * (number != 1)} of {frames} frame{'s' * (frames != 1)}"
+
+
+def shape(row: SpeedRow | Speedup) -> str:
+    """What was made at once: batch, height, width, and of videos frames."""
+    return " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)
+
+
+def asked(row: SpeedRow | Speedup) -> str:
+    """The same in plain letters, the size as `--size` takes it: `1 x 480x832x25`."""
+    size = "x".join(str(each) for each in (row.height, row.width, row.frames) if each is not None)
+    return f"{row.batch} x {size}"
+
+
+def sizes(speed: Speed) -> str:
+    """What `shape` says of its rows."""
+    return "batch × height × width" + " × frames" * any(row.frames is not None for row in speed.rows)
 
 
 def size(count: float | None) -> str:

@@ -1,7 +1,8 @@
-"""Images and final latents of a pipeline, one per (prompt, seed), as the metrics want them.
+"""Images or videos, and final latents, of a pipeline, one per (prompt, seed), as the metrics want them.
 
 A set of images, in memory (`Generated`) or on disk (`executor.ImageFolder`), has `items`, `images`, `latents` and
-`finite` in one order. Which images share a batch changes their last bits, so a batch is made in one place only.
+`finite` in one order. A video is an image with an axis of frames before the others; in one set all have as many. Which
+images share a batch changes their last bits, so a batch is made in one place only.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch import Tensor
 
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_json
-from fluxq.calibrate.capture import batches, images_per_batch, run_pipeline
+from fluxq.calibrate.capture import batches, run_pipeline
 
 
 @dataclass(frozen=True)
 class Generated:
     """What a pipeline made of `items`, in their order.
 
-    images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds. latents: fp32 (N, ...), as they
-    leave the last denoising step. finite: bool (N,), False where the image or its latents held NaN or
-    infinity before they became bytes. seconds: wall time of the whole run that they come from, first-call
-    warm-up included. device: where it ran.
+    images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds, of videos (N, F, 3, H, W). latents: fp32
+    (N, ...), as they leave the last denoising step. finite: bool (N,), False where the image, any frame of the video
+    or the latents held NaN or infinity before they became bytes. seconds: wall time of the whole run that they come
+    from, first-call warm-up included. device: where it ran.
     """
 
     items: tuple[tuple[str, int], ...]
@@ -36,6 +37,11 @@ class Generated:
     finite: Tensor
     seconds: float
     device: str
+
+    @property
+    def frames(self) -> int | None:
+        """Of each video; None for images."""
+        return self.images.shape[1] if self.images.ndim == 5 else None
 
     @property
     def items_digest(self) -> str:
@@ -61,7 +67,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images that were made together: uint8 (B, 3, H, W), latents fp32 (B, ...), finite bool (B,), all on the CPU."""
+    """What was made together, on the CPU: uint8 (B, 3, H, W) or (B, F, 3, H, W), fp32 (B, ...), bool (B,)."""
 
     images: Tensor
     latents: Tensor
@@ -105,14 +111,31 @@ def generate(
 
 
 def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> Batch:
-    """Make the images of these (prompt, seed) in one call of the pipeline."""
+    """Make the images or videos of these (prompt, seed) in one call of the pipeline."""
     ((output, latents),) = run_pipeline(pipe, batch, call, output_type="pt", batch_size=len(batch))
-    pairs = list(zip(output.images, latents, strict=True))
+    pairs = list(zip(pictures(output), latents, strict=True))
     return Batch(
         images=torch.stack([to_uint8(image) for image, _ in pairs]),
         latents=torch.stack([latent.float().cpu() for _, latent in pairs]),
         finite=torch.tensor([bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all()) for a, b in pairs]),
     )
+
+
+def pictures(output: Any) -> Sequence[Tensor]:
+    """What a pipeline has made as `output_type="pt"`: (3, H, W) of each image, (F, 3, H, W) of each video.
+
+    ValueError for an output that holds neither.
+    """
+    found = next((made for name in PICTURES if (made := getattr(output, name, None)) is not None), ())
+    if not len(found) or not all(isinstance(each, Tensor) and each.ndim in (3, 4) for each in found):
+        raise ValueError(
+            f"a {type(output).__name__} without {', '.join(PICTURES)} as tensors: neither images nor video"
+        )
+    # Of some, such as Cosmos with its guardrail, channels come before frames.
+    found = [each.transpose(0, 1) if each.ndim == 4 and len(each) == 3 != each.shape[1] else each for each in found]
+    if any(each.shape[-3] != 3 for each in found):
+        raise ValueError(f"a {type(output).__name__} of {tuple(found[0].shape)}, expected (3, H, W) or (F, 3, H, W)")
+    return found
 
 
 def to_uint8(image: Tensor) -> Tensor:
@@ -121,7 +144,7 @@ def to_uint8(image: Tensor) -> Tensor:
 
 
 def images_digest(images: Sequence[Tensor] | Tensor) -> str:
-    """SHA-256 of the shape (N, 3, H, W) and bytes of N uint8 images, read one at a time."""
+    """SHA-256 of the shape (N, ...) and bytes of N uint8 images or videos, read one at a time."""
     shape = (len(images), *images[0].shape) if len(images) else (0,)
     digest = hashlib.sha256(repr(shape).encode())
     for image in images:
@@ -137,6 +160,9 @@ def device_name(device: torch.device) -> str:
 def _one_by_one(
     pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for batch in batches(items, batch_size or images_per_batch(call)):
+    for batch in batches(items, batch_size, call):
         made = generate_batch(pipe, batch, call)
         yield from zip(made.images, made.latents, made.finite, strict=True)
+
+
+PICTURES = ("images", "image", "frames")  # fields of pipelines' outputs that can be compared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
+from fluxq.eval import figures
 from fluxq.eval.advice import advice
 from fluxq.eval.figures import (
     NONE,
@@ -17,6 +18,7 @@ from fluxq.eval.figures import (
     figure,
     mark,
     plain,
+    shape,
     share,
     size,
 )
@@ -116,7 +118,8 @@ def summary_table(report: Report) -> list[str]:
 def metric_table(runs: Sequence[Run]) -> list[str]:
     """A row for each metric, a column for each run."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics)
-    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", "images", "how it is measured")
+    made = f"{runs[0].noun}s" if runs else "images"
+    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", made, "how it is measured")
     return _table(head, [_metric_row([run.metrics.get(key) for run in runs]) for key in keys])
 
 
@@ -181,7 +184,7 @@ def _comparisons(report: Report) -> list[str]:
         for each in report.comparisons
     ]
     head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
-    return ["## Runs compared image by image", "", *_table(head, rows), ""]
+    return [f"## Runs compared {report.noun} by {report.noun}", "", *_table(head, rows), ""]
 
 
 def _drift(runs: Sequence[Run]) -> list[str]:
@@ -201,11 +204,7 @@ def _drift(runs: Sequence[Run]) -> list[str]:
 def _speed(name: str, speed: Speed) -> list[str]:
     rows = []
     for row in speed.rows:
-        where = (
-            "16 bit" if row.is_reference else escaped(row.side),
-            row.mode,
-            f"{row.batch} × {row.height} × {row.width}",
-        )
+        where = ("16 bit" if row.is_reference else escaped(row.side), row.mode, shape(row))
         if row.missing:
             rows.append((*where, "", f"not measured: {escaped(row.missing)}", "", ""))
             continue
@@ -214,14 +213,15 @@ def _speed(name: str, speed: Speed) -> list[str]:
             (*where, stage, f"{duration(t.p50)} / {duration(t.p95)}", share(t.iqr / t.p50 if t.p50 else None), peak)
             for stage, t in row.stages.items()
         ]
-    head = ("side", "mode", "batch × height × width", "stage", "p50 / p95", "IQR / p50", "peak memory")
+    sizes = figures.sizes(speed)
+    head = ("side", "mode", sizes, "stage", "p50 / p95", "IQR / p50", "peak memory")
     ratios = [
-        (each.stage, each.mode, f"{each.batch} × {each.height} × {each.width}", both(each.ratio, ".3g"))
+        (each.stage, each.mode, shape(each), both(each.ratio, ".3g"))
         if each.ratio
         else (
             each.stage,
             each.mode,
-            f"{each.batch} × {each.height} × {each.width}",
+            shape(each),
             f"not given: {escaped(each.refused or '')}",
         )
         for each in speed.speedups
@@ -237,11 +237,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
         "",
         *_table(head, rows),
         "",
-        *(
-            _table(("stage", "mode", "batch × height × width", "16-bit time / quantized time"), ratios)
-            if ratios
-            else []
-        ),
+        *(_table(("stage", "mode", sizes, "16-bit time / quantized time"), ratios) if ratios else []),
         "",
         *(_table(("side", "card", "needs", ""), cards) if cards else []),
         "",
@@ -304,7 +300,7 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
     }
     call = ", ".join(f"{key}={value}" for key, value in report.call.items()) or "defaults"
     prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
-    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} images"
+    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} {report.noun}s"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     own = {f"{run.checkpoint}: {label}": text for run in report.runs for label, text in run.provenance.items()}
     return [

@@ -22,6 +22,7 @@ from fluxq.eval import distribution
 from fluxq.eval.alignment import ClipScorer, locate
 from fluxq.eval.distribution import FeatureNetwork, Features, Moments
 from fluxq.eval.perceptual import Lpips
+from fluxq.eval.video import s3d
 
 DEFAULT_RESIZE = "clean"  # what tables of quantized diffusion models are made with
 
@@ -62,7 +63,8 @@ class Networks:
     their prompts, as `ClipScorer` takes it; cmmd_clip: what CMMD's embeddings are of, `clip` unless given.
     reference_images: other images than the model's, uint8 (3, H, W) each; reference_name: what they are.
     reference_statistics: of such images' features, in their place. lpips, inception: checked files of weights.
-    weights: the folder that was searched. fid_resize: a key of `distribution.RESIZES`.
+    video: the same of what looks at whole videos. weights: the folder that was searched. fid_resize: a key of
+    `distribution.RESIZES`.
     """
 
     feature_network: nn.Module | None = None
@@ -74,6 +76,7 @@ class Networks:
     reference_statistics: Features | Moments | None = None
     lpips: Path | None = None
     inception: Path | None = None
+    video: Path | None = None
     fid_resize: str = DEFAULT_RESIZE
     weights: Path | None = None
     device: str = "cpu"
@@ -89,6 +92,11 @@ class Networks:
         if self.feature_network is not None:
             return FeatureNetwork(self.feature_network, self.feature_name)
         return None
+
+    @cached_property
+    def video_features(self) -> FeatureNetwork | None:
+        """What the video distance looks through: uint8 videos (F, 3, H, W), prepared -> features (B, D)."""
+        return None if self.video is None else s3d(read_weights(self.video, WEIGHTS["video"]), sha256_file(self.video))
 
     @cached_property
     def clip_scorer(self) -> ClipScorer | None:
@@ -121,19 +129,22 @@ def find_networks(
     fid_reference: Path | None = None,
     device: str = "cpu",
     download: bool = False,
+    is_video: bool = False,
 ) -> Networks:
     """`own` with what can be found: files of WEIGHTS, CLIP folders, and images or statistics to hold images against.
 
     weights: a folder that may hold files of WEIGHTS and folders `clip` and `cmmd_clip` for open_clip's `local-dir:`.
     clip: as `ClipScorer` takes it. fid_reference: a folder of images, or an npz of statistics. download: fetch files
-    of WEIGHTS that are not there into torch hub's checkpoints. A model's own feature network stays in use unless
-    `weights` holds Inception. Raises FileNotFoundError and ValueError naming what was asked for and cannot be had.
+    of WEIGHTS that are not there into torch hub's checkpoints. is_video: whether videos are compared. A model's own
+    feature network stays in use unless `weights` holds Inception. Raises FileNotFoundError and ValueError naming what
+    was asked for and cannot be had.
     """
     if weights is not None and not weights.is_dir():
         raise FileNotFoundError(f"--weights {weights}: no such folder")
     resize = fid_resize or own.fid_resize
     distribution.inception_variant(resize)  # refuses an unknown one
-    found = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in WEIGHTS}
+    wanted = [key for key in WEIGHTS if key != "video" or is_video]
+    found = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
     folders = {key: str(weights / name) for key, name in _CLIP_FOLDERS.items() if weights and (weights / name).is_dir()}
     given = weights is not None and found["inception"] is not None and found["inception"].parent == weights
     networks = replace(
@@ -141,6 +152,7 @@ def find_networks(
         clip=clip or folders.get("clip") or own.clip,
         cmmd_clip=folders.get("cmmd_clip") or own.cmmd_clip,
         lpips=found["lpips"] or own.lpips,
+        video=found.get("video") or own.video,
         inception=found["inception"] if given or download or own.feature_network is None else own.inception,
         fid_resize=resize,
         weights=weights,
@@ -262,6 +274,12 @@ def _no_lpips(networks: Networks) -> str | None:
     return None
 
 
+def _no_video_features(networks: Networks) -> str | None:
+    if networks.video is None:
+        return f"no network that looks at whole videos was given: {_cure(WEIGHTS['video'], networks.weights)}"
+    return None
+
+
 def _no_clip(networks: Networks) -> str | None:
     if networks.clip is None:
         return "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
@@ -297,6 +315,7 @@ def _no_reference_images(networks: Networks) -> str | None:
 NEEDS: dict[str, Callable[[Networks], str | None]] = {
     "features": _no_features,
     "lpips": _no_lpips,
+    "video_features": _no_video_features,
     "clip": _no_clip,
     "cmmd_clip": _no_cmmd_clip,
     "reference": _no_reference,
@@ -316,5 +335,11 @@ WEIGHTS: dict[str, Weights] = {
         "6726825d",
         "Inception of FID",
         "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+    ),
+    "video": Weights(
+        ("s3d-d76dad2f.pth",),
+        "d76dad2f",
+        "S3D of the video distance",
+        "https://download.pytorch.org/models/s3d-d76dad2f.pth",
     ),
 }

@@ -13,18 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.eval.fidelity import per_pair
+from fluxq.eval.fidelity import over_frames, per_frame
 
 SSIM_WINDOW = 11
 LPIPS_PIXELS = 31  # what AlexNet's two poolings leave a pixel of
 
 
-def ssim(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-    """SSIM per pair of uint8 images (3, H, W), float64 (N,); 1 up to rounding for identical images.
+def ssim(
+    reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor, device: str | torch.device = "cpu"
+) -> Tensor:
+    """SSIM per pair of uint8 images (3, H, W), float64 (N,); 1 up to rounding for identical images; of videos the mean.
 
     Raises ValueError for images smaller than the window: another window would be another metric.
     """
-    return per_pair(reference, other, lambda a, b: structural_similarity(_unit(a), _unit(b)))
+    where = device if torch.device(device).type == "cuda" else "cpu"  # in fp64, which others may not have
+
+    def measure(a: Tensor, b: Tensor) -> Tensor:
+        return structural_similarity(_unit(a).to(where), _unit(b).to(where)).cpu()
+
+    return over_frames(per_frame(reference, other, measure))
 
 
 def structural_similarity(a: Tensor, b: Tensor) -> Tensor:
@@ -59,8 +66,11 @@ class Lpips:
         self.network, self.device = network.to(device), device
 
     def distance(self, reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-        """LPIPS per pair of uint8 images (3, H, W) at their own size, float64 (N,); 0 for identical images."""
-        return per_pair(reference, other, self._distance)
+        """LPIPS per pair of uint8 images (3, H, W) at their own size, float64 (N,); 0 for identical images.
+
+        Of videos the mean over frames.
+        """
+        return over_frames(per_frame(reference, other, self._distance))
 
     @torch.no_grad()
     def _distance(self, a: Tensor, b: Tensor) -> Tensor:

@@ -41,15 +41,18 @@ class ProtocolRow:
     """One protocol.
 
     prompts: a source for `load_prompts`. own_prompts: a model that brings prompts is asked those instead. count:
-    prompts. seeds: images of each. first_seed: of the first image, see `items_of`. shuffle: seed of the prompts' order,
-    None for their own. metrics: keys, None for all that can be taken. strict: one that cannot be taken is an error.
-    fid_resize: how Inception gets its images, a key of the FID variants. gates: conditions on the results. calls: what
-    is fixed for known models. only_known: any other model is refused. comparable: with what, and what still differs;
-    empty where results compare with one's own only.
+    prompts; videos: prompts of a model that makes video, None for as many. frames: that a video has at most where
+    nobody says, None for the pipeline's own number. seeds: images of each. first_seed: of the first image, see
+    `items_of`. shuffle: seed of the prompts' order, None for their own. metrics: keys, None for all that can be taken.
+    strict: one that cannot be taken is an error. fid_resize: how Inception gets its images, a key of the FID variants.
+    gates: conditions on the results. calls: what is fixed for known models. only_known: any other model is refused.
+    comparable: with what, and what still differs; empty where results compare with one's own only.
     """
 
     prompts: str
     count: int
+    videos: int | None = None
+    frames: int | None = None
     seeds: int = 1
     first_seed: int = 0
     shuffle: int | None = None
@@ -126,7 +129,12 @@ PROTOCOLS: dict[str, ProtocolRow] = {
     "smoke": ProtocolRow(
         prompts="default",
         count=8,
-        metrics=("psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance", "lpips", "clip_score"),
+        videos=4,
+        frames=25,  # a latent frame stands for 4 to 8 frames, and one more at the beginning: 25 fits 4, 6 and 8
+        metrics=(
+            *("psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance", "lpips", "clip_score"),
+            *("worst_frame_psnr", "temporal_psnr", "flicker"),
+        ),
     ),
     "standard": ProtocolRow(prompts="MJHQ-30K", count=1024, shuffle=12345, own_prompts=True),
     "paper": ProtocolRow(

@@ -26,6 +26,7 @@ from fluxq.eval.charts import (
     cost_charts,
     damage_charts,
     drift_charts,
+    frame_chart,
     image_chart,
     javascript,
     stage_chart,
@@ -62,7 +63,8 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    names = ("figure", "limits", "mark", "plain", "size", "computed", "duration", "durations", "share")
+    names = ("figure", "limits", "mark", "plain", "shape", "short", "size", "sizes", "computed")
+    names += ("duration", "durations", "share")
     environment.filters.update({name: getattr(figures, name) for name in names})
     environment.filters["quoted"] = shlex.quote
     return environment.get_template("report.html").render(page=_page(report), report=report)
@@ -158,7 +160,9 @@ def _unlike(runs: Sequence[Run]) -> list[str]:
     for key in dict.fromkeys(key for run in runs for key in run.metrics):
         measured = [run.metrics[key] for run in runs if key in run.metrics and run.metrics[key].value is not None]
         if not alike(measured):
-            hows = "; ".join(dict.fromkeys(f"{each.how}, {figures.count([each.value])} images" for each in measured))
+            hows = "; ".join(
+                dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
+            )
             found.append(f"{measured[0].name} was not measured alike in all runs and does not compare: {hows}")
     return found
 
@@ -207,11 +211,12 @@ class Shot:
 
 @dataclass(frozen=True)
 class PictureRow:
-    """One item: the 16-bit picture beside every run's."""
+    """One item: the 16-bit picture beside every run's. frames: those of a video that are shown."""
 
     item: Item
     reference: str
     shots: tuple[Shot, ...]
+    frames: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -229,7 +234,7 @@ def _page(report: Report) -> dict[str, Any]:
     timed = speeds(report)
     charts = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
-        "images": [chart for chart in (image_chart(report),) if chart is not None],
+        "images": [chart for chart in (image_chart(report), frame_chart(report)) if chart is not None],
         "drift": drift_charts(report),
         "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
         "stages": [stage_chart(i, speed) for i, (_, speed) in enumerate(timed)],
@@ -313,7 +318,7 @@ def _pictures_kept(runs: Sequence[Run]) -> int:
 
 
 def _bytes(picture: Picture) -> int:
-    return len(picture.reference) + len(picture.quantized) + len(picture.difference)
+    return sum(map(len, (picture.reference, picture.quantized, picture.difference, picture.motion or "")))
 
 
 def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
@@ -325,10 +330,11 @@ def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
             groups.setdefault(name, []).extend(picture.index for picture in pictures[:kept])
     found = []
     for name, indices in groups.items():
-        rows = [_picture_row(report, walls, index) for index in dict.fromkeys(indices)]
+        rows = [row for index in dict.fromkeys(indices) for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
-            found.append(PictureGroup(PICTURE_GROUPS.get(name, name), tuple(rows), _SHOWN_ROWS if not found else 0))
+            title = PICTURE_GROUPS.get(name, name).format(noun=report.noun)
+            found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
     return found
 
 
@@ -337,13 +343,21 @@ def _pictures_of(run: Run, kept: int) -> dict[int, Picture]:
     return {picture.index: picture for pictures in groups for picture in pictures[:kept]}
 
 
-def _picture_row(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> PictureRow:
+def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:
+    """One row; several of a video of which runs show different frames, because each has a worst one of its own."""
     shots = tuple(
         Shot(run, run.wall.gain if run.wall else 1, walls[run.name].get(index), run.images[index])
         for run in report.runs
     )
-    reference = next(shot.picture.reference for shot in shots if shot.picture is not None)
-    return PictureRow(report.items[index], reference, shots)
+    shown = {shot.picture.frames: shot.picture.reference for shot in reversed(shots) if shot.picture is not None}
+    return [
+        PictureRow(report.items[index], reference, tuple(shot for shot in shots if _has(shot, frames, shown)), frames)
+        for frames, reference in shown.items()
+    ]
+
+
+def _has(shot: Shot, frames: tuple[int, ...], shown: Mapping[tuple[int, ...], str]) -> bool:
+    return len(shown) == 1 or (shot.picture is not None and shot.picture.frames == frames)
 
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
@@ -391,7 +405,7 @@ SECTIONS = {
     "provenance": "Provenance",
 }
 
-# group of a wall -> what the page calls it
+# group of a wall -> what the page calls it; noun: of what it shows
 PICTURE_GROUPS = {
     "all": "Worst first",
     "worst": "Worst by PSNR",

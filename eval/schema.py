@@ -95,12 +95,14 @@ class Image(Strict):
     """One image of a run, in the order of the report's items.
 
     values: metric -> its value for this image; changes: of those that 16-bit images have too, value minus theirs.
+    frame_psnr: of each frame of a video in dB, null where it is identical.
     """
 
     finite: bool
     identical: bool
     values: dict[str, float | None]
     changes: dict[str, float | None] = {}
+    frame_psnr: tuple[float | None, ...] = ()
 
 
 class Verdict(Strict):
@@ -124,7 +126,7 @@ class Gate(Strict):
 
 
 class Curve(Strict):
-    """A paired figure at each denoising step. floor: between two 16-bit runs, where it was measured."""
+    """A paired figure at each denoising step, or frame. floor: between two 16-bit runs, where it was measured."""
 
     name: str
     unit: str
@@ -151,12 +153,18 @@ class Drift(Strict):
 
 
 class Picture(Strict):
-    """One shown image. index: among the report's items. The rest are data URIs."""
+    """One shown image. index: among the report's items. The rest are data URIs.
+
+    Of a video they show some of its frames, one below the other. frames: which; the last has the lowest PSNR. motion:
+    the whole video as an animation, 16 bit at the left, where it is kept.
+    """
 
     index: int
     reference: str
     quantized: str
     difference: str
+    frames: tuple[int, ...] = ()
+    motion: str | None = None
 
 
 class Wall(Strict):
@@ -211,7 +219,7 @@ class Times(Strict):
 
 
 class SpeedRow(Strict):
-    """One pipeline in one mode at one size.
+    """One pipeline in one mode at one size. frames: of a video, null for images.
 
     stages: "text encoders", "denoiser step" (mean over an image's steps), "VAE", "end to end". missing: why there are
     no times, for example what compiling said. resident_bytes: parameters and buffers. peak_bytes: those and all that
@@ -227,6 +235,7 @@ class SpeedRow(Strict):
     batch: int
     height: int
     width: int
+    frames: int | None = None
     stages: dict[str, Times] = {}
     peak_bytes: int | None = None
     resident_bytes: int | None = None
@@ -250,6 +259,7 @@ class Speedup(Strict):
     batch: int
     height: int
     width: int
+    frames: int | None = None
     against: str | None = None
     ratio: Estimate | None = None
     refused: str | None = None
@@ -356,6 +366,7 @@ class Run(Strict):
 
     checkpoint: name of its folder. recipe_digest: SHA-256 of the recipe. backend: which arithmetic was asked for, a key
     of BACKENDS; served: which computed its layers, and what it takes of memory. speed: of that same arithmetic.
+    frames: of videos, PSNR at each frame; null for images.
     """
 
     name: str
@@ -373,9 +384,15 @@ class Run(Strict):
     drift: Drift | None
     wall: Wall | None
     served: Served | None = None
+    frames: Curve | None = None
     speed: Speed | None = None
     debug: Debug | None = None
     provenance: dict[str, str] = {}
+
+    @property
+    def noun(self) -> str:
+        """What a thing that it made is called."""
+        return "image" if self.frames is None else "video"
 
 
 class Timed(Strict):
@@ -440,6 +457,11 @@ class Report(Strict):
     versions: dict[str, str]
     command: str
     time: dict[str, Any]
+
+    @property
+    def noun(self) -> str:
+        """What a thing that all runs made is called."""
+        return self.runs[0].noun if self.runs else "image"
 
 
 def read_report(path: Path) -> Report:

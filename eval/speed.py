@@ -28,8 +28,10 @@ from torch import nn
 
 from fluxq.base.console import first_line, progress
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.capture import run_pipeline
+from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
+from fluxq.eval.figures import asked
+from fluxq.eval.generate import pictures
 from fluxq.eval.machine import POWER_LIMIT, Machine, machine_of
 from fluxq.eval.schema import Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.served import model_bytes, served
@@ -61,7 +63,7 @@ def measure_speed(
     device: str = "cpu",
     modes: Sequence[str] = ("eager",),
     batches: Sequence[int] = (1,),
-    sizes: Sequence[tuple[int, int]] = (),
+    sizes: Sequence[tuple[int, ...]] = (),
     warmup: int = 2,
     rounds: int = 10,
     machine: Machine | None = None,
@@ -69,8 +71,8 @@ def measure_speed(
     """Time the 16-bit side, which comes first, and the quantized ones.
 
     sides: have a `name`, and open(device) gives the pipeline; see sides.py. modes: of MODES. batches: images in a call.
-    sizes: (height, width) in pixels; none: the pipeline's own. warmup: rounds that are not timed. machine: instead of
-    the device's own.
+    sizes: (height, width) in pixels, of videos with frames too; none: the pipeline's own. warmup: rounds that are not
+    timed. machine: instead of the device's own.
 
     A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for what
     cannot be asked, and RuntimeError if no side runs at all.
@@ -82,9 +84,9 @@ def measure_speed(
     bench.open(sides, sizes[0] if sizes else None)
     rows: list[SpeedRow] = []
     speedups: list[Speedup] = []
-    for height, width in sizes or [bench.own_size()]:
+    for height, width, *frames in sizes or [bench.own_size()]:
         for batch in batches:
-            entries = bench.compare(Setting(batch, height, width), modes, warmup, rounds)
+            entries = bench.compare(Setting(batch, height, width, *frames), modes, warmup, rounds)
             rows += [_row(entry, bench) for entry in entries]
             speedups += compare(entries)
     return Speed(
@@ -103,11 +105,22 @@ def measure_speed(
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked of a pipeline: images in a call, and their pixels."""
+    """What is asked of a pipeline: images or videos in a call, their pixels, and frames where that is said."""
 
     batch: int
     height: int
     width: int
+    frames: int | None = None
+
+    def arguments(self, pipe: Any) -> dict[str, int]:
+        """Of a call of the pipeline; ValueError for frames of one that makes images."""
+        size = {"height": self.height, "width": self.width}
+        if self.frames is None:
+            return size
+        name = frames_argument(type(pipe))
+        if name is None:
+            raise ValueError(f"a {type(pipe).__name__} takes no number of frames: write its size as HEIGHTxWIDTH")
+        return {**size, name: self.frames}
 
 
 @dataclass
@@ -123,7 +136,7 @@ class Opened:
     first_seconds: float = 0.0
     resident_bytes: int = 0
     served: Served | None = None
-    size: tuple[int, int] = (0, 0)
+    size: tuple[int, ...] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,7 @@ def compare(entries: Sequence[Entry]) -> list[Speedup]:
                 batch=entry.setting.batch,
                 height=entry.setting.height,
                 width=entry.setting.width,
+                frames=entry.setting.frames,
                 against=best.mode if best else None,
             )
             refused = _why_not(entry, best, stage)
@@ -223,7 +237,7 @@ class _Bench:
         self.apart = False
         self.present: Opened | None = None  # the side that lies on the device where they are apart
 
-    def open(self, sides: Sequence[Any], size: tuple[int, int] | None) -> None:
+    def open(self, sides: Sequence[Any], size: tuple[int, ...] | None) -> None:
         """Load each side and make a first image with it. RuntimeError if that fails for all."""
         for side in sides:
             _import_classes(side)
@@ -236,8 +250,8 @@ class _Bench:
         if all(each.pipe is None for each in self.opened):
             raise RuntimeError(f"no side runs on {self.device}: {self.opened[0].missing}")
 
-    def own_size(self) -> tuple[int, int]:
-        """Height and width that the pipeline makes by itself."""
+    def own_size(self) -> tuple[int, ...]:
+        """Height and width that the pipeline makes by itself, and frames of a video."""
         return next(each.size for each in self.opened if each.pipe is not None)
 
     def compare(self, setting: Setting, modes: Sequence[str], warmup: int, rounds: int) -> list[Entry]:
@@ -261,14 +275,14 @@ class _Bench:
                 self._attempt(entry, lambda entry=entry: entry.rounds.append(self._turn(entry)))
         return entries
 
-    def _load(self, opened: Opened, side: Any, size: tuple[int, int] | None) -> bool:
+    def _load(self, opened: Opened, side: Any, size: tuple[int, ...] | None) -> bool:
         """Whether it could be loaded and run; if memory ran out, `missing` says so."""
         self._bring(None)
-        asked = dict(zip(("height", "width"), size, strict=True)) if size else {}
         start = self.machine.mark()
         try:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
+            asked = Setting(1, *size).arguments(pipe) if size else {}
             ((output, _),) = run_pipeline(pipe, self._items(1), self.call | asked, output_type="pt", batch_size=1)
             end = self.machine.mark()
             self.machine.wait()
@@ -348,7 +362,7 @@ class _Bench:
     def _run(self, entry: Entry) -> Round:
         """One call of the pipeline, from prompts to pixels in the device's memory."""
         machine, setting, pipe = self.machine, entry.setting, entry.opened.pipe
-        call = self.call | {"height": setting.height, "width": setting.width}
+        call = self.call | setting.arguments(pipe)
         seen = _Seen(machine)
         with _installed(pipe, entry.models), _watched(pipe, seen):
             machine.wait()
@@ -502,7 +516,7 @@ def step_at_peak(
             dict(config),
             height=setting.height,
             width=setting.width,
-            frames=call.get("num_frames"),
+            frames=setting.frames,
             text=call.get("max_sequence_length"),
             batch=sequences,
             vae=dict(pipe.vae.config) if "vae" in pipe.components else None,
@@ -535,6 +549,7 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         batch=setting.batch,
         height=setting.height,
         width=setting.width,
+        frames=setting.frames,
         resident_bytes=opened.resident_bytes or None,
         missing=entry.missing,
     )
@@ -570,7 +585,7 @@ def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
     if peaks:
         row = min(peaks, key=lambda each: each.peak_bytes or 0)
         needed = row.peak_bytes or 0
-        basis = f"peak of {row.batch} x {row.height}x{row.width}, {row.mode}"
+        basis = f"peak of {asked(row)}, {row.mode}"
     else:
         needed, basis = opened.resident_bytes, "weights alone; what computing takes comes on top"
     if not needed:
@@ -616,10 +631,10 @@ def _import_classes(side: Any) -> None:
             getattr(import_module(entry[0]), entry[1])
 
 
-def _size_of(output: Any) -> tuple[int, int]:
-    pictures = getattr(output, "images", None)
-    height, width = (output.frames if pictures is None else pictures)[0].shape[-2:]
-    return int(height), int(width)
+def _size_of(output: Any) -> tuple[int, ...]:
+    """Height and width of what was made, and frames of a video."""
+    first = pictures(output)[0]
+    return (*first.shape[-2:], *first.shape[:-3])
 
 
 def _out_of_memory(problem: BaseException) -> str | None:

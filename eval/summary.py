@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fluxq.eval.charts import END, first_speed
-from fluxq.eval.figures import ARITHMETICS, OUTCOMES, computed, stated
+from fluxq.eval.figures import ARITHMETICS, OUTCOMES, computed, short, stated
 from fluxq.eval.schema import Estimate, Report, Run, Served, Speed, SpeedRow, Timed
 
 UNSURE = 0.05  # spread of times: no speed-up is given above it
@@ -155,7 +155,7 @@ def figures_of(run: Run) -> list[str]:
         metric = run.metrics.get(key)
         if metric is None:
             continue
-        name = metric.name.removesuffix(" to the 16-bit images")
+        name = short(metric.name)
         if metric.missing or metric.value is None:
             found.append(f"{name} not measured")
             continue

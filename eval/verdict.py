@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fluxq.eval.figures import figure, stated
+from fluxq.eval.figures import figure, short, stated
 from fluxq.eval.schema import Estimate, Image, Item, Margin, Metric, Run, Verdict
 from fluxq.eval.statistics import Case, Decision, Interval, decide, equivalence
 
@@ -30,6 +30,7 @@ LEAST_PROMPTS = 30  # a bootstrap interval over fewer is narrower than it says
 FEW_STEPS = 8
 _FEW_BITS = 7.5  # per quantized weight: below are 4-bit formats, and mixes, which are no better than their worst layers
 _NAMED = 4
+_UNPUBLISHED = "farther from 16 bit than its own noise, and nobody has published what quantizers of videos reach"
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,17 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
     found: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
     for (run, key, _), decision in zip(cases, decisions, strict=True):
         found[run.name][key] = decision
-    return tuple(
-        run.model_copy(update={"verdict": _fixed(run) or _judged(run, _Decided(found[run.name]))}) for run in runs
-    )
+    judged = [_fixed(run) or _judged(run, _Decided(found[run.name], bool(published(run)))) for run in runs]
+    return tuple(run.model_copy(update={"verdict": verdict}) for run, verdict in zip(runs, judged, strict=True))
 
 
 def published(run: Run) -> list[Published]:
-    """Return the rows that a run is held against: as many bits, and as many steps where the run's are known."""
+    """Return the rows that a run is held against: as many bits, and as many steps where the run's are known.
+
+    None for videos: no row is of a model that makes them.
+    """
+    if run.noun == "video":
+        return []
     return [row for row in PUBLISHED if row.bits == _bits(run) and (run.drift is None or _is_few(row) == _has_few(run))]
 
 
@@ -106,11 +111,15 @@ def _margin(run: Run, key: str, metric: Metric) -> Margin | None:
         return GUARDS.get(key)
     best = reached(published(run), key, metric.better)
     if best is None:
-        return None
-    asked = _noise(metric) if _is_noisy(metric, best) else best
+        return _around(metric, _noise(metric), NOISE[key]) if metric.floor and metric.floor.mean is not None else None
+    return _around(metric, _noise(metric) if _is_noisy(metric, best) else best, TOLERANCE[key])
+
+
+def _around(metric: Metric, figure: float, by: float) -> Margin:
+    """No worse than a figure, by so much."""
     if metric.better == "higher":
-        return Margin(on="value", low=round(asked - TOLERANCE[key], 6))
-    return Margin(on="value", high=round(asked + TOLERANCE[key], 6))
+        return Margin(on="value", low=round(figure - by, 6))
+    return Margin(on="value", high=round(figure + by, 6))
 
 
 def _noise(metric: Metric) -> float:
@@ -152,10 +161,17 @@ class _Decided:
     """What was decided of a run's metrics, by key."""
 
     decisions: Mapping[str, Decision]
+    has_published: bool
 
     @property
     def worse(self) -> list[str]:
-        return self._of("worse")
+        """Without published figures no paired one is: any quantizer is farther from 16 bit than its own noise."""
+        return [key for key in self._of("worse") if self.has_published or key not in TOLERANCE]
+
+    @property
+    def beyond_noise(self) -> list[str]:
+        """Paired metrics that nothing published says what to think of."""
+        return [key for key in self._of("worse") if key not in self.worse]
 
     @property
     def inside(self) -> list[str]:
@@ -175,10 +191,10 @@ def _fixed(run: Run) -> Verdict | None:
     count = len(run.images)
     if run.status == "broken":
         bad = sum(not image.finite for image in run.images)
-        text = f"{bad} of {count} images hold NaN or infinity: this checkpoint is broken."
+        text = f"{bad} of {count} {run.noun}s hold NaN or infinity: this checkpoint is broken."
         return Verdict(outcome="broken", text=text)
     if run.status == "identical":
-        return Verdict(outcome="identical", text=f"All {count} images are identical to the 16-bit model's.")
+        return Verdict(outcome="identical", text=f"All {count} {run.noun}s are identical to the 16-bit model's.")
     return None
 
 
@@ -186,13 +202,17 @@ def _look(run: Run) -> Verdict:
     """What so few images show, without a judgement."""
     metric = run.metrics.get("psnr")
     margin = metric.margin if metric else None
-    if metric is None or metric.value is None or metric.value.mean is None or margin is None or margin.low is None:
-        return Verdict(outcome="inconclusive", text=f"Undecided: {len(run.images)} images and no PSNR.{_missing(run)}")
+    if metric is None or metric.value is None or metric.value.mean is None:
+        text = f"Undecided: {len(run.images)} {run.noun}s and no PSNR.{_missing(run)}"
+        return Verdict(outcome="inconclusive", text=text)
+    if margin is None or margin.low is None or not published(run):
+        shown = f"{len(run.images)} {run.noun}s, {_shown(run, 'psnr')}{_floor(metric)}"
+        return Verdict(outcome="inconclusive", text=f"Undecided: {shown}; {_UNPUBLISHED}.{_missing(run)}")
     is_near = metric.value.mean >= margin.low
     opening = "Looks like 16 bit" if is_near else "Does not look like 16 bit"
     floor = _floor(metric) if is_near else f", {_theirs(run, 'psnr')}"
     text = (
-        f"{opening}: {len(run.images)} images, PSNR {stated(metric.value, metric.digits, metric.unit)}{floor}; "
+        f"{opening}: {len(run.images)} {run.noun}s, PSNR {stated(metric.value, metric.digits, metric.unit)}{floor}; "
         f"a judgement takes {LEAST_PROMPTS} prompts or more (--count).{_missing(run)}"
     )
     return Verdict(outcome="alike" if is_near else "unlike", text=text)
@@ -212,6 +232,10 @@ def _judged(run: Run, found: _Decided) -> Verdict:
         shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in found.inside)
         text = f"As good as published {size}: {shown}{undecided}.{_missing(run)}"
         return Verdict(outcome="comparable", text=text)
+    if found.beyond_noise:
+        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in found.beyond_noise)
+        text = f"Undecided: {shown}; {_UNPUBLISHED}{undecided}.{_missing(run)}"
+        return Verdict(outcome="inconclusive", text=text)
     needed = [more for key in found.undecided if (more := found.decisions[key].more_images) is not None]
     text = f"Undecided{undecided.replace('; undecided', '', 1)}.{_missing(run)}" if undecided else _nothing(run)
     return Verdict(outcome="inconclusive", text=text, more_images=max(needed, default=None))
@@ -236,7 +260,7 @@ def _undecided(run: Run, found: _Decided) -> str:
     parts = []
     for key in found.undecided:
         more = found.decisions[key].more_images
-        about = f", about {more} more images would decide" if more and key in TOLERANCE else ""
+        about = f", about {more} more {run.noun}s would decide" if more and key in TOLERANCE else ""
         alone = ", which it would be alone on a page" if _decided_alone(run, key) else ""
         parts.append(f"{_shown(run, key)}, {_asked(run, key)} asked{about}{alone}")
     return f"; undecided: {'; '.join(parts)}" if parts else ""
@@ -296,7 +320,7 @@ def _missing(run: Run) -> str:
 
 
 def _short(metric: Metric) -> str:
-    return metric.name.removesuffix(" to the 16-bit images")
+    return short(metric.name)
 
 
 DECISIVE = {"psnr": "PSNR", "lpips": "LPIPS", "clip_score": "CLIP score"}

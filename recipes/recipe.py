@@ -575,6 +575,9 @@ TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which
 GATE_METRICS = (  # what an evaluation measures
     "psnr",
     "ssim",
+    "worst_frame_psnr",
+    "temporal_psnr",
+    "flicker",
     "latent_sqnr",
     "latent_cosine",
     "velocity_error",
@@ -585,6 +588,7 @@ GATE_METRICS = (  # what an evaluation measures
     "fid_infinity",
     "kid",
     "cmmd",
+    "video_distance",
     "clip_score",
     "image_reward",
     "hpsv2",

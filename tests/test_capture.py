@@ -212,6 +212,45 @@ def test_steps_are_announced_before_they_run_in_every_batch(pipe):
     assert announced == [0, 1, 2, 3, 4] * 2
 
 
+class Silent:
+    """The pipeline without the argument by which it tells of its steps."""
+
+    def __init__(self, pipe):
+        self.pipe, self.scheduler, self.device = pipe, pipe.scheduler, pipe.device
+
+    def __call__(self, prompt, generator, output_type, num_inference_steps=STEPS, **call):
+        return self.pipe(
+            prompt, generator=generator, output_type=output_type, num_inference_steps=num_inference_steps, **call
+        )
+
+
+def test_where_the_pipeline_does_not_tell_of_its_steps_the_scheduler_does(pipe):
+    def followed(pipe):
+        steps, latents = [], []
+        run = run_pipeline(
+            pipe, ITEMS, CALL, batch_size=3, on_step=steps.append, on_latents=lambda step, x: latents.append((step, x))
+        )
+        return steps, latents, [final for _, final in run]
+
+    told, seen = followed(pipe), followed(Silent(pipe))
+    assert told[0] == seen[0] == [0, 1, 2, 3, 4] * 2
+    assert [step for step, _ in told[1]] == [step for step, _ in seen[1]] == [0, 1, 2, 3] * 2
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(told[1], seen[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(told[2], seen[2], strict=True))
+    assert "step" not in vars(pipe.scheduler)  # and it is as before
+
+
+def test_a_scheduler_is_given_back_where_a_call_fails(pipe):
+    silent = Silent(pipe)
+    silent.scheduler.step = plain = silent.scheduler.step  # as another wrapper would have it
+    try:
+        with pytest.raises(TypeError):
+            list(run_pipeline(silent, ITEMS[:1], {**CALL, "nonsense": 1}))
+        assert vars(pipe.scheduler)["step"] is plain
+    finally:
+        del pipe.scheduler.step
+
+
 def test_no_machine_path_gets_into_a_trajectory(pipe):
     text = json.dumps(captured(pipe, steps=1).trajectory)
     assert not re.search(r'"/|\\\\', text) and str(Path.home()) not in text

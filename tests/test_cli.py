@@ -105,10 +105,11 @@ def test_every_command_has_help_with_an_example(fluxq, command):
 MODEL = {"--revision", "--local-files-only"}
 COMMON = {"--json", "-v", "--verbose", "-q", "--quiet"}
 RECIPE = {"--recipe", "--profile", "--components", "--include", "--exclude"}
-RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale", "--height", "--width"}
+SIZE = {"--height", "--width", "--frames"}
+RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale"} | SIZE
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
-GPU = {"--layers", "--gpu", "--prefer", "--height", "--width", "--frames", "--batch"}
+GPU = {"--layers", "--gpu", "--prefer", "--batch"} | SIZE
 
 
 @pytest.mark.parametrize(

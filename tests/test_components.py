@@ -380,9 +380,19 @@ def test_two_transformers_are_calibrated_in_one_run(fluxq, wan, quick_recipe):
     assert all(torch.equal(one[name], two[name]) for name in two if name.endswith("scale"))
 
 
-def test_video_cannot_be_checked_and_that_is_said_before_any_work(fluxq, wan):
-    refused = fluxq("quantize", wan, "--recipe", "fp8", "-o", "out")
-    assert refused.exit_code == 2 and "makes video" in refused.stderr and "--no-check" in refused.stderr
+def test_sound_is_not_compared_and_that_is_said_before_any_work(fluxq, wan, tmp_path):
+    model = shutil.copytree(wan, tmp_path / "sound")
+    index = json.loads((model / "model_index.json").read_text())
+    (model / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableAudio3Pipeline"}))
+    (model / "fluxq_generation.json").unlink()
+    refused = fluxq("quantize", model, "--recipe", "fp8", "-o", "out")
+    said = "sound: a StableAudio3Pipeline makes audios, and only images and video can be compared; "
+    assert refused.exit_code == 2 and said + "pass --no-check" in refused.stderr and not Path("out").exists()
+    done = fluxq("quantize", model, "--recipe", "fp8", "-o", "out", "--no-check")
+    assert done.exit_code == 0 and "next: fluxq verify out" in done.stdout
+    for command in ("eval", "bench", "debug"):
+        refused = fluxq(command, "out")
+        assert refused.exit_code == 2 and said + "`fluxq verify`" in refused.stderr, refused.output
 
 
 def test_groups_of_one_component_keep_their_names(pipe):

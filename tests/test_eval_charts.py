@@ -11,11 +11,12 @@ from fluxq.eval.charts import (
     dominated,
     drift_charts,
     first_speed,
+    frame_chart,
     image_chart,
     javascript,
     stage_chart,
 )
-from fluxq.eval.schema import Estimate, Image, Report
+from fluxq.eval.schema import Curve, Estimate, Image, Report
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,23 @@ def test_drift_charts_hold_each_step_of_each_run_and_the_floor(three, no_svg):
     curves = {key: curve.model_copy(update={"floor": None}) for key, curve in drift.curves.items()}
     bare = three.runs[0].model_copy(update={"drift": drift.model_copy(update={"curves": curves})})
     assert "noise floor" not in str(drift_charts(three.model_copy(update={"runs": (bare,)}))[0].spec)
+
+
+def test_the_frame_chart_holds_each_frame_of_each_run_and_the_floor(three, no_svg):
+    assert frame_chart(three) is None  # of images
+    runs = []
+    for number, run in enumerate(three.runs):
+        values = tuple(Estimate(mean=30.0 + number - frame, n=4) for frame in range(5))
+        floor = tuple(Estimate(mean=50.0, low=49.0, high=51.0, n=4) for _ in values)
+        curve = Curve(name="P", unit="dB", digits=".2f", better="higher", how="h", values=values, floor=floor)
+        runs.append(run.model_copy(update={"frames": curve}))
+    report = three.model_copy(update={"runs": tuple(runs)})
+    found = rows(frame_chart(report), "frame")
+    for number, run in enumerate(runs):
+        mine = [(row["frame"], row["value"]) for row in found if row["run"] == run.name]
+        assert mine == [(frame, 30.0 + number - frame) for frame in range(5)]
+    assert [row["low"] for row in found if row["run"] == "noise floor"] == [49.0] * 5
+    assert "PSNR of each video" in image_chart(report).title and "videos, worst" in str(image_chart(report).spec)
 
 
 def test_damage_charts_hold_blocks_in_order_and_the_worst_layers(three, no_svg):

@@ -199,6 +199,104 @@ def test_a_broken_image_is_kept_as_broken(work):
     assert made.images[1][0, 0, 0] == 0
 
 
+# Videos
+
+
+class FakeVideoPipeline(FakePipeline):
+    """Videos of three frames, or as many as a call says; no two are alike."""
+
+    def __call__(self, prompt, generator, output_type, callback_on_step_end, **call):
+        images = super().__call__(prompt, generator, output_type, callback_on_step_end).images
+        brightness = torch.linspace(0.1, 1, call.get("num_frames", 3)).reshape(1, -1, 1, 1, 1)
+        return SimpleNamespace(frames=images[:, None] * brightness)
+
+
+@dataclass(frozen=True)
+class FakeVideoSide(FakeSide):
+    def open(self, device="cpu"):
+        return FakeVideoPipeline(CALLS, self.bad)
+
+
+@pytest.fixture
+def films(tmp_path) -> Work:
+    CALLS.clear()
+    return Work(FakeVideoSide("fake", "", ""), tuple(items_for(["a", "b", "c"], 5, 3)), {}, BATCH, tmp_path)
+
+
+def test_a_video_is_a_folder_of_frames_in_their_order(films):
+    made = ensure_images(films)
+    expected = generate(FakeVideoPipeline([]), films.items, {}, batch_size=BATCH)
+    assert made.frames == 3 and torch.equal(torch.stack(list(made.images)), expected.images)
+    assert made.digest == expected.digest and made.images[0].shape == (3, 3, 8, 8)
+    folder = films.folder / films.chunks[1].names[0]
+    assert [path.name for path in sorted(folder.iterdir())] == ["00000.png", "00001.png", "00002.png"]
+    assert torch.equal(executor.read_image(folder / "00002.png"), expected.images[2, 2])
+    assert not list(films.folder.glob(".*.part"))
+
+
+def test_a_video_is_read_alone(films, monkeypatch):
+    made, read = ensure_images(films), []
+    plain = executor.read_image
+    monkeypatch.setattr(executor, "read_image", lambda path: read.append(path.parent.name) or plain(path))
+    images = made.images
+    assert read == []
+    _ = images[3]
+    assert read == [made.rows[3].item] * 3
+
+
+def test_finished_videos_are_not_made_again_and_half_written_ones_are(films):
+    ensure_images(replace(films, items=films.items[:2]))
+    name = films.chunks[1].names[0]
+    for left in (name, "of-another-batch"):  # killed among the frames
+        (films.folder / f".{left}.part" / "new").mkdir(parents=True)
+    (films.folder / name).mkdir()
+    (films.folder / name / "00000.png").write_bytes(b"written, but its row is not")
+    CALLS.clear()
+    first = ensure_images(films)
+    assert len(CALLS) == 2 and not list(films.folder.glob(".*.part"))
+    assert ensure_images(films) == first and len(CALLS) == 2
+    assert first.digest == ensure_images(replace(films, root=films.root / "undisturbed")).digest
+
+
+@pytest.mark.parametrize("what", ["changed", "missing", "extra", "swapped", "gone"])
+def test_the_audit_sees_every_frame(films, what):
+    ensure_images(films)
+    folder = films.folder / films.chunks[1].names[0]
+    first, second = folder / "00000.png", folder / "00001.png"
+    if what == "changed":
+        Image.new("RGB", (8, 8)).save(second)
+    elif what == "missing":
+        second.unlink()
+    elif what == "extra":
+        shutil.copy(first, folder / "00003.png")
+    elif what == "swapped":
+        first.rename(folder / "x"), second.rename(first), (folder / "x").rename(second)
+    else:
+        shutil.rmtree(folder)
+    said = "is missing" if what == "gone" else "is not what was written"
+    with pytest.raises(RuntimeError, match=f"{folder.name} .* {said}"):
+        ensure_images(films)
+
+
+def test_videos_of_another_length_are_not_one_set(films):
+    ensure_images(films)
+    manifest, folder = films.folder / "manifest-local.jsonl", films.folder / films.chunks[1].names[0]
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    (folder / "00002.png").unlink()
+    lines[2] |= {"frames": 2, "image": executor._digest(folder)}
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RuntimeError, match=r"images differ in size: .*1 of 8 x 8, 2 frames"):
+        ensure_images(films)
+
+
+def test_a_disk_that_is_too_small_for_the_frames_is_seen_before_the_first(films, monkeypatch):
+    monkeypatch.setattr(executor, "_free", lambda folder: 5 * (4 * 64 * 100 + 8192) - 1)
+    with pytest.raises(OSError, match="not enough space"):
+        ensure_images(replace(films, call={"height": 8, "width": 8, "num_frames": 100}))
+    assert CALLS == []
+    ensure_images(replace(films, call={"height": 8, "width": 8, "num_frames": 99}))
+
+
 # Once, and the same again
 
 

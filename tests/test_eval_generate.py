@@ -25,6 +25,14 @@ class FakePipeline:
         return SimpleNamespace(images=self.images[part])
 
 
+class FakeVideoPipeline(FakePipeline):
+    """The same with videos."""
+
+    def __call__(self, prompt, generator, output_type, callback_on_step_end, **call):
+        made = super().__call__(prompt, generator, output_type, callback_on_step_end)
+        return SimpleNamespace(frames=made.images)
+
+
 @pytest.fixture(scope="module")
 def pipe():
     return tiny.load("float32")
@@ -62,6 +70,30 @@ def test_a_batch_alone_gives_the_bytes_that_it_gives_among_others(pipe):
     last, middle = generate_batch(pipe, items[4:], CALL), generate_batch(pipe, items[2:4], CALL)
     assert torch.equal(made.latents[2:], torch.cat([middle.latents, last.latents]))
     assert torch.equal(made.images[2:], torch.cat([middle.images, last.images]))
+
+
+def test_videos_are_kept_whole_and_one_bad_number_in_a_frame_is_found():
+    frames, latents = torch.rand(3, 4, 3, 8, 8), torch.randn(3, 5, 6)
+    frames[1, 2, 0, 0, 0] = torch.nan
+    made = generate(FakeVideoPipeline(frames, latents), items_for(["x"], 3, 0), {}, batch_size=2)
+    assert made.images.shape == (3, 4, 3, 8, 8) and made.frames == 4 and made.finite.tolist() == [True, False, True]
+    assert torch.equal(made.images[2, 3], to_uint8(frames[2, 3])) and made.head(1).frames == 4
+    images = generate(FakePipeline(frames[:, 0], latents), items_for(["x"], 3, 0), {}, batch_size=2)
+    assert images.frames is None
+
+
+def test_short_videos_share_a_call_and_long_ones_do_not():
+    sizes = []
+
+    class Counting(FakeVideoPipeline):
+        def __call__(self, prompt, generator, output_type, callback_on_step_end, **call):
+            sizes.append(len(prompt))
+            return super().__call__(prompt, generator, output_type, callback_on_step_end)
+
+    for argument, frames in (("num_frames", 4), ("num_frames", 8), ("video_length", 16)):
+        pipe = Counting(torch.rand(4, 1, 3, 8, 8), torch.randn(4, 5))
+        generate(pipe, items_for(["x"], 4, 0), {"height": 256, "width": 512, argument: frames})
+    assert sizes == [2, 2, *[1] * 8]
 
 
 def test_the_first_images_are_a_set_of_their_own():

@@ -158,7 +158,8 @@ def test_what_was_not_given_is_said():
     nothing = find_networks(Networks())
     assert "--clip takes" in nothing.lacks("clip") and "--clip takes" in nothing.lacks("cmmd_clip")
     assert all("--fid-reference takes" in nothing.lacks(need) for need in ("reference", "reference_features"))
-    assert set(module.NEEDS) == {"features", "lpips", "clip", "cmmd_clip"} | {
+    assert "s3d-d76dad2f.pth" in nothing.lacks("video_features")
+    assert set(module.NEEDS) == {"features", "lpips", "video_features", "clip", "cmmd_clip"} | {
         "reference",
         "reference_features",
         "reference_images",

@@ -139,6 +139,21 @@ class FakeSide:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a batch")
 
 
+class FakeVideoPipe(FakePipe):
+    """Makes videos, and remembers of how many frames."""
+
+    def __call__(self, prompt, generator, output_type, callback_on_step_end, num_frames=7, **call):
+        self.machine.log.append(num_frames)
+        (image,) = super().__call__(prompt, generator, output_type, callback_on_step_end, **call).images
+        return SimpleNamespace(frames=image[None, None].expand(1, num_frames, *image.shape))
+
+
+class FakeVideoSide(FakeSide):
+    def open(self, device):
+        super().open(device)
+        return FakeVideoPipe(self, self.machine)
+
+
 def sides(machine=None, reference=None, quantized=None):
     machine = machine or FakeMachine()
     plain = FakeSide("16-bit", machine, **({"step": 0.2} | (reference or {})))
@@ -177,6 +192,22 @@ def test_each_stage_is_timed_apart():
     assert found.first_image_seconds == pytest.approx({"16-bit": 7.85, "nvfp4": 7.45})
     assert found.measured_on == "a fake" and found.conditions["name"] == "fake"
     assert found.conditions["clock"].startswith("0.000 before, ")
+
+
+def test_sizes_of_videos_hold_their_frames():
+    machine = FakeMachine()
+    pair = [FakeVideoSide("16-bit", machine), FakeVideoSide("nvfp4", machine)]
+    found = measure(pair, machine, rounds=3, sizes=[(8, 8, 5), (8, 16, 9)])
+    assert [(row.height, row.width, row.frames) for row in found.rows] == [(8, 8, 5)] * 2 + [(8, 16, 9)] * 2
+    assert [each.frames for each in found.speedups] == [5] * 2 + [9] * 2  # of a step, and end to end
+    made = [entry for entry in machine.log if isinstance(entry, int)]
+    assert made == [5] * 2 + [5] * 8 + [9] * 8  # first videos, then warm-up and rounds of either size
+    machine.log.clear()
+    assert {row.frames for row in measure(pair, machine, rounds=3).rows} == {7}  # the pipeline's own
+    assert {entry for entry in machine.log if isinstance(entry, int)} == {7}
+    _, images = sides()
+    with pytest.raises(ValueError, match="a FakePipe takes no number of frames: write its size as HEIGHTxWIDTH"):
+        measure(images, images[0].machine, sizes=[(8, 8, 5)])
 
 
 def test_a_sleep_of_100_ms_is_reported_as_that():

@@ -16,6 +16,7 @@ from torch import nn
 from fluxq import QuantLinear, tiny
 from fluxq.base.linears import linears_of
 from fluxq.cli import cli
+from fluxq.eval.schema import read_report
 from fluxq.recipes.families import FAMILIES
 
 SMALL = {"num_inference_steps": 2, "height": 16, "width": 16}
@@ -120,7 +121,7 @@ def pixart() -> tuple[DiffusionPipeline, dict]:
         transformer=transformer("pixart", caption_channels=128),
         scheduler=diffusers.DPMSolverMultistepScheduler(),
     )
-    return pipe, {**SMALL, "use_resolution_binning": False}
+    return pipe, SMALL  # and no table of resolutions has its size
 
 
 def sana() -> tuple[DiffusionPipeline, dict]:
@@ -151,6 +152,23 @@ def fill() -> tuple[DiffusionPipeline, dict]:
     read = {name: parts["transformer"].config[name] for name in ("joint_attention_dim", "pooled_projection_dim")}
     parts["transformer"] = transformer("flux", in_channels=48, out_channels=16, **read)
     return diffusers.FluxFillPipeline(**parts), {**SMALL, "max_sequence_length": 8}
+
+
+def hunyuan_video() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.HunyuanVideoPipeline(
+        text_encoder=encoder("llama", hidden_size=256),
+        tokenizer=tokenizer(),
+        text_encoder_2=encoder("clip"),
+        tokenizer_2=tokenizer("tokenizer"),
+        transformer=transformer(
+            "hunyuan_video", text_embed_dim=256, pooled_projection_dim=128, guidance_embeds=True, patch_size=1
+        ),
+        vae=diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+        ),
+        scheduler=FLOW(),
+    )
+    return pipe, {**SMALL, "num_frames": 5, "max_sequence_length": 16}
 
 
 def wan() -> tuple[DiffusionPipeline, dict]:
@@ -209,34 +227,43 @@ def test_a_pipeline_is_captured_fitted_written_and_run(make, quantize):
     assert any(layer.scheme.features for layer in layers.values())
 
 
-def test_a_pipeline_that_does_not_tell_of_its_steps_is_quantized_without_running_it(quantize):
-    refused = quantize(pixart, "--recipe", "nvfp4", "--no-check")
-    assert refused.exit_code == 1 and not Path("out").exists()
-    assert "a PixArtSigmaPipeline takes no callback_on_step_end" in refused.stderr and "--profile rtn" in refused.stderr
-    done = quantize(pixart, "--recipe", "nvfp4", "--profile", "rtn", "--no-check")
+def test_a_pipeline_that_does_not_tell_of_its_steps_is_fitted_checked_and_judged(quantize):
+    Path("quick.yaml").write_text("extends: nvfp4\ncalibration: {count: 2, steps: 2}\n")
+    done = quantize(pixart, "--recipe", "quick.yaml")
     assert done.exit_code == 0, done.stderr
-    assert any(isinstance(module, QuantLinear) for module in loaded().modules())
+    record = json.loads(Path("out", "fluxq_plan.json").read_text())
+    (part,) = record["components"]
+    assert part["groups"] and all(group["sqnr_db"] > 5 for group in part["groups"])
+    assert record["trajectory"]["steps_seen"] == [0, 1] and record["trajectory"]["sigmas"][0] > 1
+    assert record["check"]["passed"] and record["trajectory"]["call"]["use_resolution_binning"] is False
+    few = ["--count", "2", "--backends", "native"]
+    judged = CliRunner().invoke(cli, ["eval", "out", *few])
+    assert judged.exit_code == 0, judged.output
+    (run,) = read_report(Path("out", "eval", "report.json")).runs
+    assert run.metrics["psnr"].value.mean > 20 and run.drift.steps == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("make", "columns", "options", "following"),
+    ("make", "columns"),
     [
-        (fill, {"image": "a.png", "mask": "mask.png"}, [], "eval"),
-        (wan, {"frames": 5, "negative_prompt": "a dog"}, ["--no-check"], "verify"),  # only images can be compared
+        (fill, {"image": "a.png", "mask": "mask.png"}),
+        (wan, {"frames": 5, "negative_prompt": "a dog"}),
     ],
     ids=["fill", "wan"],
 )
-def test_what_rows_say_goes_through_a_whole_job(make, columns, options, following, quantize):
+def test_what_rows_say_goes_through_a_whole_job(make, columns, quantize):
     for name, mode in (("a.png", "RGB"), ("mask.png", "L")):
         Image.new(mode, (16, 16), "white").save(name)
     rows = [{"prompt": f"a {word} circle", **columns} for word in ("red", "blue")]
     Path("p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Path("quick.yaml").write_text("extends: nvfp4\ncalibration: {count: 2, steps: 2}\n")
-    done = quantize(make, "--recipe", "quick.yaml", "--profile", "balanced", "--prompts", "p.jsonl", *options)
+    done = quantize(make, "--recipe", "quick.yaml", "--profile", "balanced", "--prompts", "p.jsonl")
     assert done.exit_code == 0, done.stderr
     record = json.loads(Path("out", "fluxq_plan.json").read_text())
     said = {"image": "image", "mask": "mask_image", "frames": "num_frames", "negative_prompt": "negative_prompt"}
     assert [set(item[2]) for item in record["trajectory"]["items"]] == [{said[column] for column in columns}] * 2
     assert all(group["sqnr_db"] > 5 for group in record["components"][0]["groups"])
-    assert options or (record["check"]["finite"] and record["check"]["images"] == 4)
-    assert f"next: fluxq {following} out" in done.stdout
+    frames = columns.get("frames")
+    check = record["check"]
+    assert check["finite"] and (check["images"], check["frames"]) == (4 if frames is None else 2, frames)
+    assert "next: fluxq eval out" in done.stdout

@@ -19,6 +19,7 @@ from fluxq.recipes.devices import DEVICES
 PAGE = Path(__file__).parent.parent / "docs" / "large-models.md"
 MARK = "<!-- least -->\n"
 RECIPES = ("fp8", "nvfp4", "int4-svd", "nvfp4-max")
+ONE = "1 video, 25 frames"  # of the closing check
 
 
 def line_of(name: str, folder: Path) -> str:
@@ -62,6 +63,27 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
         found.bound(1 << 30)
     assert found.bound(found.least).limit == found.least
     assert jobs.demand(jobs.prepare(jobs.Options(model, "fp8", check=False), writes=False), "cpu", writes=True) is None
+
+
+def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
+    """By hand: what a VAE takes, of the short videos of the closing check, in numbers of 2 bytes."""
+    model = published(tmp_path / "model", "Wan2.2-T2V-A14B")
+    prepared = jobs.prepare(jobs.Options(str(model), "fp8"), writes=False)
+    found = jobs.demand(prepared, "cpu", writes=True)
+    assert found is not None and f"running vae on {ONE}" in found.needs
+    assert found.working["vae"] == 2 * 4 * 256 * 5 * 1024 * 1024  # of a latent frame, and what is kept of the last
+    wan, folder = (footprint.Size(1, 64, 64, frames, None) for frames in (9, 25)), ModelFolder("m", model)
+    assert len({footprint.activations(folder, "vae", size, 2) for size in wan}) == 1
+    video = json.loads((model / "vae" / "config.json").read_text())
+    for cls, patch, frames in (("AutoencoderKLHunyuanVideo", None, 27), ("AutoencoderKLLTXVideo", 4, 27)):
+        changed = {**video, "block_out_channels": [128, 256], "patch_size": patch}
+        (model / "vae" / "config.json").write_text(json.dumps(changed))
+        index = json.loads((model / "model_index.json").read_text())
+        (model / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", cls]}))
+        size, pixels = footprint.Size(1, 64, 64, 25, None), 64 * 64 // (patch or 1) ** 2
+        assert footprint.activations(ModelFolder("m", model), "vae", size, 2) == 2 * 4 * 256 * pixels * frames
+    with pytest.raises(ValueError, match="a smaller --height and --width, or fewer --frames"):
+        found.bound(1 << 30)
 
 
 def slow(*values):

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.capture import Item, batches
+from fluxq.calibrate.capture import FRAMES, Item, batches, frames_in
 from fluxq.calibrate.prompts import Row
 from fluxq.quantize.checkpoint import SourceWeights, library_of, model_on_meta
 from fluxq.recipes.families import FAMILIES
@@ -34,6 +34,7 @@ _COPIES = 6  # of such rows: what codes stand for, transposed, its error, and wh
 _TRIED = 1024  # rows of a group's weights that stages are tried on; tokens of its input that judge them
 _JOINT_GRAMS, _JOINT_K = 7, 6144  # three sums, and what solving with them takes
 _CHANNELS = 256  # at full size, of a VAE that does not say
+_FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE decodes at a time: of a latent frame, and what it keeps of the last
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Size:
 
     def __str__(self) -> str:
         size = f" of {self.height}x{self.width}" if self.height and self.width else ""
-        return f"{self.images} image{'s' * (self.images > 1)}{size}"
+        noun = "image" if self.frames is None else "video"
+        frames = "" if self.frames is None else f", {self.frames} frames"
+        return f"{self.images} {noun}{'s' * (self.images > 1)}{size}{frames}"
 
 
 def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[Size]:
@@ -57,8 +60,9 @@ def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[Size]:
     for batch in batches(items, None, call):
         row = batch[0][0]
         said = {**call, **(dict(row.arguments) if isinstance(row, Row) else {})}
-        shape = (said.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
-        found.add(Size(len(batch), *shape))
+        frames = frames_in(said) if {*FRAMES} & said.keys() else None
+        height, width, text = (said.get(name) for name in ("height", "width", "max_sequence_length"))
+        found.add(Size(len(batch), height, width, frames, text))
     return frozenset(found)
 
 
@@ -66,7 +70,10 @@ def activations(folder: ModelFolder, component: str, size: Size, itemsize: int) 
     """Bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
     if _is_vae(folder, component):
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
-        return decoding(folder.config(component), pixels, itemsize)
+        config = folder.config(component)
+        if size.frames is not None:
+            pixels = pixels * _frames_at_once(folder, component, size.frames) // (config.get("patch_size") or 1) ** 2
+        return decoding(config, pixels, itemsize)
     source, config = SourceWeights(folder, component), folder.config(component)
     vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
     weights = [source.stored(name).shape for name in source.names if name.endswith("weight")]  # no tables of positions
@@ -181,6 +188,11 @@ def forward_pass_of(folder: ModelFolder, component: str, size: Size) -> ForwardP
         text=size.text,
         vae=folder.config("vae") if "vae" in folder.components else None,
     )
+
+
+def _frames_at_once(folder: ModelFolder, component: str, frames: int) -> int:
+    """That a video's VAE decodes together: all, and what convolutions see beyond their ends, or a few at a time."""
+    return min(frames + 2, _FEW_FRAMES.get(folder.components[component], frames + 2))
 
 
 def _is_vae(folder: ModelFolder, component: str) -> bool:

@@ -166,7 +166,7 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
                 statistics.save(work / _STATISTICS)
                 shutil.rmtree(work / _SHARES)
         if options.check and ranks.leads:
-            reference = generate(pipe, prepared.check_items, prepared.call, description="16-bit images")
+            reference = generate(pipe, prepared.check_items, prepared.check_call, description="16-bit pipeline")
         if prepared.fitted:
             fittings = _fittings(prepared, pipe, statistics)
         memory.let_go(pipe)
@@ -399,14 +399,14 @@ def _source(prepared: Prepared) -> str:
 
 
 def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, Any]:
-    """A few paired images against the 16-bit pipeline, and the recipe's gates."""
+    """A few paired images or videos against the 16-bit pipeline's, and the recipe's gates."""
     options = prepared.options
     with about_to_keep():
         folder = ModelFolder(prepared.output.name, part)
     pipe = prepared.bound.load(folder, {}) if prepared.bound else load_pipeline(folder, options.dtype, prepared.device)
     if prepared.recipe.steps and any(plan.steps for plan in prepared.plans):
         KeptSteps(pipe, prepared.recipe.steps, prepared.weights, {})
-    images = generate(pipe, prepared.check_items, prepared.call, description="Quantized images")
+    images = generate(pipe, prepared.check_items, prepared.check_call, description="Quantized pipeline")
     agreement = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
     measured = {
@@ -418,6 +418,7 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
     missed = [gate for gate in gates if not gate_holds(gate, measured)]
     return {
         "images": len(reference.items),
+        "frames": reference.frames,
         "seeds": [seed for _, seed in reference.items],
         "steps": number_of_steps(pipe, prepared.call),
         "finite": finite,

@@ -22,7 +22,7 @@ from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
-from fluxq.calibrate.capture import images_per_batch
+from fluxq.calibrate.capture import frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval import card
 from fluxq.eval.protocols import PROTOCOLS, items_of
@@ -48,7 +48,16 @@ from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
-from fluxq.requirements import require_call, require_images
+from fluxq.requirements import (
+    call_of,
+    makes_video,
+    outputs_of,
+    own_frames,
+    require_call,
+    require_pictures,
+    require_prompts_suffice,
+    require_steps,
+)
 
 if TYPE_CHECKING:
     from fluxq.eval.evaluate import Candidate
@@ -129,14 +138,18 @@ def subject(output: Path, options: Options) -> Subject:
     for component, digest in record["model"]["digests"].items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
-    require_images(folder, "generate with both pipelines to judge")
+    require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
+    require_steps(folder)
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
     protocol = PROTOCOLS[options.protocol]
-    call = {**quantized.generation_defaults, **protocol.call(folder), **options.call}
+    said = {**quantized.generation_defaults, **protocol.call(folder)}
+    call = call_of(folder, said, options.call, protocol.frames)
     require_call(quantized, call)
+    require_prompts_suffice(folder, call)
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
-    count, seeds = options.count or protocol.count, options.seeds or protocol.seeds
+    usual = (makes_video(folder) and protocol.videos) or protocol.count
+    count, seeds = options.count or usual, options.seeds or protocol.seeds
     first = protocol.first_seed if options.seed is None else options.seed
     loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record))
     digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
@@ -201,7 +214,7 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
     metric, backend or gate that cannot be had.
     """
     from fluxq.eval.drift import floor_attention
-    from fluxq.eval.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
+    from fluxq.eval.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
     from fluxq.eval.executor import Work, cpu_threads, ensure_images, open_engine
     from fluxq.eval.report import compare_runs
 
@@ -211,7 +224,8 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
     sides = variants(asked.quantized, options.backends or _backends(asked.record), options.cache)
     batch = options.batch_size or images_per_batch(asked.call)
     floor_side = replace(asked.reference, name="16-bit again", attention=floor_attention(options.device))
-    floor_batch = max(1, batch // 2) if batch > 1 else 2
+    is_video = makes_video(asked.folder)  # two of which may be more than the device has room for
+    floor_batch = max(1, batch // 2) if batch > 1 or is_video else 2
     root = options.images or asked.output.resolve().parent / IMAGES_FOLDER
     asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
     asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
@@ -239,7 +253,9 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
             networks=networks,
             floor=floor,
             drifts=drifts,
+            frame_floor=measure_frame_floor(reference, again, networks),
         )
+    noun = "image" if reference.frames is None else "video"
     report = Report(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=asked.folder.name,
@@ -249,13 +265,13 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
             "16-bit weights (SHA-256)": asked.reference.digest,
             "dtype": asked.reference.dtype,
             "pipeline call (SHA-256)": sha256_json(asked.call),
-            "images in a batch": str(batch),
+            f"{noun}s in a batch": str(batch),
             "prompts and seeds (SHA-256)": reference.items_digest,
-            "16-bit images (SHA-256)": reference.digest,
+            f"16-bit {noun}s (SHA-256)": reference.digest,
         },
         noise_floor=(
             f"two runs of the 16-bit model on the same {len(again.items)} prompts and noise, one with "
-            f"{floor_batch} images in a batch and attention computed by {floor_side.attention}"
+            f"{floor_batch} {noun}{'s' * (floor_batch > 1)} in a batch and attention computed by {floor_side.attention}"
         ),
         protocol=asked.protocol,
         items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
@@ -264,7 +280,7 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
         warnings=(
             *_warnings(asked),
             *_small(reference),
-            *(f"{one} makes the same images as {other} and is left out" for one, other in same.items()),
+            *(f"{one} makes the same {noun}s as {other} and is left out" for one, other in same.items()),
         ),
         provenance={"16-bit model": asked.reference.folder if options.model else asked.record["model"]["source"]},
         versions=versions("torchmetrics", "open_clip_torch", "scipy", "fluxq"),
@@ -392,6 +408,7 @@ def _networks(asked: Subject) -> Networks:
         fid_reference=options.fid_reference,
         device=options.device,
         download=from_hub,
+        is_video=makes_video(asked.folder),
     )
 
 
@@ -401,12 +418,12 @@ def _metric_keys(asked: Subject, networks: Networks) -> list[str]:
     from fluxq.eval.metrics import metric_rows, missing
 
     row, options = PROTOCOLS[asked.options.protocol], asked.options
-    known = metric_rows()
-    keys = list(options.metrics or row.metrics or known)
+    known, is_video = metric_rows(), makes_video(asked.folder)
+    keys = list(options.metrics or [key for key in row.metrics or known if is_video or not known[key].only_video])
     _require_known("metric", keys, known)
     gated = [metric for gate in _gates(asked) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
     for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
-        why = missing(key, networks)
+        why = missing(key, networks, is_video=is_video)
         if why is not None:
             raise ValueError(f"{key} cannot be measured: {why}")
     needed = ["psnr"]  # orders pictures and runs
@@ -442,10 +459,10 @@ def _opened(
     it. Each side is opened once.
     """
     from fluxq.eval.drift import drift, follow, with_floor
-    from fluxq.eval.evaluate import DRIFT_IMAGES
+    from fluxq.eval.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
     from fluxq.eval.served import served
 
-    items, device = asked.items[:DRIFT_IMAGES], asked.options.device
+    items, device = asked.items[: DRIFT_VIDEOS if makes_video(asked.folder) else DRIFT_IMAGES], asked.options.device
     followed = follow(asked.reference.open(device), items, asked.call, min(batch, len(items)))
     floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
     drifts, found = {}, {}
@@ -501,6 +518,11 @@ def _warnings(asked: Subject) -> tuple[str, ...]:
     found = PROTOCOLS[protocol.name].departures(asked.folder, prompts, protocol.count, protocol.seeds, asked.call)
     if prompts.duplicates:
         found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
+    frames, own = frames_in(asked.call), own_frames(asked.folder)
+    if "audio" in outputs_of(asked.folder):
+        found.append("the sound of the videos is not compared")
+    if own is not None and frames != own:
+        found.append(f"videos have {frames} frames, this pipeline's usually {own}")
     return tuple(found)
 
 
@@ -526,7 +548,8 @@ def _command(asked: Subject) -> str:
     words += [word for gate in options.gates for word in ("--gate", gate)]
     words += ["--backends", ",".join(options.backends)] if options.backends else []
     words += ["--metrics", ",".join(options.metrics)] if options.metrics else []
-    words += [word for key, value in options.call.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    flags = {key: f"--{key.replace('_', '-')}" for key in options.call} | {"num_frames": "--frames"}
+    words += [word for key, value in options.call.items() for word in (flags[key], str(value))]
     return shlex.join(words)
 
 

@@ -21,7 +21,7 @@ from fluxq import footprint
 from fluxq.base.console import first_line
 from fluxq.base.model import ModelFolder
 from fluxq.base.residence import Residence, residence_of
-from fluxq.calibrate.capture import Item
+from fluxq.footprint import Size
 from fluxq.integrations.bounded import load_bounded
 from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.lora import Updates
@@ -32,6 +32,7 @@ _OF_GPU = 0.95  # of the bound: the allocator hands out memory in pieces, and so
 _OF_HOST = 64 << 20  # bytes that libraries keep: code that oneDNN compiles for each shape, small pieces of memory
 _M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = -3, 1 << 17, 1 << 25  # of malloc.h; from how many bytes on; as it grows to
 _NO_MEMORY = "can't allocate memory"  # what torch says of the host's
+_SMALLER = "a smaller --height and --width"
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ class Demand:
     def bound(self, limit: int) -> Bound:
         """The bound for the job; ValueError naming the least memory that would do, if that is more than `limit`."""
         if self.least > limit:
+            smaller = f", or {_SMALLER}" if self.most.startswith("running") else ""
+            fewer = ", or fewer --frames" if smaller and "video" in self.most else ""
             raise ValueError(
                 f"--max-memory {in_words(limit)}: {self.most} needs {in_words(self.least)}; give at least that"
-                + (", or a smaller --height and --width" if self.most.startswith("running") else "")
+                f"{smaller}{fewer}"
             )
         return Bound(limit, self.device, self.dtype, self.working, self.fitting)
 
@@ -106,26 +109,26 @@ def demand_of(
     dtype: str,
     folder: ModelFolder,
     *,
-    items: Sequence[Item],
-    call: Mapping[str, Any],
+    sizes: Iterable[Size],
+    shown: Iterable[Size],
     fitted: Iterable[Plan],
     fused: Collection[str],
-    shows_images: bool,
 ) -> Demand:
     """What a job asks of `device`, from shapes.
 
-    items, call: of everything that the pipeline makes. fitted: plans with layers that are fitted. fused: components
-    with LoRA updates. shows_images: whether images are decoded.
+    sizes: calls whose latents are all that counts. shown: calls whose latents are decoded too. fitted: plans with
+    layers that are fitted. fused: components with LoRA updates.
     """
     itemsize, on_gpu = getattr(torch, dtype).itemsize, torch.device(device).type == "cuda"
     working, fitting, needs = {}, {}, {}
-    sizes = footprint.sizes(items, call)
+    decoded, every = {*shown}, {*sizes, *shown}
     for component in filter(lambda name: is_model(folder, name), folder.components):
         coming = 2 * footprint.largest(folder, component, itemsize)
-        took = {size: footprint.activations(folder, component, size, itemsize) for size in sizes}
-        size = max(sizes, key=lambda size: took[size])
+        calls = decoded or every if component == "vae" else every
+        took = {size: footprint.activations(folder, component, size, itemsize) for size in calls}
+        size = max(calls, key=lambda size: took[size])
         working[component] = took[size]
-        if shows_images or component != "vae":
+        if decoded or component != "vae":
             needs[f"running {component} on {size}"] = took[size] + coming
     for plan in fitted:
         blocks = footprint.fitting(
@@ -163,7 +166,7 @@ def within(limit: int | None, device: str) -> Iterator[None]:
             "--max-memory SIZE, as in 8GiB, reads weights when it is their turn"
             if limit is None
             else f"more was needed than --max-memory {in_words(limit)}, or than the machine has: give another one, or "
-            "a smaller --height and --width"
+            f"{_SMALLER}"
         )
         raise RuntimeError(f"out of memory on {device} ({first_line(error) or 'MemoryError'}): {cure}") from error
     finally:

@@ -13,15 +13,16 @@ from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import PromptSet
 from fluxq.calibrate.sharing import watch_shared_inputs
 from fluxq.calibrate.statistics import Statistics
+from fluxq.eval.protocols import PROTOCOLS
 from fluxq.memory import Bound
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into
 from fluxq.recipes.plan import GENERIC, Plan
 from fluxq.recipes.recipe import Calibration, Recipe
-from fluxq.requirements import require_steps
+from fluxq.requirements import call_of, makes_video, require_steps
 
-CHECK_IMAGES = 4
+CHECK_IMAGES, CHECK_VIDEOS = 4, 2
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
 
@@ -99,7 +100,13 @@ class Prepared:
     @property
     def call(self) -> dict[str, Any]:
         """Pipeline arguments: the folder's defaults, overridden by the command line."""
-        return {**self.folder.generation_defaults, **self.options.call}
+        return call_of(self.folder, self.folder.generation_defaults, self.options.call)
+
+    @property
+    def check_call(self) -> dict[str, Any]:
+        """Those of the closing check, whose videos are as short as a smoke evaluation's where nobody says how long."""
+        frames = PROTOCOLS["smoke"].frames
+        return call_of(self.folder, self.folder.generation_defaults, self.options.call, frames)
 
     @property
     def calibration_items(self) -> Sequence[Any]:
@@ -108,8 +115,9 @@ class Prepared:
 
     @property
     def check_items(self) -> Sequence[Any]:
-        """(row, seed) of each image of the closing check: of rows with sizes or images those like the first."""
-        return self.prompts.alike.items(CHECK_IMAGES, self.calibration.seed)
+        """(row, seed) of what the closing check makes: of rows with sizes or images those like the first."""
+        count = CHECK_VIDEOS if makes_video(self.folder) else CHECK_IMAGES
+        return self.prompts.alike.items(count, self.calibration.seed)
 
     def weights(self, component: str) -> SourceWeights:
         """The component's 16-bit weights, LoRA files fused."""

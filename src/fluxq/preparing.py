@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fluxq import memory, placement
+from fluxq import footprint, memory, placement
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
@@ -24,14 +24,7 @@ from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
-from fluxq.requirements import (
-    makes_video,
-    output_for,
-    require_call,
-    require_images,
-    require_output_folder,
-    scheduler_of,
-)
+from fluxq.requirements import output_for, require_call, require_output_folder, require_pictures, scheduler_of
 from fluxq.work_folder import finished_checkpoint, identity_of
 
 
@@ -106,7 +99,7 @@ def _prepare(
     if options.push_to_hub:
         require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
-        require_images(folder, "pass --no-check")
+        require_pictures(folder, "pass --no-check")
     require_output_folder(output, folder.path, overwrite=options.overwrite)
     prepared = replace(prepared, identity=identity or identity_of(prepared))
     return replace(prepared, finished=finished_checkpoint(prepared))
@@ -181,19 +174,18 @@ def _matches_any(pattern: str, linears: Sequence[LinearShape]) -> bool:
 def demand(prepared: Prepared, device: str, *, writes: bool) -> Demand | None:
     """What quantizing asks of a device, or gathering statistics unless it `writes`; None if no pipeline runs."""
     fitted = prepared.fitted.values() if writes else ()
-    shows_images = writes and prepared.options.check and not makes_video(prepared.folder)
-    if not (shows_images or prepared.fitted or any(plan.static_groups() for plan in prepared.plans)):
+    checks, runs = writes and prepared.options.check, any(plan.static_groups() for plan in prepared.plans)
+    if not (checks or prepared.fitted or runs):
         return None
-    items = prepared.calibration_items
+    calibrating = footprint.sizes(prepared.calibration_items, prepared.call) if prepared.fitted or runs else ()
     return memory.demand_of(
         device,
         prepared.options.dtype,
         prepared.folder,
-        items=[*items, *prepared.check_items] if shows_images else items,
-        call=prepared.call,
+        sizes=calibrating,
+        shown=footprint.sizes(prepared.check_items, prepared.check_call) if checks else (),
         fitted=fitted,
         fused=prepared.updates.keys(),
-        shows_images=shows_images,
     )
 
 

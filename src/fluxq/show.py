@@ -162,20 +162,21 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
         rows.append(("took", *[""] * (len(columns) - 1), _time(record["seconds"])))
     print_table(header, rows)
     _decisions(parts)
-    from fluxq.requirements import makes_video
+    from fluxq.requirements import makes_pictures
 
     click.echo(f"checkpoint: {prepared.output}")
-    command = "verify" if makes_video(prepared.folder) else "eval"
-    click.echo(f"next: fluxq {command} {shlex.quote(str(prepared.output))}")
+    following = "eval" if makes_pictures(prepared.folder) else "verify"
+    click.echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
 
 
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
     """What the closing check found, and what to do."""
+    made = "images" if check.get("frames") is None else "videos"
     what = f"gate missed: {', '.join(check['missed'])}"
     if not check["finite"]:
-        what = "NaN or infinity in the images"
+        what = f"NaN or infinity in the {made}"
     elif check.get("flat"):
-        what = f"{check['flat']} of {check['images']} images are of one colour"
+        what = f"{check['flat']} of {check['images']} {made} are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
     return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
@@ -204,10 +205,12 @@ def evaluated(page: Path, report: Report) -> None:
 
 def timed(speed: Speed) -> None:
     """Median times of every stage, what was gained, and what was not said because it was not certain."""
+    from fluxq.eval.figures import asked
+
     click.echo(f"on {speed.measured_on}")
     rows = []
     for row in speed.rows:
-        size = f"{row.batch} x {row.height}x{row.width}"
+        size = asked(row)
         if row.missing is not None:
             rows.append((row.side, row.mode, size, f"not measured: {row.missing}", "", ""))
         for stage, times in row.stages.items():
@@ -215,9 +218,10 @@ def timed(speed: Speed) -> None:
             rows.append(
                 (row.side, row.mode, size, stage, f"{1e3 * times.p50:.1f} / {1e3 * times.p95:.1f}", f"{spread:.1%}")
             )
-    print_table(("side", "mode", "images", "stage", "p50 / p95, ms", "spread"), rows)
+    made = "images" if all(row.frames is None for row in speed.rows) else "videos"
+    print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
     for gain in speed.speedups:
-        size = f"{gain.batch} x {gain.height}x{gain.width}"
+        size = asked(gain)
         said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
         click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
     if speed.served is not None:
@@ -504,9 +508,12 @@ def _time(seconds: float) -> str:
 def _psnr(check: dict[str, Any] | None) -> str:
     if check is None:
         return "not measured (--no-check)"
+    from fluxq.eval.figures import amount
+
+    made = amount(check["images"], check.get("frames"))
     if check["mean_psnr_db"] is None:
-        return f"identical images ({check['images']})" if check["finite"] else "not finite"
-    return f"{check['mean_psnr_db']:.1f} dB ({check['images']} images, {check['steps']} steps)"
+        return f"identical ({made})" if check["finite"] else "not finite"
+    return f"{check['mean_psnr_db']:.1f} dB ({made}, {check['steps']} steps)"
 
 
 def _summary(component: Plan) -> None:

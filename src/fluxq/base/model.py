@@ -39,7 +39,8 @@ _MOST_LAYERS = 8000
 _LARGEST_NUMBER = 10**9  # of a size; times a text that stands where another size belongs, it would fill the memory
 _LARGEST_TABLE = 100_000  # a hundred times the steps that models are trained on
 _LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
-    **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000, "num_frames": 10_000},
+    **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000},
+    **{"num_frames": 10_000, "frames": 10_000, "video_length": 10_000},
     **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
 }
 _ATTENTION = "attn_implementation"

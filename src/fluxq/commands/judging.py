@@ -117,7 +117,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     "--size",
     "sizes",
     multiple=True,
-    metavar="HEIGHTxWIDTH",
+    metavar="HEIGHTxWIDTH[xFRAMES]",
     callback=sizes_in,
     help="Size of an image (repeatable); by default the pipeline's.",
 )

@@ -43,12 +43,12 @@ def names_in(_context: click.Context, _option: click.Parameter, value: str | Non
     return () if value is None else names
 
 
-def sizes_in(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """`512x768` as (512, 768)."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value) for value in values]
+def sizes_in(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """`512x768` as (512, 768), of a video `512x768x25` as (512, 768, 25)."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", value) for value in values]
     if None in found:
-        raise click.BadParameter("write height x width in pixels, as in 1024x768")
-    return tuple((int(size[1]), int(size[2])) for size in found if size)
+        raise click.BadParameter("write height x width in pixels, as in 1024x768, and of a video x frames: 480x832x25")
+    return tuple(tuple(int(number) for number in size.groups() if number) for size in found if size)
 
 
 def bytes_in(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
@@ -135,6 +135,7 @@ run_options = option_group(
     ),
     click.option("--guidance-scale", type=float, metavar="X", help="Guidance scale of each image."),
     size_options,
+    click.option("--frames", "num_frames", type=click.IntRange(min=1), help="Frames of each video."),
 )
 output_option = click.option("--output", "-o", metavar="PATH", help="Where to write; by default ./<model>-<recipe>.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is there.")

@@ -77,7 +77,7 @@ class Session:
 
     def _with_call(self) -> dict[str, Any]:
         """The arguments, those of the pipeline together under `call`."""
-        call_keys = ("num_inference_steps", "guidance_scale", "height", "width")
+        call_keys = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
         call = {key: self.arguments.get(key) for key in call_keys}
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
