@@ -101,15 +101,23 @@ class QuantizedTensor:
         codes = self.codes[taken]
         return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix (N, K) that the codes stand for: computed in fp32, cast once."""
-        codes = encode.decode(encode.unpack(self.codes, self.format.element), self.format.element)
-        multiplier = encode.decode_scale(self.scale, self.format, self.global_scale)
-        if multiplier.ndim == 0:
-            return codes.mul_(multiplier).to(dtype)
-        groups = multiplier.reshape(self.shape[0], -1, 1)  # (N, G, 1)
-        blocks = codes.reshape(self.shape[0], groups.shape[1], -1)
-        return blocks.mul_(groups).reshape(self.shape).to(dtype)
+    def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """The matrix (N, K) that the codes stand for, computed in fp32 and cast once; `out` takes it, if given."""
+        n, k = self.shape
+        done = torch.empty(n, k, dtype=dtype, device=self.codes.device) if out is None else out
+        groups = encode.decode_scale(self.scale, self.format, self.global_scale)
+        groups = groups.expand(n, 1) if groups.ndim == 0 else groups.reshape(n, -1)  # (N, G)
+        pairs = encode.stored_pairs(self.format.element, self.codes.device)
+        for start, part in row_chunks(self.codes):
+            at = slice(start, start + part.shape[0])
+            values = encode.decode_stored(part, self.format.element, pairs).view(len(part), groups.shape[1], -1)
+            torch.mul(values, groups[at].unsqueeze(-1), out=done[at].view(values.shape))
+        return done
+
+    def operand(self) -> Tensor:
+        """`dequantize` in fp32, for one product: on a CPU in memory that is quick to have and not kept."""
+        is_cpu = self.codes.device.type == "cpu"
+        return self.dequantize(out=memory.scratch(self.shape, torch.float32) if is_cpu else None)
 
     @property
     def bits_per_weight(self) -> float:
@@ -146,7 +154,7 @@ def quantize_blocks(
         row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
     done = QuantizedTensor.empty(format, rows, k, global_scale, x.device)
     wide = None
-    for start, part in _row_chunks(x.detach()):
+    for start, part in row_chunks(x.detach()):
         wide = torch.empty(part.shape, device=x.device) if wide is None else wide[: part.shape[0]]
         at = slice(start, start + part.shape[0])
         own_global = global_scale if global_scale is None or global_scale.ndim == 0 else global_scale[at]
@@ -157,7 +165,7 @@ def quantize_blocks(
 
 def largest(x: Tensor) -> Tensor:
     """max |x| () in fp32: NaN where x holds NaN, infinite where it does or fp32 overflows."""
-    ends = torch.stack([end for _, part in _row_chunks(x) for end in torch.aminmax(part)])
+    ends = torch.stack([end for _, part in row_chunks(x) for end in torch.aminmax(part)])
     return ends.abs().amax().float()
 
 
@@ -180,9 +188,12 @@ def _quantize_rows(
     return QuantizedTensor(encode.pack(codes, format.element), scale, global_scale, (rows, k), format)
 
 
-def _row_chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps."""
-    each = _CACHED * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
+def row_chunks(x: Tensor, cached: int = _CACHED) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps.
+
+    cached: elements for each core.
+    """
+    each = cached * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
     rows = max(1, each // x.shape[1])
     return ((start, x[start : start + rows]) for start in range(0, x.shape[0], rows))
 

@@ -70,6 +70,11 @@ def unpack_high_first(original, stored, element):
     return original(swap_nibbles(stored), element)
 
 
+def pairs_high_first(original, element, device):
+    pairs = original(element, device)
+    return pairs if pairs is None else pairs.view(torch.float32).view(-1, 2).flip(1).contiguous().view(torch.int64)[:, 0]
+
+
 def rolled_by_one_group(original, *args):
     return original(*args).roll(1, dims=-1)
 
@@ -154,8 +159,9 @@ class Mutation:
 
 MUTATIONS = {
     "nibbles: pack only": [Mutation(encode, "pack", pack_high_first, (PACKING, UNPACKING, MODELOPT_NVFP4))],
-    "nibbles: unpack only": [
-        Mutation(encode, "unpack", unpack_high_first, (UNPACKING, MODELOPT_NVFP4, exact_linear("nvfp4-fp8")))
+    "nibbles: unpack only": [Mutation(encode, "unpack", unpack_high_first, (UNPACKING,))],
+    "nibbles: decoded only": [
+        Mutation(encode, "stored_pairs", pairs_high_first, (MODELOPT_NVFP4, exact_linear("nvfp4-fp8")))
     ],
     "nibbles: both": [
         Mutation(encode, "pack", pack_high_first, (PACKING, MODELOPT_NVFP4)),

@@ -267,7 +267,7 @@ def test_an_adapter_fused_afterwards_must_be_unfused_before_saving(prepared) -> 
 
 
 def test_bad_calls_are_named(checkpoint, pipe) -> None:
-    with pytest.raises(ValueError, match="prefer is 'size', expected 'speed' or 'memory'"):
+    with pytest.raises(ValueError, match="prefer is 'size', expected 'speed', 'memory' or 'decoded'"):
         fluxq.prepare(pipe, prefer="size")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="this FluxPipeline holds no layer that fluxq quantized"):
         fluxq.prepare(pipe)

@@ -58,6 +58,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     return torch.from_numpy(np.asarray(_Lent(_FREE.take(nbytes)))[:nbytes]).view(dtype).reshape(shape)
 
 
+def scratch(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor of the CPU for a short while.
+
+    numpy asks the system for large pages where it has them, as Linux does. They are cleared several times as fast as
+    the small ones that `torch.empty` takes, and gone with the tensor. Such memory cannot be resized.
+    """
+    import torch
+
+    return torch.from_numpy(np.empty(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(tuple(shape))
+
+
 class _Free:
     """Blocks that nobody uses, by number; beyond `most` bytes those go that were given back first."""
 
