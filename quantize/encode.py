@@ -68,6 +68,13 @@ def round_to(v: Tensor, element: Element) -> Tensor:
     return v.clamp(low, element.max).round_()
 
 
+def decoded_codes(v: Tensor, element: Element) -> Tensor:
+    """`decode(encode(v))`, without the codes of E2M1; of NaN in an integer format that is 0, and no zero has a sign."""
+    if element.name == "e2m1":
+        return round_to(v, element)  # NaN where the code is 0: that block's scale is NaN too
+    return decode(encode(v, element), element)
+
+
 def decode(codes: Tensor, element: Element) -> Tensor:
     """Unpacked codes to the fp32 values they stand for."""
     if element.name == "e2m1":

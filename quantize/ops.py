@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fluxq.base import memory
 from fluxq.quantize import encode
 from fluxq.quantize.reencode import reencode
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, row_chunks, unswizzle_scales
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 
@@ -214,21 +215,25 @@ def transformed(
     z, t = transform(x, _fp32(smooth), _fp32(mean), 0), None
     if basis is not None:
         t = F.linear(z.to(x.dtype), basis.to(x.dtype))
-        z = z - t.float() @ basis.float()
+        z -= t.float() @ basis.float()
     return hadamard_transform(z, scheme.hadamard), t
 
 
 def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
     """(a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
-    v = a.float()
     for name, vector in (("mean", mean), ("smooth", smooth)):
-        if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
-            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
-    if mean is not None:
-        v = v - mean
-    if smooth is not None:
-        v = v * smooth
-    return hadamard_transform(v, hadamard)
+        if vector is not None and (vector.shape != a.shape[1:] or vector.dtype != torch.float32):
+            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*a.shape[1:],)}")
+    done = memory.scratch(a.shape, torch.float32, a.device)
+    for start, part in row_chunks(a):
+        v = done[start : start + len(part)].copy_(part)
+        if mean is not None:
+            v -= mean
+        if smooth is not None:
+            v *= smooth
+        if hadamard:
+            v.copy_(_hadamard_rows(v, hadamard))
+    return done
 
 
 def hadamard_transform(v: Tensor, size: int) -> Tensor:
@@ -263,11 +268,19 @@ def quantize_activation(
 
     four_over_six: nvfp4's choice between two scales for each block.
     """
+    global_scale, row_scale = activation_scales(x, format, input_scale, four_over_six)
+    return quantize_blocks(x, format, global_scale, "activation", row_scale, four_over_six)
+
+
+def activation_scales(
+    x: Tensor, format: Format, input_scale: Tensor | None, four_over_six: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(global scale, scale of each row) that x is rounded with, None where its blocks say it."""
     if not format.two_level:
-        return quantize_blocks(x, format, None, "activation", row_scale=input_scale)
+        return None, input_scale
     if input_scale is None:
         input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format, four_over_six)  # (M, 1)
-    return quantize_blocks(x, format, input_scale, "activation", four_over_six=four_over_six)
+    return input_scale, None
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -290,7 +303,8 @@ def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None) -> Tensor:
     """z (M, K) as the multiplication sees it, in fp32."""
     if scheme.activations is None or z.shape[0] == 0:
         return z.float()
-    return quantize_activation(z, scheme.activations, input_scale, scheme.four_over_six).dequantize()
+    global_scale, row_scale = activation_scales(z, scheme.activations, input_scale, scheme.four_over_six)
+    return round_blocks(z, scheme.activations, global_scale, "activation", row_scale, scheme.four_over_six)
 
 
 def _int8_linear(x: Tensor, w: QuantizedTensor, input_scale: Tensor | None, bias: Tensor | None) -> Tensor:
