@@ -138,8 +138,11 @@ def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
 
 
 def first_speed(run: Run, *, reference: bool) -> SpeedRow | None:
-    """The fastest mode of a side at the first size that was timed, by its end-to-end p50."""
+    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of the baseline."""
     timed = [row for row in _first_size(run.speed) if row.is_reference == reference and END in row.stages]
+    over = next((each.over for each in run.speed.speedups if each.stage == END), "") if run.speed else ""
+    if reference and any(row.side == over for row in timed):
+        timed = [row for row in timed if row.side == over]
     return min(timed, key=lambda row: row.stages[END].p50, default=None)
 
 
@@ -524,7 +527,7 @@ def _stage_rows(row: SpeedRow, run: Run) -> list[dict[str, Any]]:
         return []
     parts = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
     parts[STEPS] = max(0.0, row.stages[END].p50 - sum(parts.values()))
-    side = f"{'16 bit' if row.is_reference else row.side}, {row.mode}"
+    side = f"{row.label}, {row.mode}"
     order = [STEPS, "text encoders", "VAE"]
     return [
         {

@@ -51,12 +51,19 @@ def facts(run: Run) -> list[str]:
     whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
     for each in whole[:1]:
         if each.ratio is not None:
-            found.append(f"{both(each.ratio, '.2f')} times as fast end to end, {each.mode}")
+            than = "" if each.over == "16-bit" else f" as {each.over}"
+            found.append(f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}")
         else:
             found.append(f"no speed-up is given: {each.refused}")
     if run.cache is not None:
         found.append(f"with a step cache, threshold {run.cache:g}")
     return found
+
+
+def _on_cpu(speed: Speed | None) -> str:
+    """With which instructions a CPU was timed; empty for a GPU."""
+    words = speed.conditions.get("instruction set") if speed else None
+    return f", on a CPU with {words}" if words else ""
 
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
@@ -148,7 +155,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
     rows = []
     for row in speed.rows:
         where = (
-            "16 bit" if row.is_reference else escaped(row.side),
+            escaped(row.label),
             row.mode,
             f"{row.batch} × {row.height} × {row.width}",
         )
@@ -162,13 +169,12 @@ def _speed(name: str, speed: Speed) -> list[str]:
         ]
     head = ("side", "mode", "batch × height × width", "stage", "p50 / p95", "IQR / p50", "peak memory")
     ratios = [
-        (each.stage, each.mode, f"{each.batch} × {each.height} × {each.width}", both(each.ratio, ".3g"))
-        if each.ratio
-        else (
+        (
             each.stage,
             each.mode,
             f"{each.batch} × {each.height} × {each.width}",
-            f"not given: {escaped(each.refused or '')}",
+            each.baseline,
+            both(each.ratio, ".3g") if each.ratio else f"not given: {escaped(each.refused or '')}",
         )
         for each in speed.speedups
     ]
@@ -184,7 +190,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
         *_table(head, rows),
         "",
         *(
-            _table(("stage", "mode", "batch × height × width", "16-bit time / quantized time"), ratios)
+            _table(("stage", "mode", "batch × height × width", "over", "its time / quantized time"), ratios)
             if ratios
             else []
         ),

@@ -126,6 +126,8 @@ def evaluated(page: Path, report: Report) -> None:
 def timed(speed: Speed) -> None:
     """Median times of every stage, what was gained, and what was not said because it was not certain."""
     click.echo(f"on {speed.measured_on}")
+    if "baseline" in speed.conditions:
+        click.echo(f"baseline: {speed.conditions['baseline']}")
     rows = []
     for row in speed.rows:
         size = f"{row.batch} x {row.height}x{row.width}"
@@ -139,7 +141,9 @@ def timed(speed: Speed) -> None:
     _table(("side", "mode", "images", "stage", "p50 / p95, ms", "spread"), rows)
     for gain in speed.speedups:
         size = f"{gain.batch} x {gain.height}x{gain.width}"
-        said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
+        said = f"no speed-up given: {gain.refused}"
+        if gain.ratio is not None:
+            said = f"{_interval(gain.ratio)} times as fast as {gain.baseline}"
         click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
     for side in dict.fromkeys(card.side for card in speed.cards):
         cards = [card for card in speed.cards if card.side == side]

@@ -8,6 +8,8 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+from fluxq.base.processor import cpu_name
+
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 
 
@@ -23,11 +25,3 @@ def commit() -> str:
     here = Path(__file__).parent
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
-
-
-def cpu_name() -> str:
-    """What the operating system calls the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()

@@ -99,6 +99,13 @@ def evaluate(output: str, **arguments: Any) -> None:
     help="Repeatable; by default the pipeline's.",
 )
 @click.option("--optimize", "optimized", is_flag=True, help="Also with fused blocks (`fluxq.optimize`).")
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", "memory", "decoded"]),
+    default="speed",
+    show_default=True,
+    help="As fluxq.prepare: int8 where that is faster, codes as they are, or fp32 beside them (CPU).",
+)
 @click.option("--rounds", type=click.IntRange(min=3), default=10, show_default=True, help="Times that each is run.")
 @click.option("--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before those.")
 @common_options
@@ -108,6 +115,7 @@ def bench(
     batches: tuple[int, ...],
     sizes: Any,
     optimized: bool,
+    prefer: str,
     rounds: int,
     warmup: int,
     **arguments: Any,
@@ -126,6 +134,7 @@ def bench(
             "batches": batches or (1,),
             "sizes": sizes,
             "optimized": optimized,
+            "prefer": prefer,
             "rounds": rounds,
             "warmup": warmup,
         }
