@@ -43,13 +43,14 @@ _E8M0_BIAS, _E8M0_NAN, _E4M3_NAN = 127, 255, 0x7F
 _E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
 
 
-def encode(x: Tensor, element: Element) -> Tensor:
+def encode(x: Tensor, element: Element, *, used_up: bool = False) -> Tensor:
     """Saturating round-to-nearest-even of fp32 x to codes, unpacked: e4m3, int8 (int4 too) or uint8 (e2m1).
 
-    NaN of either sign becomes the byte 0x7F in e4m3 and code 0 elsewhere: its block's scale is what says NaN.
+    NaN of either sign becomes the byte 0x7F in e4m3 and code 0 elsewhere: its block's scale is what says NaN. used_up:
+    x may be written over.
     """
     low = -element.max if element.low is None else element.low
-    x = x.clamp(low, element.max)
+    x = x.clamp_(low, element.max) if used_up else x.clamp(low, element.max)
     if element.name == "e4m3":
         return x.nan_to_num_(nan=torch.nan).to(torch.float8_e4m3fn)  # -NaN would become 0xFF
     if element.name == "e2m1":
@@ -68,11 +69,9 @@ def round_to(v: Tensor, element: Element) -> Tensor:
     return v.clamp(low, element.max).round_()
 
 
-def decoded_codes(v: Tensor, element: Element) -> Tensor:
-    """`decode(encode(v))`, without the codes of E2M1; of NaN in an integer format that is 0, and no zero has a sign."""
-    if element.name == "e2m1":
-        return round_to(v, element)  # NaN where the code is 0: that block's scale is NaN too
-    return decode(encode(v, element), element)
+def decoded_codes(x: Tensor, element: Element) -> Tensor:
+    """`decode(encode(x))`, without the codes of E2M1: NaN stays NaN there. x is used up."""
+    return round_to(x, element) if element.name == "e2m1" else decode(encode(x, element, used_up=True), element)
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
@@ -149,10 +148,10 @@ def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: T
     as they are, they would overflow or vanish in fp32.
     """
     wide = _amax_scale(_amax(blocks), 4.0, format, global_scale)
+    least = _sum_of_squares(_rounding_error(blocks, decode_scale(scale, format, global_scale)))
     ratio = (wide.float() / scale.float()).unsqueeze(-1)
-    magnitudes = [blocks.div(decode_scale(s, format, global_scale).unsqueeze(-1)).abs_() for s in (scale, wide)]
-    errors = [_nearest_e2m1(each).sub_(each) for each in magnitudes]
-    better = _sum_of_squares(errors[1].mul_(ratio)) < _sum_of_squares(errors[0])
+    error = _rounding_error(blocks, decode_scale(wide, format, global_scale)).mul_(ratio)
+    better = _sum_of_squares(error) < least
     return torch.where(better, wide.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
 
 
@@ -274,6 +273,12 @@ def _nearest(magnitude: Tensor, unit: float, element: Element) -> Tensor:
     if element.name == "e2m1":
         return _nearest_e2m1(magnitude, unit)
     return round_to(magnitude / unit, element).mul_(unit)
+
+
+def _rounding_error(blocks: Tensor, step: Tensor) -> Tensor:
+    """How far |v| is from the nearest of E2M1's magnitudes, for v = blocks (rows, G, k) over their step (rows, G)."""
+    magnitude = blocks.div(step.unsqueeze(-1)).abs_()
+    return _nearest_e2m1(magnitude).sub_(magnitude)
 
 
 def _sum_of_squares(error: Tensor) -> Tensor:

@@ -111,11 +111,16 @@ def quantized_linear_reference(
     check_decoded(decoded, w, row_scale)
     if row_scale is not None and parsed.activations is not None:
         w = reencode(w, parsed.activations.name, row_scale)
-    z, t = transformed(rows, parsed, mean, smooth, basis)
-    if multiplies_codes(w.format, parsed.activations):
-        y = _int8_linear(z, w, input_scale, bias)
+    z, t, steps = rows, None, None
+    if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):
+        steps = functools.partial(_transform_rows, smooth=_fp32(smooth), mean=_fp32(mean), hadamard=parsed.hadamard)
     else:
-        y = F.linear(_through(z, parsed, input_scale), w.operand() if decoded is None else decoded, _fp32(bias))
+        z, t = transformed(rows, parsed, mean, smooth, basis)
+    if multiplies_codes(w.format, parsed.activations):
+        y = _int8_linear(z, w, input_scale, bias, steps)
+    else:
+        z = _through(z, parsed, input_scale, steps)
+        y = F.linear(z, w.operand() if decoded is None else decoded, _fp32(bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
@@ -221,19 +226,23 @@ def transformed(
 
 def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
     """(a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
-    for name, vector in (("mean", mean), ("smooth", smooth)):
-        if vector is not None and (vector.shape != a.shape[1:] or vector.dtype != torch.float32):
-            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*a.shape[1:],)}")
     done = memory.scratch(a.shape, torch.float32, a.device)
     for start, part in row_chunks(a):
-        v = done[start : start + len(part)].copy_(part)
-        if mean is not None:
-            v -= mean
-        if smooth is not None:
-            v *= smooth
-        if hadamard:
-            v.copy_(_hadamard_rows(v, hadamard))
+        _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, hadamard)
     return done
+
+
+def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> None:
+    """`transform` of fp32 rows (M, K), in place."""
+    for name, vector in (("mean", mean), ("smooth", smooth)):
+        if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
+            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
+    if mean is not None:
+        v -= mean
+    if smooth is not None:
+        v *= smooth
+    if hadamard:
+        v.copy_(_hadamard_rows(v, hadamard))
 
 
 def hadamard_transform(v: Tensor, size: int) -> Tensor:
@@ -262,14 +271,18 @@ def _hadamard_rows(v: Tensor, size: int) -> Tensor:
 
 
 def quantize_activation(
-    x: Tensor, format: Format, input_scale: Tensor | None = None, four_over_six: bool = False
+    x: Tensor,
+    format: Format,
+    input_scale: Tensor | None = None,
+    four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
 ) -> QuantizedTensor:
     """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax.
 
-    four_over_six: nvfp4's choice between two scales for each block.
+    four_over_six: nvfp4's choice between two scales for each block. steps: as `quantize_blocks` takes them.
     """
     global_scale, row_scale = activation_scales(x, format, input_scale, four_over_six)
-    return quantize_blocks(x, format, global_scale, "activation", row_scale, four_over_six)
+    return quantize_blocks(x, format, global_scale, "activation", row_scale, four_over_six, steps)
 
 
 def activation_scales(
@@ -299,18 +312,30 @@ def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, fo
     return QuantizedTensor(weight, scale, global_scale, (n, k), format)
 
 
-def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None) -> Tensor:
+def _rounds_by_row(scheme: Scheme, input_scale: Tensor | None) -> bool:
+    """Whether rows of x may be transformed as they are rounded: no scale needs to see others, or all of one, before."""
+    row = scheme.activations
+    return row is not None and row.block[0] != 0 and not (row.two_level and input_scale is None)
+
+
+def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None, steps: Callable[[Tensor], object] | None) -> Tensor:
     """z (M, K) as the multiplication sees it, in fp32."""
     if scheme.activations is None or z.shape[0] == 0:
         return z.float()
     global_scale, row_scale = activation_scales(z, scheme.activations, input_scale, scheme.four_over_six)
-    return round_blocks(z, scheme.activations, global_scale, "activation", row_scale, scheme.four_over_six)
+    return round_blocks(z, scheme.activations, global_scale, "activation", row_scale, scheme.four_over_six, steps)
 
 
-def _int8_linear(x: Tensor, w: QuantizedTensor, input_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+def _int8_linear(
+    x: Tensor,
+    w: QuantizedTensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    steps: Callable[[Tensor], object] | None,
+) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(0, w.shape[0], dtype=torch.float32)
-    return scaled_int8_product(quantize_activation(x, FORMATS["int8"], input_scale), w, bias)
+    return scaled_int8_product(quantize_activation(x, FORMATS["int8"], input_scale, steps=steps), w, bias)
 
 
 def scaled_int8_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:

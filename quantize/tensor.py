@@ -8,7 +8,7 @@ The arithmetic lives in encode.py, what a format is in recipes/formats.py; this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -137,19 +137,22 @@ def quantize_blocks(
     name: str,
     row_scale: Tensor | None = None,
     four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
 ) -> QuantizedTensor:
     """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN.
 
     row_scale fp32: the scale of each row (M, 1) of a per-row format, or of a per-tensor format (), where it must not
-    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales.
+    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales. steps: what is done first to
+    rows of x in fp32, in place; where a scale follows from all of x, it must have been done before.
     """
     how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
     done = QuantizedTensor.empty(format, *x.shape, how.global_scale, x.device)
-    for start, scaled, scale in how.scaled_rows(x):
-        codes = encode.pack(encode.encode(scaled, format.element).reshape(len(scaled), -1), format.element)
+    for start, scaled, scale in how.scaled_rows(x, steps):
+        codes = encode.encode(scaled, format.element, used_up=True).reshape(len(scaled), -1)
         if format.group_size == 0:
             scale = scale.reshape(()) if format.block[0] == 0 else scale.reshape(len(scaled))
         shape = (len(scaled), x.shape[1])
+        codes = encode.pack(codes, format.element)
         done.put(QuantizedTensor(codes, scale, how.global_of(start, len(scaled)), shape, format), start)
     return done
 
@@ -161,11 +164,12 @@ def round_blocks(
     name: str,
     row_scale: Tensor | None = None,
     four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """What `quantize_blocks` of the same decodes to, (M, K) in fp32, without storing the codes."""
     how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
     done = memory.scratch(x.shape, torch.float32, x.device)
-    for start, scaled, scale in how.scaled_rows(x):
+    for start, scaled, scale in how.scaled_rows(x, steps):
         step = encode.decode_scale(scale, format, how.global_of(start, len(scaled))).unsqueeze(-1)
         rounded = encode.decoded_codes(scaled, format.element)
         torch.mul(rounded, step, out=done[start : start + len(scaled)].view(scaled.shape))
@@ -201,8 +205,8 @@ class _Rounding:
             row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
         return cls(format, global_scale, row_scale, four_over_six)
 
-    def scaled_rows(self, x: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(first row, blocks (rows, G, k) over their steps in fp32, stored scales (rows, G)) of some rows at a time.
+    def scaled_rows(self, x: Tensor, steps: Callable[[Tensor], object] | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of some rows at a time.
 
         Scales that blocks do not say are (rows, 1), or (1, 1) for all.
         """
@@ -210,7 +214,10 @@ class _Rounding:
         for start, part in row_chunks(x.detach()):
             rows, k = part.shape
             wide = torch.empty(part.shape, device=x.device) if wide is None else wide[:rows]
-            blocks = wide.copy_(part).view(rows, -1, self.format.group_size or k)
+            wide.copy_(part)
+            if steps is not None:
+                steps(wide)
+            blocks = wide.view(rows, -1, self.format.group_size or k)
             own = self.global_of(start, rows)
             scale = self._scale(blocks, start, own)
             step = encode.decode_scale(scale, self.format, own)

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from fluxq import judge
+from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.eval.schema import read_report
 
@@ -102,11 +104,28 @@ def test_bench_and_debug_are_joined_to_the_report(evaluated, tmp_path: Path) -> 
     bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1, "--optimize")
     assert bench.exit_code == 0, bench.output
     assert "CPU" in bench.output and "tiny-nvfp4, optimized" in bench.output
+    assert str(instructions()) in bench.output and "baseline: " in bench.output
     debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
     assert debug.exit_code == 0, debug.output
     assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0
     run = read_report(out / "eval" / "report.json").runs[0]
     assert run.speed is not None and run.debug is not None and run.debug.patch is not None
+    assert [row.side for row in run.speed.rows[:2]] == ["16-bit", "fp32"] and run.speed.rows[1].missing is None
+    assert run.speed.rows[1].resident_bytes == pytest.approx(2 * (run.speed.rows[0].resident_bytes or 0), rel=1e-3)
+
+
+def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized: Path, monkeypatch) -> None:
+    monkeypatch.setattr(judge, "free_bytes", lambda device: 1_000_000)
+    few = "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1
+    found = json.loads(fluxq("bench", quantized, *few, "--prefer", "memory", "--json").output)
+    assert found["conditions"]["quantized layers"].endswith("prefer='memory'")
+    assert "GB, 0.0 GB are free" in found["rows"][1]["missing"] and found["rows"][1]["side"] == "fp32"
+    stored = found["rows"][2]["resident_bytes"]
+    monkeypatch.undo()
+    found = json.loads(fluxq("bench", quantized, *few, "--prefer", "decoded", "--json").output)
+    assert found["rows"][2]["resident_bytes"] > 3 * stored
+    in_fp32 = fluxq("bench", quantized, *few, "--dtype", "float32", "--json")
+    assert [row["side"] for row in json.loads(in_fp32.output)["rows"]] == ["16-bit", quantized.name]
 
 
 def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantized: Path) -> None:

@@ -143,8 +143,8 @@ def product_in_bf16(original, a, b):
     return F.linear(a.bfloat16(), b.bfloat16())
 
 
-def bias_after_the_cast(original, x, w, input_scale, bias):
-    y = original(x, w, input_scale, None).to(torch.bfloat16)
+def bias_after_the_cast(original, x, w, input_scale, bias, *steps):
+    y = original(x, w, input_scale, None, *steps).to(torch.bfloat16)
     return (y + bias).float()
 
 

@@ -8,14 +8,14 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-from fluxq.base.processor import cpu_name
+from fluxq.base.processor import cpu_name, instructions
 
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 
 
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python, of the packages that compute and of those named, and the kind of machine."""
-    machine = f"{cpu_name()}, {os.cpu_count()} cores"
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
     packages = {name: version(name) for name in (*_PACKAGES, *more)}
     return {"python": platform.python_version(), **packages, "machine": machine}
 
