@@ -1,7 +1,6 @@
 """What a quantized layer costs on a CPU beside fp32 and bf16: every shipped recipe at FLUX.1-dev's shapes, one thread.
 
-    python benchmarks/cpu_layers.py                      this CPU and what stands in for lesser ones: cpu_layers.json and
-                                                         the tables of docs/gpu.md
+    python benchmarks/cpu_layers.py                      cpu_layers.json and the tables of docs/gpu.md
     python benchmarks/cpu_layers.py --small --out FILE   that it runs
 
 Of one set of instructions everything is timed in turns in one process, in an order that rotates; a ratio is the median
