@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fluxq.eval.figures import OUTCOMES, computed, size, stated
-from fluxq.eval.schema import Estimate, Report, Run
+from fluxq.eval.schema import Estimate, Report, Run, Speedup, in_words
 
 GOOD = ("identical", "equivalent", "comparable")
 ALIKE = 0.05  # of the memory: no reason to prefer one
@@ -98,13 +98,15 @@ def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
             f"{_named(best.run)} is closer to 16 bit, by {stated(best.decibels, '.1f', 'dB')} of PSNR, and takes "
             f"{more:.0%} more memory"
         )
-    speeds = {run.name: ratio for run in good if (ratio := speed_up(run)) is not None}
+    gains = {run.name: gain for run in good if (gain := speed_up(run)) is not None}
+    over = gains[chosen.name].over if chosen.name in gains else ""
+    speeds = {name: gain.ratio for name, gain in gains.items() if gain.over == over and gain.ratio is not None}
     if chosen.name in speeds and len(speeds) > 1:
         fastest = max(speeds, key=lambda name: speeds[name].mean or 0.0)
         own, other = speeds[chosen.name], speeds[fastest]
         if fastest != chosen.name and (own.high or own.mean or 0.0) < (other.low or other.mean or 0.0):
             found.append(
-                f"{fastest} is faster: {stated(other, '.2f')} times 16 bit's speed against {stated(own, '.2f')}"
+                f"{fastest} is faster: {stated(other, '.2f')} times {in_words(over)}'s speed against {stated(own, '.2f')}"
             )
     return found
 
@@ -135,17 +137,20 @@ def resident(run: Run) -> int:
     return run.served.resident_bytes if run.served else run.size.bytes_after
 
 
-def speed_up(run: Run) -> Estimate | None:
-    """Return how many times faster than 16 bit a run is end to end; None where that was not measured or not certain."""
-    ratios = [each.ratio for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
-    return next((ratio for ratio in ratios if ratio is not None), None)
+def speed_up(run: Run) -> Speedup | None:
+    """Return a run's speed-up end to end over the baseline; None where that was not measured or not certain."""
+    gains = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
+    return next((each for each in gains if each.ratio is not None), None)
 
 
 def _saving(run: Run) -> str:
     share = resident(run) / run.size.bytes_before
     memory = f"{size(resident(run))} in memory, {share:.0%} of 16 bit"
-    ratio = speed_up(run)
-    return memory if ratio is None else f"{memory}, and {stated(ratio, '.2f')} times its speed"
+    gain = speed_up(run)
+    if gain is None:
+        return memory
+    whose = "its" if in_words(gain.over) == "16 bit" else f"{in_words(gain.over)}'s"
+    return f"{memory}, and {stated(gain.ratio, '.2f')} times {whose} speed"
 
 
 def _more(runs: Sequence[Run]) -> str:

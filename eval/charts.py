@@ -150,9 +150,15 @@ def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
     return [any(beats(other, point) for other in points) for point in points]
 
 
-def first_speed(speed: Speed | None, *, reference: bool) -> SpeedRow | None:
-    """The fastest mode of a side at the first size that was timed, by its end-to-end p50."""
+def first_speed(speed: Speed | None, *, reference: bool, side: str = "") -> SpeedRow | None:
+    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of the baseline.
+
+    side: of the unquantized model only this one, "16-bit" or "fp32".
+    """
     timed = [row for row in _first_size(speed) if row.is_reference == reference and END in row.stages]
+    over = side or next((each.over for each in speed.speedups if each.stage == END), "") if speed else ""
+    if reference and (side or any(row.side == over for row in timed)):
+        timed = [row for row in timed if row.side == over]
     return min(timed, key=lambda row: row.stages[END].p50, default=None)
 
 
@@ -558,7 +564,7 @@ def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
         return []
     parts = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
     parts[STEPS] = max(0.0, row.stages[END].p50 - sum(parts.values()))
-    side = f"{'16 bit' if row.is_reference else row.side}, {row.mode}"
+    side = f"{row.label}, {row.mode}"
     order = [STEPS, "text encoders", "VAE"]
     return [
         {

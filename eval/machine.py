@@ -10,12 +10,12 @@ import gc
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from fluxq.base.console import first_line
+from fluxq.base.processor import cpu_name, instructions
 from fluxq.kernels import timing
 
 # Reasons for lowered clocks, of `Machine.slowdowns`. A power limit is where large products usually run.
@@ -87,8 +87,8 @@ class Cpu:
 
     def __init__(self) -> None:
         self.about = (
-            f"a CPU ({_processor()}, {torch.get_num_threads()} of its threads); this says nothing of how fast it is on "
-            "a GPU"
+            f"a CPU ({cpu_name()}, {instructions()}, {torch.get_num_threads()} of its threads); this says nothing of "
+            "how fast it is on a GPU"
         )
 
     def mark(self) -> float:
@@ -120,7 +120,8 @@ class Cpu:
 
     def conditions(self) -> dict[str, str]:
         """Of memory only the process's peak is known: with Python, libraries and all pipelines that it has held."""
-        found = {"torch": str(torch.__version__), "threads": str(torch.get_num_threads())}
+        threads = str(torch.get_num_threads())
+        found = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
         peak = _process_peak()
         return found | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
 
@@ -200,14 +201,6 @@ class Sensors:
             return question()
         except self.nvml.NVMLError:  # this GPU or driver does not have it
             return None
-
-
-def _processor() -> str:
-    """The model's name, where Linux tells it; else its architecture."""
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _process_peak() -> int | None:

@@ -77,7 +77,8 @@ def facts(run: Run) -> list[str]:
     whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
     for each in whole[:1]:
         if each.ratio is not None:
-            found.append(f"{both(each.ratio, '.2f')} times as fast end to end, {each.mode}")
+            than = "" if each.over == "16-bit" else f" as {each.over}"
+            found.append(f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}")
         else:
             found.append(f"no speed-up is given: {each.refused}")
     if run.cache is not None:
@@ -96,7 +97,7 @@ def summary_table(report: Report) -> list[str]:
         "in memory",
         "bits per weight",
         "time per image",
-        "× 16 bit",
+        "speed",
     )
     rows = [
         (
@@ -108,11 +109,17 @@ def summary_table(report: Report) -> list[str]:
             size(row.resident),
             bits(row.bits, row.resident_bits),
             f"{durations(row.seconds)}, {row.about_time}" if row.seconds else escaped(row.unmeasured),
-            both(row.speed_up, ".2f"),
+            f"{both(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
         )
         for row in summary(report)
     ]
     return _table(head, rows)
+
+
+def _on_cpu(speed: Speed | None) -> str:
+    """With which instructions a CPU was timed; empty for a GPU."""
+    words = speed.conditions.get("instruction set") if speed else None
+    return f", on a CPU with {words}" if words else ""
 
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
@@ -204,7 +211,7 @@ def _drift(runs: Sequence[Run]) -> list[str]:
 def _speed(name: str, speed: Speed) -> list[str]:
     rows = []
     for row in speed.rows:
-        where = ("16 bit" if row.is_reference else escaped(row.side), row.mode, shape(row))
+        where = (escaped(row.label), row.mode, shape(row))
         if row.missing:
             rows.append((*where, "", f"not measured: {escaped(row.missing)}", "", ""))
             continue
@@ -216,13 +223,12 @@ def _speed(name: str, speed: Speed) -> list[str]:
     sizes = figures.sizes(speed)
     head = ("side", "mode", sizes, "stage", "p50 / p95", "IQR / p50", "peak memory")
     ratios = [
-        (each.stage, each.mode, shape(each), both(each.ratio, ".3g"))
-        if each.ratio
-        else (
+        (
             each.stage,
             each.mode,
             shape(each),
-            f"not given: {escaped(each.refused or '')}",
+            each.baseline,
+            both(each.ratio, ".3g") if each.ratio else f"not given: {escaped(each.refused or '')}",
         )
         for each in speed.speedups
     ]
@@ -237,7 +243,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
         "",
         *_table(head, rows),
         "",
-        *(_table(("stage", "mode", sizes, "16-bit time / quantized time"), ratios) if ratios else []),
+        *(_table(("stage", "mode", sizes, "over", "its time / quantized time"), ratios) if ratios else []),
         "",
         *(_table(("side", "card", "needs", ""), cards) if cards else []),
         "",

@@ -218,6 +218,11 @@ class Times(Strict):
     values: tuple[float, ...]
 
 
+def in_words(reference: str) -> str:
+    """An unquantized side for people: "16 bit", "fp32"."""
+    return reference.replace("16-bit", "16 bit")
+
+
 class SpeedRow(Strict):
     """One pipeline in one mode at one size. frames: of a video, null for images.
 
@@ -246,11 +251,17 @@ class SpeedRow(Strict):
     slowed_by: tuple[str, ...] = ()
     missing: str | None = None
 
+    @property
+    def label(self) -> str:
+        """What people read for the side."""
+        return in_words(self.side) if self.is_reference else self.side
+
 
 class Speedup(Strict):
-    """16-bit time over quantized time of rounds that ran in turn, or why none is given.
+    """Time of the unquantized baseline over quantized time of rounds that ran in turn, or why none is given.
 
-    mode: of the quantized side. against: of the 16-bit side, the fastest that was measured.
+    mode: of the quantized side. over: the baseline's side, "16-bit", or "fp32" where a CPU is as fast with it. against:
+    its mode, the fastest that was measured.
     """
 
     side: str
@@ -260,9 +271,15 @@ class Speedup(Strict):
     height: int
     width: int
     frames: int | None = None
+    over: str = "16-bit"
     against: str | None = None
     ratio: Estimate | None = None
     refused: str | None = None
+
+    @property
+    def baseline(self) -> str:
+        """In words, with its mode: "16 bit (compiled)"."""
+        return in_words(self.over) + (f" ({self.against})" if self.against else "")
 
 
 class Card(Strict):
@@ -281,6 +298,7 @@ class Card(Strict):
 class Speed(Strict):
     """What `fluxq bench` measured. measured_on says in words on what, and that a CPU is no GPU where it is none.
 
+    speedups: over the baseline first; what else stands beside it follows.
     first_image_seconds: from the start of loading to the first image. served: what the quantized side computed with;
     None if it could not be loaded.
     """

@@ -4,9 +4,12 @@
 
 All sides and modes that are compared lie on the device at once and run in turns, in a rotating order, so that whatever
 slows the machine for a while slows all of them; sides that do not fit together change places with the CPU's memory
-between turns. Warm-up and compiling are not timed. A speed-up is against the fastest mode of the 16-bit side, and is
+between turns. Warm-up and compiling are not timed. A speed-up is over the fastest mode of the unquantized side, and is
 refused where either spread (interquartile range over median) is above SPREAD or the GPU lowered its clocks for heat or
 a hardware slowdown. At the power limit is where large matrix products usually run: that is only noted.
+
+On a CPU fp32 is timed beside 16 bit: without instructions for bf16 it may be several times as fast. A speed-up is over
+the faster of both there; over fp32, with 16 bit beside it, where the CPU multiplies bf16 by itself.
 
 Sides are opened in reverse order, the 16-bit one last: what only the first one pays (libraries that start up) is not
 counted in the quantized one's favour; classes are imported before. Files may come from the operating system's cache.
@@ -28,6 +31,7 @@ from torch import nn
 
 from fluxq.base.console import first_line, progress
 from fluxq.base.model import ModelFolder
+from fluxq.base.processor import instructions
 from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.figures import asked
@@ -67,12 +71,14 @@ def measure_speed(
     warmup: int = 2,
     rounds: int = 10,
     machine: Machine | None = None,
+    references: int = 1,
 ) -> Speed:
-    """Time the 16-bit side, which comes first, and the quantized ones.
+    """Time the unquantized sides, of which the 16-bit one comes first, and the quantized ones.
 
-    sides: have a `name`, and open(device) gives the pipeline; see sides.py. modes: of MODES. batches: images in a call.
-    sizes: (height, width) in pixels, of videos with frames too; none: the pipeline's own. warmup: rounds that are not
-    timed. machine: instead of the device's own.
+    sides: have a `name`, and open(device) gives the pipeline; see sides.py. references: how many of them are
+    unquantized; one may have `dtype` "float32". modes: of MODES. batches: images in a call. sizes: (height, width) in
+    pixels, of videos with frames too; none: the pipeline's own. warmup: rounds that are not timed. machine: instead of
+    the device's own.
 
     A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for what
     cannot be asked, and RuntimeError if no side runs at all.
@@ -81,14 +87,15 @@ def measure_speed(
     machine = machine or machine_of(device)
     before = machine.conditions()
     bench = _Bench(machine, device, call, prompts)
-    bench.open(sides, sizes[0] if sizes else None)
+    bench.open(sides, sizes[0] if sizes else None, references)
+    over_fp32 = machine.device.type == "cpu" and instructions().multiply_bf16
     rows: list[SpeedRow] = []
     speedups: list[Speedup] = []
     for height, width, *frames in sizes or [bench.own_size()]:
         for batch in batches:
             entries = bench.compare(Setting(batch, height, width, *frames), modes, warmup, rounds)
             rows += [_row(entry, bench) for entry in entries]
-            speedups += compare(entries)
+            speedups += compare(entries, over_fp32)
     return Speed(
         device=device,
         measured_on=machine.about,
@@ -96,8 +103,8 @@ def measure_speed(
         first_image_seconds={each.name: each.first_seconds for each in bench.opened if each.pipe is not None},
         rows=tuple(rows),
         speedups=tuple(speedups),
-        cards=tuple(card for each in bench.opened for card in _cards(each, rows)),
-        conditions=_conditions(before, machine.conditions()),
+        cards=tuple(card for each in bench.opened if not each.is_fp32 for card in _cards(each, rows)),
+        conditions=_conditions(before, machine.conditions()) | _baseline(bench.opened, over_fp32),
         warnings=tuple(_warnings(rows, bench)),
         served=next((each.served for each in bench.opened if each.served is not None), None),
     )
@@ -137,6 +144,7 @@ class Opened:
     resident_bytes: int = 0
     served: Served | None = None
     size: tuple[int, ...] = (0, 0)
+    is_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,39 +193,52 @@ def summarize(values: Sequence[float]) -> Times:
     return Times(n=len(values), p50=middle, p95=late, iqr=high - low, values=tuple(values))
 
 
-def compare(entries: Sequence[Entry]) -> list[Speedup]:
-    """Every quantized entry of one setting against the 16-bit one that was fastest, for a step and end to end."""
+def compare(entries: Sequence[Entry], over_fp32: bool = False) -> list[Speedup]:
+    """Every quantized entry of one setting over the unquantized one that was fastest, for a step and end to end.
+
+    over_fp32: the fastest in fp32 where that was timed; the fastest of the others then stands beside it.
+    """
     plain = [entry for entry in entries if entry.opened.is_reference and entry.rounds]
-    found = []
-    for entry in entries:
-        if entry.opened.is_reference or not entry.rounds:
-            continue
-        for stage in (STEP, WHOLE):
-            best = min(plain, key=lambda each, stage=stage: each.times(stage).p50, default=None)
-            speedup = Speedup(
-                side=entry.opened.name,
-                stage=stage,
-                mode=entry.mode,
-                batch=entry.setting.batch,
-                height=entry.setting.height,
-                width=entry.setting.width,
-                frames=entry.setting.frames,
-                against=best.mode if best else None,
-            )
-            refused = _why_not(entry, best, stage)
-            if refused or best is None:
-                found.append(speedup.model_copy(update={"refused": refused}))
-                continue
-            pairs = zip(best.times(stage).values, entry.times(stage).values, strict=True)
-            ratio = Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs]))
-            found.append(speedup.model_copy(update={"ratio": ratio}))
-    return found
+    quantized = [entry for entry in entries if not entry.opened.is_reference and entry.rounds]
+    return [
+        _speedup(entry, best, stage)
+        for entry in quantized
+        for stage in (STEP, WHOLE)
+        for best in _baselines(plain, stage, over_fp32)
+    ]
 
 
-def _why_not(entry: Entry, best: Entry | None, stage: str) -> str | None:
-    """Why no speed-up is given."""
+def _baselines(plain: Sequence[Entry], stage: str, over_fp32: bool) -> list[Entry | None]:
+    """The entry that a speed-up is over, then what stands beside it."""
+    in_fp32 = [entry for entry in plain if entry.opened.is_fp32]
+    others = [entry for entry in plain if not entry.opened.is_fp32]
+    groups = (in_fp32, others) if over_fp32 and in_fp32 and others else (plain,)
+    return [min(group, key=lambda each: each.times(stage).p50, default=None) for group in groups]
+
+
+def _speedup(entry: Entry, best: Entry | None, stage: str) -> Speedup:
+    speedup = Speedup(
+        side=entry.opened.name,
+        stage=stage,
+        mode=entry.mode,
+        batch=entry.setting.batch,
+        height=entry.setting.height,
+        width=entry.setting.width,
+        frames=entry.setting.frames,
+    )
     if best is None:
-        return "the 16-bit side was not timed: its rows say why"
+        return speedup.model_copy(update={"refused": "the 16-bit side was not timed: its rows say why"})
+    speedup = speedup.model_copy(update={"over": best.opened.name, "against": best.mode})
+    refused = _why_not(entry, best, stage)
+    if refused:
+        return speedup.model_copy(update={"refused": refused})
+    pairs = zip(best.times(stage).values, entry.times(stage).values, strict=True)
+    ratio = Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs]))
+    return speedup.model_copy(update={"ratio": ratio})
+
+
+def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
+    """Why no speed-up is given."""
     for each in (best, entry):
         times = each.times(stage)
         if not times.iqr <= SPREAD * times.p50:
@@ -237,13 +258,17 @@ class _Bench:
         self.apart = False
         self.present: Opened | None = None  # the side that lies on the device where they are apart
 
-    def open(self, sides: Sequence[Any], size: tuple[int, ...] | None) -> None:
-        """Load each side and make a first image with it. RuntimeError if that fails for all."""
+    def open(self, sides: Sequence[Any], size: tuple[int, ...] | None, references: int) -> None:
+        """Load each side and make a first image with it. RuntimeError if that fails for all.
+
+        references: how many of them, which come first, are unquantized.
+        """
         for side in sides:
             _import_classes(side)
         for index in reversed(range(len(sides))):
             side = sides[index]
-            opened = Opened(side.name, index == 0, getattr(side, "cache", None) is not None)
+            opened = Opened(side.name, index < references, getattr(side, "cache", None) is not None)
+            opened.is_fp32 = opened.is_reference and index > 0 and getattr(side, "dtype", None) == "float32"
             if not self._load(opened, side, size) and self._make_room(opened):
                 self._load(opened, side, size)
             self.opened.insert(0, opened)
@@ -620,6 +645,18 @@ def _conditions(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str
         first, last = before.get(name, "unknown"), after.get(name, "unknown")
         found[name] = first if first == last else f"{first} before, {last} after"
     return found
+
+
+def _baseline(opened: Sequence[Opened], over_fp32: bool) -> dict[str, str]:
+    """What speed-ups are over, where more than one side is unquantized."""
+    timed = {each.is_fp32: each for each in opened if each.is_reference and each.pipe is not None}
+    if len([each for each in opened if each.is_reference]) < 2:
+        return {}
+    if len(timed) < 2:
+        return {"baseline": f"{next(iter(timed.values())).name}, the only one that could be timed"} if timed else {}
+    if over_fp32:
+        return {"baseline": f"fp32, with 16 bit beside it: {instructions()} multiplies bf16 by itself"}
+    return {"baseline": f"the faster of fp32 and 16 bit on {instructions()}"}
 
 
 def _import_classes(side: Any) -> None:

@@ -7,12 +7,13 @@ What one row says was measured of one arithmetic: quality, memory and time are n
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fluxq.eval.charts import END, first_speed
 from fluxq.eval.figures import ARITHMETICS, OUTCOMES, computed, short, stated
-from fluxq.eval.schema import Estimate, Report, Run, Served, Speed, SpeedRow, Timed
+from fluxq.eval.schema import Estimate, Report, Run, Served, Speed, SpeedRow, Timed, in_words
 
 UNSURE = 0.05  # spread of times: no speed-up is given above it
 MAIN = ("psnr", "lpips", "clip_score", "image_reward", "velocity_error")
@@ -26,7 +27,7 @@ class Row:
     what stands in place of the verdict. psnr: of the 16-bit model, against a second run of it. disk, resident: bytes of
     the quantized components. bits: per weight, stored; resident_bits: in memory. seconds: of one image, several where
     it was timed several times. spread: their interquartile range over the median, the largest. unmeasured: why there
-    are none. speed_up: over 16 bit, end to end.
+    are none. speed_up: over the unquantized model in `over`, end to end.
     """
 
     name: str
@@ -44,8 +45,9 @@ class Row:
     spread: float
     mode: str
     unmeasured: str
-    speed_up: Estimate | None
     peak: int | None
+    speed_up: Estimate | None = None
+    over: str = "16 bit"
 
     @property
     def about_time(self) -> str:
@@ -59,8 +61,8 @@ class Row:
 
 
 def summary(report: Report) -> list[Row]:
-    """Return the 16-bit model, every run, and what was timed alone, each checkpoint's rows together."""
-    rows = [_sixteen_bit(report)] if report.runs else []
+    """Return the 16-bit model, in fp32 too where that was timed, and every run and what was timed alone, in order."""
+    rows = [_sixteen_bit(report), *_in_fp32(report)] if report.runs else []
     for checkpoint in dict.fromkeys(run.checkpoint for run in report.runs):
         rows += [_of_run(run, report) for run in report.runs if run.checkpoint == checkpoint]
         rows += [_of_timed(timed) for timed in report.timed if timed.checkpoint == checkpoint]
@@ -88,7 +90,6 @@ def speeds(report: Report) -> list[tuple[str, Speed]]:
 def _sixteen_bit(report: Report) -> Row:
     first = report.runs[0]
     psnr = next((run.metrics["psnr"].floor for run in report.runs if "psnr" in run.metrics), None)
-    timed = [row for _, speed in speeds(report) if (row := first_speed(speed, reference=True)) is not None]
     return Row(
         name="16 bit",
         recipe=report.model,
@@ -101,13 +102,46 @@ def _sixteen_bit(report: Report) -> Row:
         resident=first.size.bytes_before,
         bits=16.0,
         resident_bits=16.0,
-        seconds=tuple(_seconds(row) for row in timed),
-        spread=max(map(_spread, timed), default=0.0),
-        mode=", ".join(dict.fromkeys(row.mode for row in timed)),
-        unmeasured="not measured",
-        speed_up=None,
-        peak=max((row.peak_bytes for row in timed if row.peak_bytes is not None), default=None),
+        **_times_of(_timed_in(report, "16-bit")),
     )
+
+
+def _in_fp32(report: Report) -> list[Row]:
+    """On CPUs that may compute sooner with it; none where nobody timed it."""
+    timed, size = _timed_in(report, "fp32"), report.runs[0].size
+    if not timed:
+        return []
+    row = Row(
+        name="fp32",
+        recipe=report.model,
+        computed="float32",
+        about="",
+        outcome="",
+        remark="",
+        psnr=None,
+        disk=size.bytes_before,
+        resident=2 * size.bytes_before,
+        bits=16.0,
+        resident_bits=32.0,
+        **_times_of(timed),
+    )
+    return [row]
+
+
+def _timed_in(report: Report, side: str) -> list[SpeedRow]:
+    """What was timed of an unquantized side, once for each bench."""
+    found = (first_speed(speed, reference=True, side=side) for _, speed in speeds(report))
+    return [row for row in found if row is not None]
+
+
+def _times_of(timed: Sequence[SpeedRow]) -> dict[str, Any]:
+    return {
+        "seconds": tuple(_seconds(row) for row in timed),
+        "spread": max(map(_spread, timed), default=0.0),
+        "mode": ", ".join(dict.fromkeys(row.mode for row in timed)),
+        "unmeasured": "not measured",
+        "peak": max((row.peak_bytes for row in timed if row.peak_bytes is not None), default=None),
+    }
 
 
 def _of_run(run: Run, report: Report) -> Row:
@@ -192,16 +226,11 @@ def _timed_of(checkpoint: str, report: Report) -> list[tuple[str, Speed | None]]
 
 def _times(speed: Speed | None) -> dict[str, Any]:
     row = first_speed(speed, reference=False)
-    ratios = (
-        [each.ratio for each in speed.speedups if each.stage == END and row and each.mode == row.mode] if speed else []
-    )
-    return {
-        "seconds": (_seconds(row),) if row else (),
-        "spread": _spread(row) if row else 0.0,
-        "mode": row.mode if row else "",
-        "speed_up": next((ratio for ratio in ratios if ratio is not None), None),
-        "peak": row.peak_bytes if row else None,
-    }
+    if speed is None or row is None:
+        return {"seconds": (), "spread": 0.0, "mode": "", "peak": None}
+    ratios = [each for each in speed.speedups if each.stage == END and each.mode == row.mode and each.ratio is not None]
+    said = {"speed_up": ratios[0].ratio, "over": in_words(ratios[0].over)} if ratios else {}
+    return {"seconds": (_seconds(row),), "spread": _spread(row), "mode": row.mode, "peak": row.peak_bytes, **said}
 
 
 def _seconds(row: SpeedRow) -> float:

@@ -68,10 +68,13 @@ def quantized_linear(
     smooth: Tensor | None = None,
     basis: Tensor | None = None,
     out: Tensor | None = None,
+    decoded: Tensor | None = None,
     *,
     chip: str | None = None,
 ) -> Tensor:
     """As `ops.quantized_linear`. chip: compute as on this one; by default on the one that holds x.
+
+    Kernels read the codes: `decoded` is for the torch reference alone.
 
     The quantizer does in fp32 what the scheme does to x, but for deflation, which library products compute: then z is
     rounded to x's dtype before them and after them. So it is for weights that are decoded, whose kernel takes 16 bit.
@@ -91,7 +94,7 @@ def quantized_linear(
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
         if choice.implementation == "torch reference":
-            branches = lora_a, lora_b, scheme, row_scale, mean, smooth, basis, out
+            branches = lora_a, lora_b, scheme, row_scale, mean, smooth, basis, out, decoded
             y = ops.quantized_linear_reference(rows, weight, weight_scale, weight_scale_2, input_scale, bias, *branches)
         else:
             ops.check_steps_given(parsed, mean, smooth, basis, out)

@@ -368,6 +368,8 @@ def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
         return "16-bit activations"
     if scheme.deflate:
         return "deflation takes directions of its own out of the input"
+    if hasattr(layer, "weight_decoded"):
+        return "its weight is decoded already, and fused products take codes"
     if not product_of(layer):
         return f"no product of {scheme.weights.name} and {scheme.activations.name} codes"
     if is_hooked(layer):
@@ -377,6 +379,8 @@ def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
 
 def product_of(layer: QuantLinear) -> str:
     """The op that multiplies a layer's codes; empty if none does."""
+    if hasattr(layer, "weight_decoded"):
+        return ""
     weights, activations = layer.scheme.weights.name, layer.scheme.activations and layer.scheme.activations.name
     if hasattr(layer, "weight_row_scale"):
         return "w4a8_matmul" if weights in DECODED and activations in ("int8", "fp8") else ""

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 class Prepared:
     """What quantize/prepare.py did to a layer for one GPU, and the layer's scheme as stored.
 
-    kind: block scales were reordered ("swizzled"), scales per row were added ("row scale"), or the weight is another
-    one ("re-encoded"). how: the same in words. added_error: of the 8-bit weight, relative to the stored one,
-    ||w' - w|| / ||w||, both as z multiplies them. origin, digest: where the stored tensors are and the SHA-256 of the
-    codes, for a layer that no longer holds them. chip, prefer: what `fluxq.prepare` did it for; without a GPU, chip is
-    the type of device.
+    kind: block scales were reordered ("swizzled"), scales per row or the decoded weight were added ("row scale",
+    "decoded"), or the weight is another one ("re-encoded"). how: the same in words. added_error: of the 8-bit weight,
+    relative to the stored one, ||w' - w|| / ||w||, both as z multiplies them. origin, digest: where the stored tensors
+    are and the SHA-256 of the codes, for a layer that no longer holds them. chip, prefer: what `fluxq.prepare` did it
+    for; without a GPU, chip is the type of device.
     """
 
     scheme: Scheme
-    kind: Literal["swizzled", "row scale", "re-encoded"]
+    kind: Literal["swizzled", "row scale", "decoded", "re-encoded"]
     how: str
     added_error: float = 0.0
     origin: Origin | None = None
@@ -267,6 +267,7 @@ class QuantLinear(nn.Linear):
             str(self.scheme),
             self.stored("weight_row_scale"),
             *(getattr(self, name, None) for name in TRANSFORMS),
+            *([self.stored("weight_decoded")] if hasattr(self, "weight_decoded") else []),
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ that of fp8 and int8. Without one they follow from each token's amax, fp8_tensor
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,9 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fluxq.base import memory
 from fluxq.quantize import encode
 from fluxq.quantize.reencode import reencode
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, unswizzle_scales
+from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 
@@ -51,12 +54,14 @@ def quantized_linear(
     smooth: Tensor | None = None,
     basis: Tensor | None = None,
     out: Tensor | None = None,
+    decoded: Tensor | None = None,
 ) -> Tensor:
     """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
 
     lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the 4-bit weight
     is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives. mean and smooth (K,),
-    basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them.
+    basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them. decoded (N, K)
+    fp32: what the codes stand for, where it is kept; then nothing decodes them.
     """
     with no_autocast(x):
         return quantized_linear_reference(
@@ -74,6 +79,7 @@ def quantized_linear(
             smooth,
             basis,
             out,
+            decoded,
         )
 
 
@@ -92,6 +98,7 @@ def quantized_linear_reference(
     smooth=None,
     basis=None,
     out=None,
+    decoded=None,
 ) -> Tensor:
     """The torch form of the op, for every device."""
     parsed = Scheme.parse(scheme)
@@ -102,13 +109,19 @@ def quantized_linear_reference(
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
     check_steps_given(parsed, mean, smooth, basis, out)
+    check_decoded(decoded, w, row_scale)
     if row_scale is not None and parsed.activations is not None:
         w = reencode(w, parsed.activations.name, row_scale)
-    z, t = transformed(rows, parsed, mean, smooth, basis)
-    if _multiplies_codes(w.format, parsed.activations):
-        y = _int8_linear(z, w, input_scale, bias)
+    z, t, steps = rows, None, None
+    if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):
+        steps = functools.partial(_transform_rows, smooth=_fp32(smooth), mean=_fp32(mean), hadamard=parsed.hadamard)
     else:
-        y = F.linear(_through(z, parsed, input_scale), w.dequantize(), _fp32(bias))
+        z, t = transformed(rows, parsed, mean, smooth, basis)
+    if multiplies_codes(w.format, parsed.activations):
+        y = _int8_linear(z, w, input_scale, bias, steps)
+    else:
+        z = _through(z, parsed, input_scale, steps)
+        y = F.linear(z, w.operand() if decoded is None else decoded, _fp32(bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
@@ -133,26 +146,28 @@ def _(
     smooth=None,
     basis=None,
     out=None,
+    decoded=None,
 ):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
     _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme, *steps = inputs
-    _row_scale, _mean, smooth, basis, out = steps
-    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out)
+    _row_scale, _mean, smooth, basis, out, decoded = steps
+    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out, decoded)
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad):
     """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
-    weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out = ctx.saved_tensors
+    weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out, decoded = ctx.saved_tensors
     scheme = Scheme.parse(ctx.scheme)
     w = stored_weight(weight, weight_scale, weight_scale_2, scheme.weights)
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
-            grad_z = hadamard_transform(grad.float() @ w.dequantize(), scheme.hadamard)  # H is its own transpose
+            plain = w.operand() if decoded is None else decoded
+            grad_z = hadamard_transform(grad.float() @ plain, scheme.hadamard)  # H is its own transpose
             if basis is not None:
                 p = basis.float()
                 grad_z = grad_z - (grad_z @ p.T) @ p + (grad.float() @ out.float()) @ p
@@ -160,7 +175,7 @@ def _backward(ctx, grad):
             if lora_a is not None:
                 grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
     grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
-    return grad_x, None, None, None, None, grad_bias, None, None, None, None, None, None, None, None
+    return grad_x, None, None, None, None, grad_bias, *[None] * 9
 
 
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
@@ -181,6 +196,19 @@ def check_steps_given(
             raise ValueError(f"quantized_linear: scheme {scheme} {'needs' if is_wanted else 'takes no'} {name}")
 
 
+def check_decoded(decoded: Tensor | None, w: QuantizedTensor, row_scale: Tensor | None) -> None:
+    """Raise ValueError unless `decoded` can be what the codes of w stand for."""
+    if decoded is None:
+        return
+    if decoded.shape != w.shape or decoded.dtype != torch.float32:
+        raise ValueError(
+            f"quantized_linear: decoded is {decoded.dtype} {(*decoded.shape,)}, expected float32 {w.shape}, what the "
+            "codes stand for"
+        )
+    if row_scale is not None:
+        raise ValueError("quantized_linear: takes decoded or row_scale, which is for other codes; got both")
+
+
 def transformed(
     x: Tensor, scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -193,21 +221,29 @@ def transformed(
     z, t = transform(x, _fp32(smooth), _fp32(mean), 0), None
     if basis is not None:
         t = F.linear(z.to(x.dtype), basis.to(x.dtype))
-        z = z - t.float() @ basis.float()
+        z -= t.float() @ basis.float()
     return hadamard_transform(z, scheme.hadamard), t
 
 
 def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
     """(a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
-    v = a.float()
+    done = memory.scratch(a.shape, torch.float32, a.device)
+    for start, part in row_chunks(a):
+        _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, hadamard)
+    return done
+
+
+def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> None:
+    """`transform` of fp32 rows (M, K), in place."""
     for name, vector in (("mean", mean), ("smooth", smooth)):
         if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
             raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
     if mean is not None:
-        v = v - mean
+        v -= mean
     if smooth is not None:
-        v = v * smooth
-    return hadamard_transform(v, hadamard)
+        v *= smooth
+    if hadamard:
+        v.copy_(_hadamard_rows(v, hadamard))
 
 
 def hadamard_transform(v: Tensor, size: int) -> Tensor:
@@ -217,27 +253,48 @@ def hadamard_transform(v: Tensor, size: int) -> Tensor:
     """
     if not size:
         return v
-    half = 1
-    blocks = v
+    rows, done = v.reshape(-1, v.shape[-1]), torch.empty(v.shape, device=v.device)
+    for start, part in row_chunks(rows):
+        done.view(rows.shape)[start : start + len(part)] = _hadamard_rows(part, size)
+    return done
+
+
+def _hadamard_rows(v: Tensor, size: int) -> Tensor:
+    columns = v.reshape(-1, size).t().contiguous()  # what is added up lies far apart, so that whole rows are added
+    free, half = torch.empty_like(columns), 1
     while half < size:
-        a, b = blocks.reshape(-1, size // (2 * half), 2, half).unbind(2)
-        blocks = torch.stack((a + b, a - b), 2)
-        half *= 2
-    return blocks.reshape(v.shape) * size**-0.5
+        a, b = columns.view(size // (2 * half), 2, half, -1).unbind(1)
+        both = free.view(size // (2 * half), 2, half, -1)
+        torch.add(a, b, out=both[:, 0])
+        torch.sub(a, b, out=both[:, 1])
+        columns, free, half = free, columns, 2 * half
+    return columns.mul_(size**-0.5).t().reshape(v.shape)
 
 
 def quantize_activation(
-    x: Tensor, format: Format, input_scale: Tensor | None = None, four_over_six: bool = False
+    x: Tensor,
+    format: Format,
+    input_scale: Tensor | None = None,
+    four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
 ) -> QuantizedTensor:
     """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax.
 
-    four_over_six: nvfp4's choice between two scales for each block.
+    four_over_six: nvfp4's choice between two scales for each block. steps: as `quantize_blocks` takes them.
     """
+    global_scale, row_scale = activation_scales(x, format, input_scale, four_over_six)
+    return quantize_blocks(x, format, global_scale, "activation", row_scale, four_over_six, steps)
+
+
+def activation_scales(
+    x: Tensor, format: Format, input_scale: Tensor | None, four_over_six: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(global scale, scale of each row) that x is rounded with, None where its blocks say it."""
     if not format.two_level:
-        return quantize_blocks(x, format, None, "activation", row_scale=input_scale)
+        return None, input_scale
     if input_scale is None:
         input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format, four_over_six)  # (M, 1)
-    return quantize_blocks(x, format, input_scale, "activation", four_over_six=four_over_six)
+    return input_scale, None
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -256,33 +313,67 @@ def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, fo
     return QuantizedTensor(weight, scale, global_scale, (n, k), format)
 
 
-def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None) -> Tensor:
+def _rounds_by_row(scheme: Scheme, input_scale: Tensor | None) -> bool:
+    """Whether rows of x may be transformed as they are rounded: no scale needs to see others, or all of one, before."""
+    row = scheme.activations
+    return row is not None and row.block[0] != 0 and not (row.two_level and input_scale is None)
+
+
+def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None, steps: Callable[[Tensor], object] | None) -> Tensor:
     """z (M, K) as the multiplication sees it, in fp32."""
     if scheme.activations is None or z.shape[0] == 0:
         return z.float()
-    return quantize_activation(z, scheme.activations, input_scale, scheme.four_over_six).dequantize()
+    global_scale, row_scale = activation_scales(z, scheme.activations, input_scale, scheme.four_over_six)
+    return round_blocks(z, scheme.activations, global_scale, "activation", row_scale, scheme.four_over_six, steps)
 
 
-def _int8_linear(x: Tensor, w: QuantizedTensor, input_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+def _int8_linear(
+    x: Tensor,
+    w: QuantizedTensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    steps: Callable[[Tensor], object] | None,
+) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(0, w.shape[0], dtype=torch.float32)
-    q = quantize_activation(x, FORMATS["int8"], input_scale)
-    y = int8_product(q.codes, w.codes).float()
-    y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
+    return scaled_int8_product(quantize_activation(x, FORMATS["int8"], input_scale, steps=steps), w, bias)
+
+
+def scaled_int8_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """x (M, K) times w (N, K), both int8 with a scale per row, and bias (N,): (M, N) in fp32."""
+    y = int8_product(x.codes, w.codes).float()
+    y.mul_(x.scale.unsqueeze(1)).mul_(w.scale)
     return y if bias is None else y.add_(bias.float())
 
 
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 (M, K) by (N, K) to int32 (M, N), exact for every K below 2^17.
-
-    Where `torch._int_mm` cannot serve, fp32 products of 1024 columns: sums below 2^24 are exact too.
-    """
-    if int_mm_is_exact(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
+    """int8 (M, K) by (N, K) to int32 (M, N), exact for every K below 2^17."""
+    if _takes_int_mm(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
         return torch._int_mm(a, b.t())
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
-    for left, right in zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True):
-        total += F.linear(left.float(), right.float()).to(torch.int32)
+    return _product_of_columns(a, b)
+
+
+def _product_of_columns(a: Tensor, b: Tensor) -> Tensor:
+    """`int8_product` by fp32 products of 1024 columns: sums below 2^24 are exact in fp32 too.
+
+    On a CPU few enough rows of b at a time for what is made of them to stay in its cache: integers add up to the same,
+    however they are cut.
+    """
+    total = torch.empty(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
+    lefts = [left.float() for left in a.split(1024, dim=1)]
+    for start, rows in row_chunks(b, 1024 * b.shape[1]):
+        products = [F.linear(left, right.float()) for left, right in zip(lefts, rows.split(1024, dim=1), strict=True)]
+        part = total[:, start : start + rows.shape[0]].copy_(products[0])
+        for product in products[1:]:
+            part += product.to(torch.int32)
     return total
+
+
+def _takes_int_mm(device_type: str) -> bool:
+    """Whether `torch._int_mm` multiplies codes: where it is exact, and on a CPU faster than fp32 products."""
+    if not int_mm_is_exact(device_type):
+        return False
+    return device_type != "cpu" or int8_seconds()[0] <= int8_seconds()[1]
 
 
 @functools.cache
@@ -297,6 +388,26 @@ def int_mm_is_exact(device_type: str) -> bool:
         return False
 
 
+@functools.cache
+def int8_seconds() -> tuple[float, float]:
+    """What a small product takes on this CPU by `torch._int_mm`, and by fp32 products; measured once, in milliseconds.
+
+    Without an instruction for it `_int_mm` may be a plain loop, twenty times as slow as fp32. Both give the same
+    integers, so that nothing but time depends on what is measured, and every process may choose for itself.
+    """
+    m, n, k = _TIMED
+    a, b = (torch.ones(rows, k, dtype=torch.int8, device="cpu") for rows in (m, n))
+    ways = (lambda: torch._int_mm(a, b.t()), lambda: _product_of_columns(a, b))
+    rounds = [[_seconds(way) for way in ways] for _ in range(1 + _ROUNDS)][1:]  # the first one prepares
+    return min(each[0] for each in rounds), min(each[1] for each in rounds)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
     return a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0
 
@@ -305,18 +416,27 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
 
 
-def _multiplies_codes(weights: Format, activations: Format | None) -> bool:
+def multiplies_codes(weights: Format, activations: Format | None) -> bool:
+    """Whether the product is one of int8 codes, which nothing decodes."""
     return weights is FORMATS["int8"] and activations is FORMATS["int8"]
 
 
 def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
     """What of this file computes `quantized_linear` under a scheme on a type of device ("cpu", "cuda", …), and why."""
-    if not _multiplies_codes(scheme.weights, scheme.activations):
+    if not multiplies_codes(scheme.weights, scheme.activations):
         return "torch reference", f"no kernel for {device_type}" + " without Triton" * (device_type == "cuda")
     if not int_mm_is_exact(device_type):
         cpu = device_type == "cpu"
         why = "this CPU's int8 dot product saturates" if cpu else f"no torch._int_mm for {device_type}"
-        return "fp32 products of 1024 columns", why
+        return COLUMNS, why
     if device_type == "cuda":
-        return "torch._int_mm", "exact; fp32 products below 17 tokens and where K or N is no multiple of 8"
-    return "torch._int_mm", f"exact integer product on this {device_type.upper()}"
+        return INT_MM, "exact; fp32 products below 17 tokens and where K or N is no multiple of 8"
+    if device_type != "cpu":
+        return INT_MM, f"exact integer product on this {device_type.upper()}"
+    (m, n, k), (whole, columns) = _TIMED, (f"{1e3 * seconds:.2g} ms" for seconds in int8_seconds())
+    faster = INT_MM if _takes_int_mm("cpu") else COLUMNS
+    return faster, f"faster of two that are exact: ({m}, {k}) by ({n}, {k}) took {INT_MM} {whole}, {COLUMNS} {columns}"
+
+
+INT_MM, COLUMNS = "torch._int_mm", "fp32 products of 1024 columns"
+_TIMED, _ROUNDS = (32, 64, 1024), 5  # M, N and K of the product that is timed, and how often

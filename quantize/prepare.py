@@ -2,6 +2,7 @@
 
     swizzle            block scales in the order that Blackwell's matrix units read; the inverse is a permutation
     add_row_scale      4-bit weights stay, with the 8-bit scale per row that W4A8 decodes them to; dropped for saving
+    add_decoded        the codes stay, with the fp32 matrix that they stand for; dropped for saving
     reencode_layer     the weight becomes int8 or fp8 for good; rotation, deflated directions and low-rank branch go
                        into it, centering and smoothing stay; saving reads the files again
 
@@ -25,7 +26,7 @@ from fluxq.quantize.reencode import choose_target, reencode, row_scales, swizzle
 from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Scheme
 
-ROW_SCALE = "weight_row_scale"
+ROW_SCALE, DECODED = "weight_row_scale", "weight_decoded"
 KEPT = ("pre_quant_mean", "pre_quant_scale")  # what a re-encoded layer still has of its transforms
 
 
@@ -65,6 +66,19 @@ def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
     _set(layer, ROW_SCALE, row_scales(w, target))
     layer.scale_names = (*layer.scale_names, ROW_SCALE)
     layer.prepared = Prepared(stored, "row scale", f"decoded to {target} in the kernel", errors[target])
+
+
+def add_decoded(layer: QuantLinear) -> None:
+    """Hold the weight in fp32 beside its codes, 32 bits more for each: a product need not decode them, bit for bit.
+
+    The codes remain what is saved, moved out of, fused and dequantized.
+    """
+    stored = _scheme_to_prepare(layer)
+    if ops.multiplies_codes(stored.weights, stored.activations):
+        raise ValueError(f"{stored} multiplies its codes as they are: there is nothing to decode ahead")
+    _set(layer, DECODED, layer.quantized_weight.dequantize())
+    layer.scale_names = (*layer.scale_names, DECODED)
+    layer.prepared = Prepared(stored, "decoded", "decoded to fp32 beside its codes")
 
 
 def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin | None = None) -> None:
@@ -107,8 +121,8 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
     prepared = layer.prepared
     if prepared is None:
         return held
-    if prepared.kind == "row scale":
-        return {name: tensor for name, tensor in held.items() if name != ROW_SCALE}
+    if prepared.kind in ("row scale", "decoded"):
+        return {name: tensor for name, tensor in held.items() if name not in (ROW_SCALE, DECODED)}
     if prepared.kind == "swizzled":
         return held | {"weight_scale": layer.quantized_weight.scale}
     if prepared.origin is None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize.ops import int8_product, no_autocast
+from fluxq.quantize.ops import no_autocast, scaled_int8_product
 from fluxq.quantize.reencode import reencode
 from fluxq.quantize.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, find_format
@@ -125,7 +125,7 @@ def weight_only_matmul(
     """x in bfloat16, float16 or float32, and y in x's dtype; w in any format, int4_g128 too."""
     row = _format("weight_only_matmul", weights, (*FORMATS, "int4_g128"))
     with no_autocast(x):
-        product = F.linear(x.float(), _matrix(w, w_scale, w_scale_2, row).dequantize(), _fp32(bias))
+        product = F.linear(x.float(), _matrix(w, w_scale, w_scale_2, row).operand(), _fp32(bias))
         return _finish(product, h, up, gate, residual, gelu, x.dtype)
 
 
@@ -175,9 +175,8 @@ def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Ten
     if x.shape[0] == 0:
         return x.codes.new_zeros(0, w.shape[0], dtype=torch.float32)
     if x.format.name == "int8":
-        y = int8_product(x.codes, w.codes).float().mul_(x.scale[:, None]).mul_(w.scale)
-        return y if bias is None else y.add_(bias.float())
-    return F.linear(x.dequantize(), w.dequantize(), _fp32(bias))
+        return scaled_int8_product(x, w, bias)
+    return F.linear(x.dequantize(), w.operand(), _fp32(bias))
 
 
 def _fp32(bias: Tensor | None) -> Tensor | None:

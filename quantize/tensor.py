@@ -8,7 +8,7 @@ The arithmetic lives in encode.py, what a format is in recipes/formats.py; this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -105,15 +105,22 @@ class QuantizedTensor:
         codes = self.codes[taken]
         return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix (N, K) that the codes stand for: computed in fp32, cast once."""
-        codes = encode.decode(encode.unpack(self.codes, self.format.element), self.format.element)
-        multiplier = encode.decode_scale(self.scale, self.format, self.global_scale)
-        if multiplier.ndim == 0:
-            return codes.mul_(multiplier).to(dtype)
-        groups = multiplier.reshape(self.shape[0], -1, 1)  # (N, G, 1)
-        blocks = codes.reshape(self.shape[0], groups.shape[1], -1)
-        return blocks.mul_(groups).reshape(self.shape).to(dtype)
+    def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """The matrix (N, K) that the codes stand for, computed in fp32 and cast once; `out` takes it, if given."""
+        n, k = self.shape
+        done = torch.empty(n, k, dtype=dtype, device=self.codes.device) if out is None else out
+        groups = encode.decode_scale(self.scale, self.format, self.global_scale)
+        groups = groups.expand(n, 1) if groups.ndim == 0 else groups.reshape(n, -1)  # (N, G)
+        pairs = encode.stored_pairs(self.format.element, self.codes.device)
+        for start, part in row_chunks(self.codes):
+            at = slice(start, start + part.shape[0])
+            values = encode.decode_stored(part, self.format.element, pairs).view(len(part), groups.shape[1], -1)
+            torch.mul(values, groups[at].unsqueeze(-1), out=done[at].view(values.shape))
+        return done
+
+    def operand(self) -> Tensor:
+        """`dequantize` in fp32, for one product: on a CPU in memory that is quick to have and not kept."""
+        return self.dequantize(out=memory.scratch(self.shape, torch.float32, self.codes.device))
 
     @property
     def bits_per_weight(self) -> float:
@@ -134,59 +141,119 @@ def quantize_blocks(
     name: str,
     row_scale: Tensor | None = None,
     four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
 ) -> QuantizedTensor:
     """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN.
 
     row_scale fp32: the scale of each row (M, 1) of a per-row format, or of a per-tensor format (), where it must not
-    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales.
+    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales. steps: what is done first to
+    rows of x in fp32, in place; where a scale follows from all of x, it must have been done before.
     """
-    rows, k = x.shape
-    format.check_shape(rows, k, name)
-    if row_scale is not None and format.group_size:
-        raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
-    if format.two_level and global_scale is None:
-        global_scale = encode.global_scale_for(largest(x), format, four_over_six)
-    if row_scale is None and format.block[0] == 0:
-        row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
-    done = QuantizedTensor.empty(format, rows, k, global_scale, x.device)
-    wide = None
-    for start, part in _row_chunks(x.detach()):
-        wide = torch.empty(part.shape, device=x.device) if wide is None else wide[: part.shape[0]]
-        at = slice(start, start + part.shape[0])
-        own_global = global_scale if global_scale is None or global_scale.ndim == 0 else global_scale[at]
-        own_scale = row_scale if row_scale is None or row_scale.numel() == 1 else row_scale[at]
-        done.put(_quantize_rows(wide.copy_(part), format, own_global, own_scale, four_over_six), start)
+    how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
+    done = QuantizedTensor.empty(format, *x.shape, how.global_scale, x.device)
+    for start, scaled, scale in how.scaled_rows(x, steps):
+        codes = encode.encode(scaled, format.element, used_up=True).reshape(len(scaled), -1)
+        if format.group_size == 0:
+            scale = scale.reshape(()) if format.block[0] == 0 else scale.reshape(len(scaled))
+        shape = (len(scaled), x.shape[1])
+        codes = encode.pack(codes, format.element)
+        done.put(QuantizedTensor(codes, scale, how.global_of(start, len(scaled)), shape, format), start)
     return done
+
+
+def round_blocks(
+    x: Tensor,
+    format: Format,
+    global_scale: Tensor | None,
+    name: str,
+    row_scale: Tensor | None = None,
+    four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """What `quantize_blocks` of the same decodes to, (M, K) in fp32, without storing the codes."""
+    how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
+    done = memory.scratch(x.shape, torch.float32, x.device)
+    for start, scaled, scale in how.scaled_rows(x, steps):
+        step = encode.decode_scale(scale, format, how.global_of(start, len(scaled))).unsqueeze(-1)
+        rounded = encode.decoded_codes(scaled, format.element)
+        torch.mul(rounded, step, out=done[start : start + len(scaled)].view(scaled.shape))
+    return done
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How a matrix is rounded: global_scale () or (M, 1) of two-level formats, row_scale where blocks do not say it."""
+
+    format: Format
+    global_scale: Tensor | None
+    row_scale: Tensor | None
+    four_over_six: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        format: Format,
+        global_scale: Tensor | None,
+        name: str,
+        row_scale: Tensor | None,
+        four_over_six: bool,
+    ) -> _Rounding:
+        """With the scales that follow from all of x (M, K); ValueError for what does not fit the format."""
+        format.check_shape(*x.shape, name)
+        if row_scale is not None and format.group_size:
+            raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
+        if format.two_level and global_scale is None:
+            global_scale = encode.global_scale_for(largest(x), format, four_over_six)
+        if row_scale is None and format.block[0] == 0:
+            row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
+        return cls(format, global_scale, row_scale, four_over_six)
+
+    def scaled_rows(self, x: Tensor, steps: Callable[[Tensor], object] | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of some rows at a time.
+
+        Scales that blocks do not say are (rows, 1), or (1, 1) for all.
+        """
+        wide = None
+        for start, part in row_chunks(x.detach()):
+            rows, k = part.shape
+            wide = torch.empty(part.shape, device=x.device) if wide is None else wide[:rows]
+            wide.copy_(part)
+            if steps is not None:
+                steps(wide)
+            blocks = wide.view(rows, -1, self.format.group_size or k)
+            own = self.global_of(start, rows)
+            scale = self._scale(blocks, start, own)
+            step = encode.decode_scale(scale, self.format, own)
+            yield start, blocks.div_(step.unsqueeze(-1)), scale
+
+    def global_of(self, start: int, rows: int) -> Tensor | None:
+        """Of these rows."""
+        shared = self.global_scale is None or self.global_scale.ndim == 0
+        return self.global_scale if shared else self.global_scale[start : start + rows]
+
+    def _scale(self, blocks: Tensor, start: int, global_scale: Tensor | None) -> Tensor:
+        if self.row_scale is not None:
+            shared = self.row_scale.numel() == 1
+            return (self.row_scale if shared else self.row_scale[start : start + len(blocks)]).reshape(-1, 1)
+        scale = encode.block_scale(blocks, self.format, global_scale)
+        if self.four_over_six and global_scale is not None:
+            scale = encode.four_over_six(blocks, scale, self.format, global_scale)
+        return scale
 
 
 def largest(x: Tensor) -> Tensor:
     """max |x| () in fp32: NaN where x holds NaN, infinite where it does or fp32 overflows."""
-    ends = torch.stack([end for _, part in _row_chunks(x) for end in torch.aminmax(part)])
+    ends = torch.stack([end for _, part in row_chunks(x) for end in torch.aminmax(part)])
     return ends.abs().amax().float()
 
 
-def _quantize_rows(
-    x: Tensor, format: Format, global_scale: Tensor | None, row_scale: Tensor | None, four_over_six: bool
-) -> QuantizedTensor:
-    """`quantize_blocks` of fp32 rows that need nothing else to be known; x is used up."""
-    rows, k = x.shape
-    blocks = x.reshape(rows, -1, format.group_size or k)  # (rows, G, k)
-    if row_scale is None:
-        scale = encode.block_scale(blocks, format, global_scale)
-    else:
-        scale = row_scale.reshape(-1, 1)  # (rows, 1), or (1, 1) for all
-    if four_over_six and global_scale is not None:
-        scale = encode.four_over_six(blocks, scale, format, global_scale)
-    step = encode.decode_scale(scale, format, global_scale)
-    codes = encode.encode(blocks.div_(step.unsqueeze(-1)), format.element).reshape(rows, k)
-    if format.group_size == 0:
-        scale = scale.reshape(()) if format.block[0] == 0 else scale.reshape(rows)
-    return QuantizedTensor(encode.pack(codes, format.element), scale, global_scale, (rows, k), format)
+def row_chunks(x: Tensor, cached: int = _CACHED) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps.
 
-
-def _row_chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps."""
-    each = _CACHED * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
+    cached: elements for each core.
+    """
+    each = cached * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
     rows = max(1, each // x.shape[1])
     return ((start, x[start : start + rows]) for start in range(0, x.shape[0], rows))
 

@@ -77,6 +77,42 @@ def test_every_code_decodes_to_what_its_bits_mean(kind):
     assert max(v for v in expected.tolist() if v == v) == element.max
 
 
+def test_e4m3_without_nan_decodes_to_the_same_as_with_it():
+    """A CPU takes the bits of fp16 numbers for them; NaN has to be looked for."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = ~codes.float().isnan()
+    assert finite.sum() == 254
+    values = encode.decode(codes.view(torch.uint8)[finite].view(torch.float8_e4m3fn), ELEMENTS["e4m3"])
+    assert torch.equal(bytes_of(values), bytes_of(codes.float()[finite]))
+    for one in (0x7F, 0xFF):
+        alone = torch.tensor([one, 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        assert encode.decode(alone, ELEMENTS["e4m3"]).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_stored_codes_decode_as_if_they_were_unpacked_first(kind):
+    element = ELEMENTS[kind]
+    stored = torch.arange(256, dtype=torch.uint8).reshape(8, 32).view(getattr(torch, element.storage))
+    expected = encode.decode(encode.unpack(stored, element), element)
+    pairs = encode.stored_pairs(element, stored.device)
+    for found in (encode.decode_stored(stored, element), encode.decode_stored(stored[:, ::1], element, pairs)):
+        assert torch.equal(bytes_of(found), bytes_of(expected)) and found.shape == expected.shape
+    columns = encode.decode_stored(stored.t(), element)  # not contiguous
+    assert torch.equal(
+        bytes_of(columns), bytes_of(encode.decode(encode.unpack(stored.t().contiguous(), element), element))
+    )
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_rounding_without_codes_gives_what_codes_decode_to(kind):
+    x = all_bf16()
+    expected = encode.decode(encode.encode(x, ELEMENTS[kind]), ELEMENTS[kind])
+    found = encode.decoded_codes(x.clone(), ELEMENTS[kind])
+    same = ~x.isnan() if kind == "e2m1" else slice(None)
+    assert torch.equal(bytes_of(found[same]), bytes_of(expected[same]))
+    assert kind != "e2m1" or found[x.isnan()].isnan().all()
+
+
 def test_every_e8m0_byte_decodes_to_its_power_of_two():
     scale = torch.arange(256, dtype=torch.uint8)
     expected = torch.tensor([value_of("e8m0", byte) for byte in range(256)], dtype=torch.float64)

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from fluxq import environment as env
+from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.kernels import dispatch
 from fluxq.quantize import ops
@@ -49,8 +50,7 @@ def test_the_command_holds_no_names_paths_or_tokens_and_imports_neither_diffuser
 def test_for_people_it_is_lines_and_a_table():
     lines = CliRunner().invoke(cli, ["env"]).stdout.splitlines()
     assert f"torch             {torch.__version__}" in lines
-    capability = torch.backends.cpu.get_cpu_capability()
-    assert [line for line in lines if line.startswith("cpu ") and line.endswith(f"cores, {capability}")]
+    assert [line for line in lines if line.startswith("cpu ") and line.endswith(f"cores, {instructions()}")]
     assert [line for line in lines if line.startswith("quantized_linear") and "torch reference" in line]
 
 

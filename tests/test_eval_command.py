@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from fluxq import judge
+from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.eval.advice import advice
 from fluxq.eval.schema import read_report
@@ -123,6 +125,7 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     assert "CPU" in bench.output and "tiny-nvfp4, optimized" in bench.output
     way = "re-encoded to int8" if int_mm_is_exact("cpu") else "as stored"
     assert f"quantized layers were computed {way}: " in bench.output
+    assert str(instructions()) in bench.output and "baseline: " in bench.output
     debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
     assert debug.exit_code == 0, debug.output
     assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0
@@ -130,6 +133,7 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     native, as_int8 = report.runs
     timed, other = (as_int8, native) if int_mm_is_exact("cpu") else (native, as_int8)
     assert timed.speed is not None and other.speed is None and report.timed == ()
+    assert [row.side for row in timed.speed.rows[:2]] == ["16-bit", "fp32"] and timed.speed.rows[1].missing is None
     assert timed.speed.served == timed.served != other.served
     assert native.debug is not None and native.debug.patch is not None and as_int8.debug is None
 
@@ -160,6 +164,20 @@ def test_what_an_older_version_found_is_named_and_left_out(quantized: Path, capl
     assert "schema_version is 2, this fluxq reads 3: run `fluxq eval` on its checkpoint again" in caplog.text
     assert json.loads((quantized / "eval" / "speed.json").read_text(encoding="utf-8"))["checkpoint"] == known
     assert json.loads(path.read_text(encoding="utf-8"))["schema_version"] == 2  # left as it was
+
+
+def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized: Path, monkeypatch) -> None:
+    monkeypatch.setattr(judge, "free_bytes", lambda device: 1_000_000)
+    few = "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1
+    found = json.loads(fluxq("bench", quantized, *few, "--prefer", "memory", "--json").output)
+    assert found["conditions"]["quantized layers"].endswith("prefer='memory'")
+    assert "GB, 0.0 GB are free" in found["rows"][1]["missing"] and found["rows"][1]["side"] == "fp32"
+    stored = found["rows"][2]["resident_bytes"]
+    monkeypatch.undo()
+    found = json.loads(fluxq("bench", quantized, *few, "--prefer", "decoded", "--json").output)
+    assert found["rows"][2]["resident_bytes"] > 3 * stored
+    in_fp32 = fluxq("bench", quantized, *few, "--dtype", "float32", "--json")
+    assert [row["side"] for row in json.loads(in_fp32.output)["rows"]] == ["16-bit", quantized.name]
 
 
 def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantized: Path) -> None:

@@ -4,13 +4,16 @@ import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import example_report
 import pytest
 import torch
 from torch import nn
 
-from fluxq import tiny
-from fluxq.eval import speed
+from fluxq import show, tiny
+from fluxq.base.processor import Instructions
+from fluxq.eval import charts, markdown, speed
 from fluxq.eval.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
+from fluxq.eval.report import render
 from fluxq.eval.sides import Side
 from fluxq.eval.speed import STEP, TEXT, VAE, WHOLE, Setting, device_row, measure_speed, step_at_peak, summarize
 from fluxq.quantize import graphs
@@ -263,6 +266,69 @@ def test_a_speedup_is_against_the_fastest_mode_of_the_16_bit_side(monkeypatch):
     ratios = {(each.mode, each.stage): (each.against, each.ratio.mean) for each in found.speedups}
     assert ratios["eager", STEP] == ("compiled", pytest.approx(0.5))
     assert ratios["compiled", STEP] == ("compiled", pytest.approx(1.0))
+
+
+def with_fp32(monkeypatch, vectors, fp32, sixteen=0.2, quantized=0.1, **others):
+    """What is found on a CPU with these instructions, whose fp32 step takes so long."""
+    monkeypatch.setattr(speed, "instructions", lambda: vectors)
+    machine, (plain, small) = sides(None, {"step": sixteen}, {"step": quantized})
+    single = FakeSide("fp32", machine, step=fp32, **others)
+    single.dtype = "float32"
+    return measure((plain, single, small), machine, references=2)
+
+
+AVX2, BF16 = Instructions("AVX2"), Instructions("AVX512", ("VNNI", "BF16"))
+
+
+@pytest.mark.parametrize(("fp32", "over", "ratio"), [(0.15, "fp32", 1.5), (0.3, "16-bit", 2.0)])
+def test_on_a_cpu_a_speedup_is_over_the_faster_of_fp32_and_16_bit(monkeypatch, fp32, over, ratio):
+    found = with_fp32(monkeypatch, AVX2, fp32)
+    assert [(row.side, row.is_reference) for row in found.rows] == [("16-bit", True), ("fp32", True), ("nvfp4", False)]
+    step, _whole = found.speedups
+    assert (step.over, step.ratio.mean) == (over, pytest.approx(ratio))
+    assert found.conditions["baseline"] == "the faster of fp32 and 16 bit on AVX2"
+    assert {card.side for card in found.cards} == {"16-bit", "nvfp4"}
+
+
+@pytest.mark.parametrize("fp32", [0.15, 0.3])
+def test_where_a_cpu_multiplies_bf16_fp32_is_the_baseline_and_16_bit_stands_beside_it(monkeypatch, fp32):
+    found = with_fp32(monkeypatch, BF16, fp32)
+    ratios = [(each.stage, each.over, each.ratio.mean) for each in found.speedups]
+    assert ratios[:2] == [(STEP, "fp32", pytest.approx(10 * fp32)), (STEP, "16-bit", pytest.approx(2.0))]
+    assert [each[:2] for each in ratios[2:]] == [(WHOLE, "fp32"), (WHOLE, "16-bit")]
+    said = found.conditions["baseline"]
+    assert said == "fp32, with 16 bit beside it: AVX512 (VNNI, BF16) multiplies bf16 by itself"
+
+
+def test_where_fp32_finds_no_room_16_bit_is_what_is_left(monkeypatch):
+    found = with_fp32(monkeypatch, BF16, 0.3, weights=2000 * GIB)
+    assert found.rows[1].side == "fp32" and found.rows[1].missing.startswith("out of memory")
+    assert {each.over for each in found.speedups} == {"16-bit"} and len(found.speedups) == 2
+    assert found.conditions["baseline"] == "16-bit, the only one that could be timed"
+
+
+def test_a_gpu_has_one_baseline(monkeypatch):
+    monkeypatch.setattr(speed, "instructions", lambda: BF16)
+    machine, pair = sides(FakeMachine("cuda"))
+    found = measure(pair, machine)
+    assert {each.over for each in found.speedups} == {"16-bit"} and "baseline" not in found.conditions
+
+
+def test_pages_and_the_terminal_name_the_baseline_and_the_instructions(monkeypatch, capsys):
+    found = with_fp32(monkeypatch, BF16, 0.15)
+    found = found.model_copy(update={"conditions": {**found.conditions, "instruction set": str(BF16)}})
+    report = example_report.example(1)
+    run = report.runs[0].model_copy(update={"speed": found})
+    first = next(fact for fact in markdown.facts(run) if "end to end" in fact)
+    assert first.endswith("times as fast as fp32 end to end, eager, on a CPU with AVX512 (VNNI, BF16)")
+    assert charts.first_speed(run, reference=True).side == "fp32"
+    text = "\n".join(markdown._speed("a", found))
+    assert "| fp32 (eager) |" in text and "| 16 bit (eager) |" in text
+    page = render(report.model_copy(update={"runs": (run,)}))
+    assert "times as fast as fp32 (eager)</b>" in page and "<td>fp32</td>" in page and "<td>16 bit</td>" in page
+    show.timed(found)
+    printed = capsys.readouterr().out
+    assert "baseline: fp32, with 16 bit beside it" in printed and "times as fast as fp32 (eager)" in printed
 
 
 def test_no_speedup_is_given_where_rounds_spread():

@@ -400,6 +400,102 @@ def test_the_int8_product_is_exact_without_int_mm(monkeypatch):
     assert torch.equal(ops.int8_product(a, b).double(), a.double() @ b.double().t())
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A function that says what each exact int8 product takes by a clock that nothing else moves, and what ran."""
+    ran, now, own, columns = [], [0.0], torch._int_mm, ops._product_of_columns
+
+    def set_to(int_mm: float, by_columns: float) -> list[str]:
+        def timed(name, seconds, work):
+            def run(*operands):
+                ran.append(name)
+                now[0] += seconds * operands[0].numel()
+                return work(*operands)
+
+            return run
+
+        monkeypatch.setattr(torch, "_int_mm", timed("int_mm", int_mm, own))
+        monkeypatch.setattr(ops, "_product_of_columns", timed("columns", by_columns, columns))
+        ops.int8_seconds.cache_clear()
+        return ran
+
+    monkeypatch.setattr(ops.time, "perf_counter", lambda: now[0])
+    yield set_to
+    ops.int8_seconds.cache_clear()
+
+
+@pytest.fixture
+def int_mm_is_exact(monkeypatch):
+    """As on a CPU with VNNI; the codes of the tests that use it saturate nowhere."""
+    monkeypatch.setattr(ops, "int_mm_is_exact", lambda device_type: True)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [((20.0, 1.0), "columns"), ((1.0, 3.0), "int_mm")])
+def test_of_two_exact_products_the_faster_one_is_measured_once_and_taken(clock, int_mm_is_exact, seconds, chosen):
+    ran = clock(*seconds)
+    a, b = torch.ones(40, 96, dtype=torch.int8), torch.ones(8, 96, dtype=torch.int8)
+    ops.int8_product(a, b)
+    assert {*ran[:-1]} == {"int_mm", "columns"} and ran[-1] == chosen
+    ran.clear()
+    ops.int8_product(a, b)
+    assert ran == [chosen]
+    name, reason = ops.implementation(Scheme.parse("int8-int8"), "cpu")
+    m, _, k = ops._TIMED
+    assert name == (ops.INT_MM if chosen == "int_mm" else ops.COLUMNS)
+    assert all(f"{1e3 * m * k * each:.2g} ms" in reason for each in seconds), reason
+
+
+def test_a_product_that_saturates_is_never_taken_however_fast_it_is(clock, monkeypatch):
+    ran = clock(1.0, 1000.0)
+    monkeypatch.setattr(ops, "int_mm_is_exact", lambda device_type: False)
+    ops.int8_product(torch.ones(40, 96, dtype=torch.int8), torch.ones(8, 96, dtype=torch.int8))
+    assert ran == ["columns"]
+    assert ops.implementation(Scheme.parse("int8-int8"), "cpu")[0] == ops.COLUMNS
+
+
+@pytest.mark.parametrize("scheme", ["int8-int8", "int8-int8-center-smooth-h64"])
+def test_which_int8_product_is_taken_changes_no_bit(clock, scheme, monkeypatch):
+    """With codes that saturate nowhere, so that both products are exact on every CPU."""
+    parsed, noise = Scheme.parse(scheme), torch.Generator().manual_seed(0)
+    n, k = 2100, 1200 // 64 * 64  # more rows than are multiplied at a time, more columns than fp32 adds up exactly
+    codes = torch.randint(-60, 61, (n, k), generator=noise, dtype=torch.int8)
+    weight = QuantizedTensor(codes, torch.rand(n, generator=noise), None, (n, k), FORMATS["int8"])
+    beside = {"pre_quant_mean": torch.randn(k, generator=noise), "pre_quant_scale": torch.rand(k, generator=noise)}
+    layer = QuantLinear.from_quantized(weight, torch.randn(n), parsed, None, beside if parsed.smooth else None)
+    x, results = torch.randn(3, 5, k, generator=noise), []
+    monkeypatch.setattr(ops, "int_mm_is_exact", lambda device_type: True)
+    for seconds in ((1.0, 2.0), (2.0, 1.0)):
+        ran = clock(*seconds)
+        results.append(layer(x))
+    assert {"int_mm", "columns"} == {*ran} and torch.equal(*results)
+
+
+ONLY_WHEN_IT_RUNS = """
+import torch, fluxq
+from fluxq.quantize import ops
+from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.recipes.formats import Scheme
+w = QuantizedTensor.quantize(torch.randn(32, 64), "int8")
+layer = QuantLinear.from_quantized(w, None, Scheme.parse("int8-int8"))
+x = torch.randn(4, 64)
+ops.int_mm_is_exact = lambda device_type: True
+with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+    assert layer(fakes.from_tensor(x)).shape == (4, 32)
+program = torch.export.export(layer, (x,))
+assert ops.int8_seconds.cache_info().currsize == 0
+with torch.device("meta"):  # what a library may have around a call
+    y = layer(x)
+assert ops.int8_seconds.cache_info().currsize == 1
+assert torch.equal(program.module()(x), y)
+"""
+
+
+def test_products_are_measured_when_one_is_needed_and_not_at_import_or_while_tracing():
+    done = subprocess.run([sys.executable, "-c", ONLY_WHEN_IT_RUNS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("scheme", ["fp8-fp8", "nvfp4-nvfp4", "int8-int8", "int4-16bit"])
 @pytest.mark.parametrize("int_mm", [True, False])
 def test_autocast_changes_no_bit(scheme, int_mm, monkeypatch):

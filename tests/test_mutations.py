@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from fluxq.quantize import encode, ops
-from fluxq.quantize.tensor import quantize_blocks
 from fluxq.recipes.formats import FORMATS
 
 
@@ -68,6 +67,13 @@ def pack_high_first(original, codes, element):
 
 def unpack_high_first(original, stored, element):
     return original(swap_nibbles(stored), element)
+
+
+def pairs_high_first(original, element, device):
+    pairs = original(element, device)
+    return (
+        pairs if pairs is None else pairs.view(torch.float32).view(-1, 2).flip(1).contiguous().view(torch.int64)[:, 0]
+    )
 
 
 def rolled_by_one_group(original, *args):
@@ -125,20 +131,20 @@ def finite_scale_for_infinity(original, blocks, row, global_scale):
     return original(blocks.nan_to_num(posinf=1.0, neginf=-1.0), row, global_scale)
 
 
-def one_scale_for_all_tokens(original, x, row, input_scale=None, *how):
-    return quantize_blocks(x, row, None, "activation")
+def one_scale_for_all_tokens(original, x, row, input_scale, four_over_six):
+    return None, None
 
 
-def input_scale_ignored(original, x, row, input_scale=None, *how):
-    return original(x, row, None, *how)
+def input_scale_ignored(original, x, row, input_scale, four_over_six):
+    return original(x, row, None, four_over_six)
 
 
 def product_in_bf16(original, a, b):
     return F.linear(a.bfloat16(), b.bfloat16())
 
 
-def bias_after_the_cast(original, x, w, input_scale, bias):
-    y = original(x, w, input_scale, None).to(torch.bfloat16)
+def bias_after_the_cast(original, x, w, input_scale, bias, *steps):
+    y = original(x, w, input_scale, None, *steps).to(torch.bfloat16)
     return (y + bias).float()
 
 
@@ -154,8 +160,9 @@ class Mutation:
 
 MUTATIONS = {
     "nibbles: pack only": [Mutation(encode, "pack", pack_high_first, (PACKING, UNPACKING, MODELOPT_NVFP4))],
-    "nibbles: unpack only": [
-        Mutation(encode, "unpack", unpack_high_first, (UNPACKING, MODELOPT_NVFP4, exact_linear("nvfp4-fp8")))
+    "nibbles: unpack only": [Mutation(encode, "unpack", unpack_high_first, (UNPACKING,))],
+    "nibbles: decoded only": [
+        Mutation(encode, "stored_pairs", pairs_high_first, (MODELOPT_NVFP4, exact_linear("nvfp4-fp8")))
     ],
     "nibbles: both": [
         Mutation(encode, "pack", pack_high_first, (PACKING, MODELOPT_NVFP4)),
@@ -223,10 +230,10 @@ MUTATIONS = {
         Mutation(encode, "encode", sign_of_zero_dropped, (rounding("e4m3"), rounding("e2m1"), MODELOPT_NVFP4))
     ],
     "activations: one global scale for all tokens": [
-        Mutation(ops, "quantize_activation", one_scale_for_all_tokens, (exact_linear("nvfp4-nvfp4"),))
+        Mutation(ops, "activation_scales", one_scale_for_all_tokens, (exact_linear("nvfp4-nvfp4"),))
     ],
     "activations: input_scale ignored": [
-        Mutation(ops, "quantize_activation", input_scale_ignored, (exact_linear("nvfp4-nvfp4-static"),))
+        Mutation(ops, "activation_scales", input_scale_ignored, (exact_linear("nvfp4-nvfp4-static"),))
     ],
     "int8: inexact product": [
         Mutation(

@@ -21,8 +21,9 @@ from fluxq.integrations import prepare as integration
 from fluxq.integrations.loading import quant_layers
 from fluxq.kernels import chips, dispatch
 from fluxq.kernels.dispatch import Offer
+from fluxq.quantize import ops
 from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.prepare import Origin, add_row_scale, as_stored, reencode_layer, swizzle
+from fluxq.quantize.prepare import Origin, add_decoded, add_row_scale, as_stored, reencode_layer, swizzle
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
@@ -118,6 +119,69 @@ def test_swizzled_scales_change_no_bit_and_come_back(scheme: str) -> None:
     assert torch.equal(layer.dequantized(torch.float32).weight, plain.dequantized(torch.float32).weight)
     stored = as_stored(layer)["weight_scale"].view(torch.uint8)
     assert torch.equal(stored, plain.get_parameter("weight_scale").view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["nvfp4-nvfp4-static", "mxfp4-mxfp4", "mxfp8-mxfp8", "int4-int4", "fp8-fp8", "fp8-16bit", "int8-16bit"]
+)
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_decoded_weight_gives_the_bits_of_its_codes_which_are_what_is_stored(scheme: str, rank: int) -> None:
+    layer, plain = layer_of(scheme, rank=rank), layer_of(scheme, rank=rank)
+    add_decoded(layer)
+    decoded = layer.get_parameter("weight_decoded")
+    assert decoded.dtype == torch.float32 and torch.equal(decoded, plain.quantized_weight.dequantize())
+    results = []
+    for each in (layer, plain):
+        x = X.clone().requires_grad_()
+        y = each(x)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
+    assert all(map(torch.equal, *results))
+    after, before = as_stored(layer), as_stored(plain)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert layer.stored_scheme == layer.scheme == plain.scheme
+    assert torch.equal(layer.dequantized(torch.float32).weight, plain.dequantized(torch.float32).weight)
+
+
+def test_a_decoded_weight_is_what_is_multiplied(monkeypatch) -> None:
+    layer = layer_of("fp8-fp8")
+    add_decoded(layer)
+    before = layer(X)
+    monkeypatch.setattr(QuantizedTensor, "dequantize", lambda *_, **__: pytest.fail("the codes were decoded again"))
+    assert torch.equal(layer(X), before)
+    layer.get_parameter("weight_decoded").data.zero_()
+    assert torch.equal(layer(X), layer.bias.expand_as(before))
+
+
+def test_a_decoded_weight_stays_fp32_and_moves_with_its_layer() -> None:
+    layer = layer_of("nvfp4-nvfp4", rank=5)
+    add_decoded(layer)
+    want = layer(X)
+    layer.to("cpu", torch.bfloat16)  # the dtype that it computes in: a move
+    assert layer.get_parameter("weight_decoded").dtype == torch.float32 and torch.equal(layer(X), want)
+    with pytest.raises(ValueError, match=r"cannot be cast to torch\.float16"):
+        layer.half()
+    twin = copy.deepcopy(layer)
+    layer.get_parameter("weight_decoded").data.zero_()
+    assert torch.equal(twin(X), want)
+    twin.append_low_rank(torch.randn(2, 128), torch.randn(96, 2))
+    assert not torch.equal(twin(X), want) and twin.stored_scheme.rank == 7
+    twin.drop_low_rank(2)
+    assert torch.equal(twin(X), want)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(X), want)
+
+
+def test_a_decoded_weight_that_does_not_fit_its_codes_is_named() -> None:
+    layer = layer_of("nvfp4-nvfp4")
+    with pytest.raises(ValueError, match=r"decoded is torch\.bfloat16 \(96, 128\), expected float32 \(96, 128\)"):
+        ops.quantized_linear(X, *layer.operands, torch.zeros(96, 128, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"decoded is torch\.float32 \(96, 64\)"):
+        ops.quantized_linear(X, *layer.operands, torch.zeros(96, 64))
+    add_row_scale(layer, ("int8",))
+    with pytest.raises(ValueError, match="takes decoded or row_scale, which is for other codes; got both"):
+        ops.quantized_linear(X, *layer.operands, torch.zeros(96, 128))
+    with pytest.raises(ValueError, match="int8-int8 multiplies its codes as they are: there is nothing to decode"):
+        add_decoded(layer_of("int8-int8"))
 
 
 def test_what_can_not_be_prepared_or_saved_is_named() -> None:
@@ -223,6 +287,62 @@ def test_a_cpu_runs_4_bit_layers_as_int8_and_saves_what_was_loaded(prepared, tmp
     assert_same_files(tmp_path / "twin", folder)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "int8"])
+def test_decoded_ahead_a_model_computes_the_same_bits_and_saves_what_was_loaded(
+    checkpoint, tmp_path: Path, recipe: str
+) -> None:
+    folder = checkpoint(recipe) / "transformer"
+    plain, model = load(folder), load(folder)
+    rows = fluxq.prepare(model, device="cpu", prefer="decoded")
+    decodes = [name for name, scheme in json_schemes(folder).items() if not scheme.startswith("int8-int8")]
+    assert sorted(row.name for row in rows) == sorted(decodes) and decodes
+    assert all(row.stored == row.runs_as and row.added_error == 0 and "beside its codes" in row.how for row in rows)
+    for (name, layer), (_, before) in zip(quant_layers(model), quant_layers(plain), strict=True):
+        tokens = torch.randn(5, layer.in_features).bfloat16()
+        assert torch.equal(layer(tokens), before(tokens)), name
+        assert (layer.prepared is not None) == (name in decodes)
+    assert fluxq.prepare(model, device="cpu", prefer="decoded") == []
+    with pytest.raises(ValueError, match=r"prepared already, for cpu and prefer='decoded' .* prefer='speed'"):
+        fluxq.prepare(model, device="cpu")
+    for number, each in enumerate((model, copy.deepcopy(model))):
+        each.save_pretrained(tmp_path / str(number))
+        assert_same_files(tmp_path / str(number), folder)
+    model.dequantize()
+    assert not quant_layers(model)
+
+
+@pytest.mark.parametrize("offload", ["in_memory", "in_groups"])
+def test_a_model_decoded_ahead_is_offloaded_as_any_other(checkpoint, offload: str) -> None:
+    folder = checkpoint("nvfp4") / "transformer"
+    model = load(folder)
+    name, plain = next((name, layer) for name, layer in quant_layers(load(folder)) if layer.scheme.activations)
+    fluxq.prepare(model, device="cpu", prefer="decoded")
+    {"in_memory": in_memory, "in_groups": in_groups}[offload](model)
+    tokens = torch.randn(5, plain.in_features).bfloat16()
+    assert torch.equal(model.get_submodule(name)(tokens), plain(tokens))
+
+
+def test_decoding_ahead_is_for_a_cpu_with_room(checkpoint, gpu, monkeypatch) -> None:
+    model = load(checkpoint("nvfp4") / "transformer")
+    gpu("sm_90")
+    with pytest.raises(ValueError, match=r"kernels on cuda.* decode on their way: take 'speed' or .*device='cpu'"):
+        fluxq.prepare(model, device="cuda", prefer="decoded")
+    monkeypatch.setattr(integration, "free_bytes", lambda device: 1_000_000)
+    with pytest.raises(
+        ValueError, match=r"takes \d+\.\d GB beside the codes and 0\.0 GB are free: take prefer='memory'"
+    ):
+        fluxq.prepare(model, device="cpu", prefer="decoded")
+    assert all(layer.prepared is None for _, layer in quant_layers(model))
+
+
+def test_fused_blocks_leave_layers_that_are_decoded_ahead_alone(checkpoint) -> None:
+    model = load(checkpoint("nvfp4") / "transformer")
+    fluxq.prepare(model, device="cpu", prefer="decoded")
+    parts = fluxq.optimize(model, device="cpu")
+    assert not any(part.layers for part in parts)
+    assert any("its weight is decoded already" in part.why_not for part in parts)
+
+
 def json_schemes(folder: Path) -> dict[str, str]:
     layers = json.loads((folder / "config.json").read_text())["quantization_config"]["layers"]
     return {name: scheme for scheme, names in layers.items() for name in names}
@@ -267,7 +387,7 @@ def test_an_adapter_fused_afterwards_must_be_unfused_before_saving(prepared) -> 
 
 
 def test_bad_calls_are_named(checkpoint, pipe) -> None:
-    with pytest.raises(ValueError, match="prefer is 'size', expected 'speed' or 'memory'"):
+    with pytest.raises(ValueError, match="prefer is 'size', expected 'speed', 'memory' or 'decoded'"):
         fluxq.prepare(pipe, prefer="size")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="this FluxPipeline holds no layer that fluxq quantized"):
         fluxq.prepare(pipe)

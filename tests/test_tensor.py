@@ -78,6 +78,68 @@ def scale_is_exact_enough(q: QuantizedTensor) -> Tensor:
     return (q.scale.float() >= 2.0**-6).repeat_interleave(q.format.group_size, dim=1)
 
 
+def hard_rows(row: Format) -> Tensor:
+    """Rows of all sizes, with zeros of both signs, NaN, infinity and numbers too small for any scale."""
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 6 * (row.group_size or 32), generator=noise)
+    x[2:8] *= torch.exp2(torch.randint(-140, 120, (6, x.shape[1]), generator=noise).float())
+    x[8], x[9], x[10, ::2], x[11, 3], x[12, 5], x[13] = 0.0, -0.0, -1e-20, math.nan, -math.inf, x[13] * 1e-44
+    return x
+
+
+def bits(x: Tensor) -> Tensor:
+    """Equal for equal numbers, zeros of one sign, and NaN."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("given", ["no scale", "one scale", "a scale for each row"])
+def test_blocks_rounded_without_codes_are_what_their_codes_decode_to(row, given, monkeypatch):
+    monkeypatch.setattr(tensor.row_chunks, "__defaults__", (7 * 96,))  # a few rows at a time
+    x = hard_rows(row)
+    scale = {"no scale": None, "one scale": torch.tensor(0.3), "a scale for each row": torch.rand(20, 1) + 0.1}[given]
+    by_row = row.group_size == 0 and (given == "one scale") == (row.block[0] == 0)
+    if scale is not None and not (row.two_level or by_row):
+        pytest.skip("it takes no such scale")
+    for four_over_six in (False, True)[: 1 + row.two_level]:
+        how = (scale if row.two_level else None), "x", None if row.two_level else scale, four_over_six
+        codes = quantize_blocks(x, row, *how)
+        assert torch.equal(bits(tensor.round_blocks(x, row, *how)), bits(codes.dequantize()))
+
+
+@EVERY_FORMAT
+def test_steps_are_done_to_rows_before_they_are_rounded(row, monkeypatch):
+    monkeypatch.setattr(tensor.row_chunks, "__defaults__", (7 * 96,))
+    x, scale = hard_rows(row).bfloat16(), torch.tensor(0.3) if row.two_level or row.block[0] == 0 else None
+    how = (scale if row.two_level else None), "x", None if row.two_level else scale, False
+
+    def steps(rows: Tensor) -> None:
+        rows -= 0.25
+        rows *= 3.0
+
+    kept = x.clone()
+    expected = tensor.round_blocks((x.float() - 0.25) * 3.0, row, *how)
+    assert torch.equal(bits(tensor.round_blocks(x, row, *how, steps)), bits(expected))
+    assert torch.equal(bits(quantize_blocks(x, row, *how, steps).dequantize()), bits(expected))
+    assert torch.equal(bits(x.float()), bits(kept.float()))
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_matrix_is_decoded_as_its_formula_says_however_many_rows_at_a_time(row, dtype, monkeypatch):
+    q = quantize_blocks(hard_rows(row), row, None, "x")
+    codes = encode.decode(encode.unpack(q.codes, row.element), row.element)
+    scale = encode.decode_scale(q.scale, row, q.global_scale).reshape(-1, 1)
+    by_block = codes.reshape(len(scale), -1) * scale
+    expected = by_block.reshape(20, -1).to(dtype)
+    for elements in (7 * 96, 1 << 18):
+        monkeypatch.setattr(tensor.row_chunks, "__defaults__", (elements,))
+        out = torch.full(q.shape, math.nan, dtype=dtype)
+        for found in (q.dequantize(dtype), q.dequantize(out=out)):
+            assert found.dtype == dtype and torch.equal(bits(found.float()), bits(expected.float()))
+    assert torch.equal(bits(q.operand()), bits(by_block.reshape(20, -1)))
+
+
 @EVERY_FORMAT
 @given(seed=SEEDS)
 @quickly

@@ -273,6 +273,14 @@ def test_for_a_while_memory_of_large_tensors_is_used_again_when_they_are_gone(tm
     assert not memory._FREE.blocks
 
 
+@pytest.mark.parametrize("shape", [(0, 7), (3, 5), (700, 1000)])  # the last is more than a MiB
+def test_memory_for_a_short_while_is_a_tensor_like_any_other(shape):
+    tensor = memory.scratch(shape, torch.float32)
+    tensor.fill_(2.0)
+    assert tensor.shape == shape and tensor.is_contiguous() and (tensor.t() @ tensor == 4 * shape[0]).all()
+    assert memory.scratch(shape, torch.bfloat16, "meta").is_meta
+
+
 def test_little_memory_is_kept(monkeypatch):
     monkeypatch.setattr(memory, "_KEPT", 7 << 20)
     with memory.used_again():

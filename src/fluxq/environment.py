@@ -17,7 +17,7 @@ import torch
 from torch.utils import collect_env
 
 import fluxq
-from fluxq.base.provenance import cpu_name
+from fluxq.base.processor import cpu_name, instructions
 from fluxq.quantize.ops import implementation
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
@@ -64,8 +64,7 @@ def _version(package: str) -> str:
 
 def _devices() -> list[dict[str, Any]]:
     """The processor and every accelerator that torch can use."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    devices = [_device("cpu", "cpu", cpu_name(), None, f"{os.cpu_count()} cores, {capability}")]
+    devices = [_device("cpu", "cpu", cpu_name(), None, f"{os.cpu_count()} cores, {instructions()}")]
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         capability = f"compute capability {found.major}.{found.minor}"

@@ -29,11 +29,10 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.eval import card, fidelity
 from fluxq.eval.generate import Generated, generate
 from fluxq.eval.statistics import paired_interval
-from fluxq.integrations.bounded import is_model
 from fluxq.prepared import Options, Prepared
 from fluxq.preparing import demand, prepare
 from fluxq.quantize import checkpoint
-from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, model_on_meta
+from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, is_model, model_on_meta
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.quantize.steps import KeptSteps, about_to_keep

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_in, images_per_batch
@@ -42,8 +43,10 @@ from fluxq.eval.schema import (
     read_report,
 )
 from fluxq.eval.sides import BACKENDS, NATIVE, Side, variants
+from fluxq.footprint import weight_bytes
 from fluxq.integrations.optimize import optimize
-from fluxq.integrations.prepare import prepare
+from fluxq.integrations.prepare import Prefer, prepare
+from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
@@ -297,19 +300,46 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
     return report
 
 
-def bench(asked: Subject, *, optimized: bool = False, **how: Any) -> Speed:
+def bench(asked: Subject, *, optimized: bool = False, prefer: Prefer = "speed", **how: Any) -> Speed:
     """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
 
-    optimized: also with the blocks that `fluxq.optimize` fuses.
+    optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it.
     """
     from fluxq.eval.speed import measure_speed
 
-    served = [_Served(asked.quantized, is_optimized) for is_optimized in (False, True)[: 1 + optimized]]
-    sides = (asked.reference, *served)
+    device = asked.options.device
+    plain = [asked.reference, *_in_fp32(asked)]
+    served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in asked.items]
-    speed = measure_speed(sides, prompts, asked.call, device=asked.options.device, **how)
+    speed = measure_speed([*plain, *served], prompts, asked.call, device=device, references=len(plain), **how)
+    layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
+    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
     _keep(asked, SPEED_FILE, speed)
     return speed
+
+
+def _in_fp32(asked: Subject) -> list[_InFp32]:
+    """The 16-bit side once more, in what a CPU may compute faster."""
+    is_16_bit = getattr(torch, asked.reference.dtype).itemsize == 2
+    return [_InFp32(asked)] if is_16_bit and torch.device(asked.options.device).type == "cpu" else []
+
+
+@dataclass(frozen=True)
+class _InFp32:
+    """The unquantized side of a bench in fp32, where there is room for it."""
+
+    asked: Subject
+    name: str = "fp32"
+    dtype: str = "float32"
+
+    def open(self, device: str) -> Any:
+        """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
+        folder = self.asked.folder
+        needed = sum(weight_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
+        free = free_bytes(torch.device(device))
+        if free is not None and needed > free:
+            raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        return replace(self.asked.reference, name=self.name, dtype=self.dtype).open(device)
 
 
 @dataclass(frozen=True)
@@ -318,6 +348,7 @@ class _Served:
 
     side: Side
     is_optimized: bool
+    prefer: Prefer
 
     @property
     def name(self) -> str:
@@ -325,7 +356,7 @@ class _Served:
 
     def open(self, device: str) -> Any:
         pipe = self.side.open()
-        prepare(pipe, device=device)
+        prepare(pipe, device=device, prefer=self.prefer)
         pipe = pipe.to(device)
         if self.is_optimized:
             optimize(pipe, device=device)

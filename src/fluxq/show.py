@@ -208,6 +208,8 @@ def timed(speed: Speed) -> None:
     from fluxq.eval.figures import asked
 
     click.echo(f"on {speed.measured_on}")
+    if "baseline" in speed.conditions:
+        click.echo(f"baseline: {speed.conditions['baseline']}")
     rows = []
     for row in speed.rows:
         size = asked(row)
@@ -222,7 +224,9 @@ def timed(speed: Speed) -> None:
     print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
     for gain in speed.speedups:
         size = asked(gain)
-        said = f"no speed-up given: {gain.refused}" if gain.ratio is None else f"{_interval(gain.ratio)} times faster"
+        said = f"no speed-up given: {gain.refused}"
+        if gain.ratio is not None:
+            said = f"{_interval(gain.ratio)} times as fast as {gain.baseline}"
         click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
     if speed.served is not None:
         click.echo(_served(speed.served))

@@ -58,6 +58,20 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     return torch.from_numpy(np.asarray(_Lent(_FREE.take(nbytes)))[:nbytes]).view(dtype).reshape(shape)
 
 
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """`torch.empty` for a short while; what it gives cannot be resized.
+
+    On a CPU numpy asks the system for large pages where it has them, as Linux does: they are cleared several times as
+    fast as the small ones that torch takes. They are gone with the tensor.
+    """
+    import torch
+
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < _LARGE or torch.device(device).type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).reshape(tuple(shape))
+
+
 class _Free:
     """Blocks that nobody uses, by number; beyond `most` bytes those go that were given back first."""
 

@@ -8,12 +8,14 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+from fluxq.base.processor import cpu_name, instructions
+
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 
 
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python, of the packages that compute and of those named, and the kind of machine."""
-    machine = f"{cpu_name()}, {os.cpu_count()} cores"
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
     packages = {name: version(name) for name in (*_PACKAGES, *more)}
     return {"python": platform.python_version(), **packages, "machine": machine}
 
@@ -23,11 +25,3 @@ def commit() -> str:
     here = Path(__file__).parent
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
-
-
-def cpu_name() -> str:
-    """What the operating system calls the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()

@@ -133,6 +133,13 @@ def evaluate(output: str, **arguments: Any) -> None:
     metavar="N",
     help="Calls of each before those.",
 )
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", "memory", "decoded"]),
+    default="speed",
+    show_default=True,
+    help="As fluxq.prepare: int8 where that is faster, codes as they are, or fp32 beside them (CPU).",
+)
 @common_options
 def bench(
     output: str,
@@ -140,6 +147,7 @@ def bench(
     batches: tuple[int, ...],
     sizes: Any,
     optimized: bool,
+    prefer: str,
     rounds: int,
     warmup: int,
     **arguments: Any,
@@ -160,6 +168,7 @@ def bench(
             "batches": batches or (1,),
             "sizes": sizes,
             "optimized": optimized,
+            "prefer": prefer,
             "rounds": rounds,
             "warmup": warmup,
         }

@@ -11,20 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from fluxq.base.console import logger
 from fluxq.base.files import read_json
+from fluxq.base.memory import free_bytes
 from fluxq.integrations.loading import quant_layers
 from fluxq.quantize import ops
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.linear import Prepared, QuantLinear
-from fluxq.quantize.prepare import Origin, reencode_layer, targets_on_cpu
+from fluxq.quantize.prepare import Origin, add_decoded, reencode_layer, targets_on_cpu
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
+Prefer = Literal["speed", "memory", "decoded"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PreparedLayer:
 def prepare(
     model: Any,
     *,
-    prefer: Literal["speed", "memory"] = "speed",
+    prefer: Prefer = "speed",
     device: str | torch.device | None = None,
     source: str | Path | None = None,
 ) -> list[PreparedLayer]:
@@ -51,20 +53,30 @@ def prepare(
     less error ("speed"), or stay in 4 bits and are decoded in the kernel ("memory"). Layers with 16-bit activations
     stay as they are. A warning names layers that the device has no product for. Called again, nothing changes.
 
+    On a CPU "speed" turns layers into int8 where it multiplies that; "memory" leaves codes, which each product decodes;
+    "decoded" keeps fp32 weights beside the codes, 32 bits more for each weight, and computes the same bits sooner.
+
     device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. source: the
     checkpoint's folder, where it cannot be told from the model; without one, re-encoded layers cannot be saved.
     Raises ValueError for a model that holds no quantized layer, is offloaded, or was prepared for another chip or with
-    another preference, for a source that is not the model's, and for a GPU without Triton.
+    another preference, for a source that is not the model's, for a GPU without Triton, and for "decoded" on a GPU.
     """
-    if prefer not in ("speed", "memory"):
-        raise ValueError(f"prefer is {prefer!r}, expected 'speed' or 'memory'")
+    if prefer not in get_args(Prefer):
+        raise ValueError(f"prefer is {prefer!r}, expected 'speed', 'memory' or 'decoded'")
     models = dict(_quantized_models(model))
     if not models:
         raise ValueError(f"this {type(model).__name__} holds no layer that fluxq quantized")
     _require_present(models)
     target = _device(next(iter(models.values())), device)
+    if target.type == "cuda" and prefer == "decoded":
+        raise ValueError(
+            f"prefer='decoded' keeps fp32 weights for products of a CPU; kernels on {target} decode on their way: take "
+            "'speed' or 'memory', or device='cpu'"
+        )
     chip = _chip(target)
     _require_not_prepared_otherwise(models, chip, prefer)
+    if prefer == "decoded":
+        _require_room(models)
     folders = _folders(model, models, source)
     changed = []
     for component, part in models.items():
@@ -135,6 +147,22 @@ def _require_not_prepared_otherwise(models: dict[str, nn.Module], chip: str, pre
                 )
 
 
+def _require_room(models: dict[str, nn.Module]) -> None:
+    """ValueError where the decoded weights do not fit into what is free beside the codes."""
+    layers = [layer for part in models.values() for _, layer in quant_layers(part) if _is_to_decode(layer)]
+    needed = sum(4 * layer.in_features * layer.out_features for layer in layers)
+    free = free_bytes(layers[0].weight.device) if layers else None
+    if free is not None and needed > free:
+        raise ValueError(
+            f"prefer='decoded' takes {needed / 1e9:.1f} GB beside the codes and {free / 1e9:.1f} GB are free: take "
+            "prefer='memory', which decodes for each product"
+        )
+
+
+def _is_to_decode(layer: QuantLinear) -> bool:
+    return not layer.prepared and not ops.multiplies_codes(layer.scheme.weights, layer.scheme.activations)
+
+
 def _prepare_layer(
     layer: QuantLinear, device: torch.device, chip: str, prefer: str, origin: Origin | None
 ) -> Prepared | None:
@@ -143,6 +171,8 @@ def _prepare_layer(
         from fluxq.kernels.dispatch import prepare as prepare_for_chip
 
         prepare_for_chip(layer, chip, prefer, origin)
+    elif prefer == "decoded" and _is_to_decode(layer):
+        add_decoded(layer)
     elif device.type == "cpu" and prefer == "speed" and (targets := targets_on_cpu(layer.scheme)):
         reencode_layer(layer, targets, origin)
     if layer.prepared:

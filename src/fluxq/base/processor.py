@@ -1,0 +1,85 @@
+"""What the processor is called, and which of its instructions PyTorch uses in this process.
+
+PyTorch's own loops choose by ATEN_CPU_CAPABILITY, the products of 16-bit and int8 numbers, which are oneDNN's, by
+ONEDNN_MAX_CPU_ISA: where these are set, less counts than the processor has.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """vectors: "AVX512", "AVX2", … products: what multiplies numbers of 8 and 16 bits, "VNNI", "BF16", "AMX", …
+
+    As text: AVX512 (VNNI, BF16).
+    """
+
+    vectors: str
+    products: tuple[str, ...] = ()
+
+    @property
+    def multiply_bf16(self) -> bool:
+        """Whether there is an instruction for it: without one bf16 becomes fp32 on its way."""
+        return not {"BF16", "AMX"}.isdisjoint(self.products)
+
+    def __str__(self) -> str:
+        return f"{self.vectors} ({', '.join(self.products)})" if self.products else self.vectors
+
+
+def cpu_name() -> str:
+    """What the operating system calls the processor."""
+    return _listed("model name") or platform.machine()
+
+
+def flags() -> tuple[str, ...]:
+    """The processor's instruction sets for vectors and matrices, as Linux lists them; elsewhere none."""
+    listed = {*_listed("flags").split(), *_listed("Features").split()}
+    return tuple(flag for flag in (*_VECTORS, *FLAGS) if flag in listed)
+
+
+def instructions(environment: Mapping[str, str] = os.environ) -> Instructions:
+    """What PyTorch uses here."""
+    import torch
+
+    vectors = torch.backends.cpu.get_cpu_capability()
+    limit = environment.get("ONEDNN_MAX_CPU_ISA", environment.get("DNNL_MAX_CPU_ISA", "")).upper()
+    rows = [FLAGS[flag] for flag in flags() if flag in FLAGS]
+    names = [name for name, last_without in rows if limit not in _up_to(last_without)]
+    return Instructions(platform.machine() if vectors == "DEFAULT" else vectors, tuple(dict.fromkeys(names)))
+
+
+def _up_to(limit: str) -> tuple[str, ...]:
+    """Values of ONEDNN_MAX_CPU_ISA that allow no more than this one."""
+    return _LIMITS[: _LIMITS.index(limit) + 1] if limit else ()
+
+
+def _listed(key: str) -> str:
+    """What /proc/cpuinfo says of the first core; empty where it does not."""
+    lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
+
+
+_VECTORS = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "asimd", "sve", "sve2")
+# oneDNN's names, each allowing more than the one before.
+_LIMITS = (
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
+    *("AVX10_1_512", "AVX512_CORE_FP16"),
+)
+# A flag of the processor -> what it is called, and the largest of oneDNN's limits that goes without it.
+FLAGS = {
+    "avx_vnni": ("VNNI", "AVX2"),
+    "avx512_vnni": ("VNNI", "AVX512_CORE"),
+    "avx512_bf16": ("BF16", "AVX512_CORE_VNNI"),
+    "amx_bf16": ("AMX", "AVX512_CORE_FP16"),
+    "amx_int8": ("AMX", "AVX512_CORE_FP16"),
+    "i8mm": ("I8MM", ""),
+    "bf16": ("BF16", ""),
+}
