@@ -124,7 +124,7 @@ def _measure(
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
         gates=judge_gates(candidate.gates, _means(taken, drift)),
         metrics=metrics,
-        images=_images(sample.quantized, taken),
+        images=_images(sample, taken),
         frames=_frame_curve(sample, frame_floor),
         drift=drift,
         served=candidate.served,

@@ -87,18 +87,18 @@ def compare(first: Fidelity, second: Fidelity) -> Comparison:
 
 
 def flat_images(reference: Any, quantized: Any) -> int:
-    """Return how many quantized images are of one colour, black or white say, where the 16-bit image is not.
+    """Return how many quantized images, or videos with such a frame, are of one colour where the 16-bit one is not.
 
     A picture on a white ground can be nearer to a white one, by PSNR, than two pictures of one model are to each other.
     """
     pairs = zip(reference.images, quantized.images, strict=True)
-    return sum(_is_flat(after) and not _is_flat(before) for before, after in pairs)
+    return sum(bool((_is_flat(after) & ~_is_flat(before)).any()) for before, after in pairs)
 
 
-def _is_flat(image: Tensor) -> bool:
-    """Whether all pixels of a uint8 image (3, H, W) are the same but for their last bits."""
-    pixels = image.flatten(1).int()
-    return bool((pixels.amax(1) - pixels.amin(1) <= _LAST_BITS).all())
+def _is_flat(image: Tensor) -> Tensor:
+    """Whether all pixels of a uint8 image (3, H, W) are the same but for their last bits; of each frame of a video."""
+    pixels = image.flatten(-2).int()
+    return (pixels.amax(-1) - pixels.amin(-1) <= _LAST_BITS).all(-1)
 
 
 def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:

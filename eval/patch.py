@@ -12,10 +12,8 @@ it dear, and a harmless one be taken with the others of its group; the findings 
     predicted error = floor + (error - floor) · (1 - damage of the chosen / damage of all)
     measured error  = that of a run with the chosen layers rounded to nearest in the better format
 
-The recipe's checkpoint is calibrated and fitted anew, and other prompts weigh layers otherwise: what was measured says
-roughly what to expect. On the embedded pipeline in NVFP4, 10 % more bits chosen by two prompts took the latents of
-these from 28.0 to 28.1 dB (30.6 predicted), and to 31.1 in the recipe's checkpoint; on 32 prompts that gained 2.7 dB
-(29.4 to 32.1).
+Damages of single layers do not add up exactly, so the two differ by some dB. The recipe's checkpoint is calibrated and
+fitted anew, and other prompts weigh layers otherwise: what was measured says roughly what to expect.
 """
 
 from __future__ import annotations
@@ -227,7 +225,7 @@ def patched_recipe(
     cannot hold such layers.
     """
     is_shipped = recipe_name in shipped_recipes() and load_recipe(recipe_name)[1].digest == recipe.digest
-    whole = recipe.model_dump(mode="json", exclude_defaults=True)
+    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
     entries: dict[str, Any] = {}
     for component in dict.fromkeys(layer.partition(".")[0] for layer in schemes):
         family = model_family(getattr(pipe, component))

@@ -326,7 +326,7 @@ def test_white_images_fail_the_closing_check_whatever_the_gates(fluxq, tmp_path,
 
     def white(pipe, items, call, *, description):
         made = jobs_generate(pipe, items, call, description=description)
-        is_quantized = description == "Quantized images"
+        is_quantized = description == "Quantized pipeline"
         return replace(made, images=torch.full_like(made.images, 255)) if is_quantized else made
 
     jobs_generate = jobs.generate

@@ -41,7 +41,7 @@ def test_a_difference_that_was_not_decided_is_no_reason(two):
 
 def test_what_is_not_good_enough_is_not_chosen(two):
     assert advice(judged(two, "worse", "equivalent")).startswith(
-        "Use schnell-fp8: of 2 the only one that is equivalent to 16 bit, with 12.07 GB in memory"
+        "Use schnell-fp8: of 2 the only one that is equivalent to 16 bit, with 12.1 GB in memory"
     )
     assert advice(judged(two, "worse", "broken")) == "Do not use schnell-nvfp4 or schnell-fp8: worse, broken."
     said = advice(judged(two, "inconclusive", "worse"))
@@ -88,4 +88,4 @@ def test_of_two_that_take_the_same_memory_the_closer_one_is_chosen():
 def test_what_computes_it_here_is_said():
     made = example_report.example(1, served=example_report.served(8.25, "int8"), speed=None)
     said = advice(judged(made, "comparable"))
-    assert said.startswith("Use schnell-nvfp4 (re-encoded to int8 here): as good as published, with 12.29 GB in memory")
+    assert said.startswith("Use schnell-nvfp4 (re-encoded to int8 here): as good as published, with 12.3 GB in memory")

@@ -113,7 +113,7 @@ def test_page_says_what_the_report_holds(one, pages):
     assert f"{psnr.mean:.2f}" in text and f"{psnr.low:.2f} to {psnr.high:.2f}" in text
     assert "47.10" in text and "46.00 to 48.20" in text  # the noise floor
     assert "To measure more: LPIPS to the 16-bit images: needs alexnet-owt-7be5be79.pth in --weights DIR" in text
-    assert "6.71 GB on disk instead of 23.80 GB, 3.55 times less" in text and "4.50 bits per weight" in text
+    assert "6.71 GB on disk instead of 23.8 GB, 3.55 times less" in text and "4.50 bits per weight" in text
     assert "2.08 (2.05 to 2.11) times as fast end to end, compiled" in text
     assert "no speed-up is given: the spread of 16 bit is 8 % of its median, above 5 %" in text
     assert "not measured: out of memory" in text and "✕ does not fit" in text and "✓ fits" in text

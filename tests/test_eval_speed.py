@@ -321,7 +321,8 @@ def test_pages_and_the_terminal_name_the_baseline_and_the_instructions(monkeypat
     run = report.runs[0].model_copy(update={"speed": found})
     first = next(fact for fact in markdown.facts(run) if "end to end" in fact)
     assert first.endswith("times as fast as fp32 end to end, eager, on a CPU with AVX512 (VNNI, BF16)")
-    assert charts.first_speed(run, reference=True).side == "fp32"
+    assert charts.first_speed(found, reference=True).side == "fp32"
+    assert charts.first_speed(found, reference=True, side="16-bit").side == "16-bit"
     text = "\n".join(markdown._speed("a", found))
     assert "| fp32 (eager) |" in text and "| 16 bit (eager) |" in text
     page = render(report.model_copy(update={"runs": (run,)}))

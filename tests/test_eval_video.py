@@ -294,10 +294,12 @@ def test_metrics_of_videos_are_not_asked_of_images():
 
 def run_of(before: Generated, after: Generated, again: Generated | None = None):
     keys = ("psnr", "worst_frame_psnr", "temporal_psnr")
-    size = Size(components=("transformer",), bytes_before=4, bytes_after=1, bits_per_weight=4.5)
+    size = Size(
+        components=("transformer",), bytes_before=4, bytes_after=1, bits_per_weight=4.5, bits_per_quantized_weight=4.5
+    )
     floor = measure_floor(before, again, keys, Networks()) if again else {}
     by_frame = measure_frame_floor(before, again, Networks()) if again else None
-    candidate = Candidate(Side("side", "", "d"), "noise", "digest", size)
+    candidate = Candidate(Side("side", "", "d"), "made", "noise", "digest", size)
     (run,) = measure_runs(
         [candidate], before, [after], keys=keys, networks=Networks(), floor=floor, drifts={}, frame_floor=by_frame
     )

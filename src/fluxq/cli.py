@@ -74,8 +74,8 @@ def main() -> None:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
-            near = _meant(error)
-            error = click.NoSuchOption(error.option_name, possibilities=[near] if near else [], ctx=error.ctx)
+            near = f". Did you mean {meant!r}?" if (meant := _meant(error)) else "."
+            error = click.UsageError(f"No such option {error.option_name!r}{near}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
