@@ -105,9 +105,8 @@ def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
         fastest = max(speeds, key=lambda name: speeds[name].mean or 0.0)
         own, other = speeds[chosen.name], speeds[fastest]
         if fastest != chosen.name and (own.high or own.mean or 0.0) < (other.low or other.mean or 0.0):
-            found.append(
-                f"{fastest} is faster: {stated(other, '.2f')} times {in_words(over)}'s speed against {stated(own, '.2f')}"
-            )
+            than = f"{in_words(over)}'s speed against {stated(own, '.2f')}"
+            found.append(f"{fastest} is faster: {stated(other, '.2f')} times {than}")
     return found
 
 

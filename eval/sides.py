@@ -25,7 +25,8 @@ class Side:
 
     loras: (file, weight, component) of adapters that are fused first. backend: a key of BACKENDS. cache: threshold of
     diffusers' FirstBlockCache, None without. attention: an attention backend of diffusers by name, None for its
-    default. source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit.
+    default. source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit. offload: on a GPU its
+    parts take turns, because they do not fit together.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Side:
     cache: float | None = None
     attention: str | None = None
     source: str | None = None
+    offload: bool = False
 
     def describe(self) -> dict[str, Any]:
         """What decides the bits of its images, for hashing: neither its name nor where its files lie."""
         facts = asdict(self)
-        del facts["name"], facts["folder"], facts["source"]
+        del facts["name"], facts["folder"], facts["source"], facts["offload"]
         facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
         return facts
 
@@ -53,7 +55,7 @@ class Side:
             raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
         folder = ModelFolder(self.name, Path(self.folder))
         with about_to_keep():
-            pipe: Any = load_pipeline(folder, self.dtype, device)
+            pipe: Any = load_pipeline(folder, self.dtype, "cpu" if self.offload else device)
         loras = (LoraFile(Path(file), weight, component) for file, weight, component in self.loras)
         for component, updates in updates_of(loras, folder).items():
             fuse_into(getattr(pipe, component), updates)
@@ -64,7 +66,14 @@ class Side:
         if self.cache is not None:
             _cache_steps(pipe, self.cache)
         keep_recorded_steps(pipe, self.source)
-        return pipe
+        return self.placed(pipe, device)
+
+    def placed(self, pipe: Any, device: str) -> Any:
+        """Return its pipeline where it is to run."""
+        if self.offload and device != "cpu":
+            pipe.enable_model_cpu_offload(device=device)
+            return pipe
+        return pipe.to(device)
 
 
 def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[Side]:

@@ -249,6 +249,14 @@ def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
     return None
 
 
+def _move(pipe: Any, device: str) -> None:
+    """Put a pipeline on a device; of an offloaded one, whose parts come by themselves, only take them off."""
+    if getattr(pipe, "_all_hooks", None):
+        pipe.maybe_free_model_hooks()
+    else:
+        pipe.to(device)
+
+
 class _Bench:
     """Holds the pipelines and runs them. apart: they do not fit on the device together."""
 
@@ -331,7 +339,7 @@ class _Bench:
             return False
         self.apart, self.present = True, None
         for each in there:
-            each.pipe.to("cpu")
+            _move(each.pipe, "cpu")
         self.machine.release()
         return True
 
@@ -340,10 +348,10 @@ class _Bench:
         if not self.apart or self.present is opened:
             return False
         if self.present is not None:
-            self.present.pipe.to("cpu")
+            _move(self.present.pipe, "cpu")
             self.machine.release()
         if opened is not None:
-            opened.pipe.to(self.device)
+            _move(opened.pipe, self.device)
         self.present = opened
         return True
 

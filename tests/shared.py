@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch import nn
 
 from fluxq import jobs, tiny
+from fluxq.base import devices
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -261,6 +262,15 @@ def copy_of(source: Path, target: Path) -> Path:
     for path in target.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return target
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu_only_for_tests_that_ask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device auto` is the CPU in tests that are not marked gpu, in processes that they start too."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(devices, "there_is_a_gpu", lambda: False)
+        if torch.cuda.is_available():
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 # Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.

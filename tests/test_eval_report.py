@@ -427,6 +427,29 @@ def test_differences_of_one_row_are_shown_at_one_gain(without_charts):
     assert set(re.findall(r"\|difference\| × (\d+)", html)) == {str(min(gains))}
 
 
+def test_runs_that_show_other_frames_of_a_video_have_rows_of_their_own(without_charts):
+    made = example_report.example(2)
+    walls = [run.wall for run in made.runs]
+
+    def framed(number: int, frames: tuple[int, ...]):
+        groups = {
+            name: tuple(each.model_copy(update={"frames": frames, "reference": f"data:{number}"}) for each in pictures)
+            for name, pictures in walls[number].groups.items()
+        }
+        return made.runs[number].model_copy(update={"wall": walls[number].model_copy(update={"groups": groups})})
+
+    def references(*runs) -> list[list[str]]:
+        html = render(made.model_copy(update={"runs": runs}))
+        rows = html.split('<figure class="shot">')[1:]
+        return [re.findall(r'src="data:(\d)"', row) + re.findall(r"frames [\d, ]+", row) for row in rows]
+
+    alike = references(framed(0, (0, 4, 8, 2)), framed(1, (0, 4, 8, 2)))
+    assert {frames for _, frames in alike} == {"frames 0, 4, 8, 2, "}
+    others = references(framed(0, (0, 4, 8, 2)), framed(1, (0, 4, 8, 7)))
+    assert {tuple(row) for row in others} == {("0", "frames 0, 4, 8, 2, "), ("1", "frames 0, 4, 8, 7, ")}
+    assert len(alike) < len(others) <= 2 * len(alike)
+
+
 def test_gain_uses_the_scale_without_clipping_most_of_it():
     before, after = example_report.images(2, 9, 32)
     made_wall = wall(before, after, [0.0] * 9)

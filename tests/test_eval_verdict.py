@@ -249,6 +249,26 @@ def test_few_bad_images_do_not_look_like_16_bit() -> None:
     assert "theirs 18.5 dB or more" in found.text
 
 
+def test_videos_are_held_against_their_own_noise_and_never_against_models_that_make_images() -> None:
+    along = Curve(name="", unit="", digits=".2f", better="higher", how="", values=())
+
+    def of_videos(**values) -> Verdict:
+        return verdict(run(**values).model_copy(update={"frames": along}))
+
+    assert of_videos(psnr=around(49, 2)).outcome == "equivalent"
+    far = of_videos(psnr=around(15, 2))  # images so far from theirs would be worse
+    assert far.outcome == "inconclusive" and verdict(run(psnr=around(15, 2))).outcome == "worse"
+    assert (
+        far.text.startswith("Undecided: PSNR 15.00 dB (")
+        and "nobody has published what quantizers of videos" in far.text
+    )
+    assert of_videos(psnr=around(15, 2), floors={}).outcome == "inconclusive"
+    few = of_videos(psnr=around(49, 2, 8))
+    assert few.outcome == "inconclusive" and few.text.startswith("Undecided: 8 videos, PSNR 49.00 dB (")
+    lost = of_videos(psnr=around(15, 2), clip_score=around(-3, 0.2))
+    assert lost.outcome == "worse" and lost.text.startswith("Worse than 16 bit: CLIP score change")
+
+
 def test_seeds_of_one_prompt_are_not_prompts() -> None:
     made = run(psnr=around(38.4, 2, 64))
     found = with_verdicts([made], [Item(prompt=f"p{index % 8}", seed=index) for index in range(64)])[0]

@@ -15,7 +15,7 @@ from torch import nn
 from fluxq import tiny
 from fluxq.eval.distribution import FeatureNetwork
 from fluxq.eval.evaluate import Candidate, measure_floor, measure_frame_floor, measure_runs
-from fluxq.eval.fidelity import frame_psnr, over_frames, psnr, sqnr
+from fluxq.eval.fidelity import flat_images, frame_psnr, over_frames, psnr, sqnr
 from fluxq.eval.generate import Generated, pictures
 from fluxq.eval.metrics import METRICS, Sample, Unmeasured, metric_rows, missing
 from fluxq.eval.networks import WEIGHTS, Networks, find_networks
@@ -127,6 +127,19 @@ def test_identical_frames_are_left_out_of_a_mean_and_counted():
     same = METRICS["psnr"].measure(Sample(some(before), some(before.clone()), Networks()))
     assert same.value.mean == math.inf and same.value.infinite == COUNT and same.notes == ()
     assert over_frames([torch.tensor([1.0, math.nan, math.inf])]).isnan().all()
+
+
+def test_one_black_frame_makes_a_video_one_of_one_colour():
+    before = videos()
+    after = plus(before, 3)
+    assert flat_images(some(before), some(after)) == 0
+    after[1, 4] = 0
+    after[2] = 255
+    assert flat_images(some(before), some(after)) == 2
+    assert flat_images(some(after), some(after)) == 0
+    blue = after[0, 0].clone()
+    blue[:] = torch.tensor([0, 0, 255], dtype=blue.dtype)[:, None, None]
+    assert flat_images(some(before[:1, 0]), some(blue[None])) == 1
 
 
 def test_a_video_of_one_frame_has_psnr_and_no_change():

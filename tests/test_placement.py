@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from torch.utils.flop_counter import FlopCounterMode
 
 from fluxq import forecast, jobs, placement, preparing
 from fluxq.base import devices
 from fluxq.base.model import resolve_model
+from fluxq.eval.sides import Side
 from fluxq.forecast import Forecast, in_words
 from fluxq.memory import Demand
 from fluxq.prepared import Prepared
@@ -148,3 +150,47 @@ def test_the_rate_is_what_a_product_reached():
 def test_a_demand_says_what_needs_most():
     demand = Demand("cpu", "bfloat16", {"transformer": 5}, {}, {"running transformer": 5 * MIB, "fitting x": 9 * MIB})
     assert str(demand).endswith("for fitting x")
+
+
+# Pipelines that are judged
+
+
+def test_a_pipeline_to_judge_fits_or_takes_turns_or_is_computed_by_the_cpu(monkeypatch, caplog):
+    folder = resolve_model("tiny")
+    parts, whole = placement._part_bytes(folder), placement.stored_bytes(folder)
+    assert whole == sum(parts.values()) and placement.weight_bytes(folder, "bfloat16") == pytest.approx(whole, rel=0.05)
+
+    def placed(device: str, asked: str = "auto", **free: int) -> tuple[str, bool]:
+        monkeypatch.setattr(placement, "free_bytes", lambda place: free[place.type])
+        return placement.settle_pipeline(folder, device, whole, asked)
+
+    assert placed("cuda", cuda=2 * whole) == ("cuda", False) and placed("cpu", cpu=whole) == ("cpu", False)
+    assert not caplog.records
+    assert placed("cuda", cuda=round(1.2 * max(parts.values()))) == ("cuda", True)
+    assert "free on cuda: its parts take turns there (offload)" in caplog.text
+    assert placed("cuda", cuda=max(parts.values()), cpu=2 * whole) == ("cpu", False)
+    assert "too little even for its largest part: the CPU is used" in caplog.text
+    with pytest.raises(ValueError, match=r"weights of tiny take 3\.\dMiB, .* free on cuda; leave out --device"):
+        placed("cuda", "cuda", cuda=whole)
+    with pytest.raises(ValueError, match="it does not fit on this machine"):
+        placed("cpu", cpu=whole - 1)
+
+
+def test_an_offloaded_side_is_loaded_on_the_cpu_and_comes_part_by_part(monkeypatch):
+    came = []
+    monkeypatch.setattr(DiffusionPipeline, "enable_model_cpu_offload", lambda pipe, device: came.append(device))
+    side = Side("16-bit", str(resolve_model("tiny").path), "digest", offload=True)
+    assert str(side.open("cuda").device) == "cpu" and came == ["cuda"]
+    assert side.describe() == replace(side, offload=False).describe()
+    side.open("cpu")
+    assert came == ["cuda"]
+
+
+def test_the_forecast_of_images_counts_runs_and_what_lies_in_memory():
+    folder, items = resolve_model("tiny"), [("a red three", seed) for seed in range(8)]
+    call = {"height": 16, "width": 16, "num_inference_steps": 2}
+    runs = {"16 bit": (items, 1.0), "fp8": (items, forecast.QUANTIZED)}
+    told = forecast.of_images(folder, call, "cpu", "bfloat16", runs)
+    assert told.parts["fp8"] == pytest.approx(forecast.QUANTIZED * told.parts["16 bit"])
+    both = forecast.of_images(folder, call, "cpu", "bfloat16", runs, sides=2)
+    assert both.memory_bytes - told.memory_bytes == placement.weight_bytes(folder, "bfloat16")

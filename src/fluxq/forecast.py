@@ -22,13 +22,13 @@ import torch
 
 from fluxq import footprint
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.capture import batches, number_of_steps, steps_to_see
+from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.footprint import Size
 from fluxq.jobs import MOST_CALLS
 from fluxq.placement import weight_bytes
 from fluxq.preparing import demand
-from fluxq.quantize.checkpoint import list_linears
+from fluxq.quantize.checkpoint import is_model, list_linears
 from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.cost import steps
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
@@ -42,7 +42,7 @@ _PROGRAM = 700_000_000  # bytes of torch, diffusers and what they load
 _SHARE = 0.6  # of a large product's speed, that a model's products, attention and passes reach together
 _PER_LINEAR = 1e-4  # seconds of host time and launches
 _PER_GROUP = 0.4  # seconds of fitting, whatever the size: a few dozen trials
-_QUANTIZED = 2.0  # times a 16-bit pass: codes are decoded, or rounded to, in every layer
+QUANTIZED = 2.0  # times a 16-bit pass: codes are decoded, or rounded to, in every layer
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def of_quantizing(prepared: Prepared) -> Forecast:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in prepared.fitted.values())
     if prepared.options.check:
         check = forward.seconds(prepared.check_items, forward.steps)
-        parts[f"closing check of {len(prepared.check_items)} images"] = (1 + _QUANTIZED) * check
+        parts[f"closing check of {len(prepared.check_items)} images"] = (1 + QUANTIZED) * check
     return Forecast(parts, _memory(prepared, writes=True))
 
 
@@ -104,10 +104,19 @@ def of_images(
     device: str,
     dtype: str,
     runs: Mapping[str, tuple[Sequence[Any], float]],
+    sides: int = 1,
 ) -> Forecast:
-    """Return the time of making images. runs: name -> (items, how often each, in units of a 16-bit run)."""
+    """Return the time of making images. runs: name -> (items, how often each, in units of a 16-bit run).
+
+    sides: pipelines that are in memory together, each counted as the 16-bit one.
+    """
     forward = _Forward(folder, call, device, dtype)
-    return Forecast({name: times * forward.seconds(items, forward.steps) for name, (items, times) in runs.items()})
+    parts = {name: times * forward.seconds(items, forward.steps) for name, (items, times) in runs.items()}
+    called = footprint.sizes(next(iter(runs.values()))[0], call)
+    itemsize = getattr(torch, dtype).itemsize
+    models = [name for name in folder.components if is_model(folder, name)]
+    working = max(footprint.activations(folder, name, size, itemsize) for name in models for size in called)
+    return Forecast(parts, _PROGRAM + sides * weight_bytes(folder, dtype) + working)
 
 
 def _memory(prepared: Prepared, *, writes: bool) -> int:
@@ -175,8 +184,8 @@ class _Forward:
         return make_plan(family, component, entry, self.linears[component], static_inputs=False, profile="rtn")
 
     def _size(self, images: int) -> Size:
-        shape = (self.call.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
-        return Size(images, *shape)
+        height, width, text = (self.call.get(name) for name in ("height", "width", "max_sequence_length"))
+        return Size(images, height, width, frames_in(self.call) if {*FRAMES} & self.call.keys() else None, text)
 
 
 def _fitting(plan: Plan, forward: _Forward, items: Sequence[Any], seen: int) -> float:
@@ -185,7 +194,7 @@ def _fitting(plan: Plan, forward: _Forward, items: Sequence[Any], seen: int) -> 
     calls = min(MOST_CALLS, seen * len(kept))
     images = kept[0] if kept else 1
     groups = [members for members in plan.statistics_groups().values() if not all(m.method.is_plain for m in members)]
-    seconds = calls * (1 + _QUANTIZED) * forward.seconds_of_step(images)
+    seconds = calls * (1 + QUANTIZED) * forward.seconds_of_step(images)
     for members in groups:
         k, n = members[0].k, sum(layer.n for layer in members)
         flops = 2 * calls * forward.tokens(plan.component, images) * k**2 + 4 * k**3 + 4 * n * k**2

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel
 
+from fluxq import forecast, placement
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from fluxq.eval.evaluate import Candidate
     from fluxq.eval.executor import ImageFolder
     from fluxq.eval.networks import Networks
+    from fluxq.forecast import Forecast
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
@@ -126,7 +128,7 @@ def subject(output: Path, options: Options) -> Subject:
             f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
             "the pipeline as --base makes a whole one"
         )
-    options = replace(options, device=devices.choose(options.device))
+    asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
     source = options.model or record["model"]["source"]
@@ -145,6 +147,11 @@ def subject(output: Path, options: Options) -> Subject:
     require_steps(folder)
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
+    weights = placement.weight_bytes(folder, options.dtype)
+    device, offload = placement.settle_pipeline(folder, options.device, weights, asked_device)
+    stored = placement.stored_bytes(quantized)
+    offload_quantized = offload and placement.settle_pipeline(quantized, device, stored, asked_device)[1]
+    options = replace(options, device=device)
     protocol = PROTOCOLS[options.protocol]
     said = {**quantized.generation_defaults, **protocol.call(folder)}
     call = call_of(folder, said, options.call, protocol.frames)
@@ -162,9 +169,14 @@ def subject(output: Path, options: Options) -> Subject:
         output=output,
         record=record,
         folder=folder,
-        reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras),
+        reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras, offload=offload),
         quantized=Side(
-            output.resolve().name, str(output.resolve()), own, options.dtype, source=str(folder.path.resolve())
+            output.resolve().name,
+            str(output.resolve()),
+            own,
+            options.dtype,
+            source=str(folder.path.resolve()),
+            offload=offload_quantized,
         ),
         prompts=prompts,
         protocol=Protocol(
@@ -210,11 +222,11 @@ def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
     )
 
 
-def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Report | None:
+def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: None) -> Report | None:
     """Make every side's images, measure them and write OUT/eval/report.*; None in processes that only helped.
 
-    on_start: called when all that was asked for is known to be possible. Before that, ValueError is raised for a
-    metric, backend or gate that cannot be had.
+    on_start: called with a forecast when all that was asked for is known to be possible. Before that, ValueError is
+    raised for a metric, backend or gate that cannot be had.
     """
     from fluxq.eval.drift import floor_attention
     from fluxq.eval.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
@@ -233,7 +245,8 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
     asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
     asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
     with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
-        on_start()
+        runs = {"16 bit": (asked.items, 1.0), "again": (asked.items[:FLOOR_IMAGES], 1.0)}
+        on_start(_forecast(asked, {**runs, **{side.name: (asked.items, forecast.QUANTIZED) for side in sides}}))
         made = [
             ensure_images(Work(side, items, asked.call, size, root, options.device), engine)
             for side, items, size in asks
@@ -300,10 +313,24 @@ def evaluate(asked: Subject, on_start: Callable[[], None] = lambda: None) -> Rep
     return report
 
 
-def bench(asked: Subject, *, optimized: bool = False, prefer: Prefer = "speed", **how: Any) -> Speed:
+def _forecast(asked: Subject, runs: Mapping[str, Any], device: str | None = None, sides: int = 1) -> Forecast:
+    return forecast.of_images(
+        asked.folder, asked.call, device or asked.options.device, asked.options.dtype, runs, sides
+    )
+
+
+def bench(
+    asked: Subject,
+    *,
+    optimized: bool = False,
+    prefer: Prefer = "speed",
+    on_start: Callable[[Forecast], None] = lambda _: None,
+    **how: Any,
+) -> Speed:
     """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
 
-    optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it.
+    optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it. on_start: called
+    with a forecast.
     """
     from fluxq.eval.speed import measure_speed
 
@@ -311,11 +338,25 @@ def bench(asked: Subject, *, optimized: bool = False, prefer: Prefer = "speed", 
     plain = [asked.reference, *_in_fp32(asked)]
     served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in asked.items]
+    on_start(_forecast_of_bench(asked, len(plain), len(served), how))
     speed = measure_speed([*plain, *served], prompts, asked.call, device=device, references=len(plain), **how)
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
+    offloaded = [side.name for side in (asked.reference, asked.quantized) if side.offload]
+    if offloaded:
+        layout["offload"] = f"parts of {' and '.join(offloaded)} take turns on the GPU"
     speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
     _keep(asked, SPEED_FILE, speed)
     return speed
+
+
+def _forecast_of_bench(asked: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
+    """Of every setting: the image at the first size stands for all."""
+    calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
+    count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
+    call = {**asked.call, **dict(zip(("height", "width"), (how.get("sizes") or [()])[0], strict=False))}
+    items = [item for size in how.get("batches") or (1,) for item in (asked.items * size)[:size]]
+    runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
+    return _forecast(replace(asked, call=call), runs, sides=plain + served)
 
 
 def _in_fp32(asked: Subject) -> list[_InFp32]:
@@ -357,14 +398,18 @@ class _Served:
     def open(self, device: str) -> Any:
         pipe = self.side.open()
         prepare(pipe, device=device, prefer=self.prefer)
-        pipe = pipe.to(device)
+        pipe = self.side.placed(pipe, device)
         if self.is_optimized:
             optimize(pipe, device=device)
         return pipe
 
 
 def debug(
-    asked: Subject, patch: Path | None, growth: float, budget: int, on_start: Callable[[], None] = lambda: None
+    asked: Subject,
+    patch: Path | None,
+    growth: float,
+    budget: int,
+    on_start: Callable[[Forecast], None] = lambda _: None,
 ) -> Debug:
     """Find out where the checkpoint loses; writes OUT/eval/debug.json and draws the report again where there is one.
 
@@ -376,13 +421,17 @@ def debug(
     options = asked.options
     if patch is not None and (patch.exists() or patch.suffix != ".yaml"):
         raise ValueError(f"--patch {patch}: name a new .yaml file")
-    on_start()
+    device = options.device
+    if asked.reference.offload:
+        logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)
+        device = "cpu"
+    on_start(_forecast(asked, {f"at most {budget} runs": (asked.items, budget * forecast.QUANTIZED)}, device, sides=2))
     found = find_faults(
         asked.reference,
         asked.quantized,
         asked.items,
         asked.call,
-        device=options.device,
+        device=device,
         batch_size=options.batch_size,
         growth=growth,
         budget=budget,

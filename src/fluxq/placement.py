@@ -1,7 +1,8 @@
 """What becomes of a model that does not fit where it is to run.
 
 With `--device auto` its weights are read when it is their turn, as `--max-memory` does; where a GPU has no room even
-for that, the CPU is used. With any other device, a model whose weights alone are more than is free is refused.
+for that, the CPU is used. Pipelines that are judged have their parts take turns instead, as diffusers' offload does it.
+With any other device, a model whose weights alone are more than is free is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,40 @@ def weight_bytes(folder: ModelFolder, dtype: str) -> int:
         for component in folder.components
         if is_model(folder, component)
     )
+
+
+def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -> tuple[str, bool]:
+    """Return (device, whether its parts take turns on it) for a pipeline that makes images to be judged.
+
+    nbytes: of its weights as they are loaded. asked: what `--device` said. Raises ValueError for one that does not fit.
+    """
+    place = torch.device(device)
+    free = free_bytes(place) if place.type in ("cpu", "cuda") else None
+    if free is None or nbytes <= (_FREE * free if place.type == "cuda" else free):
+        return device, False
+    needs = f"weights of {folder.name} take {in_words(nbytes)}, {in_words(free)} are free on {device}"
+    if place.type == "cpu":
+        raise ValueError(f"{needs}: it does not fit on this machine; evaluate it on one with more memory")
+    if asked != AUTO:
+        raise ValueError(f"{needs}; leave out --device: its parts then take turns on the GPU")
+    if max(_part_bytes(folder).values()) <= _FREE * free:
+        logger.warning("%s: its parts take turns there (offload), which takes longer", needs)
+        return device, True
+    logger.warning("%s, too little even for its largest part: the CPU is used", needs)
+    return settle_pipeline(folder, "cpu", nbytes, AUTO)
+
+
+def stored_bytes(folder: ModelFolder) -> int:
+    """Return the bytes of all weights of a pipeline as they are stored."""
+    return sum(_part_bytes(folder).values())
+
+
+def _part_bytes(folder: ModelFolder) -> dict[str, int]:
+    """Bytes of each component's weights as they are stored."""
+    return {
+        name: sum(path.stat().st_size for path in (folder.path / name).glob("*.safetensors"))
+        for name in folder.components
+    }
 
 
 def settle(prepared: Prepared, demand_on: Callable[[str], Demand | None], asked: str) -> Prepared:

@@ -222,12 +222,15 @@ def timed(speed: Speed) -> None:
             )
     made = "images" if all(row.frames is None for row in speed.rows) else "videos"
     print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
+    refused: dict[str, list[str]] = {}
     for gain in speed.speedups:
-        size = asked(gain)
-        said = f"no speed-up given: {gain.refused}"
-        if gain.ratio is not None:
-            said = f"{_interval(gain.ratio)} times as fast as {gain.baseline}"
-        click.echo(f"{gain.side}, {gain.stage}, {gain.mode}, {size}: {said}")
+        of = f"{gain.side}, {gain.stage}, {gain.mode}, {asked(gain)}"
+        if gain.ratio is None:
+            refused.setdefault(gain.refused or "", []).append(of)
+        else:
+            click.echo(f"{of}: {_interval(gain.ratio)} times as fast as {gain.baseline}")
+    for reason, which in refused.items():
+        click.echo(f"no speed-up given of {'; '.join(which)}: {reason}")
     if speed.served is not None:
         click.echo(_served(speed.served))
     for side in dict.fromkeys(card.side for card in speed.cards):

@@ -162,7 +162,6 @@ def bench(
     """
     with session_of(arguments) as session:
         asked = session.subject(output)
-        session.start_work()
         how = {
             "modes": modes or ("eager",),
             "batches": batches or (1,),
@@ -172,7 +171,7 @@ def bench(
             "rounds": rounds,
             "warmup": warmup,
         }
-        speed = session.judge.bench(asked, **how)
+        speed = session.judge.bench(asked, on_start=session.start_work, **how)
         session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
 
 

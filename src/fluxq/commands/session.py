@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from fluxq import show
+
+if TYPE_CHECKING:
+    from fluxq.forecast import Forecast
 
 _EXPECTED = (ValueError, RuntimeError, OSError)
 
@@ -150,13 +155,15 @@ class Session:
         """Say how long the job will take and how much memory, before it starts. of: a function of forecast.py."""
         if self.quiet or self.as_json or self.who or prepared.finished is not None:
             return
-        from fluxq import forecast, show
+        from fluxq import forecast
 
         show.forecast(getattr(forecast, of)(prepared))
 
-    def start_work(self) -> None:
-        """From here on an error is a failure of the work, no longer of what was asked for."""
+    def start_work(self, forecast: Forecast | None = None) -> None:
+        """Say how long it will take. From here on an error is a failure of the work, not of what was asked for."""
         self.exit_code = 1
+        if forecast is not None and not (self.quiet or self.as_json):
+            show.forecast(forecast)
 
     def print(self, value: object, for_people: Callable[[], None]) -> None:
         if self.as_json:
