@@ -13,6 +13,7 @@ from fluxq.eval.figures import amount, limits, mark
 from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.eval.schema import Metric, Report, Run
 from fluxq.quantize.record import bits_per_weight, fitted_db
+from fluxq.recipes.plan import KEPT_ROLE
 from fluxq.recipes.recipe import Steps
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         f"{_scope(parts)}. Base model: {_base(model)}; licence: "
         f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
+        "",
+        "It loads with fluxq, installed from its source (`python -m pip install .` in its folder); without `import fluxq` "
+        "diffusers does not know the format.",
         "",
         "```python",
         *_loading(record),
@@ -274,6 +278,7 @@ def _scope_row(part: dict[str, Any], role: str, scheme: str, layers: list[dict[s
     errors = [layer["weight_sqnr_db"] for layer in layers if layer["weight_sqnr_db"] is not None]
     weights = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
     bits = bits_per_weight([{"layers": [layer], "bits_per_weight": layer["bits_per_weight"]} for layer in layers])
+    role = "16 bit" if role == KEPT_ROLE else role
     return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits:.2f} | {outputs} | {weights} |"
 
 
