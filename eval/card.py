@@ -35,8 +35,8 @@ def model_card(record: dict[str, Any]) -> str:
         f"{_scope(parts)}. Base model: {_base(model)}; licence: "
         f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
         "",
-        "It loads with fluxq, installed from its source (`python -m pip install .` in its folder); without `import fluxq` "
-        "diffusers does not know the format.",
+        "It loads with fluxq, installed from its source (`python -m pip install .` in its folder); without `import "
+        "fluxq` diffusers does not know the format.",
         "",
         "```python",
         *_loading(record),

@@ -333,7 +333,7 @@ def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
         rows = [row for index in dict.fromkeys(indices) for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
-            title = PICTURE_GROUPS.get(name, name).format(noun=report.noun)
+            title = PICTURE_GROUPS.get(name, name)
             found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
     return found
 
@@ -405,7 +405,7 @@ SECTIONS = {
     "provenance": "Provenance",
 }
 
-# group of a wall -> what the page calls it; noun: of what it shows
+# group of a wall -> what the page calls it
 PICTURE_GROUPS = {
     "all": "Worst first",
     "worst": "Worst by PSNR",

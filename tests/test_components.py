@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fluxq import jobs, tiny
+from fluxq.base import units
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.calibrate.capture import capture_statistics
 from fluxq.calibrate.statistics import Statistics
@@ -172,8 +173,8 @@ def test_eval_says_which_components_it_counts(fluxq, three, tmp_path):
     assert done.exit_code == 0, done.stderr
     names = "transformer, text_encoder_2, text_encoder"
     parts = json.loads((three / "fluxq_plan.json").read_text())["components"]
-    after = sum(part["bytes_after"] for part in parts) / 1e6
-    assert f"{names}: {after:.2f} MB instead of 3.57 MB" in done.stdout
+    after = sum(part["bytes_after"] for part in parts)
+    assert f"{names}: {units.size(after)} on disk instead of 3.57 MB" in done.stdout
     assert names in (folder / "eval" / "report.html").read_text()
 
 

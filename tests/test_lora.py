@@ -190,7 +190,7 @@ def test_a_checkpoint_with_another_lora_is_another_checkpoint(lora_file, tmp_pat
 
 def test_statistics_of_the_model_without_the_lora_are_refused(lora_file, tmp_path, statistics_file):
     how = {"statistics": str(statistics_file), "check": False}
-    with pytest.raises(ValueError, match="differs in model"):
+    with pytest.raises(ValueError, match="were gathered on another model"):
         jobs.prepare(
             jobs.Options(model="tiny", recipe="nvfp4", lora=(str(lora_file("l.safetensors", ("to_q",))),), **how)
         )

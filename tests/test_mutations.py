@@ -97,16 +97,16 @@ def without_saturation(original, x, element):
     return x.round().to(torch.int32).to(torch.int8)
 
 
-def truncated(original, x, element):
-    return original(x.trunc(), element)
+def truncated(original, x, element, **how):
+    return original(x.trunc(), element, **how)
 
 
-def ties_away_from_zero(original, x, element):
-    return original(torch.nextafter(x, x.sign() * torch.inf), element)
+def ties_away_from_zero(original, x, element, **how):
+    return original(torch.nextafter(x, x.sign() * torch.inf), element, **how)
 
 
-def sign_of_zero_dropped(original, x, element):
-    return original(torch.where(x == 0, 0.0, x), element)
+def sign_of_zero_dropped(original, x, element, **how):
+    return original(torch.where(x == 0, 0.0, x), element, **how)
 
 
 def floor_exponent(original, amax, element_max):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
-from fluxq import tiny
 from fluxq.integrations import prepare as integration
 from fluxq.integrations.loading import quant_layers
 from fluxq.kernels import chips, dispatch

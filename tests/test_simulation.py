@@ -79,7 +79,8 @@ class Simulated(nn.Module):
         self.modulation = ".norm" in name
         self.recipe, self.g_x = recipe, g_x
         w = linear.weight.float()
-        if recipe == "int8":
+        self.int8_weight = recipe == "int8" or (self.modulation and recipe != "fp8")
+        if self.int8_weight:
             self.codes, self.scale = int8(w)
         elif self.modulation:
             self.w = fp8(w)
@@ -93,7 +94,7 @@ class Simulated(nn.Module):
             # Integers up to 2^24 are exact in fp64 whatever the order of summation.
             y = (codes.double() @ self.codes.double().t()).float() * scale * self.scale.t()
             y = y if self.bias is None else y + self.bias
-        elif self.recipe == "int8":
+        elif self.int8_weight:
             y = F.linear(rows, self.codes * self.scale, self.bias)
         elif self.modulation or self.recipe == "int4":
             y = F.linear(rows, self.w, self.bias)

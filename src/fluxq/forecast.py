@@ -76,11 +76,14 @@ def in_words(seconds: float) -> str:
 
 def of_quantizing(prepared: Prepared) -> Forecast:
     """Return the time of `fluxq quantize`; what an interrupted run has done already is not taken off."""
+    static = any(plan.static_groups() and plan.component not in prepared.fitted for plan in prepared.plans)
+    calibrates = bool(prepared.fitted) or (static and prepared.statistics is None)
+    if not (calibrates or prepared.options.check):
+        return Forecast({}, _memory(prepared, writes=True))
     forward, items = _forward(prepared), prepared.calibration_items
     seen = steps_to_see(prepared.calibration.steps, forward.steps)
     parts = {}
-    static = any(plan.static_groups() and plan.component not in prepared.fitted for plan in prepared.plans)
-    if prepared.fitted or (static and prepared.statistics is None):
+    if calibrates:
         again = seen * forward.steps / 2 if prepared.fitted else 0  # images that tell what each step's error does
         parts["calibrating"] = forward.seconds(items, forward.steps) + forward.seconds(items[:LEVEL_IMAGES], again)
     if prepared.fitted:
