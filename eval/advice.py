@@ -16,7 +16,6 @@ from fluxq.eval.schema import Estimate, Report, Run, Speedup, in_words
 
 GOOD = ("identical", "equivalent", "comparable")
 ALIKE = 0.05  # of the memory: no reason to prefer one
-ALIKE = 0.05  # of the memory: no reason to prefer one
 _ENOUGH = 64  # prompts that a first judgement is worth
 _ALPHA = 0.05
 
@@ -133,7 +132,7 @@ def _closer(report: Report, run: Run, chosen: Run) -> _Closer | None:
 
 def resident(run: Run) -> int:
     """Return the bytes that a run's quantized components take in memory; on disk where nobody looked."""
-    return run.served.resident_bytes if run.served else run.size.bytes_after
+    return run.in_memory.resident_bytes if run.in_memory else run.size.bytes_after
 
 
 def speed_up(run: Run) -> Speedup | None:

@@ -71,9 +71,10 @@ def facts(run: Run) -> list[str]:
         f"{parts}: {size(after)} on disk instead of {size(before)}{ratio}",
         f"{run.size.bits_per_weight:.2f} bits per weight",
     ]
-    if run.served is not None and run.served.arithmetic != "native":
-        in_memory = f"{size(run.served.resident_bytes)}, {run.served.bits_per_weight:.2f} bits for each weight"
-        found.append(f"{computed(run.served)}, in memory {in_memory}")
+    served = run.in_memory
+    if served is not None and (served.arithmetic != "native" or served.resident_bytes > 1.01 * after):
+        in_memory = f"{size(served.resident_bytes)}, {served.bits_per_weight:.2f} bits for each weight"
+        found.append(f"{computed(served)}, in memory {in_memory}")
     whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
     for each in whole[:1]:
         if each.ratio is not None:
@@ -96,7 +97,7 @@ def summary_table(report: Report) -> list[str]:
         "on disk",
         "in memory",
         "bits per weight",
-        "time per image",
+        f"time per {report.noun}",
         "speed",
     )
     rows = [

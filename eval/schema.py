@@ -412,6 +412,11 @@ class Run(Strict):
         """What a thing that it made is called."""
         return "image" if self.frames is None else "video"
 
+    @property
+    def in_memory(self) -> Served | None:
+        """What its layers take: where it was timed, as then, else as it was evaluated. The arithmetic is the same."""
+        return self.speed.served if self.speed and self.speed.served else self.served
+
 
 class Timed(Strict):
     """A checkpoint in an arithmetic that was timed and not evaluated. name: as a run of it would be called."""

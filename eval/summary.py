@@ -145,7 +145,7 @@ def _times_of(timed: Sequence[SpeedRow]) -> dict[str, Any]:
 
 
 def _of_run(run: Run, report: Report) -> Row:
-    served = run.served
+    served = run.in_memory
     return Row(
         name=run.name,
         recipe=run.recipe,

@@ -207,7 +207,9 @@ def _look(run: Run) -> Verdict:
         return Verdict(outcome="inconclusive", text=text)
     if margin is None or margin.low is None or not published(run):
         shown = f"{len(run.images)} {run.noun}s, {_shown(run, 'psnr')}{_floor(metric)}"
-        return Verdict(outcome="inconclusive", text=f"Undecided: {shown}; {_UNPUBLISHED}.{_missing(run)}")
+        is_far = margin is None or margin.low is None or metric.value.mean < margin.low
+        why = _UNPUBLISHED if is_far else f"a judgement takes {LEAST_PROMPTS} prompts or more (--count)"
+        return Verdict(outcome="inconclusive", text=f"Undecided: {shown}; {why}.{_missing(run)}")
     is_near = metric.value.mean >= margin.low
     opening = "Looks like 16 bit" if is_near else "Does not look like 16 bit"
     floor = _floor(metric) if is_near else f", {_theirs(run, 'psnr')}"

@@ -107,7 +107,7 @@ def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin 
 
 
 def targets_on_cpu(scheme: Scheme) -> tuple[str, ...]:
-    """What a CPU multiplies faster than 16 bit: int8, where it does so exactly; nothing for what is int8 already."""
+    """What a CPU multiplies without decoding: int8, where its product is exact; nothing for what is int8 already."""
     is_slow = scheme.activations is not None and scheme.activations.name != "int8"
     return ("int8",) if is_slow and ops.int_mm_is_exact("cpu") else ()
 

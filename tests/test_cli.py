@@ -87,6 +87,8 @@ def test_help_names_what_may_be_given(fluxq):
         (("quantize", "--format", "fp8"), "--recipe"),
         (("quantize", "--recip", "fp8"), "--recipe"),
         (("eval", "out", "--device-map", "auto"), None),
+        (("inspect", "file", "--format", "nvfp4"), None),  # which has no --recipe
+        (("report", "--steps", "3"), None),
     ],
 )
 def test_an_unknown_option_is_answered_with_what_was_meant(fluxq, words, meant):

@@ -16,6 +16,7 @@ from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.eval.advice import advice
 from fluxq.eval.schema import read_report
+from fluxq.eval.summary import summary
 from fluxq.quantize.ops import int_mm_is_exact
 
 FEW = ("--count", 6, "--num-inference-steps", 2, "--metrics", "psnr,latent_sqnr", "--backends", "native")
@@ -174,8 +175,11 @@ def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room
     assert "GB, 0.0 GB are free" in found["rows"][1]["missing"] and found["rows"][1]["side"] == "fp32"
     stored = found["rows"][2]["resident_bytes"]
     monkeypatch.undo()
+    assert fluxq("eval", quantized, *FEW[:6], "--backends", "native").exit_code == 0
     found = json.loads(fluxq("bench", quantized, *few, "--prefer", "decoded", "--json").output)
     assert found["rows"][2]["resident_bytes"] > 3 * stored
+    row = summary(read_report(quantized / "eval" / "report.json"))[-1]
+    assert row.seconds and row.resident == found["served"]["resident_bytes"] and row.resident_bits > 32
     in_fp32 = fluxq("bench", quantized, *few, "--dtype", "float32", "--json")
     assert [row["side"] for row in json.loads(in_fp32.output)["rows"]] == ["16-bit", quantized.name]
 

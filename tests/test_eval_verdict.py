@@ -265,6 +265,10 @@ def test_videos_are_held_against_their_own_noise_and_never_against_models_that_m
     assert of_videos(psnr=around(15, 2), floors={}).outcome == "inconclusive"
     few = of_videos(psnr=around(49, 2, 8))
     assert few.outcome == "inconclusive" and few.text.startswith("Undecided: 8 videos, PSNR 49.00 dB (")
+    near = of_videos(psnr=around(45, 2, 8), floors={"psnr": 38.0})
+    assert (
+        "two runs of 16 bit 38.00 dB; a judgement takes 30 prompts or more" in near.text and "farther" not in near.text
+    )
     lost = of_videos(psnr=around(15, 2), clip_score=around(-3, 0.2))
     assert lost.outcome == "worse" and lost.text.startswith("Worse than 16 bit: CLIP score change")
 

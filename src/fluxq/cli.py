@@ -50,9 +50,12 @@ for _command in (command for commands in _SECTIONS.values() for command in comma
 
 def _meant(error: click.NoSuchOption) -> str:
     """What an unknown option was meant to be: an argument, a recipe, or an option that is spelt much like it."""
-    if error.option_name in _ELSEWHERE:
-        return _ELSEWHERE[error.option_name]
-    known = [name for each in error.ctx.command.params for name in each.opts] if error.ctx else []
+    parameters = error.ctx.command.params if error.ctx else []
+    known = [name for each in parameters for name in (*each.opts, each.metavar or each.name.upper())]
+    meant = _ELSEWHERE.get(error.option_name, "")
+    if meant and meant.split()[0] in known:
+        return meant
+    known = [name for name in known if name.startswith("-")]
     near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.82)
     return near[0] if near else ""
 

@@ -24,6 +24,7 @@ from fluxq import footprint
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
+from fluxq.eval.figures import amount
 from fluxq.footprint import Size
 from fluxq.jobs import MOST_CALLS
 from fluxq.placement import weight_bytes
@@ -90,7 +91,8 @@ def of_quantizing(prepared: Prepared) -> Forecast:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in prepared.fitted.values())
     if prepared.options.check:
         check = forward.seconds(prepared.check_items, forward.steps)
-        parts[f"closing check of {len(prepared.check_items)} images"] = (1 + QUANTIZED) * check
+        frames = frames_in(prepared.check_call) if {*FRAMES} & prepared.check_call.keys() else None
+        parts[f"closing check of {amount(len(prepared.check_items), frames)}"] = (1 + QUANTIZED) * check
     return Forecast(parts, _memory(prepared, writes=True))
 
 

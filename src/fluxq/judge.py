@@ -24,7 +24,7 @@ from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, wr
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.provenance import versions
-from fluxq.calibrate.capture import frames_in, images_per_batch
+from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval import card
 from fluxq.eval.protocols import PROTOCOLS, items_of
@@ -120,8 +120,11 @@ class Subject:
     call: dict[str, Any]
 
 
-def subject(output: Path, options: Options) -> Subject:
-    """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from."""
+def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Subject:
+    """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from.
+
+    whole_videos: as long as the pipeline makes them, instead of what the protocol limits them to.
+    """
     record = read_record(output)
     if ModelFolder(output.name, output).is_one_model:
         raise ValueError(
@@ -139,12 +142,14 @@ def subject(output: Path, options: Options) -> Subject:
         revision=options.revision or record["model"]["revision"],
         local_files_only=options.local_files_only,
     )
-    hashed = _hashed(folder)
-    for component, digest in record["model"]["digests"].items():
-        if hashed.get(component) != digest:
-            raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
     require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
     require_steps(folder)
+    for gate in options.gates:
+        parse_gate(gate)
+    if options.metrics:
+        from fluxq.eval.metrics import metric_rows
+
+        _require_known("metric", options.metrics, metric_rows())
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
     weights = placement.weight_bytes(folder, options.dtype)
@@ -154,13 +159,17 @@ def subject(output: Path, options: Options) -> Subject:
     options = replace(options, device=device)
     protocol = PROTOCOLS[options.protocol]
     said = {**quantized.generation_defaults, **protocol.call(folder)}
-    call = call_of(folder, said, options.call, protocol.frames)
-    require_call(quantized, call)
+    call = call_of(folder, said, options.call, None if whole_videos else protocol.frames)
+    require_call(quantized, call, options.call)
     require_prompts_suffice(folder, call)
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
     usual = (makes_video(folder) and protocol.videos) or protocol.count
     count, seeds = options.count or usual, options.seeds or protocol.seeds
     first = protocol.first_seed if options.seed is None else options.seed
+    hashed = _hashed(folder)  # reads all weights: after whatever else may be wrong
+    for component, digest in record["model"]["digests"].items():
+        if hashed.get(component) != digest:
+            raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
     loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record))
     digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
     reference_digest = sha256_json([digest, record.get("loras", [])]) if loras else digest
@@ -353,7 +362,8 @@ def _forecast_of_bench(asked: Subject, plain: int, served: int, how: Mapping[str
     """Of every setting: the image at the first size stands for all."""
     calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
     count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
-    call = {**asked.call, **dict(zip(("height", "width"), (how.get("sizes") or [()])[0], strict=False))}
+    names = ("height", "width", frames_argument(asked.folder.pipeline_class or object) or "num_frames")
+    call = {**asked.call, **dict(zip(names, (how.get("sizes") or [()])[0], strict=False))}
     items = [item for size in how.get("batches") or (1,) for item in (asked.items * size)[:size]]
     runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
     return _forecast(replace(asked, call=call), runs, sides=plain + served)
@@ -425,6 +435,9 @@ def debug(
     if asked.reference.offload:
         logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)
         device = "cpu"
+        stored = placement.stored_bytes(ModelFolder(asked.output.name, asked.output))
+        both = placement.weight_bytes(asked.folder, options.dtype) + stored
+        placement.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
     on_start(_forecast(asked, {f"at most {budget} runs": (asked.items, budget * forecast.QUANTIZED)}, device, sides=2))
     found = find_faults(
         asked.reference,
@@ -562,7 +575,7 @@ def _candidates(asked: Subject, sides: Sequence[Side], found: Mapping[str, Serve
         **_origin(record),
     }
     recipe = record["recipe"]["name"], record["identity"]["recipe"]
-    known = asked.quantized.name, *recipe, _size(record)
+    known = _named(asked), *recipe, _size(record)
     return [Candidate(side, *known, found[side.name], _gates(asked), provenance) for side in sides]
 
 
@@ -620,7 +633,7 @@ def _small(reference: ImageFolder) -> list[str]:
 def _command(asked: Subject) -> str:
     """What makes this report again; where images are made and kept changes nothing in it."""
     options, default = asked.options, Options()
-    words = ["fluxq", "eval", asked.output.name]
+    words = ["fluxq", "eval", _named(asked)]
     for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
         value = getattr(options, name)
         if value != getattr(default, name):
@@ -631,6 +644,11 @@ def _command(asked: Subject) -> str:
     flags = {key: f"--{key.replace('_', '-')}" for key in options.call} | {"num_frames": "--frames"}
     words += [word for key, value in options.call.items() for word in (flags[key], str(value))]
     return shlex.join(words)
+
+
+def _named(asked: Subject) -> str:
+    """The checkpoint as a command takes it, without where on the machine an absolute path leads."""
+    return asked.quantized.name if asked.output.is_absolute() else asked.output.as_posix()
 
 
 def _keep(asked: Subject, name: str, value: BaseModel) -> None:
@@ -667,17 +685,19 @@ def _with_records(report: Report, asked: Subject) -> Report:
         )
         for run in report.runs
     )
-    timed = () if speed is None or any(run.speed for run in runs) else (_timed(asked, speed),)
+    timed = (
+        () if speed is None or any(run.speed for run in runs) else (_timed(asked, speed, report.runs[0].checkpoint),)
+    )
     return report.model_copy(update={"runs": runs, "timed": timed})
 
 
-def _timed(asked: Subject, speed: Speed) -> Timed:
-    """A speed that no run of the report computes as."""
+def _timed(asked: Subject, speed: Speed, checkpoint: str) -> Timed:
+    """A speed that no run of the report computes as. checkpoint: as its runs call it."""
     name, record = asked.quantized.name, asked.record
     arithmetic = speed.served.arithmetic if speed.served else NATIVE
     return Timed(
         name=name if arithmetic == NATIVE else f"{name} as {arithmetic}",
-        checkpoint=name,
+        checkpoint=checkpoint,
         recipe=record["recipe"]["name"],
         size=_size(record),
         speed=speed,

@@ -51,7 +51,7 @@ def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -
         raise ValueError(f"{needs}: it does not fit on this machine; evaluate it on one with more memory")
     if asked != AUTO:
         raise ValueError(f"{needs}; leave out --device: its parts then take turns on the GPU")
-    if max(_part_bytes(folder).values()) <= _FREE * free:
+    if max(_part_bytes(folder).values(), default=0) <= _FREE * free:
         logger.warning("%s: its parts take turns there (offload), which takes longer", needs)
         return device, True
     logger.warning("%s, too little even for its largest part: the CPU is used", needs)
@@ -66,8 +66,9 @@ def stored_bytes(folder: ModelFolder) -> int:
 def _part_bytes(folder: ModelFolder) -> dict[str, int]:
     """Bytes of each component's weights as they are stored."""
     return {
-        name: sum(path.stat().st_size for path in (folder.path / name).glob("*.safetensors"))
+        name: sum(path.stat().st_size for path in folder.weight_files(name))
         for name in folder.components
+        if is_model(folder, name)
     }
 
 
@@ -88,9 +89,10 @@ def settle(prepared: Prepared, demand_on: Callable[[str], Demand | None], asked:
     if needed <= limit or (asked != AUTO and weights <= free):  # what is needed beside the weights is an estimate
         return prepared
     if asked != AUTO:
+        bounded = f", or give --max-memory {in_words(limit)}: either reads weights in turn" * (demand.least <= limit)
         raise ValueError(
             f"{name} does not fit on {device}: its weights take {in_words(weights)}, {in_words(free)} are free; leave "
-            f"out --device, or give --max-memory {in_words(max(limit, demand.least))}: either reads weights in turn"
+            f"out --device{bounded}"
         )
     if demand.least <= limit:
         logger.warning(

@@ -82,7 +82,7 @@ def _prepare(
         updates,
         ranks=ranks,
     )
-    require_call(folder, prepared.call)
+    require_call(folder, prepared.call, options.call)
     if any(plan.steps for plan in plans):
         require_followed(scheduler_of(folder))
     if statistics is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder
 
 
-def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
-    """Refuse generation defaults that the pipeline does not take, before it is loaded."""
+def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
+    """Refuse what the pipeline does not take, before it is loaded. asked: by options; the rest are its defaults."""
     import diffusers
 
     pipeline = folder.pipeline_class
@@ -23,6 +23,10 @@ def require_call(folder: ModelFolder, call: dict[str, Any]) -> None:
     unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
     if "num_frames" in unknown and not makes_video(folder):
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes images, which have no frames: leave out --frames")
+    options = [f"--{name.removeprefix('num_') if name == 'num_frames' else name}" for name in unknown if name in asked]
+    if options:
+        said = ", ".join(options).replace("_", "-")
+        raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {said}")
     if unknown:
         raise ValueError(
             f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {', '.join(unknown)}; remove it"

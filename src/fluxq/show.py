@@ -159,7 +159,7 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
         for f in prepared.loras
     ]
     if prepared.finished is None:
-        rows.append(("took", *[""] * (len(columns) - 1), _time(record["seconds"])))
+        rows.append(("took", *[""] * (len(columns) - 1), _duration(record["seconds"])))
     print_table(header, rows)
     _decisions(parts)
     from fluxq.requirements import makes_pictures
@@ -502,14 +502,6 @@ def warmed(rows: list[dict[str, Any]]) -> None:
     ]
     print_table(header, texts)
     click.echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
-
-
-def _time(seconds: float) -> str:
-    """A time that passed: `8 s`, `12 min`, `3 h 5 min`."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _psnr(check: dict[str, Any] | None) -> str:

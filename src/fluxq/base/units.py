@@ -14,9 +14,10 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, as in "694 ns", "1.2 ms" or "3 min 5 s"."""
+    """Seconds, as in "694 ns", "1.2 ms", "3 min 5 s" or "2 h 5 min"."""
     if seconds >= 120:
-        return f"{int(seconds // 60)} min {round(seconds % 60)} s"
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
     return _scaled(seconds, 1e-9, _TIMES)
 
 

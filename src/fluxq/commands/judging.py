@@ -138,7 +138,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     type=click.Choice(["speed", "memory", "decoded"]),
     default="speed",
     show_default=True,
-    help="As fluxq.prepare: int8 where that is faster, codes as they are, or fp32 beside them (CPU).",
+    help="As fluxq.prepare: 8 bits for speed, codes as they are, or on a CPU fp32 beside them.",
 )
 @common_options
 def bench(
@@ -161,7 +161,7 @@ def bench(
       fluxq bench tiny-nvfp4 --batch 1 --batch 4
     """
     with session_of(arguments) as session:
-        asked = session.subject(output)
+        asked = session.subject(output, whole_videos=True)
         how = {
             "modes": modes or ("eager",),
             "batches": batches or (1,),

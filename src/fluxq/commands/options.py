@@ -100,8 +100,8 @@ recipe_options = option_group(
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
 )
 size_options = option_group(
-    click.option("--height", type=click.IntRange(min=1), metavar="PIXELS", help="Height of an image."),
-    click.option("--width", type=click.IntRange(min=1), metavar="PIXELS", help="Width of an image."),
+    click.option("--height", type=click.IntRange(min=1), metavar="PIXELS", help="Height of an image or frame."),
+    click.option("--width", type=click.IntRange(min=1), metavar="PIXELS", help="Width of an image or frame."),
 )
 run_options = option_group(
     click.option(
@@ -131,9 +131,9 @@ run_options = option_group(
         help="A file (.txt, .jsonl, .csv, .parquet, …), a known set such as MJHQ-30K, or a datasets id.",
     ),
     click.option(
-        "--num-inference-steps", type=click.IntRange(min=1), metavar="N", help="Denoising steps of each image."
+        "--num-inference-steps", type=click.IntRange(min=1), metavar="N", help="Denoising steps of each image or video."
     ),
-    click.option("--guidance-scale", type=float, metavar="X", help="Guidance scale of each image."),
+    click.option("--guidance-scale", type=float, metavar="X", help="Guidance scale."),
     size_options,
     click.option("--frames", "num_frames", type=click.IntRange(min=1), help="Frames of each video."),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fluxq import show
+from fluxq.base.ranks import launched
 
 if TYPE_CHECKING:
     from fluxq.forecast import Forecast
@@ -69,7 +71,7 @@ class Session:
     def options(self) -> Any:
         return self.jobs.Options(**self._with_call())
 
-    def subject(self, output: str) -> Any:
+    def subject(self, output: str, *, whole_videos: bool = False) -> Any:
         """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
         self.given.require_checkpoint(output, recorded=True)
         self.given.require_files(self.arguments)
@@ -78,7 +80,8 @@ class Session:
                 self.arguments["model"], self.arguments["revision"], self.arguments["local_files_only"]
             )
         self.say(f"checkpoint {output}{self._device()}")
-        return self.judge.subject(Path(output), self.judge.Options(**self._with_call()))
+        options = self.judge.Options(**self._with_call())
+        return self.judge.subject(Path(output), options, whole_videos=whole_videos)
 
     def _with_call(self) -> dict[str, Any]:
         """The arguments, those of the pipeline together under `call`."""
@@ -120,9 +123,14 @@ class Session:
         return f", device {devices.describe(devices.choose(asked), asked)}"
 
     def say(self, line: str) -> None:
-        """Print a line for people, unless --quiet or --json was given."""
-        if not self.quiet and not self.as_json:
+        """Print a line for people, unless --quiet or --json was given, or another process of torchrun speaks."""
+        if self.speaks:
             click.echo(line)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether lines for people are printed."""
+        return not (self.quiet or self.as_json) and (not launched() or os.environ["RANK"] == "0")
 
     def require_gpu(self, gpu: str | None, **needing: Any) -> None:
         """ValueError for an unknown GPU, and without one for options that only it gives a meaning."""
@@ -162,7 +170,7 @@ class Session:
     def start_work(self, forecast: Forecast | None = None) -> None:
         """Say how long it will take. From here on an error is a failure of the work, not of what was asked for."""
         self.exit_code = 1
-        if forecast is not None and not (self.quiet or self.as_json):
+        if forecast is not None and self.speaks:
             show.forecast(forecast)
 
     def print(self, value: object, for_people: Callable[[], None]) -> None:
