@@ -28,6 +28,9 @@ def advice(report: Report) -> str:
     good = [run for run in chosen if run.verdict.outcome in GOOD]
     if good:
         return _use(report, good, len(chosen))
+    otherwise = [run for run in report.runs if run.verdict.outcome in GOOD]
+    if otherwise:
+        return _use(report, otherwise, len({run.checkpoint for run in report.runs}))
     alike = [run for run in chosen if run.verdict.outcome == "alike"]
     if alike:
         return _look(report, alike)
@@ -66,9 +69,11 @@ def _look(report: Report, alike: Sequence[Run]) -> str:
     count = f"{len(report.items)} {report.noun}s"
     again = f"fluxq eval {shlex.quote(chosen.checkpoint)} --count {_ENOUGH}"
     if len(alike) == 1:
-        opening = f"{_named(chosen)} looks like 16 bit on {count}, with {_saving(chosen)}"
+        opening = f"{_named(chosen)} looks as good as published on {count}, with {_saving(chosen)}"
         return f"{opening}. Before you rely on it: {again}."
-    opening = f"Of {len(alike)} that look like 16 bit on {count}, {_named(chosen)} is {why}, with {_saving(chosen)}"
+    opening = (
+        f"Of {len(alike)} that look as good as published on {count}, {_named(chosen)} is {why}, with {_saving(chosen)}"
+    )
     found = [opening, *_others(report, chosen, alike)]
     return ". ".join([*found, f"Before you rely on one, evaluate each on more {report.noun}s: {again}"]) + "."
 
@@ -146,14 +151,15 @@ def _saving(run: Run) -> str:
     memory = f"{size(resident(run))} in memory, {share:.0%} of 16 bit"
     gain = speed_up(run)
     if gain is None:
-        return memory
+        return memory if run.speed else f"{memory}; its speed was not measured"
     whose = "its" if in_words(gain.over) == "16 bit" else f"{in_words(gain.over)}'s"
     return f"{memory}, and {stated(gain.ratio, '.2f')} times {whose} speed"
 
 
 def _more(runs: Sequence[Run]) -> str:
     needed = [run.verdict.more_images for run in runs if run.verdict.more_images is not None]
-    return f"about {max(needed)} more {runs[0].noun}s would decide" if needed else "the verdicts below say why"
+    decides = len(needed) == len(runs)
+    return f"about {max(needed)} more {runs[0].noun}s would decide" if decides else "the verdicts below say why"
 
 
 def _named(run: Run) -> str:

@@ -174,8 +174,11 @@ def _bits(run: Run, reference: bool) -> float | None:
 
 
 def _seconds(run: Run, reference: bool) -> float | None:
+    """None too where times spread by more than a speed-up may be given for."""
     row = first_speed(run.speed, reference=reference, side=_SIXTEEN_BIT)
-    return row.stages[END].p50 / row.batch if row else None
+    if row is None or row.stages[END].iqr > _SPREAD * row.stages[END].p50:
+        return None
+    return row.stages[END].p50 / row.batch
 
 
 def _gigabytes(run: Run, reference: bool) -> float | None:
@@ -660,6 +663,7 @@ def _short(text: str) -> str:
 
 
 END, STEPS = "end to end", "steps and the rest"
+_SPREAD = 0.05  # of times that are drawn, interquartile range over median
 _SIXTEEN_BIT = "16-bit"  # the side; a CPU may compute the same model sooner in fp32
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 

@@ -109,7 +109,8 @@ def share(value: float | None) -> str:
 def computed(served: Served | None, backend: str = "native") -> str:
     """What computes a run's layers, in a few words."""
     name = served.arithmetic if served else backend
-    return ARITHMETICS[name][0] if name in ARITHMETICS else name
+    said = ARITHMETICS[name][0] if name in ARITHMETICS else name
+    return f"{said}, {served.beside}" if served and served.beside else said
 
 
 def mark(verdict: Verdict) -> str:
@@ -123,8 +124,8 @@ OUTCOMES = {
     "identical": ("=", "identical"),
     "equivalent": ("✓", "equivalent to 16 bit"),
     "comparable": ("✓", "as good as published"),
-    "alike": ("≈", "looks like 16 bit"),
-    "unlike": ("≠", "does not look like 16 bit"),
+    "alike": ("≈", "looks as good as published"),
+    "unlike": ("≠", "looks worse than published"),
     "worse": ("▼", "worse"),
     "inconclusive": ("?", "undecided"),
     "broken": ("✕", "broken"),

@@ -143,8 +143,13 @@ def _difference(first: Image, second: Image) -> float:
 
 def _require_same_reference(first: Report, other: Report) -> None:
     names = " and ".join(", ".join(run.name for run in report.runs) for report in (first, other))
+    few, many = sorted((first, other), key=lambda report: len(report.items))
     for label in dict.fromkeys([*first.reference, *other.reference]):
         one, two = first.reference.get(label), other.reference.get(label)
+        if one != two and label.startswith("prompts and seeds") and len(few.items) < len(many.items):
+            counts = f"{len(few.items)} and {len(many.items)} {first.noun}s"
+            again = f"fluxq eval {shlex.quote(few.runs[0].checkpoint)} --count {many.protocol.count}"
+            raise ValueError(f"{names} were measured on {counts}; evaluate both on as many: {again}")
         if one != two:
             raise ValueError(
                 f"{names} were not measured on the same 16-bit images: {label} is {one} and {two}; evaluate both with "

@@ -197,7 +197,8 @@ class Served(Strict):
 
     arithmetic: a key of BACKENDS ("native" as stored), or in words what was done to its layers. layers: what they
     compute as -> how many. digest: SHA-256 of layer -> what it computes as. bits_per_weight: as of `Size`, in memory.
-    resident_bytes: of the quantized components, pipeline_bytes: of all; parameters and buffers.
+    resident_bytes: of the quantized components, pipeline_bytes: of all; parameters and buffers. beside: what else lies
+    in memory for the same arithmetic, in words.
     """
 
     arithmetic: str
@@ -206,6 +207,7 @@ class Served(Strict):
     bits_per_weight: float
     resident_bytes: int
     pipeline_bytes: int
+    beside: str = ""
 
 
 class Times(Strict):

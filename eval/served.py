@@ -46,6 +46,7 @@ def served(pipe: Any, device: str | torch.device) -> Served | None:
         bits_per_weight=bits / weights,
         resident_bytes=model_bytes(parts),
         pipeline_bytes=model_bytes(pipe.components),
+        beside=", ".join(dict.fromkeys(map(_beside, layers.values()))).strip(", "),
     )
 
 
@@ -119,6 +120,11 @@ def _change(layer: QuantLinear, device: torch.device) -> str:
     if layer.prepared is not None and layer.scheme != layer.stored_scheme:
         return layer.prepared.how
     return _instead(layer, device)
+
+
+def _beside(layer: QuantLinear) -> str:
+    """What `fluxq.prepare` keeps in memory beside a layer's own codes; empty for nothing."""
+    return layer.prepared.how if layer.prepared is not None and layer.prepared.kind == "decoded" else ""
 
 
 def _of_weight(layer: nn.Module) -> Iterator[torch.Tensor]:

@@ -117,9 +117,10 @@ def _margin(run: Run, key: str, metric: Metric) -> Margin | None:
 
 def _around(metric: Metric, figure: float, by: float) -> Margin:
     """No worse than a figure, by so much."""
+    digits = 2 if metric.unit == "dB" else 4
     if metric.better == "higher":
-        return Margin(on="value", low=round(figure - by, 6))
-    return Margin(on="value", high=round(figure + by, 6))
+        return Margin(on="value", low=round(figure - by, digits))
+    return Margin(on="value", high=round(figure + by, digits))
 
 
 def _noise(metric: Metric) -> float:
@@ -211,7 +212,7 @@ def _look(run: Run) -> Verdict:
         why = _UNPUBLISHED if is_far else f"a judgement takes {LEAST_PROMPTS} prompts or more (--count)"
         return Verdict(outcome="inconclusive", text=f"Undecided: {shown}; {why}.{_missing(run)}")
     is_near = metric.value.mean >= margin.low
-    opening = "Looks like 16 bit" if is_near else "Does not look like 16 bit"
+    opening = "Looks as good as published" if is_near else "Looks worse than published"
     floor = _floor(metric) if is_near else f", {_theirs(run, 'psnr')}"
     text = (
         f"{opening}: {len(run.images)} {run.noun}s, PSNR {stated(metric.value, metric.digits, metric.unit)}{floor}; "

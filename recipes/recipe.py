@@ -321,7 +321,7 @@ def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
     """The file that `name_or_path` means: a path first, then the name of a shipped recipe in any case."""
     path = Path(name_or_path)
     candidates = [path if relative_to is None else relative_to / path]
-    if len(path.parts) == 1:
+    if len(path.parts) == 1 and name_or_path == path.name:  # ./nvfp4.yaml is a file and nothing else
         candidates.append(_shipped_folder() / f"{name_or_path.lower().removesuffix('.yaml')}.yaml")
     for candidate in candidates:
         if candidate.is_file():

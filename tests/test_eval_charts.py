@@ -86,7 +86,7 @@ def test_cost_charts_hold_every_run_with_its_interval_and_cost(three, no_svg):
 def test_a_file_that_is_re_encoded_in_memory_dominates_nothing_for_its_size_on_disk(three, no_svg):
     stored = three.runs[0]
     as_int8 = three.runs[1].model_copy(
-        update={"name": "as int8", "size": stored.size, "served": example_report.served(8.25, "int8")}
+        update={"name": "as int8", "size": stored.size, "served": example_report.served(8.25, "int8"), "speed": None}
     )
     drawing = cost_charts(three.model_copy(update={"runs": (stored, as_int8)}))[0]
     points = [row for row in rows(drawing, "front") if row["metric"] == "psnr" and row["run"] != "16 bit"]

@@ -108,8 +108,8 @@ def test_a_look_says_what_was_seen_and_judges_nothing(evaluated) -> None:
     report = read_report(out / "eval" / "report.json")
     assert {run.verdict.outcome for run in report.runs} == {"alike"}
     lines = done.stdout.splitlines()
-    first = next(line for line in lines if "looks like 16 bit" in line)
-    assert first.startswith("tiny-nvfp4 looks like 16 bit on 16 images, with ") and first == advice(report)
+    first = next(line for line in lines if "looks as good as published" in line)
+    assert first.startswith("tiny-nvfp4 looks as good as published on 16 images, with ") and first == advice(report)
     assert first.endswith("Before you rely on it: fluxq eval tiny-nvfp4 --count 64.")
     psnr = report.runs[0].metrics["psnr"].value
     assert (

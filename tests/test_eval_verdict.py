@@ -236,7 +236,7 @@ def test_all_questions_of_a_page_share_one_error() -> None:
 def test_few_images_judge_nothing(count) -> None:
     found = verdict(run(psnr=around(38.4, 2, count), clip_score=around(-3, 1, count), missing=("lpips",)))
     assert found.outcome == "alike" and found.more_images is None
-    assert found.text.startswith(f"Looks like 16 bit: {count} images, PSNR 38.40 dB (")
+    assert found.text.startswith(f"Looks as good as published: {count} images, PSNR 38.40 dB (")
     assert ", two runs of 16 bit 50.00 dB; a judgement takes 30 prompts or more (--count)." in found.text
     assert found.text.endswith(" Not measured: LPIPS.") and "more images" not in found.text
     assert verdict(run(psnr=around(38.4, 2, LEAST_PROMPTS))).outcome == "comparable"
@@ -245,7 +245,7 @@ def test_few_images_judge_nothing(count) -> None:
 def test_few_bad_images_do_not_look_like_16_bit() -> None:
     found = verdict(run(psnr=around(9, 2, 8)))
     assert found.outcome == "unlike"
-    assert found.text.startswith("Does not look like 16 bit: 8 images, PSNR 9.00 dB (")
+    assert found.text.startswith("Looks worse than published: 8 images, PSNR 9.00 dB (")
     assert "theirs 18.5 dB or more" in found.text
 
 

@@ -32,7 +32,10 @@ from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, m
 from fluxq.recipes.published import PUBLISHED, Published, find_published
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
-CELL = "bits per weight / GB of the checkpoint / GB to serve, all at most; the last is partly estimated"
+CELL = (
+    "bits per weight / GB of the checkpoint / GB to serve, all at most: of this model alone, its codes as stored; what "
+    "a card makes of them, and whole pipelines: docs/large-models.md"
+)
 TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: those of as many bits differ by a few percent
 
 

@@ -67,6 +67,13 @@ def require_path(path: str | Path) -> None:
         raise FileNotFoundError(f"{path} does not exist{path_near(place)}")
 
 
+def require_evaluated(path: str | Path) -> None:
+    """Raise FileNotFoundError for a folder without the report of `fluxq eval`."""
+    place = Path(path).expanduser()
+    if place.is_dir() and not (place / "eval" / "report.json").is_file():
+        raise FileNotFoundError(f"{path} was not evaluated: run `fluxq eval {path}` first")
+
+
 def require_base(base: str | None) -> None:
     """Raise as `require_model` does for a 16-bit model to prove with that is no file, no folder and on no hub."""
     if base and not Path(base).expanduser().exists():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fluxq.catalogue import Model
-    from fluxq.eval.schema import Debug, Estimate, Report, Served, Speed
+    from fluxq.eval.schema import Debug, Estimate, Gate, Report, Served, Speed
     from fluxq.forecast import Forecast
     from fluxq.memory import Demand
     from fluxq.prepared import Prepared
@@ -169,6 +169,11 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     click.echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
 
 
+def judged(gate: Gate) -> str:
+    """A gate and what was measured, as in `psnr>=30 (28.1)`."""
+    return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
+
+
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
     """What the closing check found, and what to do."""
     made = "images" if check.get("frames") is None else "videos"
@@ -194,8 +199,7 @@ def evaluated(page: Path, report: Report) -> None:
         click.echo(f"  {'; '.join(figures_of(run))}")
         click.echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
-            value = "not measured" if gate.value is None else f"{gate.value:.4g}"
-            click.echo(f"  gate {gate.gate}: {'passed' if gate.passed else 'MISSED'} ({value})")
+            click.echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
     for timed in report.timed:
         click.echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:
@@ -230,7 +234,7 @@ def timed(speed: Speed) -> None:
         else:
             click.echo(f"{of}: {_interval(gain.ratio)} times as fast as {gain.baseline}")
     for reason, which in refused.items():
-        click.echo(f"no speed-up given of {'; '.join(which)}: {reason}")
+        click.echo(f"no speed-up given of {'; '.join(dict.fromkeys(which))}: {reason}")
     if speed.served is not None:
         click.echo(_served(speed.served))
     for side in dict.fromkeys(card.side for card in speed.cards):

@@ -48,6 +48,8 @@ def no_model(model: str, why: str) -> FileNotFoundError:
 def require_hub_id(model: str) -> None:
     """Raise FileNotFoundError for a MODEL that is no folder and cannot be a hub id, saying what it seems to be."""
     path = Path(model).expanduser()
+    if found := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", model):
+        raise no_model(model, f"it is an address; give {found[1]}")
     if path.is_file():
         raise no_model(model, f"it is a single file; {_CURE}")
     if path.suffix.lower() in _FILE_ENDINGS:

@@ -88,11 +88,9 @@ def evaluate(output: str, **arguments: Any) -> None:
         session.print(
             report.model_dump(mode="json"), lambda: show.evaluated(Path(output) / "eval" / "report.html", report)
         )
-        missed = [gate.gate for run in report.runs for gate in run.gates if not gate.passed]
+        missed = [show.judged(gate) for run in report.runs for gate in run.gates if not gate.passed]
         if missed:
-            raise RuntimeError(
-                f"{output}: gate missed: {', '.join(dict.fromkeys(missed))}; the report says by how much"
-            )
+            raise RuntimeError(f"{output}: gate missed: {', '.join(dict.fromkeys(missed))}")
 
 
 @click.command("bench", short_help="Time a checkpoint beside its 16-bit model.")
@@ -233,6 +231,8 @@ def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
     with session_of(arguments) as session:
         for run in runs:
             session.given.require_path(run)
+        for run in runs:
+            session.given.require_evaluated(run)
         merged = session.judge.report(runs, output)
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 

@@ -75,6 +75,10 @@ class Session:
         """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
         self.given.require_checkpoint(output, recorded=True)
         self.given.require_files(self.arguments)
+        from fluxq.recipes.recipe import parse_gate
+
+        for gate in self.arguments.get("gates", ()):
+            parse_gate(gate)
         if self.arguments["model"]:
             self.given.require_model(
                 self.arguments["model"], self.arguments["revision"], self.arguments["local_files_only"]
