@@ -97,6 +97,22 @@ def test_an_unknown_option_is_answered_with_what_was_meant(fluxq, words, meant):
     assert meant or "Did you mean" not in result.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "--guidance-scale", "nan"),
+        ("quantize", "--height", "99999999999999"),
+        ("quantize", "--num-inference-steps", "100000"),
+        ("eval", "out", "--cache", "inf"),
+        ("debug", "out", "--growth", "nan"),
+        ("quantize", ""),
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with_and_empty_names_are_refused(fluxq, words):
+    result = fluxq(*words)
+    assert result.code == 2 and result.left == [] and result.out == ""
+
+
 @pytest.mark.parametrize("command", cli.commands)
 def test_every_command_has_help_with_an_example(fluxq, command):
     result = fluxq(command, "--help")

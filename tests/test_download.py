@@ -126,7 +126,8 @@ REFUSED = {
         (404, "RevisionNotFound"),
         r"has no revision 'v9'; http.*/owner/model/commits/main lists them",
     ),
-    "token": ("model", (401, ""), r"the hub refuses the token that it was given: `hf auth login` again"),
+    "token, logged in": ("model", (401, ""), r"the hub refuses the token that it was given: `hf auth login` again"),
+    "no token": ("model", (401, ""), r"the hub asks for a login: `hf auth login`, or set HF_TOKEN"),
     "too often": ("model", (429, ""), r"the hub answers with status 429; try again later"),
 }
 

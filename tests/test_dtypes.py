@@ -73,7 +73,7 @@ def test_a_component_with_more_digits_keeps_them(checkpoint, tmp_path, caplog, c
         config = folder / component / "config.json"
         config.write_text(config.read_text().replace('"bfloat16"', '"float32"'))
     pipe = FluxPipeline.from_pretrained(folder)
-    assert f"; {', '.join(components)}: more digits than that, kept" in caplog.text
+    assert f"; {', '.join(components)}: kept in their own dtype" in caplog.text
     assert all(getattr(pipe, component).dtype == torch.float32 for component in components)
     made = image(pipe)
     assert torch.isfinite(made).all()
@@ -107,3 +107,20 @@ def test_quantizing_while_loading_settles_it_too(caplog):
 @pytest.fixture(autouse=True)
 def told(caplog):
     caplog.set_level(logging.WARNING, "fluxq")
+
+
+def test_components_that_the_caller_brings_stay_as_they_are(checkpoint):
+    """They may belong to another pipeline."""
+    plain = FluxPipeline.from_pretrained(tiny.path(), dtype=torch.float32)
+    shared = {name: getattr(plain, name) for name in ("vae", "text_encoder", "text_encoder_2")}
+    pipe = FluxPipeline.from_pretrained(checkpoint("fp8"), **shared)
+    assert {part.dtype for part in shared.values()} == {torch.float32}
+    for each in (pipe, plain):
+        assert each("a red three", **{**tiny.CALL_KWARGS, "num_inference_steps": 1}).images
+
+
+def test_a_vae_that_keeps_its_digits_is_called_by_keyword_too(checkpoint):
+    vae = FluxPipeline.from_pretrained(tiny.path(), dtype=torch.float32).vae
+    pipe = FluxPipeline.from_pretrained(checkpoint("fp8"), vae=vae)
+    latents = torch.zeros(1, vae.config.latent_channels, 4, 4, dtype=torch.bfloat16)
+    assert torch.equal(pipe.vae.decode(z=latents).sample, pipe.vae.decode(latents).sample)

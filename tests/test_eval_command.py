@@ -15,7 +15,7 @@ from fluxq import judge
 from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.eval.advice import advice
-from fluxq.eval.schema import read_report
+from fluxq.eval.schema import SCHEMA_VERSION, read_report
 from fluxq.eval.summary import summary
 from fluxq.quantize.ops import int_mm_is_exact
 
@@ -165,6 +165,18 @@ def test_what_an_older_version_found_is_named_and_left_out(quantized: Path, capl
     assert "schema_version is 2, this fluxq reads 3: run `fluxq eval` on its checkpoint again" in caplog.text
     assert json.loads((quantized / "eval" / "speed.json").read_text(encoding="utf-8"))["checkpoint"] == known
     assert json.loads(path.read_text(encoding="utf-8"))["schema_version"] == 2  # left as it was
+
+
+@pytest.mark.parametrize("text", ["[]", '{"checkpoint"', "found", "rows"])
+def test_what_bench_left_damaged_costs_no_evaluation(quantized: Path, caplog, text: str) -> None:
+    assert fluxq("eval", quantized, *FEW).exit_code == 0
+    digest = read_report(quantized / "eval" / "report.json").runs[0].provenance["checkpoint (SHA-256)"]
+    known = {"schema_version": SCHEMA_VERSION, "checkpoint": digest}
+    damaged = {"found": json.dumps(known), "rows": json.dumps({**known, "found": {"rows": "x"}})}
+    (quantized / "eval" / "speed.json").write_text(damaged.get(text, text), encoding="utf-8")
+    done = fluxq("eval", quantized, *FEW)
+    assert done.exit_code == 0, done.output
+    assert "speed.json is damaged and is left out: run `fluxq bench` again" in caplog.text
 
 
 def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized: Path, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from fluxq import forecast, placement
 from fluxq.base import devices
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
 _PUBLISHED_PIXELS = 512
+_WITH_FRAMES = 3  # numbers of a size
 
 
 @dataclass(frozen=True)
@@ -344,6 +345,8 @@ def bench(
     from fluxq.eval.speed import measure_speed
 
     device = asked.options.device
+    if not makes_video(asked.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
+        raise ValueError(f"{asked.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
     plain = [asked.reference, *_in_fp32(asked)]
     served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in asked.items]
@@ -714,7 +717,10 @@ def _is_of(speed: Speed | None, run: Run) -> bool:
 def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
     """What `command` found on this checkpoint; None if it did not run since, or in another version of fluxq."""
     path = asked.output / EVAL_FOLDER / name
-    record = read_json(path) if path.is_file() else {}
+    try:
+        record = read_json(path) if path.is_file() else {}
+    except ValueError:
+        record = {"checkpoint": asked.quantized.digest, "schema_version": SCHEMA_VERSION}  # and nothing that was found
     if record.get("checkpoint") != asked.quantized.digest:
         return None
     if record.get("schema_version") != SCHEMA_VERSION:
@@ -722,7 +728,11 @@ def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> An
             "%s was written by another version of fluxq and is left out: run `fluxq %s` again", path, command
         )
         return None
-    return kind.model_validate(record["found"])
+    try:
+        return kind.model_validate(record.get("found"))
+    except ValidationError:
+        logger.warning("%s is damaged and is left out: run `fluxq %s` again", path, command)
+        return None
 
 
 def _write(output: Path, report: Report) -> None:

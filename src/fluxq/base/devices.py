@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
+
 from fluxq.base.console import first_line
 from fluxq.base.memory import free_bytes
 
@@ -20,9 +22,8 @@ def choose(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {device!r} cannot be used: {first_line(error)}; give --device cpu, or cuda with a GPU"
-        ) from None
+        why = shorten(first_line(error), 160)
+        raise ValueError(f"device {device!r} cannot be used: {why}; give --device cpu, or cuda with a GPU") from None
     return device
 
 

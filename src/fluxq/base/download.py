@@ -6,6 +6,7 @@ safetensors weights, too little disk) is said before the first weight is fetched
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -134,15 +135,24 @@ def _refusal(model: str, revision: str | None, offline: bool, error: BaseExcepti
         return no_model(model, f"the hub knows none of that name, or it is private: {cure}")
     if isinstance(error, errors.HFValidationError):
         return no_model(model, first_line(error))
-    status = _status(error)
+    status = _status(error) or _status(error.__cause__)
+    if status in (401, 403) and get_token() is None:
+        return PermissionError(f"model {model!r}: the hub asks for a login: `hf auth login`, or set HF_TOKEN")
     if status in (401, 403):
         return PermissionError(f"model {model!r}: the hub refuses the token that it was given: `hf auth login` again")
     if status is not None:
-        return OSError(f"model {model!r}: the hub answers with status {status}; try again later")
+        cure = "try again later" if status == _TOO_MANY or status >= _OF_SERVER else f"look at {page}"
+        return OSError(f"model {model!r}: the hub answers with status {status}; {cure}")
+    if isinstance(error, OSError) and error.errno in _OF_DISK:
+        return OSError(f"model {model!r} cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror}); set HF_HOME")
     return no_model(
         model,
         f"the hub cannot be reached ({first_line(error.__cause__ or error)}); connect this machine, or give a folder",
     )
+
+
+_TOO_MANY, _OF_SERVER = 429, 500  # HTTP
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.EISDIR)
 
 
 def _status(error: BaseException | None) -> int | None:

@@ -14,6 +14,7 @@ from fluxq.commands.options import (
     batch_size_option,
     checkpoint_options,
     common_options,
+    finite_in,
     names_in,
     protocol_options,
     run_options,
@@ -43,6 +44,7 @@ from fluxq.commands.session import session_of
 @click.option(
     "--cache",
     type=click.FloatRange(min=0, min_open=True),
+    callback=finite_in,
     metavar="X",
     help="Also compare with a first-block cache of this threshold.",
 )
@@ -183,6 +185,7 @@ def bench(
 @click.option(
     "--growth",
     type=click.FloatRange(0, min_open=True),
+    callback=finite_in,
     default=0.05,
     show_default=True,
     metavar="X",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ RECIPES = (
     "fp8-comfy",
     "int4-svd",
 )  # a test compares
+PIXELS, STEPS = click.IntRange(1, 1 << 14), click.IntRange(1, 10_000)  # as of a model's own defaults
 PROTOCOL_NAMES = ("smoke", "standard", "paper", "drawbench", "mlperf-sdxl")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
@@ -62,6 +64,13 @@ def bytes_in(_context: click.Context, _option: click.Parameter, value: str | Non
     return size
 
 
+def finite_in(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    """A number that is one."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number to compute with")
+    return value
+
+
 def device_in(_context: click.Context, _option: click.Parameter, value: str) -> str:
     """The name of a kind of device, with a number where there are several; whether it is there is asked later."""
     if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
@@ -100,8 +109,8 @@ recipe_options = option_group(
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
 )
 size_options = option_group(
-    click.option("--height", type=click.IntRange(min=1), metavar="PIXELS", help="Height of an image or frame."),
-    click.option("--width", type=click.IntRange(min=1), metavar="PIXELS", help="Width of an image or frame."),
+    click.option("--height", type=PIXELS, metavar="PIXELS", help="Height of an image or frame."),
+    click.option("--width", type=PIXELS, metavar="PIXELS", help="Width of an image or frame."),
 )
 run_options = option_group(
     click.option(
@@ -131,9 +140,12 @@ run_options = option_group(
         help="A file (.txt, .jsonl, .csv, .parquet, …), a known set such as MJHQ-30K, or a datasets id.",
     ),
     click.option(
-        "--num-inference-steps", type=click.IntRange(min=1), metavar="N", help="Denoising steps of each image or video."
+        "--num-inference-steps",
+        type=STEPS,
+        metavar="N",
+        help="Denoising steps of each image or video.",
     ),
-    click.option("--guidance-scale", type=float, metavar="X", help="Guidance scale."),
+    click.option("--guidance-scale", type=float, callback=finite_in, metavar="X", help="Guidance scale."),
     size_options,
     click.option("--frames", "num_frames", type=click.IntRange(min=1), metavar="N", help="Frames of each video."),
 )

@@ -105,6 +105,9 @@ class Session:
         from fluxq.recipes.recipe import load_recipe
 
         arguments = self.arguments
+        for name in ("model", "output"):
+            if arguments.get(name) == "":
+                raise ValueError(f"{name.upper()} is empty: give a name, or leave it out")
         recipe_name, recipe = load_recipe(arguments["recipe"])
         model = arguments["model"] or recipe.model
         self.given.require_files(arguments)

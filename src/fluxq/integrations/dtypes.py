@@ -12,7 +12,7 @@ in which these compute:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -24,6 +24,7 @@ from fluxq.base.console import logger
 from fluxq.integrations.loading import quant_layers
 
 _CODERS = ("encode", "decode")  # what pipelines call of a VAE
+_CODED = ("x", "z", "sample")  # the first argument of those
 _HIDDEN = ("sample", "hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
 
 
@@ -34,16 +35,18 @@ def register() -> None:
     @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         pipe = load(cls, *args, **kwargs)
-        if kwargs.get("dtype") is None and kwargs.get("torch_dtype") is None:
-            settle(pipe)
+        said = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if said is None or (isinstance(said, Mapping) and "default" not in said):  # of some components, by name
+            settle(pipe, {*(said or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})
         return pipe
 
     DiffusionPipeline.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def settle(pipe: DiffusionPipeline) -> None:
+def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
     """Make the components of a pipeline with quantized layers compute in one dtype, or understand each other's.
 
+    given: components that the caller brought, for other pipelines too, or named a dtype for; they stay as they are.
     Other pipelines are left alone. A warning names the call that says the dtype.
     """
     models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
@@ -54,14 +57,14 @@ def settle(pipe: DiffusionPipeline) -> None:
     for name, model in models.items():
         if quant_layers(model) or all(tensor.dtype == dtype for _, tensor in _numbers(model)):
             continue
-        if _is_exact(model, dtype):
+        if name not in given and _is_exact(model, dtype):
             for _, tensor in _numbers(model):
                 tensor.data = tensor.data.to(dtype)
         else:
             wider.append(name)
     if wider:
         _let_meet(models, dtype)
-    kept = f"; {', '.join(wider)}: more digits than that, kept" if wider else ""
+    kept = f"; {', '.join(wider)}: kept in their own dtype" if wider else ""
     logger.warning(
         "no dtype= was given: %s is loaded in %s%s; better say so: %s.from_pretrained(…, dtype=%s)",
         *(type(pipe).__name__, str(dtype).removeprefix("torch."), kept, type(pipe).__name__, dtype),
@@ -117,9 +120,11 @@ class _Casting:
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model, self.name = model, name
 
-    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dtype = next(tensor.dtype for _, tensor in _numbers(self.model))
-        return getattr(type(self.model), self.name)(self.model, _as(value, dtype), *args, **kwargs)
+        args = (*(_as(value, dtype) for value in args[:1]), *args[1:])
+        kwargs = {name: _as(value, dtype) if name in _CODED else value for name, value in kwargs.items()}
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Casting:
         return _Casting(deepcopy(self.model, memo), self.name)
