@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from fluxq.eval.figures import duration, plain, shape, share
-from fluxq.eval.schema import Curve, Debug, Drift, Estimate, LayerDamage, Metric, Report, Run, Speed, SpeedRow
+from fluxq.eval.schema import SPREAD, Curve, Debug, Drift, Estimate, LayerDamage, Metric, Report, Run, Speed, SpeedRow
 
 FLOOR = "noise floor"
 _WIDTH, _HEIGHT = 360, 240
@@ -176,7 +176,7 @@ def _bits(run: Run, reference: bool) -> float | None:
 def _seconds(run: Run, reference: bool) -> float | None:
     """None too where times spread by more than a speed-up may be given for."""
     row = first_speed(run.speed, reference=reference, side=_SIXTEEN_BIT)
-    if row is None or row.stages[END].iqr > _SPREAD * row.stages[END].p50:
+    if row is None or row.stages[END].iqr > SPREAD * row.stages[END].p50:
         return None
     return row.stages[END].p50 / row.batch
 
@@ -663,7 +663,6 @@ def _short(text: str) -> str:
 
 
 END, STEPS = "end to end", "steps and the rest"
-_SPREAD = 0.05  # of times that are drawn, interquartile range over median
 _SIXTEEN_BIT = "16-bit"  # the side; a CPU may compute the same model sooner in fp32
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 

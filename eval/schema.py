@@ -19,6 +19,9 @@ SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
 
 
+SPREAD = 0.05  # of times, interquartile range over median: above it no speed-up is given and no time is drawn
+
+
 class Strict(BaseModel):
     """Unknown keys, NaN and infinity are errors."""
 
@@ -285,7 +288,7 @@ class Speedup(Strict):
 
 
 class Card(Strict):
-    """Whether a side runs on a card of so many gigabytes, one of which is left to driver and allocator.
+    """Whether a side runs on a card of so many gigabytes, beside what driver and libraries keep of it.
 
     needed: bytes. basis: of what; the weights alone where no GPU has shown the peak.
     """

@@ -37,7 +37,7 @@ from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.figures import asked
 from fluxq.eval.generate import pictures
 from fluxq.eval.machine import POWER_LIMIT, Machine, machine_of
-from fluxq.eval.schema import Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
+from fluxq.eval.schema import SPREAD, Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.served import model_bytes, served
 from fluxq.eval.statistics import paired_interval
 from fluxq.quantize.attention import attention_of
@@ -45,12 +45,12 @@ from fluxq.quantize.checkpoint import convolutions_of, shapes_of
 from fluxq.quantize.graphs import capture
 from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.structure import model_family
+from fluxq.recipes.cards import CONTEXT, GIB
 from fluxq.recipes.cost import forward_pass, steps
 from fluxq.recipes.devices import DEVICES, Device, Efficiency
 from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import load_recipe
 
-SPREAD = 0.05
 CARDS = (8, 12, 16, 24)  # GB
 _VARIANTS = frozenset("pcie nvl laptop mobile max ti super d xt xtx gre".split())  # after a name: another card
 _OUT_OF_MEMORY = "out of memory"
@@ -628,7 +628,7 @@ def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
             side=opened.name,
             gigabytes=gigabytes,
             needed=needed,
-            fits=needed <= (gigabytes - 1) * 2**30,
+            fits=needed + CONTEXT <= gigabytes * GIB,
             basis=basis,
         )
         for gigabytes in CARDS

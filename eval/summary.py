@@ -13,9 +13,8 @@ from typing import Any
 
 from fluxq.eval.charts import END, first_speed
 from fluxq.eval.figures import ARITHMETICS, OUTCOMES, computed, short, stated
-from fluxq.eval.schema import Estimate, Report, Run, Served, Speed, SpeedRow, Timed, in_words
+from fluxq.eval.schema import SPREAD, Estimate, Report, Run, Served, Speed, SpeedRow, Timed, in_words
 
-UNSURE = 0.05  # spread of times: no speed-up is given above it
 MAIN = ("psnr", "lpips", "clip_score", "image_reward", "velocity_error")
 
 
@@ -52,7 +51,7 @@ class Row:
     @property
     def about_time(self) -> str:
         """The mode, and how much the times spread where that is too much to build on."""
-        return f"{self.mode}, spread by {self.spread:.0%}" if self.spread > UNSURE else self.mode
+        return f"{self.mode}, spread by {self.spread:.0%}" if self.spread > SPREAD else self.mode
 
     @property
     def verdict(self) -> str:

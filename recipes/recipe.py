@@ -320,6 +320,8 @@ def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[s
 def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
     """The file that `name_or_path` means: a path first, then the name of a shipped recipe in any case."""
     path = Path(name_or_path)
+    if not path.name:
+        raise FileNotFoundError(f"recipe {name_or_path!r} is no file; shipped: {', '.join(shipped_recipes())}")
     candidates = [path if relative_to is None else relative_to / path]
     if len(path.parts) == 1 and name_or_path == path.name:  # ./nvfp4.yaml is a file and nothing else
         candidates.append(_shipped_folder() / f"{name_or_path.lower().removesuffix('.yaml')}.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -28,6 +29,7 @@ class Hub(ThreadingHTTPServer):
         self.refuses_model: tuple[int, str] | None = None
         self.refuses_files: tuple[int, str] | None = None
         self.fetched: list[str] = []
+        self.asked, self.delay = 0, 0.0
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -38,6 +40,8 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.server, self.path.partition("?")[0]
+        hub.asked += 1
+        time.sleep(hub.delay)
         if path.startswith("/api/"):
             if hub.refuses_model:
                 return self.answer(*hub.refuses_model)
@@ -154,6 +158,27 @@ def test_an_unreachable_hub_is_said(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="and HF_HUB_OFFLINE is set"):
         download(MODEL, None, False)
+
+
+@pytest.mark.parametrize("trouble", ["server", "silent"])
+def test_a_hub_in_trouble_is_asked_once_and_a_copy_in_the_cache_serves(hub, monkeypatch, trouble, caplog):
+    hub.refuses_model = (503, "")
+    if trouble == "silent":
+        hub.delay, message = 0.5, r"the hub cannot be reached \(.*timed out.*\)"
+        monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    else:
+        message = "the hub answers with status 503; try again later"
+    with pytest.raises(OSError, match=message):
+        download(MODEL, None, False)
+    assert hub.asked == 1
+    hub.refuses_model, hub.delay = None, 0.0
+    monkeypatch.setattr(module, "_PATIENCE", 10)
+    folder = download(MODEL, None, False)
+    download.cache_clear()
+    hub.refuses_model = (503, "")
+    with caplog.at_level("WARNING"):
+        assert download(MODEL, None, False) == folder
+    assert "status 503; try again later; the copy in the cache is taken" in caplog.text
 
 
 def test_a_name_that_no_model_can_have_is_said(hub):

@@ -179,7 +179,7 @@ def test_what_bench_left_damaged_costs_no_evaluation(quantized: Path, caplog, te
     assert "speed.json is damaged and is left out: run `fluxq bench` again" in caplog.text
 
 
-def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized: Path, monkeypatch) -> None:
+def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized, monkeypatch, caplog):
     monkeypatch.setattr(judge, "free_bytes", lambda device: 1_000_000)
     few = "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1
     found = json.loads(fluxq("bench", quantized, *few, "--prefer", "memory", "--json").output)
@@ -192,6 +192,7 @@ def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room
     assert found["rows"][2]["resident_bytes"] > 3 * stored
     row = summary(read_report(quantized / "eval" / "report.json"))[-1]
     assert row.seconds and row.resident == found["served"]["resident_bytes"] and row.resident_bits > 32
+    assert "figures of an earlier bench are replaced" in caplog.text
     in_fp32 = fluxq("bench", quantized, *few, "--dtype", "float32", "--json")
     assert [row["side"] for row in json.loads(in_fp32.output)["rows"]] == ["16-bit", quantized.name]
 

@@ -123,7 +123,7 @@ def test_nunchaku_moves_a_calibrated_scale_into_the_factors_as_a_power_of_two() 
     encoded = nunchaku.encode(layer)
     smooth = encoded.tensors["smooth_factor"].float()
     assert (smooth == 2.0**-7).all()  # the next above 0.0051
-    assert any("input_scale became the power of two" in note for note in encoded.notes)
+    assert any("input_scale became a power of two" in note for note in encoded.notes)
     amax = 2688 * layer.tensors["input_scale"] / smooth[0]
     assert 2688 / 2 < amax <= 2688  # so block scales amax / 6 fill E4M3's range
 

@@ -21,7 +21,7 @@ from shared import copy_of, said_by
 from torch import Tensor, nn
 
 import fluxq
-from fluxq import cli, exchange, jobs, tiny
+from fluxq import catalogue, cli, exchange, jobs, tiny
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.commands import exchanging
 from fluxq.quantize.exchange import containers, native
@@ -33,6 +33,7 @@ from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.keymaps import ORIGINALS, diffusers_names
+from fluxq.recipes.plan import MODULATION_ROLE
 
 DENOISERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -698,21 +699,28 @@ def test_the_command_writes_and_reports(plain_checkpoint, tmp_path, monkeypatch)
     assert wrong.exit_code == 2 and "end in .safetensors" in wrong.output
 
 
-TABLED = ("fp8", "mxfp8", "int8", "nvfp4", "int4", "int4-svd")
-MODULATION = {"int8": "int8", "int4-svd": "int4"}
+TABLED = ("fp8", "fp8-comfy", "mxfp8", "int8", "nvfp4", "int4", "int4-svd")
 DOC = Path(__file__).parent.parent / "docs" / "exchange.md"
 
 
 def recipes_table(checkpoint_of: Any, folder: Path) -> str:
     """The table "Which recipe goes where" of docs/exchange.md, from what `export` does."""
+    flux = next(catalogue.models("FLUX.1-dev"))
     names = [name for name in containers.WRITERS if name != "compressed_tensors"]
-    lines = [f"| recipe | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    heads = [f"`{name}`" for name in names]
+    lines = [f"| recipe | checkpoint, GB | {' | '.join(heads)} |", "|---" * (len(names) + 2) + "|"]
     for recipe in TABLED:
-        cells = []
+        cells = [f"{flux.size(recipe).checkpoint_bytes / 1e9:.1f}"]
+        modulation = [layer for layer in flux.plan(recipe).layers if layer.role == MODULATION_ROLE]
+        in_16_bit = sum(2 * layer.n * layer.k - layer.most_stored_bits / 8 for layer in modulation)
         for name in names:
             try:
                 done = export(resolve_model(str(checkpoint_of(recipe))), name, folder / "x.safetensors", overwrite=True)
-                cells.append("yes; 16 bit" if done.dequantized else f"yes; {MODULATION.get(recipe, 'fp8')}")
+                changed = {each.now.partition("-")[0] for each in (*done.dequantized, *done.requantized)}
+                own = str(modulation[0].scheme).partition("-")[0]
+                size = flux.size(recipe).checkpoint_bytes + in_16_bit * bool(done.dequantized)
+                assert changed <= {"16bit"} or changed == {"fp8"}  # fp8 takes as many bits as the int8 that it was
+                cells.append(f"{' '.join(changed) or own}, {size / 1e9:.1f}")
             except ValueError as error:
                 assert "cannot hold" in str(error), error
                 cells.append("requantize")

@@ -46,6 +46,9 @@ WRONG = [
     (["quantize", "damaged"], "model_index.json: not valid JSON"),
     (["quantize", "cut"], "truncated or damaged safetensors file"),
     (["quantize", "model", "--recipe", "nvpf4"], "(did you mean 'nvfp4'?); shipped: fp8"),
+    (["quantize", "model", "--recipe", "."], "recipe '.' is no file; shipped: fp8"),
+    (["eval", "out", "--metrics", "psnr,lpip"], "metric 'lpip' is unknown (did you mean 'lpips'?); known: psnr"),
+    (["eval", "out", "--gate", "psnr"], "write metric, comparison and number as in 'psnr>=20'"),
     (["quantize", "model", "--device", "gpu"], "device 'gpu' cannot be used; give --device cpu, or cuda with a GPU"),
     (["eval", "nope"], "nope is no folder; give one that `fluxq quantize` wrote"),
     (["eval", "model"], "model: not a fluxq checkpoint (it has no fluxq_plan.json)"),
@@ -69,6 +72,8 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     for name in ("model", "damaged", "cut"):
         copy_of(tiny.path(), place / name)
     (place / "damaged" / "model_index.json").write_text("{")
+    (place / "out").mkdir()
+    (place / "out" / "fluxq_plan.json").write_text("{}")
     weights = next((place / "cut" / "vae").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-9])
     (place / "flux1-dev.safetensors").write_bytes((place / "model/vae" / weights.name).read_bytes())

@@ -212,7 +212,7 @@ class ComponentPlan:
             entries[unit.name] = encoded.entry
             plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
             formats[str(encoded.entry.get(_SAID.get(self.dialect, ""), layer.scheme))] += 1
-            notes.update(_without_numbers(note) for note in encoded.notes)
+            notes.update(encoded.notes)
         for name, (members, order) in self.plain.items():
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
@@ -632,7 +632,8 @@ def _hint(done: Exported, side_layers: SideLayers) -> str:
     if done.dialect == "modelopt":
         return "larger than the checkpoint: its readers compute modulation in 16 bit, whatever the recipe"
     if not done.dequantized:
-        return "larger than the checkpoint: layers were rounded into formats of more bits"
+        wider = "layers were rounded into formats of more bits" if done.requantized else "scales take more room there"
+        return f"larger than the checkpoint: {wider}"
     rows = [row for row in DIALECTS[done.dialect].rows if None in (row.activations, *row.also) and not row.unread]
     formats = ", ".join(dict.fromkeys(row.weights for row in rows))
     cure = f"where x keeps 16 bit {done.dialect} holds {formats}: `modulation: {{format: {rows[0].weights}}}`"
@@ -664,11 +665,6 @@ def _schemes_of(recipe: Recipe) -> list[Scheme]:
 
 def _tail(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _without_numbers(note: str) -> str:
-    """The same note for layers whose numbers differ."""
-    return re.sub(r"(?<=power of two )\S+|(?<=off by )\S+", "…", note)
 
 
 _NOT_CARRIED = {

@@ -85,13 +85,13 @@ def encode(
         moved = torch.ones(())
         if layer.scheme.static_input:
             moved = torch.exp2(torch.log2(tensors["input_scale"]).ceil())
-            notes += (f"input_scale became the power of two {moved.item():g} between x and the weight",)
+            notes += ("input_scale became a power of two between x and the weight",)
         product = tensors["weight_scale_2"] * moved
         rows = product.expand(n, 1).reshape(-1)
         wt, wc = two_factors(rows, dtype)
         factors = factors * moved
-        if lost := (wt.float() * wc.float() / rows - 1).abs().max().item():
-            notes += (f"weight_scale_2 is the product of two 16-bit numbers, off by {lost:.1g} of it",)
+        if not torch.equal(wt.float() * wc.float(), rows):
+            notes += ("weight_scale_2 became the product of two 16-bit numbers, the nearest of 256 pairs",)
         done |= {"wscales": tile(scale, _FP4_SCALES), "wtscale": wt, "wcscales": tile(wc, _VECTOR).reshape(n)}
     else:
         done["wscales"] = tile(_cast(scale, dtype, "weight_scale"), _INT4_SCALES)

@@ -351,6 +351,8 @@ def bench(
     served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in asked.items]
     on_start(_forecast_of_bench(asked, len(plain), len(served), how))
+    if (asked.output / "eval" / SPEED_FILE).exists():
+        logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
     speed = measure_speed([*plain, *served], prompts, asked.call, device=device, references=len(plain), **how)
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
     offloaded = [side.name for side in (asked.reference, asked.quantized) if side.offload]

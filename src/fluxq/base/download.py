@@ -70,7 +70,9 @@ def download(model: str, revision: str | None, local_files_only: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     if not (local_files_only or constants.HF_HUB_OFFLINE):
-        _require_fetchable(model, _look_up(model, revision))
+        local_files_only = _is_kept_by_silent_hub(model, revision)
+        if not local_files_only:
+            _require_fetchable(model, _look_up(model, revision))
     try:
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only)
@@ -79,8 +81,30 @@ def download(model: str, revision: str | None, local_files_only: bool) -> Path:
         raise _refusal(model, revision, local_files_only or constants.HF_HUB_OFFLINE, error) from None
 
 
+def _is_kept_by_silent_hub(model: str, revision: str | None) -> bool:
+    """Return whether the hub does not answer, but the cache has the model; raise what it refuses, or why it is silent.
+
+    One request with a limit: the hub's client would try again for a minute.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        HfApi().model_info(model, revision=revision, timeout=_PATIENCE)
+    except Exception as error:
+        refusal = _refusal(model, revision, False, error)
+        if (_status(error) or _OF_SERVER) < _OF_SERVER:
+            raise refusal from None
+        try:
+            snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=True)
+        except Exception:
+            raise refusal from None
+        logger.warning("%s; the copy in the cache is taken", first_line(refusal))
+        return True
+    return False
+
+
 def _look_up(model: str, revision: str | None) -> list[Any] | None:
-    """Return what would be fetched, file by file; None where the hub does not answer, but the cache may."""
+    """Return what would be fetched, file by file; None where the hub does not answer any more."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
@@ -152,6 +176,7 @@ def _refusal(model: str, revision: str | None, offline: bool, error: BaseExcepti
 
 
 _TOO_MANY, _OF_SERVER = 429, 500  # HTTP
+_PATIENCE = 10  # seconds for the hub to answer
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.EISDIR)
 
 
