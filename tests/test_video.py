@@ -183,6 +183,7 @@ def test_other_families_go_through_all_commands(make, tmp_path):
         done = fluxq(*arguments)
         assert done.exit_code == 0, done.output
     (run,) = judged(out).runs
-    assert run.frames and run.metrics["psnr"].value.mean > 20 and run.speed and run.debug
+    assert run.frames and run.metrics["psnr"].value.mean > 20 and run.debug
+    assert run.speed or judged(out).timed  # by itself where other arithmetic was timed than judged
     assert "one with 1 video in a batch" in judged(out).noise_floor  # never two at once
     assert run.debug.floor_sqnr_db > run.debug.sqnr_db  # attention was computed in another way all the same
