@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GROUP = "fluxq.metrics"
 
@@ -126,10 +126,12 @@ class ImageReward:
     def __init__(self, device: str = "cpu") -> None:
         self.model: Any = import_module("ImageReward").load("ImageReward-v1.0", device=device)
 
-    @torch.no_grad()
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
         """Its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over what people saw."""
-        return [self.model.score(prompt, _png(image)) for image, prompt in zip(images, prompts, strict=True)]
+        import torch
+
+        with torch.no_grad():
+            return [self.model.score(prompt, _png(image)) for image, prompt in zip(images, prompts, strict=True)]
 
 
 class HPSv2:

@@ -17,8 +17,6 @@ from fluxq.eval.statistics import Interval
 
 SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
-
-
 SPREAD = 0.05  # of times, interquartile range over median: above it no speed-up is given and no time is drawn
 
 

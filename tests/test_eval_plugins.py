@@ -9,6 +9,7 @@ import torch
 
 from fluxq.eval import plugins
 from fluxq.eval.plugins import ADAPTERS, PluginError, find_offers, load_class, open_plugin, scores
+from fluxq.given import require_measures
 
 IMAGES = torch.arange(3 * 3 * 4 * 4, dtype=torch.uint8).reshape(3, 3, 4, 4)
 PROMPTS = ["a cat", "a dog", "a cat"]
@@ -92,6 +93,15 @@ def test_a_broken_plug_in_names_itself(install, target, message):
     with pytest.raises(PluginError, match=r"the metric plug-in 'beauty' of beauty 2\.0") as caught:
         scores(offer, open_plugin(offer, "cpu"), IMAGES, PROMPTS)
     assert message in str(caught.value)
+
+
+def test_a_plug_in_s_metric_may_be_asked_for_by_name(install):
+    with pytest.raises(ValueError, match="metric 'beauty' is unknown; known: psnr"):
+        require_measures((), ["beauty"])
+    install("beauty", "beauty_metric:Beauty")
+    require_measures(["psnr>=20"], ["psnr", "beauty"])
+    with pytest.raises(ValueError, match=r"metric 'beuty' is unknown \(did you mean 'beauty'\?\)"):
+        require_measures((), ["beuty"])
 
 
 def test_two_plug_ins_of_one_key_are_named(install):

@@ -74,6 +74,19 @@ def require_evaluated(path: str | Path) -> None:
         raise FileNotFoundError(f"{path} was not evaluated: run `fluxq eval {path}` first")
 
 
+def require_measures(gates: Iterable[str], metrics: Iterable[str]) -> None:
+    """Raise ValueError for a gate that cannot be read, or a metric that neither fluxq nor a plug-in has."""
+    from fluxq.eval.plugins import find_offers
+    from fluxq.recipes.recipe import GATE_METRICS, parse_gate
+
+    for gate in gates:
+        parse_gate(gate)
+    for name in metrics:
+        known = list(dict.fromkeys([*GATE_METRICS, *find_offers()]))
+        if name not in known:
+            raise ValueError(f"metric {name!r} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
+
+
 def require_base(base: str | None) -> None:
     """Raise as `require_model` does for a 16-bit model to prove with that is no file, no folder and on no hub."""
     if base and not Path(base).expanduser().exists():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from fluxq import forecast, placement
 from fluxq.base import devices
@@ -351,7 +351,7 @@ def bench(
     served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in asked.items]
     on_start(_forecast_of_bench(asked, len(plain), len(served), how))
-    if (asked.output / "eval" / SPEED_FILE).exists():
+    if (asked.output / EVAL_FOLDER / SPEED_FILE).exists():
         logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
     speed = measure_speed([*plain, *served], prompts, asked.call, device=device, references=len(plain), **how)
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
@@ -721,20 +721,15 @@ def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> An
     path = asked.output / EVAL_FOLDER / name
     try:
         record = read_json(path) if path.is_file() else {}
-    except ValueError:
-        record = {"checkpoint": asked.quantized.digest, "schema_version": SCHEMA_VERSION}  # and nothing that was found
-    if record.get("checkpoint") != asked.quantized.digest:
-        return None
-    if record.get("schema_version") != SCHEMA_VERSION:
-        logger.warning(
-            "%s was written by another version of fluxq and is left out: run `fluxq %s` again", path, command
-        )
-        return None
-    try:
-        return kind.model_validate(record.get("found"))
-    except ValidationError:
-        logger.warning("%s is damaged and is left out: run `fluxq %s` again", path, command)
-        return None
+        if record.get("checkpoint") != asked.quantized.digest:
+            return None
+        if record.get("schema_version") == SCHEMA_VERSION:
+            return kind.model_validate(record.get("found"))
+        why = "was written by another version of fluxq"
+    except ValueError:  # pydantic's is one
+        why = "is damaged"
+    logger.warning("%s %s and is left out: run `fluxq %s` again", path, why, command)
+    return None
 
 
 def _write(output: Path, report: Report) -> None:

@@ -23,7 +23,7 @@ def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[st
     unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
     if "num_frames" in unknown and not makes_video(folder):
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes images, which have no frames: leave out --frames")
-    options = [f"--{name.removeprefix('num_') if name == 'num_frames' else name}" for name in unknown if name in asked]
+    options = [f"--{'frames' if name == 'num_frames' else name}" for name in unknown if name in asked]
     if options:
         said = ", ".join(options).replace("_", "-")
         raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {said}")

@@ -70,9 +70,10 @@ def download(model: str, revision: str | None, local_files_only: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     if not (local_files_only or constants.HF_HUB_OFFLINE):
-        local_files_only = _is_kept_by_silent_hub(model, revision)
-        if not local_files_only:
-            _require_fetchable(model, _look_up(model, revision))
+        files = _look_up(model, revision)
+        local_files_only = files is None
+        if files is not None:
+            _require_fetchable(model, files)
     try:
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only)
@@ -81,49 +82,34 @@ def download(model: str, revision: str | None, local_files_only: bool) -> Path:
         raise _refusal(model, revision, local_files_only or constants.HF_HUB_OFFLINE, error) from None
 
 
-def _is_kept_by_silent_hub(model: str, revision: str | None) -> bool:
-    """Return whether the hub does not answer, but the cache has the model; raise what it refuses, or why it is silent.
+def _look_up(model: str, revision: str | None) -> list[Any] | None:
+    """Return what would be fetched, file by file; None where the hub is in trouble, but the cache has the model.
 
-    One request with a limit: the hub's client would try again for a minute.
+    Raises what the hub refuses, or its trouble. It is asked once with a limit first: its client tries for a minute.
     """
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import DryRunError
 
     try:
         HfApi().model_info(model, revision=revision, timeout=_PATIENCE)
+        return list(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, dry_run=True))
     except Exception as error:
-        refusal = _refusal(model, revision, False, error)
-        if (_status(error) or _OF_SERVER) < _OF_SERVER:
+        told = (error.__cause__ if isinstance(error, DryRunError) else None) or error
+        refusal = _refusal(model, revision, False, told)
+        if (_status(told) or _OF_SERVER) < _OF_SERVER:  # the hub's own answer
             raise refusal from None
         try:
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=True)
         except Exception:
             raise refusal from None
         logger.warning("%s; the copy in the cache is taken", first_line(refusal))
-        return True
-    return False
-
-
-def _look_up(model: str, revision: str | None) -> list[Any] | None:
-    """Return what would be fetched, file by file; None where the hub does not answer any more."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import DryRunError
-
-    try:
-        return list(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, dry_run=True))
-    except DryRunError as error:
-        if _status(error.__cause__) is not None:  # the hub's own answer
-            raise _refusal(model, revision, False, error.__cause__ or error) from None
         return None
-    except Exception as error:
-        raise _refusal(model, revision, False, error) from None
 
 
-def _require_fetchable(model: str, files: Iterable[Any] | None) -> None:
+def _require_fetchable(model: str, files: Iterable[Any]) -> None:
     """Raise for a repository that holds no pipeline, no safetensors weights, or more than the disk has room for."""
     from huggingface_hub import constants
 
-    if files is None:
-        return
     names = {file.filename for file in files}
     if "model_index.json" not in names:
         raise no_model(model, "that repository holds no diffusers pipeline (it has no model_index.json)")

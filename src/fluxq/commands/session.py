@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fluxq import show
-from fluxq.base.near import did_you_mean
 from fluxq.base.ranks import launched
 
 if TYPE_CHECKING:
@@ -76,15 +75,7 @@ class Session:
         """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
         self.given.require_checkpoint(output, recorded=True)
         self.given.require_files(self.arguments)
-        from fluxq.recipes.recipe import GATE_METRICS, parse_gate
-
-        for gate in self.arguments.get("gates", ()):
-            parse_gate(gate)
-        for name in self.arguments.get("metrics") or ():
-            if name not in GATE_METRICS:
-                raise ValueError(
-                    f"metric {name!r} is unknown{did_you_mean(name, GATE_METRICS)}; known: {', '.join(GATE_METRICS)}"
-                )
+        self.given.require_measures(self.arguments.get("gates", ()), self.arguments.get("metrics") or ())
         if self.arguments["model"]:
             self.given.require_model(
                 self.arguments["model"], self.arguments["revision"], self.arguments["local_files_only"]
