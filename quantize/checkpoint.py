@@ -364,9 +364,22 @@ def copy_rest(target: Path, source: ModelFolder, components: Iterable[str]) -> N
     quantized = set(components)
     for component in source.components:
         if component not in quantized and (source.path / component).is_dir():
-            shutil.copytree(source.path / component, target / component, ignore=_never_copied)
+            _copy(source.path / component, target / component)
     for path in _copied_files(source):
         shutil.copyfile(path, target / path.name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a component's folder; the modes are those of new files, whatever the source's are."""
+    target.mkdir()
+    dropped = _never_copied("", [path.name for path in source.iterdir()])
+    for path in sorted(path for path in source.iterdir() if path.name not in dropped):
+        if path.is_dir():
+            _copy(path, target / path.name)
+        elif path.is_file():
+            shutil.copyfile(path, target / path.name)
+        else:
+            raise ValueError(f"{path}: neither a file nor a folder; remove it from the model")
 
 
 def digest_rest(source: ModelFolder, components: Iterable[str]) -> dict[str, str]:

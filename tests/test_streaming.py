@@ -31,8 +31,9 @@ from safetensors.torch import load_file, save_file
 
 from fluxq import jobs, work_folder
 from fluxq.base import console
-from fluxq.base.files import atomic_path, sole_writer
+from fluxq.base.files import atomic_path
 from fluxq.base.model import resolve_model
+from fluxq.base.output import sole_writer
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component

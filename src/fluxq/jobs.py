@@ -18,8 +18,9 @@ import torch
 
 import fluxq
 from fluxq import footprint, memory
-from fluxq.base.files import atomic_folder, read_json, write_json, write_text
+from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
+from fluxq.base.output import atomic_folder
 from fluxq.base.provenance import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
@@ -46,6 +47,7 @@ from fluxq.work_folder import (
     clear_leftovers,
     finished_checkpoint,
     identity_of,
+    job_digest,
     require_space,
     with_digests,
     work_folder,
@@ -122,12 +124,16 @@ def calibrate(prepared: Prepared) -> Path:
     if not prepared.calibrated:
         planned = ", ".join(plan.component for plan in prepared.plans)
         raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
+    if prepared.finished is not None:
+        if prepared.ranks.leads:
+            clear_leftovers(prepared)
+        return prepared.output
     identity = prepared.ranks.agree(identity_of(prepared) if prepared.ranks.leads else None)
     prepared = replace(prepared, identity=identity)
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
         statistics = _calibrate(prepared, prepared.load_reference(), work)
         if prepared.ranks.leads:
-            statistics.save(prepared.output)
+            statistics.save(prepared.output.resolve(), job_digest(prepared))
     return prepared.output
 
 

@@ -298,6 +298,9 @@ def verified(results: Sequence[Result]) -> None:
 def exported(done: Exported) -> None:
     """What an export wrote, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
+    if done.was_written:
+        click.echo(f"{done.target}: written before by this command, {done.dialect} of {of}")
+        return
     click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
     click.echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
     if done.hint:

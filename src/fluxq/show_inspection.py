@@ -121,6 +121,9 @@ def imported(reports: Iterable[Imported]) -> None:
     output = ""
     for report in reports:
         output = report.output
+        if report.was_written:
+            click.echo(f"{report.component or 'model'}, {report.dialect}: written before by this command")
+            continue
         click.echo(
             f"{report.component or 'model'}, {report.dialect}: {len(report.quantized)} Linears with their codes as "
             f"they were, {len(report.dequantized)} made 16 bit"

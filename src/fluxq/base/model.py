@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger, say_once
 from fluxq.base.download import download, require_hub_id
-from fluxq.base.files import read_json, sha256_file, sha256_json
+from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
 from fluxq.base.near import did_you_mean
+from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "tiny"
 GENERATION_FILE = "fluxq_generation.json"
 PROMPTS_FILE = "fluxq_prompts.txt"
-PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -156,9 +156,9 @@ class ModelFolder:
         return sha256_json([sha256_file(self.path / component / "config.json"), described])
 
     def stamp(self, component: str) -> list[list[Any]]:
-        """Name, size and time of each of the component's files, another where one was replaced: nothing is read."""
+        """`stamps` of the component's files."""
         files = [self.path / component / "config.json", *self.weight_files(component)]
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return [list(each) for each in stamps(files)]
 
     @property
     def license(self) -> dict[str, str]:

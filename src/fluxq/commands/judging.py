@@ -16,6 +16,7 @@ from fluxq.commands.options import (
     common_options,
     finite_in,
     names_in,
+    overwrite_option,
     protocol_options,
     run_options,
     sizes_in,
@@ -221,8 +222,9 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
 @click.command("report", short_help="Write one page of several evaluations.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=PATH)
 @click.option("--output", "-o", type=PATH, default=Path("report.html"), show_default=True, help="The page to write.")
+@overwrite_option
 @common_options
-def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
+def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: Any) -> None:
     """Write one page of several evaluations, each a checkpoint folder or a report.json.
 
     JSON and Markdown are written beside it.
@@ -236,7 +238,7 @@ def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
             session.given.require_path(run)
         for run in runs:
             session.given.require_evaluated(run)
-        merged = session.judge.report(runs, output)
+        merged = session.judge.report(runs, output, overwrite=overwrite)
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
 

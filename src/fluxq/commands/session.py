@@ -122,7 +122,7 @@ class Session:
         )
         if output:
             place = self.given.output_for(arguments["output"], output, folder.name, recipe_name)
-            self.given.require_output(place, folder, is_file=is_file, overwrite=arguments["overwrite"])
+            self.given.require_output(place, folder, arguments, is_file=is_file)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
 
