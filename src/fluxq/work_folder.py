@@ -81,7 +81,8 @@ def finished_statistics(prepared: Prepared) -> dict[str, Any]:
     job = Statistics.job_of(prepared.output)
     if job != job_digest(prepared):
         raise ValueError(
-            f"output {prepared.output} holds statistics of another run; give another --output, or --overwrite to replace it"
+            f"output {prepared.output} holds statistics of another run; "
+            "give another --output, or --overwrite to replace it"
         )
     return {"job": job}
 

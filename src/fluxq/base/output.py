@@ -85,8 +85,8 @@ class Output:
         if exists_ok and not overwrite and (_is_marked(self.place) if self.is_file else _is_checkpoint(self.place)):
             return
         if not overwrite:
-            cure = "; give another --output" if _foreign(self) else "; give another --output, or --overwrite to replace it"
-            raise ValueError(f"output {_as_given(self, standing[-1])} exists{cure}")
+            cure = "" if _foreign(self) else ", or --overwrite to replace it"
+            raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
         if overwrite and (name := _foreign(self)):
             raise ValueError(f"output {self.target} is not replaced: fluxq did not write {name}; give another --output")
 
