@@ -194,6 +194,11 @@ class SourceWeights:
         """Name in the file -> fingerprint, for `ModelFolder.digest`, of tensors that were read from here just now."""
         return {self._files[name][1]: fingerprint_of(tensor) for name, tensor in tensors.items()}
 
+    def differing(self, fingerprints: Mapping[str, str]) -> list[str]:
+        """Names, in the file, of tensors that have another fingerprint now, or are not there any more."""
+        files = {name: file for file, name in self._files.values()}
+        return [name for name, was in fingerprints.items() if name not in files or files[name].fingerprint(name) != was]
+
     def stays_fp32(self, name: str) -> bool:
         """Whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms, for one)."""
         return not self._fp32_modules.isdisjoint(name.split("."))

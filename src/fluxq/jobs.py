@@ -18,6 +18,7 @@ import torch
 
 import fluxq
 from fluxq import footprint, memory
+from fluxq.base.console import logger
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import atomic_folder
@@ -295,16 +296,29 @@ def _level_weights(
 ) -> dict[int, float]:
     """Denoising step -> what an error at it does to the final latents; measured once and kept."""
     ranks = prepared.ranks
-    if not ranks.agree(file.is_file()):
+    kept = ranks.agree(_kept_levels(file) if ranks.leads else None)
+    if kept is None:
         steps = sorted({call.step for found in calls.values() for call in found.calls})
         weights = noise_level_weights(pipe, list(calls), items, prepared.call, steps, ranks)
         if ranks.leads:
             write_json(file, {str(step): weight for step, weight in weights.items()})
         return weights
-    weights = read_json(file)
-    if not all(re.fullmatch("[0-9]{1,8}", key) and type(each) is float and each >= 0 for key, each in weights.items()):
-        raise ValueError(f"{file}: not the weight of each step; remove it, and the same command measures them again")
-    return {int(step): weight for step, weight in weights.items()}
+    return {int(step): weight for step, weight in kept.items()}
+
+
+def _kept_levels(file: Path) -> dict[str, float] | None:
+    """Those that an interrupted run measured; None where there are none, or they were damaged."""
+    try:
+        weights = read_json(file) if file.is_file() else None
+    except ValueError as error:
+        logger.warning("%s: measured again", error)
+        return None
+    if weights is None or all(
+        re.fullmatch("[0-9]{1,8}", key) and type(each) is float and each >= 0 for key, each in weights.items()
+    ):
+        return weights
+    logger.warning("%s: not the weight of each step; measured again", file)
+    return None
 
 
 def _kept_statistics(work: Path) -> Statistics | None:
@@ -320,6 +334,7 @@ def _quantize_component(
     own = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, prepared.options.dtype)
     source = prepared.weights(plan.component)
+    prepared.require_unchanged(plan.component)  # from here on each read compares with these files
     files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=prepared.ranks)
     return plan, files, time.perf_counter() - started
 

@@ -217,18 +217,18 @@ def _hashed(folder: ModelFolder) -> dict[str, str]:
 
 def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
     """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+    weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
     others = sorted(
         path
         for name in folder.components
-        if name not in hashed
-        for path in (folder.path / name).glob("*")
-        if path.is_file()
+        for path in (folder.path / name).rglob("*")  # adapters too, which transformers loads by itself
+        if path.is_file() and path not in weights
     )
     return sha256_json(
         [
             sha256_file(folder.path / "model_index.json"),
             *([name, digest] for name, digest in hashed.items()),
-            *([path.name, sha256_file(path)] for path in others),
+            *([str(path.relative_to(folder.path)), sha256_file(path)] for path in others),
         ]
     )
 

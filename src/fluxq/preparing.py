@@ -82,6 +82,7 @@ def _prepare(
         loras,
         updates,
         ranks=ranks,
+        stamps={plan.component: folder.stamps(plan.component) for plan in plans},
     )
     require_call(folder, prepared.call, options.call)
     if any(plan.steps for plan in plans):

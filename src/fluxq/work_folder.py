@@ -116,9 +116,7 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
         try:
             yield work
         except BaseException as error:
-            if isinstance(error, ValueError) and ranks.world == 1:  # it would fail again: what was begun is of no use
-                shutil.rmtree(work, ignore_errors=True)
-            elif ranks.leads:
+            if ranks.leads:
                 _keep_what_is_done(work, error)
             raise
         if ranks.leads:

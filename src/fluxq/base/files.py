@@ -100,10 +100,10 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     return value
 
 
-def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of each file or folder, others where one was replaced: nothing is read."""
-    found = [(path.name, path.stat()) for path in paths]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
+    """Place, number, size and time of each file or folder, others where one was replaced: nothing is read."""
+    found = [(str(path.resolve()), path.stat()) for path in paths]
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def sha256_file(path: Path) -> str:

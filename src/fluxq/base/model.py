@@ -117,18 +117,19 @@ class ModelFolder:
         return found
 
     def weight_files(self, component: str) -> list[Path]:
-        """The component's safetensors files as diffusers picks them: an index's shards, else the one file.
+        """The component's safetensors files as its library picks them: an index's shards, or the one file.
 
-        Other variants beside them (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none
-        at all, and for an index that names a file outside the folder or one that is missing.
+        Where both are there, diffusers takes the shards and transformers the file. Other variants beside them
+        (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at all, and for an index that
+        names a file outside the folder or one that is missing.
         """
         folder = self.path / component
         for stem in _WEIGHT_STEMS:
-            index = folder / f"{stem}.safetensors.index.json"
-            if index.is_file():
+            index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+            if index.is_file() and not (single.is_file() and self._is_of_transformers(component)):
                 return _indexed(index)
-            if (folder / f"{stem}.safetensors").is_file():
-                return [folder / f"{stem}.safetensors"]
+            if single.is_file():
+                return [single]
         variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
@@ -136,6 +137,13 @@ class ModelFolder:
         cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
         held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
         raise ValueError(f"{folder}: {held}")
+
+    def _is_of_transformers(self, component: str) -> bool:
+        """Whether transformers loads the component; of a model without a pipeline, its config.json tells."""
+        if self.is_one_model:
+            return "_class_name" not in self.config(component)
+        said = self.index.get(component)
+        return isinstance(said, (list, tuple)) and said[:1] == ["transformers"]
 
     def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
         """SHA-256 of the component: its config.json, and names, dtypes, shapes and fingerprints of its tensors.
@@ -156,9 +164,15 @@ class ModelFolder:
         return sha256_json([sha256_file(self.path / component / "config.json"), described])
 
     def stamp(self, component: str) -> list[list[Any]]:
-        """`stamps` of the component's files."""
-        files = [self.path / component / "config.json", *self.weight_files(component)]
-        return [list(each) for each in stamps(files)]
+        """Name and size of each of the component's files: nothing is read, and finetunes of one model are alike."""
+        return [[path.name, path.stat().st_size] for path in self._files(component)]
+
+    def stamps(self, component: str) -> list[Any]:
+        """`stamps` of the component's files: others where one was replaced or written to."""
+        return stamps(self._files(component))
+
+    def _files(self, component: str) -> list[Path]:
+        return [self.path / component / "config.json", *self.weight_files(component)]
 
     @property
     def license(self) -> dict[str, str]:
