@@ -425,3 +425,15 @@ def place(plain_checkpoint, tmp_path) -> Path:
         (tmp_path / name).write_text("a red three\n")
     (tmp_path / "d" / "r.yaml").write_text("extends: fp8\n")
     return tmp_path
+
+
+def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_path):
+    name = "\x1b]0;PWNED\x07\x1b[2Jx\u202e"
+    tensors = {f"{name}.weight": torch.ones(16, 16).to(torch.float8_e4m3fn), f"{name}.weight_scale": torch.tensor(1.0)}
+    save_weights(tensors, tmp_path / "x.safetensors", {})
+    said = CliRunner().invoke(cli, ["inspect", str(tmp_path / "x.safetensors"), "--layers"]).output
+    assert r"\x1b]0;PWNED\x07\x1b[2Jx\u202e" in said
+    assert not any(char in said for char in "\x1b\x07\u202e")
+    (tmp_path / name).mkdir()
+    refused = CliRunner().invoke(cli, ["verify", str(tmp_path / name)]).output
+    assert r"\x1b]0;PWNED" in refused and "\x1b" not in refused

@@ -244,11 +244,12 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
 
 @click.command("verify", short_help="Prove that a checkpoint is whole and holds what it says.")
 @click.argument("output", metavar="CHECKPOINT")
+@click.option("--allow-unrecorded", is_flag=True, help="Exit with 0 where no hashes were recorded to check files by.")
 @common_options
-def verify_checkpoint(output: str, **arguments: Any) -> None:
+def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> None:
     """Prove that CHECKPOINT is whole and holds what it says, tensor by tensor.
 
-    No model is run. Exits with 1 if a check fails.
+    No model is run. Exits with 1 if a check fails or cannot be made.
 
     \b
     Example:
@@ -264,6 +265,12 @@ def verify_checkpoint(output: str, **arguments: Any) -> None:
         failed = [result.check for result in results if result.status == "failed"]
         if failed:
             raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)})")
+        unmade = [result.check for result in results if result.status != "ok"]
+        if unmade and not allow_unrecorded:
+            raise RuntimeError(
+                f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "
+                "recorded to hold the files against; --allow-unrecorded accepts that"
+            )
 
 
 COMMANDS = (evaluate, bench, debug, report, verify_checkpoint)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fluxq import show
+from fluxq.base.console import visible
 from fluxq.base.near import did_you_mean
 from fluxq.base.ranks import launched
 
@@ -138,7 +139,7 @@ class Session:
     def say(self, line: str) -> None:
         """Print a line for people, unless --quiet or --json was given, or another process of torchrun speaks."""
         if self.speaks:
-            click.echo(line)
+            click.echo(visible(line))
 
     @property
     def speaks(self) -> bool:
@@ -197,5 +198,5 @@ class Failure(click.ClickException):
     """A message for people, with the exit code of the moment."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        super().__init__(visible(message))
         self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue]  click reads it from the instance
