@@ -137,4 +137,4 @@ def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
     parsed = ModelCard(card).data.to_dict()
     assert parsed["license_name"] == text and "base_model" not in parsed and parsed["tags"][-1] == text
     body = ModelCard(card).text
-    assert not re.search(r"(?<!\\)(<img|\]\(javascript)", body)
+    assert not re.search(r"(?<!\\)(<img|\]\(javascript)", re.sub("`[^`]*`", "", body))
