@@ -10,8 +10,11 @@ import threading
 from pathlib import Path
 
 import diffusers
+import example_report
+import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from shared import copy_of
 
@@ -19,6 +22,8 @@ import fluxq  # noqa: F401  registers the quantizer
 from fluxq import jobs, judge, tiny
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile
+from fluxq.calibrate import prompts
+from fluxq.calibrate.prompts import load_prompts
 from fluxq.quantize import finished, run
 from fluxq.quantize.checkpoint import SourceWeights
 
@@ -216,3 +221,57 @@ def test_models_load_in_threads_beside_other_models(tmp_path):
     one(str(tmp_path / "out"))  # alone, behind what the threads left
     assert len(loaded) == 9
     assert not any(tensor.is_meta for each in loaded for tensor in each.state_dict().values())
+
+
+# Strangers' files
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path):
+    folder = copy_of(tiny.path(), tmp_path / "m")
+    config = folder / "transformer" / "config.json"
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(ValueError, match="no regular file, which could be waited for without end; remove it"):
+        jobs.prepare(options(folder, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"output_type": "np"}, {"latents": [1]}, {"return_dict": False}, {"joint_attention_kwargs": "x"}, {"sigmas": []}],
+)
+def test_a_model_does_not_say_what_fluxq_asks_of_a_call(tmp_path, said):
+    folder = copy_of(tiny.path(), tmp_path / "m")
+    (folder / "fluxq_generation.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=f"{next(iter(said))} is .*, which is not for this file to say; remove it"):
+        jobs.prepare(options(folder, tmp_path / "out"))
+
+
+def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path):
+    table = pyarrow.table({"prompt": pyarrow.array(["a" * 9_000] * 60_000).dictionary_encode()})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet", compression="zstd")
+    assert (tmp_path / "p.parquet").stat().st_size < 200_000
+    with pytest.raises(ValueError, match="more than 256 MiB of text unpacked; make it shorter"):
+        load_prompts(str(tmp_path / "p.parquet"), ModelFolder("tiny", Path(tiny.path())))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1_000_001}), tmp_path / "q.parquet")
+    with pytest.raises(ValueError, match="1000001 rows; at most 1000000 are read"):
+        load_prompts(str(tmp_path / "q.parquet"), ModelFolder("tiny", Path(tiny.path())))
+
+
+def test_a_picture_in_many_rows_is_decoded_once(tmp_path, monkeypatch):
+    decoded: list[Path] = []
+    real = prompts._decoded
+    monkeypatch.setattr(prompts, "_decoded", lambda path, mode: decoded.append(path) or real(path, mode))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = "".join(json.dumps({"prompt": str(index), "image": "a.png"}) + "\n" for index in range(20))
+    (tmp_path / "p.jsonl").write_text(rows)
+    found = load_prompts(
+        str(tmp_path / "p.jsonl"), ModelFolder("tiny", Path(tiny.path())), pipeline=diffusers.FluxImg2ImgPipeline
+    )
+    assert len(found.prompts) == 20 and len(decoded) == 1
+
+
+@pytest.mark.parametrize("digits", [".20000000f", "", "s", "{x}"])
+def test_a_foreign_report_gives_no_format_of_its_own(digits):
+    fields = example_report.example(1).runs[0].metrics["psnr"].model_dump()
+    with pytest.raises(ValueError, match="digits"):
+        type(example_report.example(1).runs[0].metrics["psnr"]).model_validate({**fields, "digits": digits})

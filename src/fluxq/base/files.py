@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -85,7 +86,10 @@ def write_json(target: Path, value: object) -> None:
 
 def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     """Read a JSON object; ValueError naming the file if it is not one or has more than `longest` bytes."""
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: no regular file, which could be waited for without end; remove it")
+    size = status.st_size
     if size > longest:
         raise ValueError(f"{path}: {size} bytes, and {longest} are read at most; copy it again")
     try:
@@ -103,7 +107,7 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
     """Place, number, size and time of each file or folder, others where one was replaced: nothing is read."""
     found = [(str(path.resolve()), path.stat()) for path in paths]
-    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found]
 
 
 def sha256_file(path: Path) -> str:

@@ -43,6 +43,10 @@ _LARGEST = {  # arguments of a call that are counts, and the most that anybody a
     **{"num_frames": 10_000, "frames": 10_000, "video_length": 10_000},
     **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
 }
+_OURS = frozenset(  # arguments of a call that fluxq gives itself, and those that are no setting of a model
+    "prompt generator latents output_type return_dict callback callback_on_step_end callback_on_step_end_tensor_inputs "
+    "prompt_embeds pooled_prompt_embeds negative_prompt_embeds negative_pooled_prompt_embeds".split()
+)
 _ATTENTION = "attn_implementation"
 _CUT_PROMPT = "The following part of your input was truncated"  # by diffusers, of a prompt longer than CLIP reads
 _LONG_PROMPT = "Token indices sequence length is longer"  # by transformers, of the same
@@ -112,6 +116,8 @@ class ModelFolder:
             most = _LARGEST.get(name)
             if most and not (type(value) is int and 1 <= value <= most):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected a whole number from 1 to {most}")
+            if name in _OURS or (name.endswith("_kwargs") and not isinstance(value, dict)) or value == []:
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
             if not _is_plain(value):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
         return found
