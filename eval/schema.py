@@ -19,7 +19,7 @@ SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
 
 
-Digits = Annotated[str, StringConstraints(pattern=r"^\.[0-9][efg]$")]  # a format specification
+Digits = Annotated[str, StringConstraints(pattern=r"^(\.[0-9][efg])?$")]  # a format specification
 SPREAD = 0.05  # of times, interquartile range over median: above it no speed-up is given and no time is drawn
 
 

@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import shutil
-import threading
+import subprocess
+import sys
 from pathlib import Path
 
 import diffusers
@@ -85,10 +86,11 @@ def test_blocks_of_another_model_of_equal_names_sizes_and_times_are_made_again(t
     one, other = model(tmp_path / "one"), model(tmp_path / "other", 1.02)
     clean = quantize(other, tmp_path / "clean").read_bytes()
     stopped(monkeypatch, one, tmp_path / "out")
+    for path in other.rglob("*"):
+        stamp = (one / path.relative_to(other)).stat().st_mtime_ns
+        os.utime(path, ns=(stamp, stamp))
     shutil.rmtree(one)
     other.rename(one)
-    for path in one.rglob("*"):
-        os.utime(path, (1, 1))
     assert quantize(one, tmp_path / "out").read_bytes() == clean
     assert "made of other weights than the model has now: this block is made again" in caplog.text
 
@@ -111,7 +113,7 @@ def test_a_file_replaced_by_one_of_equal_size_and_time_is_seen_at_the_next_read(
     name = opened.keys()[0]
     os.utime(other / "transformer" / WEIGHTS, ns=(file.stat().st_mtime_ns,) * 2)
     (other / "transformer" / WEIGHTS).rename(file)
-    with pytest.raises(ValueError, match="it was replaced or written to while it was read; start again"):
+    with pytest.raises(RuntimeError, match="it was replaced or written to while it was read; start again"):
         opened.get_tensor(name)
 
 
@@ -151,8 +153,8 @@ def raising(number: int):
     return opened
 
 
-def test_whatever_ends_a_run_its_finished_blocks_stay(tmp_path, monkeypatch):
-    work = stopped(monkeypatch, tiny.path(), tmp_path / "out", error=ValueError)
+def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypatch):
+    work = stopped(monkeypatch, tiny.path(), tmp_path / "out", error=RuntimeError)
     assert len(list(work.glob("transformer/*.safetensors"))) == 4
 
 
@@ -204,23 +206,30 @@ def test_images_are_of_every_file_that_a_loader_reads(tmp_path):
     assert len({before, with_adapter, judge._digest(folder, judge._hashed(folder))}) == 3
 
 
+THREADS = """
+import sys, threading
+import torch, fluxq
+from diffusers import FluxTransformer2DModel
+
+loaded = []
+def one(folder):
+    loaded.append(FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", dtype=torch.bfloat16))
+
+for _ in range(2):
+    threads = [threading.Thread(target=one, args=(folder,)) for folder in sys.argv[1:] * 2]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+one(sys.argv[1])  # alone, behind what the threads left
+print(len(loaded), sum(tensor.is_meta for each in loaded for tensor in each.state_dict().values()))
+"""
+
+
 def test_models_load_in_threads_beside_other_models(tmp_path):
+    """In a process of its own: diffusers and accelerate leave their patches of torch behind in threads."""
     quantize(tiny.path(), tmp_path / "out")
-    kinds = {str(tmp_path / "out"): True, str(tiny.path()): False}
-    loaded, load = [], diffusers.FluxTransformer2DModel.from_pretrained
-
-    def one(folder: str) -> None:
-        loaded.append(load(folder, subfolder="transformer", dtype=torch.bfloat16))
-
-    for _ in range(2):
-        threads = [threading.Thread(target=one, args=(folder,)) for folder in (*kinds, *kinds)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    one(str(tmp_path / "out"))  # alone, behind what the threads left
-    assert len(loaded) == 9
-    assert not any(tensor.is_meta for each in loaded for tensor in each.state_dict().values())
+    words = [sys.executable, "-c", THREADS, str(tmp_path / "out"), str(tiny.path())]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout.split() == ["9", "0"], done.stderr
 
 
 # Strangers' files
@@ -270,7 +279,7 @@ def test_a_picture_in_many_rows_is_decoded_once(tmp_path, monkeypatch):
     assert len(found.prompts) == 20 and len(decoded) == 1
 
 
-@pytest.mark.parametrize("digits", [".20000000f", "", "s", "{x}"])
+@pytest.mark.parametrize("digits", [".20000000f", "s", "{x}"])
 def test_a_foreign_report_gives_no_format_of_its_own(digits):
     fields = example_report.example(1).runs[0].metrics["psnr"].model_dump()
     with pytest.raises(ValueError, match="digits"):

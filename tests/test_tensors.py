@@ -186,7 +186,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path):
     save_weights({"a": torch.zeros(1000)}, path, {})
     stored = TensorFile(path)
     save_weights({"a": torch.ones(1001)}, path, {})
-    with pytest.raises(ValueError, match="replaced or written to while it was read"):
+    with pytest.raises(RuntimeError, match="replaced or written to while it was read"):
         stored.get_tensor("a")
     stored = TensorFile(path)
     os.truncate(path, 2000)

@@ -150,8 +150,16 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
         return prepared.finished
     ranks = prepared.ranks
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
-        finished = finished_checkpoint(prepared) if ranks.leads else None  # another run may have written it meanwhile
+        finished = _written_meanwhile(prepared) if ranks.leads else None
         return ranks.agree(finished) or ranks.agree(_quantize(prepared, work))
+
+
+def _written_meanwhile(prepared: Prepared) -> dict[str, Any] | None:
+    """What another run wrote since this one was prepared; RuntimeError, which costs no block, for something else."""
+    try:
+        return finished_checkpoint(prepared)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
 
 
 def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:

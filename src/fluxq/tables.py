@@ -50,4 +50,4 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 def echo(text: str = "", *, bold: bool = False) -> None:
     """Print text for people, which may hold names that strangers chose."""
-    click.secho(visible(text), bold=bold)
+    click.echo(click.style(visible(text), bold=True) if bold else visible(text))

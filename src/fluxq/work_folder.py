@@ -22,7 +22,7 @@ import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.output import recover, sole_writer
+from fluxq.base.output import recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.prepared import Prepared
 from fluxq.quantize import checkpoint
@@ -116,11 +116,13 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
         try:
             yield work
         except BaseException as error:
-            if ranks.leads:
+            if isinstance(error, ValueError) and ranks.world == 1:  # it would fail again: what was begun is of no use
+                remove(work)
+            elif ranks.leads:
                 _keep_what_is_done(work, error)
             raise
         if ranks.leads:
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
 
 
 def work_folder(prepared: Prepared) -> Path:
@@ -158,7 +160,7 @@ def _begin(prepared: Prepared, work: Path) -> None:
                 "by its own command, give another --output, or --overwrite to remove what it has done"
             )
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
-        shutil.rmtree(other)
+        remove(other)
     recover(output, work)
     for half in work.rglob(".*.part"):
         half.unlink()
@@ -177,13 +179,13 @@ def clear_leftovers(prepared: Prepared) -> None:
     with suppress(RuntimeError), sole_writer(output):  # whoever else holds the lock clears away itself
         for model in (prepared.identity["model"], stamps):
             job = replace(prepared, identity={**prepared.identity, "model": model})
-            shutil.rmtree(work_folder(job), ignore_errors=True)
+            remove(work_folder(job))
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:
     """And say so, of an interruption in its note; a work folder with nothing that took time to make is removed."""
     if not any(work.rglob("*.safetensors")):
-        shutil.rmtree(work, ignore_errors=True)
+        remove(work)
         return
     kept = f"what is done is kept in {work}: the same command goes on with it"
     if isinstance(error, KeyboardInterrupt):

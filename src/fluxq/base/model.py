@@ -170,8 +170,8 @@ class ModelFolder:
         return sha256_json([sha256_file(self.path / component / "config.json"), described])
 
     def stamp(self, component: str) -> list[list[Any]]:
-        """Name and size of each of the component's files: nothing is read, and finetunes of one model are alike."""
-        return [[path.name, path.stat().st_size] for path in self._files(component)]
+        """Name, size and time of each of the component's files: nothing is read."""
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in self._files(component)]
 
     def stamps(self, component: str) -> list[Any]:
         """`stamps` of the component's files: others where one was replaced or written to."""

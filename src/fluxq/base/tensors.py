@@ -89,7 +89,7 @@ class TensorFile:
         return sum(stored.nbytes for stored in self.stored.values())
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor, in memory of its own. ValueError if there is none of that name, or the file has changed."""
+        """A tensor, in memory of its own. ValueError if there is none of that name, RuntimeError for a changed file."""
         import torch
 
         if name not in self.stored:
@@ -102,7 +102,7 @@ class TensorFile:
                 stream.seek(stored.begin)
                 _read_into(stream, data.numpy().data)
         if not is_same:
-            raise ValueError(f"{self.path}: it was replaced or written to while it was read; start again")
+            raise RuntimeError(f"{self.path}: it was replaced or written to while it was read; start again")
         return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
 
     def let_go(self, name: str) -> None:
