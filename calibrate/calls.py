@@ -21,7 +21,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from fluxq.base.console import first_line, progress
+from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, read_json, sha256_json, write_json, write_text
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.residence import device_of
@@ -119,7 +119,7 @@ def capture_calls(
         _begin(folder, asked)
     runs = list(_runs(items_fit, items_held, call, seen, batch_size, most))
     stems = [folder / f"batch-{index:04}" for index in range(len(runs))]
-    missing = ranks.agree([index for index, stem in enumerate(stems) if not stem.with_suffix(".json").is_file()])
+    missing = ranks.agree([index for index, stem in enumerate(stems) if not _is_captured(stem)])
     for index in progress(ranks.share(missing), "Capturing"):
         _capture_batch(pipe, blocks, call, runs[index], stems[index])
     ranks.meet()
@@ -161,13 +161,28 @@ def _runs(
 def _begin(folder: Path, asked: str) -> None:
     """Make the folder, or ValueError if it holds another capture."""
     path = folder / "calls.json"
-    if not path.is_file():
+    try:
+        known = read_json(path).get("asked") if path.is_file() else None
+    except ValueError as error:
+        logger.warning("%s: written again", error)
+        known = None
+    if known is None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, {"asked": asked})
-    if read_json(path).get("asked") != asked:
+    elif known != asked:
         raise ValueError(
             f"{folder}: holds calls of another model, other prompts, steps or arguments; give another folder"
         )
+
+
+def _is_captured(stem: Path) -> bool:
+    """Whether a batch need not be run again; of one whose record was damaged, the log says so."""
+    record = stem.with_suffix(".json")
+    try:
+        return record.is_file() and bool(_record(record))
+    except ValueError as error:
+        logger.warning("%s: this batch is run again", error)
+        return False
 
 
 def _capture_batch(

@@ -19,7 +19,7 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
-from fluxq.base.files import sha256_file, sha256_json
+from fluxq.base.files import sha256_file, sha256_json, stamps
 from fluxq.base.model import PROMPTS_FILE, ModelFolder
 from fluxq.base.near import path_near
 
@@ -31,6 +31,7 @@ COLUMNS = ("prompt", "prompts", "caption", "captions", "text", "sentences")
 _BUNDLED = Path(__file__).parent / "default_prompts.txt"
 _MAX_CHARACTERS = 10_000  # no text encoder reads a tenth of it
 _MAX_DEPTH = 10  # of lists and mappings in YAML; two are a file of prompts
+_MAX_ROWS, _ROWS_AT_ONCE, _MAX_TABLE = 1_000_000, 64, 1 << 28  # of a table; the last in bytes, unpacked
 _MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
 _NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
@@ -164,7 +165,13 @@ def load_prompts(
     """
     label, where, entries = _find(source, model)
     arguments = _arguments_reader(Path(source).parent, pipeline) if pipeline else lambda _place, _columns: ()
-    rows = [Row(_prompt(value, place), arguments(place, columns)) for place, value, columns in entries]
+    rows = []
+    for place, value, columns in entries:
+        rows.append(Row(_prompt(value, place), arguments(place, columns)))
+        if len(rows) > _MAX_ROWS:
+            raise ValueError(
+                f"{where}: more than {_MAX_ROWS} prompts, which are the most that are read; make it shorter"
+            )
     if not rows:
         raise ValueError(f"{where}: holds no prompts")
     if shuffle is not None:
@@ -305,10 +312,16 @@ def _image_file(value: object, where: str, folder: Path, mode: str) -> ImageFile
     if not path.is_file():
         raise ValueError(f"{where}: image {value!r} does not exist in {folder}")
     try:
-        _decoded(path, mode)
+        return ImageFile(path, mode, _checked(path, mode, str(stamps([path]))))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return ImageFile(path, mode, sha256_file(path))
+
+
+@functools.cache
+def _checked(path: Path, mode: str, _stamp: str) -> str:
+    """SHA-256 of an image file that can be decoded; once, however many rows name it."""
+    _decoded(path, mode)
+    return sha256_file(path)
 
 
 def _decoded(path: Path, mode: str) -> Image.Image:
@@ -434,11 +447,22 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
         names = pyarrow.parquet.read_schema(path).names
         column = _column(names, str(path))
         # Other columns may hold gigabytes of pictures.
-        table = pyarrow.parquet.read_table(path, columns=[name for name in names if name == column or _nearest(name)])
+        columns = [name for name in names if name == column or _nearest(name)]
+        number = nbytes = 0
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if file.metadata.num_rows > _MAX_ROWS:
+                raise ValueError(
+                    f"{path}: {file.metadata.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter"
+                )
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    nbytes += sum(len(each) for each in row.values() if isinstance(each, (str, bytes)))
+                    if nbytes > _MAX_TABLE:  # of which a small file may hold more than there is memory
+                        raise ValueError(f"{path}: more than {_MAX_TABLE >> 20} MiB of text unpacked; make it shorter")
+                    yield f"{path}: row {number}", row[column], row
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or no parquet file ({first_line(error)})") from None
-    rows = (row for batch in table.to_batches() for row in batch.to_pylist())
-    yield from ((f"{path}: row {number}", row[column], row) for number, row in enumerate(rows, start=1))
 
 
 def _read_saved(path: Path) -> Iterator[Entry]:

@@ -121,12 +121,18 @@ class Statistics:
         groups = {name: sums.merge(other.groups[name]) for name, sums in self.groups.items()}
         return Statistics(groups, trajectory, sha256_json(trajectory))
 
-    def save(self, path: Path) -> None:
-        """Write one safetensors file, atomically."""
+    def save(self, path: Path, job: str = "") -> None:
+        """Write one safetensors file, atomically. job: digest of what asked for it."""
         tensors = {f"{name}/{field}": getattr(sums, field) for name, sums in self.groups.items() for field in _FIELDS}
-        header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest}
+        header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest, "job": job}
         with atomic_path(path) as part:
             save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
+
+    @staticmethod
+    def job_of(path: Path) -> str:
+        """Return what `save` was told of the job; "" where nothing was."""
+        with TensorFile(path) as stream:
+            return str(_parsed(stream.metadata().get(_HEADER, "{}")).get("job", ""))
 
     @classmethod
     def load(cls, path: Path) -> Statistics:

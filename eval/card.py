@@ -9,6 +9,9 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from fluxq.base.download import HUB_ID
 from fluxq.eval.figures import amount, limits, mark
 from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.eval.schema import Metric, Report, Run
@@ -30,10 +33,10 @@ def model_card(record: dict[str, Any]) -> str:
     parts = record["components"]
     lines = [
         *_front_matter(record),
-        f"# {model['name']}, {_title(record)}",
+        f"# {escaped(model['name'])}, {_title(record)}",
         "",
         f"{_scope(parts)}. Base model: {_base(model)}; licence: "
-        f"{license_text(model['license']) or 'not stated by the base model, check before you share this'}.",
+        f"{escaped(license_text(model['license'])) or 'not stated by the base model, check before you share this'}.",
         "",
         "It loads with fluxq, installed from its source (`python -m pip install .` in its folder); without `import "
         "fluxq` diffusers does not know the format.",
@@ -90,17 +93,17 @@ def _tag(record: dict[str, Any]) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    name = record["recipe"]["name"]
+    name = escaped(record["recipe"]["name"])
     return name if "imported" in record else f"quantized with fluxq ({name})"
 
 
 def _recipe_lines(record: dict[str, Any]) -> list[str]:
-    recipe = record["recipe"]
+    recipe, digest = record["recipe"], record["identity"]["recipe"][:16]
     return [
-        f"- recipe `{recipe['name']}`, profile `{recipe['profile']}`, SHA-256 `{record['identity']['recipe'][:16]}`",
+        f"- recipe `{code(recipe['name'])}`, profile `{recipe['profile']}`, SHA-256 `{digest}`",
         *_steps_lines(recipe.get("steps")),
         *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
-        f"- prompts: {record['prompts']['source']}, SHA-256 `{record['prompts']['digest'][:16]}`",
+        f"- prompts: {escaped(record['prompts']['source'])}, SHA-256 `{record['prompts']['digest'][:16]}`",
         f"- calibration: {_calibration(record)}",
     ]
 
@@ -110,7 +113,7 @@ def _imported_lines(parts: list[dict[str, Any]]) -> list[str]:
     lines = []
     for part in parts:
         of = f"`{part['component']}`" if part["component"] else "the model"
-        files = ", ".join(f"`{name}` (SHA-256 `{digest[:16]}`)" for name, digest in part["files"].items())
+        files = ", ".join(f"`{code(name)}` (SHA-256 `{digest[:16]}`)" for name, digest in part["files"].items())
         lines.append(f"- {of} was imported by `fluxq import` from {files}: {part['about']}")
         faults = sorted({fault for layer in part["mended"].values() for fault in layer})
         lines += [f"- mended in it: {', '.join(faults)}"] if faults else []
@@ -223,11 +226,12 @@ def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
 
 def _lora(lora: dict[str, Any]) -> str:
     into = lora.get("component", "transformer")
-    return f"`{PurePath(lora['file']).name}` at weight {lora['weight']:g} in `{into}`"
+    return f"`{code(PurePath(lora['file']).name)}` at weight {lora['weight']:g} in `{into}`"
 
 
 def _base(model: dict[str, Any]) -> str:
-    return f"{model['name']} at revision `{model['revision']}`" if model["revision"] else model["name"]
+    name = escaped(model["name"])
+    return f"{name} at revision `{code(model['revision'])}`" if model["revision"] else name
 
 
 def license_text(fields: dict[str, str]) -> str:
@@ -239,11 +243,11 @@ def _front_matter(record: dict[str, Any]) -> list[str]:
     model = record["model"]
     first = record["components"][0]
     library = "diffusers" if first["component"] else first["library"]
-    lines = ["---", f"library_name: {library}", f"tags: [quantization, fluxq, {_tag(record)}]"]
-    lines += [f"{field}: {value}" for field, value in model["license"].items()]
-    if "/" in model["name"]:  # a hub id; a local folder's name would point at a stranger's model
-        lines += [f"base_model: {model['name']}", "base_model_relation: quantized"]
-    return [*lines, "---", ""]
+    fields = {"library_name": library, "tags": ["quantization", "fluxq", _tag(record)], **model["license"]}
+    if HUB_ID.fullmatch(model["name"]):  # a local folder's name would point at a stranger's model
+        fields |= {"base_model": model["name"], "base_model_relation": "quantized"}
+    written = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 16)
+    return ["---", *written.splitlines(), "---", ""]
 
 
 def _scope(parts: list[dict[str, Any]]) -> str:

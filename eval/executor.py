@@ -43,7 +43,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_folder, atomic_path, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.files import atomic_path, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.output import atomic_folder
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
@@ -391,9 +392,9 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
                     _write_image(part / f"{index:05}.png", frame)
             aside.rmdir()
         else:
-            with atomic_path(image_path) as part:
+            with atomic_path(image_path, durable=False) as part:
                 _write_image(part, image)
-        with atomic_path(latents_path) as part:
+        with atomic_path(latents_path, durable=False) as part:
             save_weights({"latents": latents.contiguous()}, part, {"format": "pt"})
     for path in (path for image_path, latents in pairs for path in (*_frames(image_path), latents)):
         with path.open("r+b") as stream:  # all at the end: a disk makes several durable for the price of one

@@ -139,7 +139,7 @@ def _metric_row(cells: Sequence[Metric | None]) -> tuple[str, ...]:
     floor = next((cell.floor for cell in found if cell.floor), None)
     hows = dict.fromkeys(text for cell in found if not cell.missing for text in (cell.how, *cell.notes))
     return (
-        f"{escaped(first.name)}{f', {first.unit}' if first.unit else ''} {arrow}",
+        f"{escaped(first.name)}{f', {escaped(first.unit)}' if first.unit else ''} {arrow}",
         both(baseline, first.digits),
         *(_cell(cell) for cell in cells),
         both(floor, first.digits),
@@ -202,7 +202,9 @@ def _drift(runs: Sequence[Run]) -> list[str]:
             middle = len(curve.values) // 2
             floor = figure(curve.floor[-1], curve.digits) if curve.floor else NONE
             picked = [figure(curve.values[i], curve.digits) for i in (0, middle, -1)]
-            rows.append((escaped(run.name), f"{curve.name}{f', {curve.unit}' if curve.unit else ''}", *picked, floor))
+            rows.append(
+                (escaped(run.name), escaped(f"{curve.name}{f', {curve.unit}' if curve.unit else ''}"), *picked, floor)
+            )
     if not rows:
         return []
     head = ("run", "curve", "first step", "middle", "last step", "noise floor, last")

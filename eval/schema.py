@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from fluxq.base.files import read_json
 from fluxq.eval.statistics import Interval
 
 SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
+Digits = Annotated[str, StringConstraints(pattern=r"^(\.[0-9][efg])?$")]  # a format specification
 SPREAD = 0.05  # of times, interquartile range over median: above it no speed-up is given and no time is drawn
 
 
@@ -80,7 +81,7 @@ class Metric(Strict):
 
     name: str
     unit: str
-    digits: str
+    digits: Digits
     better: Literal["higher", "lower"]
     how: str
     value: Estimate | None = None
@@ -131,7 +132,7 @@ class Curve(Strict):
 
     name: str
     unit: str
-    digits: str
+    digits: Digits
     better: Literal["higher", "lower"]
     how: str
     values: tuple[Estimate, ...]

@@ -194,6 +194,11 @@ class SourceWeights:
         """Name in the file -> fingerprint, for `ModelFolder.digest`, of tensors that were read from here just now."""
         return {self._files[name][1]: fingerprint_of(tensor) for name, tensor in tensors.items()}
 
+    def differing(self, fingerprints: Mapping[str, str]) -> list[str]:
+        """Names, in the file, of tensors that have another fingerprint now, or are not there any more."""
+        files = {name: file for file, name in self._files.values()}
+        return [name for name, was in fingerprints.items() if name not in files or files[name].fingerprint(name) != was]
+
     def stays_fp32(self, name: str) -> bool:
         """Whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms, for one)."""
         return not self._fp32_modules.isdisjoint(name.split("."))
@@ -364,9 +369,22 @@ def copy_rest(target: Path, source: ModelFolder, components: Iterable[str]) -> N
     quantized = set(components)
     for component in source.components:
         if component not in quantized and (source.path / component).is_dir():
-            shutil.copytree(source.path / component, target / component, ignore=_never_copied)
+            _copy(source.path / component, target / component)
     for path in _copied_files(source):
         shutil.copyfile(path, target / path.name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a component's folder; the modes are those of new files, whatever the source's are."""
+    target.mkdir()
+    dropped = _never_copied("", [path.name for path in source.iterdir()])
+    for path in sorted(path for path in source.iterdir() if path.name not in dropped):
+        if path.is_dir():
+            _copy(path, target / path.name)
+        elif path.is_file():
+            shutil.copyfile(path, target / path.name)
+        else:
+            raise ValueError(f"{path}: neither a file nor a folder; remove it from the model")
 
 
 def digest_rest(source: ModelFolder, components: Iterable[str]) -> dict[str, str]:

@@ -105,7 +105,7 @@ def quantize_component(
     fitted = {layer.name for block in blocks[: len(first)] for layer in block.layers if layer.is_observed}
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in fitted))
     rounding = _Rounding(source, dtype, _input_scales(rest, statistics), workers)
-    there = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file)]))
+    there = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file, source)]))
     known = [block.nbytes for block in blocks if block.path in there]
     sizes = [block.nbytes for block in blocks]
     with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(known), sum(known)) as advance:

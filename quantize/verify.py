@@ -229,6 +229,23 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
             yield Finding(name, "missing; copy the checkpoint again")
         elif (found := sha256_file(file)) != expected:
             yield Finding(name, f"SHA-256 is {found[:16]}…, {expected[:16]}… was recorded; copy the file again")
+    for name in _readable(checkpoint):
+        if name not in recorded:
+            yield Finding(name, "recorded by nobody, and a loader may read it: remove it, or copy the checkpoint again")
+
+
+def _readable(checkpoint: _Checkpoint) -> Iterator[str]:
+    """Files that diffusers or transformers might read: those of components, and what names them."""
+    components = {name for name in checkpoint.folder.components if name}
+    for file in sorted(path for path in checkpoint.path.rglob("*") if path.is_file() or path.is_symlink()):
+        name = file.relative_to(checkpoint.path)
+        is_weights = name.name.endswith((".safetensors", ".safetensors.index.json"))
+        at_root = len(name.parts) == 1 and (is_weights or name.name in _AT_ROOT)
+        if at_root or name.parts[0] in components or (not components and is_weights):
+            yield name.as_posix()
+
+
+_AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generation_config.json")
 
 
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:

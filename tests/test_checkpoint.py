@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fluxq import jobs, tiny
-from fluxq.base.files import atomic_folder, atomic_path, put_back
+from fluxq.base.files import atomic_path
 from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.output import atomic_folder, recover
 from fluxq.calibrate.statistics import Statistics
 from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, list_linears
@@ -457,11 +458,11 @@ def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch
 
 
 def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path):
-    (tmp_path / "work" / "old").mkdir(parents=True)
-    (tmp_path / "work" / "old" / "file").write_text("old")
+    (tmp_path / "work" / "old" / "0").mkdir(parents=True)
+    (tmp_path / "work" / "old" / "0" / "file").write_text("old")
     (tmp_path / "work" / "new").mkdir()
     (tmp_path / "work" / "new" / "half").write_text("new")
-    put_back(tmp_path / "out", tmp_path / "work")
+    recover(tmp_path / "out", tmp_path / "work")
     assert (tmp_path / "out" / "file").read_text() == "old"
     with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True) as part:
         assert not list(part.iterdir())

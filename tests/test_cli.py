@@ -296,7 +296,9 @@ def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_pa
     assert made.code == 0 and made.left == ["s.safetensors"]
     assert made.out.splitlines()[0] == "model tiny, recipe nvfp4, device cpu (torch finds no GPU)"
     assert "statistics of 8 images in s.safetensors" in made.out
-    assert_refused(fluxq("calibrate", *how, "-o", "s.safetensors"), 2, "exists; give another")
+    same = fluxq("calibrate", *how, "-o", "s.safetensors")
+    assert same.code == 0 and "statistics of 8 images in s.safetensors" in same.out  # as they are
+    assert_refused(fluxq("calibrate", *how, "--seed", 1, "-o", "s.safetensors"), 2, "holds statistics of another run")
     again = fluxq("calibrate", *how, "-o", "s.safetensors", "--overwrite", "--json")
     assert json.loads(again.out) == {"statistics": "s.safetensors"}
 
@@ -597,7 +599,9 @@ def test_an_output_folder_that_is_not_empty_is_refused(fluxq, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     result = fluxq("quantize", "-o", "out")
-    assert_refused(result, 2, "output folder out is not empty; give another --output, or --overwrite to replace it")
+    assert_refused(result, 2, "output out exists; give another --output")
+    again = fluxq("quantize", "-o", "out", "--overwrite")
+    assert_refused(again, 2, "output out is not replaced: fluxq did not write mine; give another --output")
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
@@ -608,7 +612,7 @@ def test_an_output_folder_that_is_not_empty_is_refused(fluxq, tmp_path):
         ("file/out", ["output file/out cannot be made", "file is no folder one may write to"]),
         (".", ["output . holds", "which would be replaced"]),
         ("..", ["output .. holds"]),
-        ("model", ["output model holds the model, which would be replaced"]),
+        ("model", ["output model is the model, which would be replaced"]),
     ],
 )
 def test_an_output_that_cannot_or_must_not_be_made_is_refused(fluxq, tiny_folder, tmp_path, output, words, overwrite):
@@ -687,7 +691,7 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
             result = fluxq("quantize", "--recipe", "fp8", *([] if "load" in place else ["--no-check"]))
         assert result.code == 130 and not any("what is done is kept" in said for said in caplog.messages), place
         if "load" in place:
-            assert result.left == [] and result.err.endswith("interrupted; nothing half-written was left behind\n")
+            assert result.left == [] and result.err.endswith("interrupted; every output is as it was, or whole\n")
         else:
             (work,) = tmp_path.iterdir()
             kept = f"what is done is kept in {work}: the same command goes on with it"

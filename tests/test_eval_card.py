@@ -124,3 +124,17 @@ def test_verify_still_holds_after_an_evaluation(plain_checkpoint, card, report, 
     write_text(folder / ".eval_results" / "prompts.yaml", "- {}\n")
     write_text(folder / "eval" / "report.html", "<!doctype html>")
     assert [finding for result in verify(folder) for finding in result.findings] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["Foo: community licence", 'x"\nbase_model: evil/evil\n---\n<img src=x>', "- [a](javascript:b)"]
+)
+def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
+    record = read_plan_file(plain_checkpoint("int8"))
+    record["model"] |= {"name": text, "license": {"license": "other", "license_name": text}}
+    record["recipe"]["name"] = text
+    card = model_card(record)
+    parsed = ModelCard(card).data.to_dict()
+    assert parsed["license_name"] == text and "base_model" not in parsed and parsed["tags"][-1] == text
+    body = ModelCard(card).text
+    assert not re.search(r"(?<!\\)(<img|\]\(javascript)", re.sub("`[^`]*`", "", body))

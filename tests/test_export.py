@@ -606,8 +606,9 @@ def test_layers_with_scales_of_their_own_are_not_joined(plain_checkpoint, tmp_pa
         save_file(tensors | {key: tensors[key] * 2}, file)
         with pytest.raises(ValueError, match=f"cannot hold 3 of 38 .*\n.*the file joins layers whose {name} differ"):
             export(resolve_model(str(folder)), "comfy", tmp_path / "x.safetensors")
-        export(resolve_model(str(folder)), "bfl", tmp_path / "x.safetensors", overwrite=True)  # which keeps them apart
-        (tmp_path / "x.safetensors").unlink()
+        export(resolve_model(str(folder)), "bfl", tmp_path / "y.safetensors")  # which keeps them apart
+        for made in tmp_path.glob("y.*"):
+            made.unlink()
 
 
 def test_requantize_rounds_into_the_nearest_format_and_says_what_it_cost(plain_checkpoint, tmp_path) -> None:
@@ -651,7 +652,7 @@ def test_an_export_is_there_whole_or_not_at_all(plain_checkpoint, tmp_path, monk
     target = tmp_path / "x.safetensors"
     export(folder, "bfl", target)
     before = target.read_bytes()
-    with pytest.raises(ValueError, match="exists; give another one, or --overwrite"):
+    with pytest.raises(ValueError, match="exists; give another --output, or --overwrite"):
         export(folder, "bfl", target)
     fails = Calls(native.NativeComponent.layer, after=5)
     monkeypatch.setattr(native.NativeComponent, "layer", lambda self, name: fails(self, name))
@@ -663,10 +664,15 @@ def test_an_export_is_there_whole_or_not_at_all(plain_checkpoint, tmp_path, monk
     assert target.read_bytes() == before
     monkeypatch.undo()
     export(folder, "modelopt", tmp_path / "folder")
-    marker = tmp_path / "folder" / "of-old"
+    marker = tmp_path / "folder" / "mine"
     marker.touch()
+    with pytest.raises(ValueError, match="is not replaced: fluxq did not write mine; give another --output"):
+        export(folder, "modelopt", tmp_path / "folder", overwrite=True)
+    marker.unlink()
+    old = (tmp_path / "folder" / "model_index.json").stat().st_ino
     export(folder, "modelopt", tmp_path / "folder", overwrite=True)
-    assert not marker.exists() and (tmp_path / "folder" / "model_index.json").is_file()
+    assert (tmp_path / "folder" / "model_index.json").stat().st_ino != old
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "x.config.json", "x.safetensors"]
 
 
 class Calls:

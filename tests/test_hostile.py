@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import example_report
 import hostile
@@ -38,6 +40,7 @@ from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import find_recipe, load_recipe
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+SAME: Any = SimpleNamespace(differing=lambda _: [])  # a source that has not changed
 FEW = {  # cases of every run, of the files that are read in no time
     **dict.fromkeys(("generation", "block", "calls", "call", "outputs", "outputs done", "levels", "job"), 6),
     **{f"{name} config": 1 for name in (*hostile.FAMILIES, "tokenizer")},
@@ -413,10 +416,10 @@ def test_a_layout_takes_no_more_memory_than_its_tensors(changes):
 def test_a_finished_block_whose_header_is_damaged_is_made_again(tmp_path, caplog):
     file = tmp_path / "0000.safetensors"
     finish(file, {"a.weight": torch.zeros(2)}, Outcome({"a": Scheme.parse("fp8-fp8")}))
-    assert is_finished(file) and Outcome.read([file]).schemes == {"a": Scheme.parse("fp8-fp8")}
+    assert is_finished(file, SAME) and Outcome.read([file]).schemes == {"a": Scheme.parse("fp8-fp8")}
     for said in ("", "[]", '{"schemes": {"a": "fp9"}, "weight_sqnr": {}, "groups": {}}'):
         save_file({"a.weight": torch.zeros(2)}, file, metadata={"fluxq_block": said})
-        assert not is_finished(file)
+        assert not is_finished(file, SAME)
         assert "0000.safetensors: the header of this finished block is damaged" in caplog.messages[-1]
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from shared import copy_of
 from torch import Tensor
 
 from fluxq import jobs
 from fluxq.base.files import sha256_file
-from fluxq.cli import main
+from fluxq.cli import cli, main
 from fluxq.quantize.verify import CHECKS, verify
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -343,3 +345,33 @@ def test_exit_code_2_where_there_is_no_folder(command, tmp_path):
 def test_a_plain_pipeline_is_no_checkpoint(command, tiny_folder):
     code, out, _ = command(tiny_folder)
     assert code == 1 and "no component has a quantization_config of fluxq" in out
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "transformer/diffusion_pytorch_model.safetensors.index.json",
+        "text_encoder_2/adapter_config.json",
+        "tokenizer/added_tokens.json",
+        "transformer/stale-00001-of-00002.safetensors",
+        "adapter_config.json",
+    ],
+)
+def test_what_nobody_recorded_and_a_loader_may_read_is_found(plain_checkpoint, tmp_path, planted):
+    folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
+    for harmless in ("notes.txt", "eval/report.json", ".cache/huggingface/x.json"):
+        (folder / harmless).parent.mkdir(parents=True, exist_ok=True)
+        (folder / harmless).write_text("{}")
+    assert statuses(folder)["hashes"] == "ok"
+    (folder / planted).write_text('{"weight_map": {}}')
+    (found,) = (each for each in verify(folder) if each.check == "hashes")
+    assert found.status == "failed" and [finding.where for finding in found.findings] == [planted]
+    assert found.findings[0].what.startswith("recorded by nobody, and a loader may read it: remove it")
+
+
+def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path):
+    folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
+    (folder / "fluxq_plan.json").unlink()
+    done = CliRunner().invoke(cli, ["verify", str(folder)])
+    assert done.exit_code == 1 and "checks could not be made (hashes, plan)" in done.output.splitlines()[-1]
+    assert CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"]).exit_code == 0

@@ -11,16 +11,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
+from fluxq.base.output import EXPORT_FILE, MARK
 from fluxq.base.tensors import Stored, join_weights
 from fluxq.quantize.checkpoint import PLAN_FILE, copy_rest, join_shards
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
 from fluxq.quantize.exchange.native import NativeComponent
 
+VERSION = f"{MARK}_version"  # in the header of a file
 MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
 
 
@@ -44,28 +47,22 @@ class Writer:
     """How a dialect's files are written.
 
     write(made, name, checkpoint, contents): `made` is the folder or, for a file, the folder that it and what goes
-    beside it are put into. library: of the components that it is for. is_pipeline: the whole pipeline is written.
-    is_file: weights are one file, whatever their size; in a folder they are cut into shards.
+    beside it are put into; it is there and empty. library: of the components that it is for. is_pipeline: the whole
+    pipeline is written. is_file: weights are one file, whatever their size; in a folder they are cut into shards.
+    beside: suffixes of files that go with it.
     """
 
     write: Callable[[Path, str, ModelFolder, Sequence[Contents]], None]
     library: str = "diffusers"
     is_pipeline: bool = False
     is_file: bool = False
+    beside: tuple[str, ...] = ()
 
 
-def put(made: Path, target: Path, *, is_file: bool) -> list[str]:
-    """Move what was made to the target, which appears last and whole; returns the names of the files."""
-    if not is_file:
-        files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
-        if target.exists():
-            target.rename(made.with_name("old"))
-        made.rename(target)
-        return files
-    files = sorted(made.iterdir(), key=lambda path: path.name == target.name)
-    for path in files:
-        path.replace(target.with_name(path.name))
-    return [path.name for path in files]
+def record(made: Path, dialect: str) -> None:
+    """Write what an exported folder was written by, and its files: `--overwrite` replaces nothing else."""
+    files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
+    write_json(made / EXPORT_FILE, {VERSION: version("fluxq"), "format": dialect, "files": files})
 
 
 def _bfl(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
@@ -85,8 +82,7 @@ def _nunchaku(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence
 
 
 def _file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
-    made.mkdir()
-    join_weights(one.parts, made / name, metadata)
+    join_weights(one.parts, made / name, {**metadata, VERSION: version("fluxq")})
 
 
 def _modelopt(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
@@ -128,7 +124,6 @@ def _pipeline(
     config: Callable[[Contents], dict[str, Any]],
     metadata: Callable[[Contents], Mapping[str, str]] = lambda one: {},
 ) -> None:
-    made.mkdir()
     copy_rest(made, checkpoint, [one.source.component for one in contents])
     for one in contents:
         described = config(one) if one.entries else None
@@ -150,7 +145,7 @@ def _component(
 
 _OF_TOKENIZERS = (".json", ".txt", ".model")
 WRITERS = {
-    "bfl": Writer(_bfl, is_file=True),
+    "bfl": Writer(_bfl, is_file=True, beside=(".config.json",)),
     "modelopt": Writer(_modelopt, is_pipeline=True),
     "comfy": Writer(_comfy, is_file=True),
     "torchao": Writer(_torchao, is_pipeline=True),

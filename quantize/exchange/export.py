@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +25,8 @@ import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
-from fluxq.base.files import sole_writer
 from fluxq.base.model import ModelFolder
+from fluxq.base.output import Output, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
 from fluxq.quantize.exchange import containers, modelopt, nunchaku, nunchaku_file
@@ -97,7 +96,7 @@ class Exported:
     """What was written. formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it
     took. notes: what the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components
     that were quantized. checkpoint_bytes, weight_bytes: all tensors of `components`, there and as written. hint: where
-    the latter are more, why and what helps.
+    the latter are more, why and what helps. was_written: before, by the same command, which was killed at its very end.
     """
 
     dialect: str
@@ -114,6 +113,7 @@ class Exported:
     checkpoint_bytes: int = 0
     weight_bytes: int = 0
     hint: str = ""
+    was_written: bool = False
 
     def describe(self) -> dict[str, Any]:
         """As JSON."""
@@ -143,27 +143,36 @@ def export(
     if dialect not in containers.WRITERS:
         known = ", ".join(containers.WRITERS)
         raise ValueError(f"format {dialect!r} is not written here; formats are {known}")
-    if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists; give another one, or --overwrite")
-    if max_shard_bytes is not None and containers.WRITERS[dialect].is_file:
+    writer = containers.WRITERS[dialect]
+    output = Output(target, writer.is_file, writer.beside)
+    if max_shard_bytes is not None and writer.is_file:
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
     stay = partial(_factors_stay, dialect)
     plans = [plan_of(NativeComponent(checkpoint, name, stay), dialect, requantize, side_layers) for name in names]
-    others = _other_quantized(checkpoint, names) if containers.WRITERS[dialect].is_pipeline else []
+    others = _other_quantized(checkpoint, names) if writer.is_pipeline else []
     plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
     on_start()
     done = Exported(dialect, str(target), names, in_16_bit=others)
-    with sole_writer(target), _work_folder(target) as work:
-        written = [plan.write(work / "parts", done, max_shard_bytes or MAX_SHARD_BYTES) for plan in plans]
-        made = work / "made"
-        containers.WRITERS[dialect].write(made, target.name, checkpoint, written)
-        done.nbytes = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+    options = [dialect, names, requantize, side_layers, max_shard_bytes]
+    job = [version("fluxq"), options, [checkpoint.stamp(name) for name in names]]
+    with writing(output, job, overwrite=overwrite) as made:
+        if made is None:
+            done.was_written = True
+            return done
+        parts = made / ".parts"
+        written = [plan.write(parts, done, max_shard_bytes or MAX_SHARD_BYTES) for plan in plans]
+        writer.write(made, output.place.name, checkpoint, written)
         own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
         done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
         done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
         done.hint = _hint(done, side_layers)
-        done.files = containers.put(made, target, is_file=containers.WRITERS[dialect].is_file)
+        remove(parts)
+        if not writer.is_file:
+            containers.record(made, dialect)
+        files = sorted(path for path in made.rglob("*") if path.is_file())
+        done.nbytes = sum(path.stat().st_size for path in files)
+        done.files = [path.relative_to(made).as_posix() for path in files]
     return done
 
 
@@ -609,18 +618,6 @@ def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]
             if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD:
                 found.append(name)
     return found
-
-
-@contextmanager
-def _work_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target, empty, and gone afterwards."""
-    work = target.resolve().with_name(f".{target.name}.export")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _hint(done: Exported, side_layers: SideLayers) -> str:

@@ -10,10 +10,9 @@ One layer is in memory at a time. Nothing stands at the target until all of it d
 from __future__ import annotations
 
 import importlib
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from fluxq.base import units
 from fluxq.base.console import progress
-from fluxq.base.files import atomic_folder, sha256_file, sole_writer, write_json, write_text
+from fluxq.base.files import sha256_file, stamps, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
+from fluxq.base.output import Output, writing
 from fluxq.base.tensors import save_weights
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
@@ -68,31 +68,36 @@ def import_model(
     dequantize: bool = False,
     overwrite: bool = False,
     card: Callable[[dict[str, Any]], str] | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> list[Imported]:
     """Make a checkpoint of fluxq, at the folder `output`, of what another program quantized.
 
     path: a file, a component's folder or a pipeline's. base: the 16-bit model (a file or folder); a single file needs
     it for the configuration where its header has none, and where nothing says how codes and scales stand. The output
     is a pipeline's folder where `path` or `base` is one, else a component's; either has a plan file, and a README.md
-    that `card` makes of what that says. dequantize: layers whose codes no format of ours holds become 16 bit.
+    that `card` makes of what that says. dequantize: layers whose codes no format of ours holds become 16 bit. on_start:
+    called when all is checked and writing begins.
 
     ValueError names the layers that cannot be read, or are not the base's, or would need `dequantize`. Errors of
     reading are those of `open_models`.
     """
-    if output.exists() and not overwrite and any(output.iterdir() if output.is_dir() else [output]):
-        raise ValueError(f"{output} exists; choose another place, or overwrite it")
     source = ModelFolder(base.name, base) if isinstance(base, Path) else base
     place = source.path if source else None
     models = {name: model for name, model in open_models(path).items() if model.dialect not in (PLAIN, NATIVE)}
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
     targets = {name: _target(path, place, name, model) for name, model in models.items()}
-    work = output.parent / f".{output.name}.work"
+    on_start()
+    files = [file for model in models.values() for file in model.files]
+    job = [version("fluxq"), dequantize, stamps(files), stamps([place, *sorted(place.rglob("*"))] if place else [])]
     reports = []
-    with sole_writer(output), _gone_at_last(work), atomic_folder(output, work, overwrite=overwrite) as made:
+    with writing(Output(output), job, overwrite=overwrite) as made:
         for name, model in models.items():
             target = targets[name]
             report = Imported(target.component, model.dialect, str(output), target.class_name, target.library)
+            if made is None:
+                reports.append(replace(report, was_written=True))
+                continue
             folder = made / target.component if target.pipeline else made / "component"
             _write(folder, model, target, Base.of(place, name, model) if place else None, report, dequantize)
             report.files = {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
@@ -101,6 +106,8 @@ def import_model(
                 for file in folder.iterdir():
                     file.rename(made / file.name)
                 folder.rmdir()
+        if made is None:
+            return reports
         pipeline = next((target.pipeline for target in targets.values()), None)
         if pipeline is not None:
             copy_rest(made, pipeline, [report.component for report in reports])
@@ -109,14 +116,6 @@ def import_model(
         if card is not None:
             write_text(made / "README.md", card(record))
     return reports
-
-
-@contextmanager
-def _gone_at_last(work: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 
 import click
@@ -15,7 +16,7 @@ import click
 from fluxq import __version__
 from fluxq.commands import exchanging, judging, looking_up, quantizing
 
-_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+_SIGNALLED = 128  # and the number of the signal, as shells have it
 
 
 class _Commands(click.Group):
@@ -73,6 +74,11 @@ _ELSEWHERE = {
 
 def main() -> None:
     """Entry point: turns exceptions into one message and an exit code."""
+    ended: list[int] = []
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: what was begun is tidied up, what is done is kept
+        number = getattr(signal, name, None)  # a system may have none, and nohup has this one ignored
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: (ended.append(number), signal.default_int_handler(number, _)))
     try:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -85,6 +91,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt) as error:
-        notes = getattr(error.__cause__ or error, "__notes__", None)  # click raises its Abort from what Ctrl-C raised
-        click.echo(f"interrupted; {notes[0] if notes else 'nothing half-written was left behind'}", err=True)
-        sys.exit(_INTERRUPTED)
+        click.echo(f"interrupted; {_note(error) or 'every output is as it was, or whole'}", err=True)
+        sys.exit(_SIGNALLED + (ended or [signal.SIGINT])[0])
+
+
+def _note(error: BaseException | None) -> str:
+    """Return what was noted of an interruption, or of one that it interrupted in turn."""
+    while error is not None:
+        if notes := getattr(error, "__notes__", None):
+            return notes[0]
+        error = error.__cause__ or error.__context__  # click raises its Abort from what Ctrl-C raised
+    return ""

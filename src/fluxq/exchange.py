@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fluxq.base.model import resolve_model
+from fluxq.base.output import Output
 from fluxq.quantize.exchange.containers import WRITERS
 from fluxq.quantize.exchange.export import Exported, SideLayers, export
 
@@ -47,6 +48,8 @@ def export_checkpoint(
         target = name + suffix if suffix and name.endswith(f"-{format}") else f"{name}-{format}{suffix}"
     elif suffix and Path(target).suffix != suffix:
         raise ValueError(f"{target}: {format} is one file; let its name end in {suffix}")
+    writer = WRITERS[dialect]
+    Output(Path(target), writer.is_file, writer.beside).require({"the checkpoint": folder}, overwrite=overwrite)
     return export(
         resolve_model(str(folder), one_model=True),
         dialect,

@@ -12,8 +12,9 @@ from typing import Any
 
 from fluxq.base.model import PLAN_FILE, ModelFolder, check_weights, resolve_model
 from fluxq.base.near import did_you_mean, path_near
+from fluxq.base.output import Output
 from fluxq.requirements import output_for as output_for
-from fluxq.requirements import require_output_file, require_output_folder
+from fluxq.requirements import reads_of
 
 
 def require_model(
@@ -38,12 +39,10 @@ def require_model(
     return folder
 
 
-def require_output(output: Path, folder: ModelFolder, *, is_file: bool, overwrite: bool) -> None:
-    """Raise ValueError for an output that cannot or must not be written. folder: of the model."""
-    if is_file:
-        require_output_file(output, overwrite=overwrite)
-    else:
-        require_output_folder(output, folder.path, overwrite=overwrite)
+def require_output(output: Path, folder: ModelFolder, said: Mapping[str, Any], *, is_file: bool) -> None:
+    """Raise ValueError for an output that cannot or must not be written. folder: of the model; said: the options."""
+    reads = reads_of(folder.path, said)
+    Output(output, is_file).require(reads, overwrite=said["overwrite"], exists_ok=True)
 
 
 def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:

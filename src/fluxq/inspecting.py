@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.output import Output
 
 if TYPE_CHECKING:
     from fluxq.quantize.exchange.importing import Imported
@@ -25,7 +27,13 @@ def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
 
 
 def import_(
-    path: str, base: str | None = None, output: str | None = None, *, dequantize: bool = False, overwrite: bool = False
+    path: str,
+    base: str | None = None,
+    output: str | None = None,
+    *,
+    dequantize: bool = False,
+    overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
 ) -> list[Imported]:
     """Make a checkpoint of fluxq of what another program quantized; by default at ./<name>-fluxq.
 
@@ -38,7 +46,11 @@ def import_(
     name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", source.resolve().name)
     target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
     where = _found(base) if base else None
-    return import_model(source, target, where, dequantize=dequantize, overwrite=overwrite, card=model_card)
+    reads = {"what is imported": source, "the 16-bit model": where.path if where else None}
+    Output(target).require(reads, overwrite=overwrite)
+    return import_model(
+        source, target, where, dequantize=dequantize, overwrite=overwrite, card=model_card, on_start=on_start
+    )
 
 
 def _found(model: str) -> ModelFolder:

@@ -18,8 +18,10 @@ import torch
 
 import fluxq
 from fluxq import footprint, memory
-from fluxq.base.files import atomic_folder, read_json, write_json, write_text
+from fluxq.base.console import logger
+from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
+from fluxq.base.output import atomic_folder
 from fluxq.base.provenance import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
@@ -46,6 +48,7 @@ from fluxq.work_folder import (
     clear_leftovers,
     finished_checkpoint,
     identity_of,
+    job_digest,
     require_space,
     with_digests,
     work_folder,
@@ -122,12 +125,16 @@ def calibrate(prepared: Prepared) -> Path:
     if not prepared.calibrated:
         planned = ", ".join(plan.component for plan in prepared.plans)
         raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
+    if prepared.finished is not None:
+        if prepared.ranks.leads:
+            clear_leftovers(prepared)
+        return prepared.output
     identity = prepared.ranks.agree(identity_of(prepared) if prepared.ranks.leads else None)
     prepared = replace(prepared, identity=identity)
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
         statistics = _calibrate(prepared, prepared.load_reference(), work)
         if prepared.ranks.leads:
-            statistics.save(prepared.output)
+            statistics.save(prepared.output.resolve(), job_digest(prepared))
     return prepared.output
 
 
@@ -143,8 +150,16 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
         return prepared.finished
     ranks = prepared.ranks
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
-        finished = finished_checkpoint(prepared) if ranks.leads else None  # another run may have written it meanwhile
+        finished = _written_meanwhile(prepared) if ranks.leads else None
         return ranks.agree(finished) or ranks.agree(_quantize(prepared, work))
+
+
+def _written_meanwhile(prepared: Prepared) -> dict[str, Any] | None:
+    """What another run wrote since this one was prepared; RuntimeError, which costs no block, for something else."""
+    try:
+        return finished_checkpoint(prepared)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
 
 
 def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
@@ -289,16 +304,29 @@ def _level_weights(
 ) -> dict[int, float]:
     """Denoising step -> what an error at it does to the final latents; measured once and kept."""
     ranks = prepared.ranks
-    if not ranks.agree(file.is_file()):
+    kept = ranks.agree(_kept_levels(file) if ranks.leads else None)
+    if kept is None:
         steps = sorted({call.step for found in calls.values() for call in found.calls})
         weights = noise_level_weights(pipe, list(calls), items, prepared.call, steps, ranks)
         if ranks.leads:
             write_json(file, {str(step): weight for step, weight in weights.items()})
         return weights
-    weights = read_json(file)
-    if not all(re.fullmatch("[0-9]{1,8}", key) and type(each) is float and each >= 0 for key, each in weights.items()):
-        raise ValueError(f"{file}: not the weight of each step; remove it, and the same command measures them again")
-    return {int(step): weight for step, weight in weights.items()}
+    return {int(step): weight for step, weight in kept.items()}
+
+
+def _kept_levels(file: Path) -> dict[str, float] | None:
+    """Those that an interrupted run measured; None where there are none, or they were damaged."""
+    try:
+        weights = read_json(file) if file.is_file() else None
+    except ValueError as error:
+        logger.warning("%s: measured again", error)
+        return None
+    if weights is None or all(
+        re.fullmatch("[0-9]{1,8}", key) and type(each) is float and each >= 0 for key, each in weights.items()
+    ):
+        return weights
+    logger.warning("%s: not the weight of each step; measured again", file)
+    return None
 
 
 def _kept_statistics(work: Path) -> Statistics | None:
@@ -314,6 +342,7 @@ def _quantize_component(
     own = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, prepared.options.dtype)
     source = prepared.weights(plan.component)
+    prepared.require_unchanged(plan.component)  # from here on each read compares with these files
     files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=prepared.ranks)
     return plan, files, time.perf_counter() - started
 

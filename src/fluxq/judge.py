@@ -20,9 +20,10 @@ from pydantic import BaseModel
 from fluxq import forecast, placement
 from fluxq.base import devices
 from fluxq.base.console import logger
-from fluxq.base.files import read_json, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
+from fluxq.base.output import Output
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -216,18 +217,18 @@ def _hashed(folder: ModelFolder) -> dict[str, str]:
 
 def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
     """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+    weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
     others = sorted(
         path
         for name in folder.components
-        if name not in hashed
-        for path in (folder.path / name).glob("*")
-        if path.is_file()
+        for path in (folder.path / name).rglob("*")  # adapters too, which transformers loads by itself
+        if path.is_file() and path not in weights
     )
     return sha256_json(
         [
             sha256_file(folder.path / "model_index.json"),
             *([name, digest] for name, digest in hashed.items()),
-            *([path.name, sha256_file(path)] for path in others),
+            *([str(path.relative_to(folder.path)), sha256_file(path)] for path in others),
         ]
     )
 
@@ -460,12 +461,14 @@ def debug(
     return found
 
 
-def report(outputs: Sequence[Path], target: Path) -> Report:
+def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) -> Report:
     """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
     from fluxq.eval.report import merge, write_report
 
     if target.suffix != ".html":
         raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
+    reads = {f"the report of {output}": _report_of(output) for output in outputs}
+    Output(target, True, (".json", ".md")).require(reads, overwrite=overwrite)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
     write_report(target, merged)
@@ -474,10 +477,14 @@ def report(outputs: Sequence[Path], target: Path) -> Report:
 
 def _read(output: Path) -> Report:
     """The report of a checkpoint folder, with what bench and debug have found since."""
-    path = output / EVAL_FOLDER / JSON_FILE if output.is_dir() else output
+    path = _report_of(output)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
     return read_report(path)
+
+
+def _report_of(output: Path) -> Path:
+    return output / EVAL_FOLDER / JSON_FILE if output.is_dir() else output
 
 
 def _networks(asked: Subject) -> Networks:
@@ -736,6 +743,8 @@ def _write(output: Path, report: Report) -> None:
     """The report, and what hubs read of it: the model card's table and `.eval_results`."""
     from fluxq.eval.report import write_report
 
+    for folder in (output, output / EVAL_FOLDER):
+        clear_parts(folder)
     write_report(output / EVAL_FOLDER / "report.html", report)
     readme = output / "README.md"
     if readme.is_file():

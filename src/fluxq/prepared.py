@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Prepared:
     finished: dict[str, Any] | None = None
     ranks: Ranks = ALONE
     bound: Bound | None = None
+    stamps: Mapping[str, Any] = field(default_factory=dict)  # component -> `ModelFolder.stamps`, when this was begun
 
     @property
     def device(self) -> str:
@@ -124,6 +125,14 @@ class Prepared:
         if component in self.updates:
             return FusedWeights(self.folder, component, self.updates[component])
         return SourceWeights(self.folder, component)
+
+    def require_unchanged(self, component: str) -> None:
+        """Raise RuntimeError if the component's files are not those that this was prepared with."""
+        if component in self.stamps and self.folder.stamps(component) != self.stamps[component]:
+            raise RuntimeError(
+                f"{self.folder.path / component} has changed since this run began: what was measured is of other "
+                "weights. Start again when nothing writes there any more"
+            )
 
     def digest(self, component: str) -> str:
         """SHA-256 of the component's weights, LoRA files included."""

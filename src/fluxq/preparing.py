@@ -11,6 +11,7 @@ from fluxq import footprint, memory, placement
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
+from fluxq.base.output import Output
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
@@ -24,8 +25,8 @@ from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
-from fluxq.requirements import output_for, require_call, require_output_folder, require_pictures, scheduler_of
-from fluxq.work_folder import finished_checkpoint, identity_of
+from fluxq.requirements import output_for, reads_of, require_call, require_pictures, scheduler_of
+from fluxq.work_folder import finished_checkpoint, finished_statistics, identity_of
 
 
 def prepare(
@@ -81,6 +82,7 @@ def _prepare(
         loras,
         updates,
         ranks=ranks,
+        stamps={plan.component: folder.stamps(plan.component) for plan in plans},
     )
     require_call(folder, prepared.call, options.call)
     if any(plan.steps for plan in plans):
@@ -94,13 +96,20 @@ def _prepare(
         prepared = replace(prepared, bound=asked and asked.bound(options.max_memory))
     elif runs:
         prepared = placement.settle(prepared, lambda device: demand(prepared, device, writes=writes), asked_device)
-    if not writes:
+    if not writes and not runs:
         return prepared
+    Output(output, not writes).require(
+        reads_of(folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True
+    )
+    if not writes and (options.overwrite or not output.exists()):
+        return prepared
+    if not writes:
+        prepared = replace(prepared, identity=identity or identity_of(prepared))
+        return replace(prepared, finished=finished_statistics(prepared))
     if options.push_to_hub:
         require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
         require_pictures(folder, "pass --no-check")
-    require_output_folder(output, folder.path, overwrite=options.overwrite)
     prepared = replace(prepared, identity=identity or identity_of(prepared))
     return replace(prepared, finished=finished_checkpoint(prepared))
 

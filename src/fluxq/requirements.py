@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder
+from fluxq.base.model import GENERATION_FILE, ModelFolder
 
 
 def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
@@ -145,34 +144,15 @@ def output_for(output: str | None, pattern: str, model: str, recipe: str) -> Pat
     return Path(output or pattern.format(model=Path(model).name, recipe=recipe))
 
 
-def require_output_folder(output: Path, model: Path, *, overwrite: bool) -> None:
-    """Refuse an output that is a file or other people's, or whose replacement would delete the model or this folder."""
-    require_parent(output)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output {output} is a file; give another --output")
-    for what, path in (("the model", model), ("the current folder", Path())):
-        if path.resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"output {output} holds {what}, which would be replaced; give another --output")
-    if output.exists() and not overwrite and any(output.iterdir()) and not (output / PLAN_FILE).is_file():
-        raise ValueError(f"output folder {output} is not empty; give another --output, or --overwrite to replace it")
+def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | None]:
+    """What a command that quantizes reads, by what it is. said: its options, those that name files."""
+    from fluxq.quantize.lora_file import LoraFile
+    from fluxq.recipes.recipe import find_recipe
 
-
-def require_output_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output that is a folder, or a file that may not be replaced."""
-    require_parent(output)
-    if output.is_dir():
-        raise ValueError(f"output {output} is a folder; give a file as --output")
-    if output.exists() and not overwrite:
-        raise ValueError(f"{output} exists; give another --output, or --overwrite to replace it")
-
-
-def require_parent(output: Path) -> None:
-    """ValueError where nothing can be made at `output`."""
-    parent = existing_parent(output)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(
-            f"output {output} cannot be made: {parent} is no folder one may write to; give another --output"
-        )
+    loras = {f"the LoRA file {text}": LoraFile.parse(text).path for text in said.get("lora") or ()}
+    files = {"the prompts": said.get("prompts"), "the statistics": said.get("statistics")}
+    found = {what: path for what, path in files.items() if path and Path(path).expanduser().exists()}
+    return {"the model": model, "the recipe": find_recipe(said["recipe"]), **loras, **found}
 
 
 def existing_parent(output: Path) -> Path:

@@ -6,12 +6,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from fluxq.base.units import duration as _duration
 from fluxq.base.units import size as _size
 from fluxq.base.units import work as _work
-from fluxq.tables import print_table
+from fluxq.tables import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,12 +47,12 @@ def plan(
     for component, cost in costs.items():
         _cost(component, cost)
     if held:
-        click.echo(f"\n{next(iter(costs.values())).device.name} {held[0]}")
+        echo(f"\n{next(iter(costs.values())).device.name} {held[0]}")
         if held[-1].word != held[0].word:
-            click.echo(f"with --prefer memory it {held[-1]}")
-        click.echo("modelled: weights as they lie there, activations at the size above, other parts in 16 bit")
+            echo(f"with --prefer memory it {held[-1]}")
+        echo("modelled: weights as they lie there, activations at the size above, other parts in 16 bit")
     for each in filter(None, demands):
-        click.echo(f"--max-memory with --device {each.device}: at least {each}")
+        echo(f"--max-memory with --device {each.device}: at least {each}")
 
 
 def _fates(component: Plan) -> None:
@@ -93,7 +91,7 @@ def _reasons(component: Plan) -> None:
     for reason, roles in reasons.items():
         whole = [role for role in roles if len(fates[role]) == 1 and role != KEPT_ROLE]
         parts = [name for role, names in roles.items() if role not in whole for name in names]
-        click.echo(f"{', '.join([*whole, *([compact(parts)] if parts else [])])}: {reason}")
+        echo(f"{', '.join([*whole, *([compact(parts)] if parts else [])])}: {reason}")
 
 
 def _scheme(layer: LayerPlan) -> str:
@@ -117,17 +115,17 @@ def plan_json(prepared: Prepared, costs: dict[str, Cost], held: Sequence[Holding
 def forecast(of_job: Forecast) -> None:
     """How long a job will take, and how much memory; nothing of one that only rounds, as fast as files are copied."""
     if of_job.parts:
-        click.echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
+        echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
 def calibrated(prepared: Prepared, path: Path) -> None:
     """Where the statistics are and what they are for."""
-    click.echo(f"statistics of {prepared.calibration.count} images in {path}")
+    echo(f"statistics of {prepared.calibration.count} images in {path}")
     if not any(plan.static_groups() for plan in prepared.plans):
-        click.echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
+        echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
         return
     if prepared.fitted:
-        click.echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
+        echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
     options = prepared.options
     again = [options.model] if options.model else []
     again += ["--recipe", options.recipe]
@@ -135,13 +133,13 @@ def calibrated(prepared: Prepared, path: Path) -> None:
     again += ["--components", ",".join(options.components)] if options.components else []
     again += [word for lora in options.lora for word in ("--lora", lora)]
     again += ["--revision", options.revision] if options.revision else []
-    click.echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
+    echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
 
 
 def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     """The closing table of `fluxq quantize`."""
     if prepared.finished is not None:
-        click.echo(f"already done: {prepared.output} holds this recipe on this model")
+        echo(f"already done: {prepared.output} holds this recipe on this model")
     parts = record["components"]
     columns = {part["component"]: _facts(part) for part in parts}
     if len(parts) == 1:
@@ -164,9 +162,9 @@ def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
     _decisions(parts)
     from fluxq.requirements import makes_pictures
 
-    click.echo(f"checkpoint: {prepared.output}")
+    echo(f"checkpoint: {prepared.output}")
     following = "eval" if makes_pictures(prepared.folder) else "verify"
-    click.echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
+    echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
 
 
 def judged(gate: Gate) -> str:
@@ -193,27 +191,27 @@ def evaluated(page: Path, report: Report) -> None:
     from fluxq.eval.markdown import facts
     from fluxq.eval.summary import command_for, figures_of
 
-    click.echo(advice(report))
+    echo(advice(report))
     for run in report.runs:
-        click.echo(f"{run.name}: {run.verdict.text}")
-        click.echo(f"  {'; '.join(figures_of(run))}")
-        click.echo(f"  {'; '.join(facts(run))}")
+        echo(f"{run.name}: {run.verdict.text}")
+        echo(f"  {'; '.join(figures_of(run))}")
+        echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
-            click.echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
+            echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
     for timed in report.timed:
-        click.echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
+        echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:
-        click.echo(f"note: {warning}")
-    click.echo(f"report: {page}")
+        echo(f"note: {warning}")
+    echo(f"report: {page}")
 
 
 def timed(speed: Speed) -> None:
     """Median times of every stage, what was gained, and what was not said because it was not certain."""
     from fluxq.eval.figures import asked
 
-    click.echo(f"on {speed.measured_on}")
+    echo(f"on {speed.measured_on}")
     if "baseline" in speed.conditions:
-        click.echo(f"baseline: {speed.conditions['baseline']}")
+        echo(f"baseline: {speed.conditions['baseline']}")
     rows = []
     for row in speed.rows:
         size = asked(row)
@@ -232,17 +230,17 @@ def timed(speed: Speed) -> None:
         if gain.ratio is None:
             refused.setdefault(gain.refused or "", []).append(of)
         else:
-            click.echo(f"{of}: {_interval(gain.ratio)} times as fast as {gain.baseline}")
+            echo(f"{of}: {_interval(gain.ratio)} times as fast as {gain.baseline}")
     for reason, which in refused.items():
-        click.echo(f"no speed-up given of {'; '.join(dict.fromkeys(which))}: {reason}")
+        echo(f"no speed-up given of {'; '.join(dict.fromkeys(which))}: {reason}")
     if speed.served is not None:
-        click.echo(_served(speed.served))
+        echo(_served(speed.served))
     for side in dict.fromkeys(card.side for card in speed.cards):
         cards = [card for card in speed.cards if card.side == side]
         fits = ", ".join(f"{card.gigabytes} GB {'yes' if card.fits else 'no'}" for card in cards)
-        click.echo(f"{side} takes {_size(cards[0].needed)} ({cards[0].basis}); fits {fits}")
+        echo(f"{side} takes {_size(cards[0].needed)} ({cards[0].basis}); fits {fits}")
     for warning in speed.warnings:
-        click.echo(f"note: {warning}")
+        echo(f"note: {warning}")
 
 
 def _served(served: Served) -> str:
@@ -261,15 +259,15 @@ def debugged(found: Debug, patch: Path | None) -> None:
     from fluxq.eval.findings import about_shares
 
     for finding in found.findings:
-        click.echo(finding)
+        echo(finding)
     rows = [
         (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
         for layer in found.layers[:12]
     ]
     print_table(("layer", "scheme", "damage alone", "gone if kept", "local SQNR, dB"), rows)
-    click.echo(about_shares(found.layers[:12]))
+    echo(about_shares(found.layers[:12]))
     if patch is not None and found.patch is not None:
-        click.echo(f"patch: {patch}, for `fluxq quantize --recipe`")
+        echo(f"patch: {patch}, for `fluxq quantize --recipe`")
 
 
 def _interval(value: Estimate) -> str:
@@ -290,31 +288,34 @@ def verified(results: Sequence[Result]) -> None:
     """Every check, and beneath it what it found."""
     for result in results:
         measured = f"; {result.measured}" if result.measured else ""
-        click.echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
+        echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
         for finding in result.findings:
-            click.echo(f"{'':<12}  {finding.where}: {finding.what}")
+            echo(f"{'':<12}  {finding.where}: {finding.what}")
 
 
 def exported(done: Exported) -> None:
     """What an export wrote, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
-    click.echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
-    click.echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
+    if done.was_written:
+        echo(f"{done.target}: written before by this command, {done.dialect} of {of}")
+        return
+    echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
+    echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
     if done.hint:
-        click.echo(f"hint: {done.hint}")
+        echo(f"hint: {done.hint}")
     held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
-    click.echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
+    echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
     for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
         if changed:
-            click.echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
+            echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
             _changes(changed)
     if done.folded:
         readers = sum(map(len, done.folded.values()))
-        click.echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
+        echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
     for name in done.in_16_bit:
-        click.echo(f"{name}: the pipeline's other quantized component, written in 16 bit")
+        echo(f"{name}: the pipeline's other quantized component, written in 16 bit")
     for note, count in done.notes.items():
-        click.echo(f"note ({count} layers): {note}")
+        echo(f"note ({count} layers): {note}")
 
 
 def _changes(changed: Sequence[Changed]) -> None:
@@ -327,7 +328,7 @@ def _changes(changed: Sequence[Changed]) -> None:
     for (was, now, why), layers in alike.items():
         added = max(layer.added_error for layer in layers)
         names = f"{compact(layer.name for layer in layers)} ({len(layers)} layers)"
-        click.echo(f"  {names}: {was} -> {now}, adds {added:.2%} at most: {why}")
+        echo(f"  {names}: {was} -> {now}, adds {added:.2%} at most: {why}")
 
 
 def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
@@ -336,9 +337,9 @@ def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool)
 
     if not in_detail:
         header, rows = catalogue.table(found, recipes)
-        click.echo(f"under a recipe: {catalogue.CELL}\n")
+        echo(f"under a recipe: {catalogue.CELL}\n")
         print_table(tuple(f"{name}: bits / GB / GB" if name in recipes else name for name in header), rows)
-        click.echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
+        echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
         return
     for model in found:
         _family(model, recipes)
@@ -349,12 +350,12 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
 
     row, family, number = model.row, model.family, catalogue.digits
     also = f" (and {', '.join(row.also)})" if row.also else ""
-    click.echo(f"{row.name}{also}: {family.model} of {family.library}, family {family.name}")
+    echo(f"{row.name}{also}: {family.model} of {family.library}, family {family.name}")
     each = f", {row.count} of them together" if row.count > 1 else ""
     billions = model.parameters / 1e9
     counted = f"{number(billions)} B" if billions >= 1 else f"{number(1e3 * billions)} M"
     size = f"{counted} parameters{each}, {_size(model.bytes_16bit)} in 16 bit"
-    click.echo(f"{size}; {model.quantized_share:.1%} of the parameters are quantized")
+    echo(f"{size}; {model.quantized_share:.1%} of the parameters are quantized")
     rows = [
         (
             role.role or "16 bit",
@@ -379,20 +380,20 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
     ]
     print_table(("recipe", "bits per weight", "checkpoint", "to serve", "to quantize"), rows, right=True)
     if model.activation_bytes:
-        click.echo(f"to serve: weights as stored, and {_size(model.activation_bytes)} of activations, estimated")
-    click.echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB\n")
+        echo(f"to serve: weights as stored, and {_size(model.activation_bytes)} of activations, estimated")
+    echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB\n")
 
 
 def environment(report: dict[str, Any]) -> None:
     """Versions, devices, what computes each scheme, and the variables that are set."""
     driver = {"driver": report["driver"]} if report["driver"] else {}
     for name, value in {**report["versions"], **driver, **report["variables"]}.items():
-        click.echo(f"{name:<16}  {value}")
+        echo(f"{name:<16}  {value}")
     for device in report["devices"]:
         memory = f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""
         facts = [device["name"], memory, device["capability"]]
-        click.echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
-    click.echo()
+        echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
+    echo()
     columns = ("op", "scheme", "recipes", "device", "implementation", "reason")
     print_table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
 
@@ -402,7 +403,7 @@ def _cost(component: str, cost: Cost) -> None:
     forward, total, device = cost.forward, cost.total, cost.device
     tokens = f"{forward.image} image and {forward.text} text tokens"
     tokens += f", {forward.batch} sequences" if forward.batch > 1 else ""
-    click.echo(f"\n{component} on one {device.name}, one step, modelled, not measured: {tokens}")
+    echo(f"\n{component} on one {device.name}, one step, modelled, not measured: {tokens}")
     header = ("part", "layers", "stored", "at run time", "work", "fused", "unfused", "over 16 bit")
     rows = [
         (
@@ -418,14 +419,14 @@ def _cost(component: str, cost: Cost) -> None:
         for part in (*cost.parts, total)
     ]
     print_table(header, rows, right=True)
-    click.echo(f"16 bit, unfused: {_duration(total.seconds_16bit)}; `over 16 bit` is that over fused")
-    click.echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
+    echo(f"16 bit, unfused: {_duration(total.seconds_16bit)}; `over 16 bit` is that over fused")
+    echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
     for scheme, route in cost.routes.items():
-        click.echo(f"{scheme}: {route.about}")
-    click.echo(f"attention: {cost.attention.about}")
-    click.echo(f"peaks: {device.source}")
+        echo(f"{scheme}: {route.about}")
+    echo(f"attention: {cost.attention.about}")
+    echo(f"peaks: {device.source}")
     for name, efficiency in cost.efficiencies().items():
-        click.echo(f"efficiency of {name}: {efficiency}")
+        echo(f"efficiency of {name}: {efficiency}")
 
 
 def _facts(part: dict[str, Any]) -> dict[str, str]:
@@ -505,7 +506,7 @@ def warmed(rows: list[dict[str, Any]]) -> None:
         for row in rows
     ]
     print_table(header, texts)
-    click.echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
+    echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
 
 
 def _psnr(check: dict[str, Any] | None) -> str:
@@ -522,7 +523,7 @@ def _psnr(check: dict[str, Any] | None) -> str:
 def _summary(component: Plan) -> None:
     attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
     steps = f", {component.steps} in 16 bit" if component.steps else ""
-    click.echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
+    echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
 
 
 def _bits(component: Plan) -> str:

@@ -6,10 +6,9 @@ import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-import click
-
 from fluxq.base import units
-from fluxq.tables import print_table
+from fluxq.base.console import visible
+from fluxq.tables import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,13 +28,11 @@ def inspections(found: dict[str, Inspection], *, every_layer: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for component, report in found.items():
         if component:
-            console.print(f"[bold]{component}[/]")
+            console.print(f"[bold]{escape(component)}[/]")
         _one(console, report, every_layer)
 
 
 def _one(console: Console, report: Inspection, every_layer: bool) -> None:
-    from rich.markup import escape
-
     family = f", {report.family} by its {report.names} names" if report.family else ", of no family that is known"
     console.print(f"[bold]{escape(report.dialect)}[/]: {escape(report.about)}; {report.container}{family}")
     for words in report.evidence:
@@ -87,8 +84,6 @@ def _layers(layers: Iterable[LayerReport]) -> None:
 
 def _faults(faults: Iterable[Fault]) -> Iterable[str]:
     """A line for each kind, errors first, and what was found in the first layers of it."""
-    from rich.markup import escape
-
     from fluxq.quantize.exchange.inspect import FAULTS
 
     kinds: dict[str, list[Fault]] = defaultdict(list)
@@ -121,7 +116,10 @@ def imported(reports: Iterable[Imported]) -> None:
     output = ""
     for report in reports:
         output = report.output
-        click.echo(
+        if report.was_written:
+            echo(f"{report.component or 'model'}, {report.dialect}: written before by this command")
+            continue
+        echo(
             f"{report.component or 'model'}, {report.dialect}: {len(report.quantized)} Linears with their codes as "
             f"they were, {len(report.dequantized)} made 16 bit"
         )
@@ -130,10 +128,17 @@ def imported(reports: Iterable[Imported]) -> None:
             for fault in faults:
                 mended[fault].append(layer)
         for fault, layers in mended.items():
-            click.echo(f"  mended: {fault} in {len(layers)} layers ({', '.join(layers[:_NAMED])})")
+            echo(f"  mended: {fault} in {len(layers)} layers ({', '.join(layers[:_NAMED])})")
         for module, why in list(report.dequantized.items())[:_NAMED]:
-            click.echo(f"  16 bit: {module}: {why}")
+            echo(f"  16 bit: {module}: {why}")
         for words in report.notes:
-            click.echo(f"  note: {words}")
-    click.echo(f"checkpoint: {output}")
-    click.echo(f"next: fluxq verify {shlex.quote(output)}")
+            echo(f"  note: {words}")
+    echo(f"checkpoint: {output}")
+    echo(f"next: fluxq verify {shlex.quote(output)}")
+
+
+def escape(text: str) -> str:
+    """Text that may be a stranger's, for rich: neither markup nor control characters."""
+    from rich import markup
+
+    return markup.escape(visible(text))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from fluxq.base.console import is_terminal
+from fluxq.base.console import is_terminal, visible
 
 _GAP, _INDENT = "  ", "    "
 _NARROWEST = 30  # characters that a last column may be wrapped to; else it stands below its row
@@ -43,6 +43,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
         first, *more = textwrap.wrap(row[-1], room - before) or [""]
         return "\n".join([padded([*row[:-1], first]), *(" " * before + rest for rest in more)])
 
-    click.secho(line(header), bold=True)
+    echo(line(header), bold=True)
     for row in rows:
-        click.echo(line(row))
+        echo(line(row))
+
+
+def echo(text: str = "", *, bold: bool = False) -> None:
+    """Print text for people, which may hold names that strangers chose."""
+    click.echo(click.style(visible(text), bold=True) if bold else visible(text))

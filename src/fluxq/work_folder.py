@@ -21,7 +21,9 @@ import torch
 import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
-from fluxq.base.files import put_back, read_json, sha256_json, sole_writer, write_json
+from fluxq.base.files import read_json, sha256_json, write_json
+from fluxq.base.output import recover, remove, sole_writer
+from fluxq.calibrate.statistics import Statistics
 from fluxq.prepared import Prepared
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import SourceWeights, read_plan_file
@@ -74,6 +76,17 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
     return record
 
 
+def finished_statistics(prepared: Prepared) -> dict[str, Any]:
+    """What the output says of itself, statistics that are just what was asked for; ValueError for others."""
+    job = Statistics.job_of(prepared.output)
+    if job != job_digest(prepared):
+        raise ValueError(
+            f"output {prepared.output} holds statistics of another run; "
+            "give another --output, or --overwrite to replace it"
+        )
+    return {"job": job}
+
+
 def is_taken(prepared: Prepared) -> bool:
     """Whether something stands at the output that may not be replaced."""
     output = prepared.output
@@ -104,18 +117,23 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
             yield work
         except BaseException as error:
             if isinstance(error, ValueError) and ranks.world == 1:  # it would fail again: what was begun is of no use
-                shutil.rmtree(work, ignore_errors=True)
+                remove(work)
             elif ranks.leads:
                 _keep_what_is_done(work, error)
             raise
         if ranks.leads:
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
 
 
 def work_folder(prepared: Prepared) -> Path:
     """Beside the output: what an interrupted run of the same job goes on with. Another job has one of its own."""
     output = prepared.output.resolve()
-    return output.parent / f".{output.name}.{sha256_json(_job(prepared))[:16]}.work"
+    return output.parent / f".{output.name}.{job_digest(prepared)[:16]}.work"
+
+
+def job_digest(prepared: Prepared) -> str:
+    """SHA-256 of what decides the bytes that a job writes."""
+    return sha256_json(_job(prepared))
 
 
 def _job(prepared: Prepared) -> dict[str, Any]:
@@ -135,15 +153,15 @@ def _begin(prepared: Prepared, work: Path) -> None:
         if other == work or not manifest.is_file():
             continue
         differing = _differing(job, read_json(manifest))
-        put_back(output, other)
+        recover(output, other)
         if not prepared.options.overwrite:
             raise ValueError(
                 f"{prepared.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
                 "by its own command, give another --output, or --overwrite to remove what it has done"
             )
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
-        shutil.rmtree(other)
-    put_back(output, work)
+        remove(other)
+    recover(output, work)
     for half in work.rglob(".*.part"):
         half.unlink()
     if (work / _MANIFEST).is_file():
@@ -161,13 +179,13 @@ def clear_leftovers(prepared: Prepared) -> None:
     with suppress(RuntimeError), sole_writer(output):  # whoever else holds the lock clears away itself
         for model in (prepared.identity["model"], stamps):
             job = replace(prepared, identity={**prepared.identity, "model": model})
-            shutil.rmtree(work_folder(job), ignore_errors=True)
+            remove(work_folder(job))
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:
     """And say so, of an interruption in its note; a work folder with nothing that took time to make is removed."""
     if not any(work.rglob("*.safetensors")):
-        shutil.rmtree(work, ignore_errors=True)
+        remove(work)
         return
     kept = f"what is done is kept in {work}: the same command goes on with it"
     if isinstance(error, KeyboardInterrupt):

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -126,9 +127,29 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def visible(text: str) -> str:
+    r"""Show control characters as `\x1b`: names in a stranger's file cannot move the cursor or turn the text."""
+    return "".join(char if char in "\n\t" or not _is_control(char) else ascii(char)[1:-1] for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char) == "Cc" or char in _BIDIRECTIONAL
+
+
+_BIDIRECTIONAL = {chr(code) for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+class _Visible(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def set_verbosity(level: int) -> None:
     """Set what a command logs: -1 errors only, 0 warnings and progress, 1 and above decisions and reasons too."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setFormatter(_Visible("%(message)s"))
     logger.setLevel(logging.ERROR if level < 0 else logging.WARNING if level == 0 else logging.INFO)
     if level < 1:  # what diffusers says of its own imports, which no user can mend
         warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated", category=FutureWarning)

@@ -33,7 +33,7 @@ PATTERNS = [
     "README.md",
     "fluxq_*",
 ]
-_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".zip")
 _CURE = (
     "quantizing starts from a whole pipeline, its folder or hub id; docs/diffusers.md shows how to make a folder of a "
@@ -57,7 +57,7 @@ def require_hub_id(model: str) -> None:
         raise no_model(model, f"there is no such file{path_near(path)}, and one file would not do: {_CURE}")
     if model.startswith((".", "~", os.sep)) or "\\" in model or model.count("/") > 1 or model.endswith("/"):
         raise no_model(model, f"there is no such folder{path_near(path)}")
-    if not _ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model):
         raise no_model(model, f"there is no such folder{path_near(path)}; hub ids are written owner/name")
 
 

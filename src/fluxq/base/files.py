@@ -2,105 +2,68 @@
 
 from __future__ import annotations
 
-import glob
+import errno
 import hashlib
 import json
 import os
-import platform
 import re
-import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-_NEW, _OLD = "new", "old"  # in the work folder of an atomic_folder
 
 _LONGEST_JSON = 1 << 24  # bytes; parsed, each may take thirty
 
 
 @contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target`; renamed to it when the block ends, removed when the block raises."""
+def atomic_path(target: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path beside `target`; renamed to it when the block ends, removed when the block raises.
+
+    durable: on the disk, under its name, when this returns; leave it out where the caller sees to that for many files.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_part_prefix(target), suffix=".part", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=part_prefix(target), suffix=".part", dir=target.parent)
     os.close(handle)
     part = Path(name)
     try:
         yield part
         make_readable(part)
+        if durable:
+            sync(part)
         part.replace(target)
+        if durable:
+            sync(target.parent, deep=False)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _part_prefix(target: Path) -> str:
+def part_prefix(target: Path) -> str:
     """How the name begins under which `atomic_path` writes a file."""
     return f".{target.name}."
 
 
-@contextmanager
-def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder in `work`, renamed to `target` when the block ends, removed when the block raises.
+def clear_parts(folder: Path) -> None:
+    """Remove what killed processes left of files that they wrote into a folder; nobody else may write there now."""
+    for part in folder.glob(".*.part"):
+        part.unlink(missing_ok=True)
 
-    work: on the same file system. With `overwrite`, what stood at `target` is removed only after the new folder is
-    complete. What a process that was killed in here left behind is cleared away by the next one.
-    """
-    target = target.resolve()  # a link to a folder on a larger disk stays a link
-    part, old = work / _NEW, work / _OLD
-    put_back(target, work)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+
+def sync(path: Path, *, deep: bool = True) -> None:
+    """Wait until a file, or a folder and with `deep` all in it, is on the disk, where the system can say so."""
+    if path.is_dir():
+        for child in path.iterdir() if deep else ():
+            sync(child)
+        if os.name == "nt":  # folders cannot be opened there
+            return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
-        yield part
-        if overwrite and target.exists():
-            target.rename(old)
-            try:
-                part.rename(target)
-            except BaseException:
-                old.rename(target)
-                raise
-            shutil.rmtree(old)
-        else:
-            part.rename(target)  # an empty folder may stand there; anything else makes this raise
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of folders on file systems that know no such thing
+            raise
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def put_back(target: Path, work: Path) -> None:
-    """Put what a killed `atomic_folder` moved out of the way back to `target`, if nothing has taken its place."""
-    old = work / _OLD
-    if old.exists() and not target.exists():
-        old.rename(target.resolve())
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def sole_writer(target: Path) -> Iterator[None]:
-    """Only one process at a time is in this block for a target; RuntimeError in the second, naming the first.
-
-    The lock goes with the process, however that ends. Two files beside the target serve it and are removed.
-    """
-    from filelock import FileLock, Timeout
-
-    target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock, owner = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "pid"))
-    try:
-        with FileLock(lock, timeout=0):
-            # What one that was killed just here left behind.
-            for left in target.parent.glob(f"{glob.escape(_part_prefix(owner))}*.part"):
-                left.unlink(missing_ok=True)
-            write_text(owner, f"{os.getpid()} on {platform.node()}")
-            try:
-                yield
-            finally:
-                owner.unlink(missing_ok=True)
-                with suppress(OSError):  # where an open file cannot be removed, it stays
-                    lock.unlink()
-    except Timeout:
-        who = f"process {owner.read_text(encoding='utf-8')}" if owner.is_file() else "another process"
-        raise RuntimeError(f"{target} is being written by {who}: wait for it, or end it") from None
+        os.close(handle)
 
 
 def make_readable(path: Path) -> None:
@@ -123,7 +86,10 @@ def write_json(target: Path, value: object) -> None:
 
 def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     """Read a JSON object; ValueError naming the file if it is not one or has more than `longest` bytes."""
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: no regular file, which could be waited for without end; remove it")
+    size = status.st_size
     if size > longest:
         raise ValueError(f"{path}: {size} bytes, and {longest} are read at most; copy it again")
     try:
@@ -136,6 +102,12 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
+    """Place, number, size and time of each file or folder, others where one was replaced: nothing is read."""
+    found = [(str(path.resolve()), path.stat()) for path in paths]
+    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found]
 
 
 def sha256_file(path: Path) -> str:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger, say_once
 from fluxq.base.download import download, require_hub_id
-from fluxq.base.files import read_json, sha256_file, sha256_json
+from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
 from fluxq.base.near import did_you_mean
+from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "tiny"
 GENERATION_FILE = "fluxq_generation.json"
 PROMPTS_FILE = "fluxq_prompts.txt"
-PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -43,6 +43,10 @@ _LARGEST = {  # arguments of a call that are counts, and the most that anybody a
     **{"num_frames": 10_000, "frames": 10_000, "video_length": 10_000},
     **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
 }
+_OURS = frozenset(  # arguments of a call that fluxq gives itself, and those that are no setting of a model
+    "prompt generator latents output_type return_dict callback callback_on_step_end callback_on_step_end_tensor_inputs "
+    "prompt_embeds pooled_prompt_embeds negative_prompt_embeds negative_pooled_prompt_embeds".split()
+)
 _ATTENTION = "attn_implementation"
 _CUT_PROMPT = "The following part of your input was truncated"  # by diffusers, of a prompt longer than CLIP reads
 _LONG_PROMPT = "Token indices sequence length is longer"  # by transformers, of the same
@@ -112,23 +116,26 @@ class ModelFolder:
             most = _LARGEST.get(name)
             if most and not (type(value) is int and 1 <= value <= most):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected a whole number from 1 to {most}")
+            if name in _OURS or (name.endswith("_kwargs") and not isinstance(value, dict)) or value == []:
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
             if not _is_plain(value):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
         return found
 
     def weight_files(self, component: str) -> list[Path]:
-        """The component's safetensors files as diffusers picks them: an index's shards, else the one file.
+        """The component's safetensors files as its library picks them: an index's shards, or the one file.
 
-        Other variants beside them (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none
-        at all, and for an index that names a file outside the folder or one that is missing.
+        Where both are there, diffusers takes the shards and transformers the file. Other variants beside them
+        (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at all, and for an index that
+        names a file outside the folder or one that is missing.
         """
         folder = self.path / component
         for stem in _WEIGHT_STEMS:
-            index = folder / f"{stem}.safetensors.index.json"
-            if index.is_file():
+            index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+            if index.is_file() and not (single.is_file() and self._is_of_transformers(component)):
                 return _indexed(index)
-            if (folder / f"{stem}.safetensors").is_file():
-                return [folder / f"{stem}.safetensors"]
+            if single.is_file():
+                return [single]
         variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
@@ -136,6 +143,13 @@ class ModelFolder:
         cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
         held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
         raise ValueError(f"{folder}: {held}")
+
+    def _is_of_transformers(self, component: str) -> bool:
+        """Whether transformers loads the component; of a model without a pipeline, its config.json tells."""
+        if self.is_one_model:
+            return "_class_name" not in self.config(component)
+        said = self.index.get(component)
+        return isinstance(said, (list, tuple)) and said[:1] == ["transformers"]
 
     def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
         """SHA-256 of the component: its config.json, and names, dtypes, shapes and fingerprints of its tensors.
@@ -156,9 +170,15 @@ class ModelFolder:
         return sha256_json([sha256_file(self.path / component / "config.json"), described])
 
     def stamp(self, component: str) -> list[list[Any]]:
-        """Name, size and time of each of the component's files, another where one was replaced: nothing is read."""
-        files = [self.path / component / "config.json", *self.weight_files(component)]
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        """Name, size and time of each of the component's files: nothing is read."""
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in self._files(component)]
+
+    def stamps(self, component: str) -> list[Any]:
+        """`stamps` of the component's files: others where one was replaced or written to."""
+        return stamps(self._files(component))
+
+    def _files(self, component: str) -> list[Path]:
+        return [self.path / component / "config.json", *self.weight_files(component)]
 
     @property
     def license(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ class TensorFile:
         return sum(stored.nbytes for stored in self.stored.values())
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor, in memory of its own. ValueError if there is none of that name, or the file has changed."""
+        """A tensor, in memory of its own. ValueError if there is none of that name, RuntimeError for a changed file."""
         import torch
 
         if name not in self.stored:
@@ -97,10 +97,12 @@ class TensorFile:
         stored = self.stored[name]
         data = memory.empty((stored.nbytes,), torch.uint8)
         with _damage(self.path), FileIO(self.path) as stream:
-            if _version(stream) != self._version:
-                raise ValueError("it was replaced or written to while it was read")
-            stream.seek(stored.begin)
-            _read_into(stream, data.numpy().data)
+            is_same = _version(stream) == self._version
+            if is_same:
+                stream.seek(stored.begin)
+                _read_into(stream, data.numpy().data)
+        if not is_same:
+            raise RuntimeError(f"{self.path}: it was replaced or written to while it was read; start again")
         return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
 
     def let_go(self, name: str) -> None:
@@ -300,17 +302,22 @@ def _require_whole(found: Mapping[str, Stored], start: int, size: int) -> None:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Whatever is wrong with what was read, as a ValueError that names the file and the cure."""
+    """Whatever is wrong with what was read, as a ValueError that names the file and the cure.
+
+    An OSError says nothing of the file: a disk, a network or the number of open files had a trouble, which may pass.
+    """
     try:
         yield
-    except (ValueError, OSError) as error:  # JSON and UTF-8 have errors of their own, all of them ValueErrors
+    except ValueError as error:  # JSON and UTF-8 have errors of their own, all of them ValueErrors
         raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be read ({error.strerror}); run this again", str(path)) from None
 
 
-def _version(stream: FileIO) -> tuple[int, int]:
+def _version(stream: FileIO) -> tuple[int, int, int]:
     """Another one where the file has become another."""
     status = os.fstat(stream.fileno())
-    return status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # --- bytes

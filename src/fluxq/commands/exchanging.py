@@ -112,8 +112,8 @@ def import_file(
         session.given.require_base(base)
         from fluxq import inspecting, show_inspection
 
-        reports = inspecting.import_(path, base, output, dequantize=dequantize, overwrite=overwrite)
-        session.start_work()
+        how = {"dequantize": dequantize, "overwrite": overwrite, "on_start": session.start_work}
+        reports = inspecting.import_(path, base, output, **how)
         session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
 
 

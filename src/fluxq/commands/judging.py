@@ -16,6 +16,7 @@ from fluxq.commands.options import (
     common_options,
     finite_in,
     names_in,
+    overwrite_option,
     protocol_options,
     run_options,
     sizes_in,
@@ -221,8 +222,9 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
 @click.command("report", short_help="Write one page of several evaluations.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=PATH)
 @click.option("--output", "-o", type=PATH, default=Path("report.html"), show_default=True, help="The page to write.")
+@overwrite_option
 @common_options
-def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
+def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: Any) -> None:
     """Write one page of several evaluations, each a checkpoint folder or a report.json.
 
     JSON and Markdown are written beside it.
@@ -236,17 +238,18 @@ def report(runs: tuple[Path, ...], output: Path, **arguments: Any) -> None:
             session.given.require_path(run)
         for run in runs:
             session.given.require_evaluated(run)
-        merged = session.judge.report(runs, output)
+        merged = session.judge.report(runs, output, overwrite=overwrite)
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
 
 @click.command("verify", short_help="Prove that a checkpoint is whole and holds what it says.")
 @click.argument("output", metavar="CHECKPOINT")
+@click.option("--allow-unrecorded", is_flag=True, help="Exit with 0 where no hashes were recorded to check files by.")
 @common_options
-def verify_checkpoint(output: str, **arguments: Any) -> None:
+def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> None:
     """Prove that CHECKPOINT is whole and holds what it says, tensor by tensor.
 
-    No model is run. Exits with 1 if a check fails.
+    No model is run. Exits with 1 if a check fails or cannot be made.
 
     \b
     Example:
@@ -262,6 +265,12 @@ def verify_checkpoint(output: str, **arguments: Any) -> None:
         failed = [result.check for result in results if result.status == "failed"]
         if failed:
             raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)})")
+        unmade = [result.check for result in results if result.status != "ok"]
+        if unmade and not allow_unrecorded:
+            raise RuntimeError(
+                f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "
+                "recorded to hold the files against; --allow-unrecorded accepts that"
+            )
 
 
 COMMANDS = (evaluate, bench, debug, report, verify_checkpoint)

@@ -150,7 +150,7 @@ run_options = option_group(
     click.option("--frames", "num_frames", type=click.IntRange(min=1), metavar="N", help="Frames of each video."),
 )
 output_option = click.option("--output", "-o", metavar="PATH", help="Where to write; by default ./<model>-<recipe>.")
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is there.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what fluxq wrote there.")
 fitting_options = option_group(
     model_options,
     recipe_options,

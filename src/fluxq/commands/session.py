@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fluxq import show
+from fluxq.base.console import visible
 from fluxq.base.ranks import launched
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Session:
         )
         if output:
             place = self.given.output_for(arguments["output"], output, folder.name, recipe_name)
-            self.given.require_output(place, folder, is_file=is_file, overwrite=arguments["overwrite"])
+            self.given.require_output(place, folder, arguments, is_file=is_file)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
 
@@ -129,7 +130,7 @@ class Session:
     def say(self, line: str) -> None:
         """Print a line for people, unless --quiet or --json was given, or another process of torchrun speaks."""
         if self.speaks:
-            click.echo(line)
+            click.echo(visible(line))
 
     @property
     def speaks(self) -> bool:
@@ -188,5 +189,5 @@ class Failure(click.ClickException):
     """A message for people, with the exit code of the moment."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        super().__init__(visible(message))
         self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue]  click reads it from the instance

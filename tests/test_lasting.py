@@ -1,0 +1,286 @@
+"""Digests that last, and trouble that passes: what changed is seen, what is done is kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import example_report
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from shared import copy_of
+
+import fluxq  # noqa: F401  registers the quantizer
+from fluxq import jobs, judge, tiny
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import TensorFile
+from fluxq.calibrate import prompts
+from fluxq.calibrate.prompts import load_prompts
+from fluxq.quantize import finished, run
+from fluxq.quantize.checkpoint import SourceWeights
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+FEW = {"num_inference_steps": 1}
+
+
+def model(folder: Path, factor: float = 1.0) -> Path:
+    """The embedded pipeline, its transformer scaled."""
+    copy_of(tiny.path(), folder)
+    file = folder / "transformer" / WEIGHTS
+    save_file({n: (t * factor).to(t.dtype) for n, t in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+def options(source: Path, out: Path, **more) -> jobs.Options:
+    return jobs.Options(str(source), "fp8", "rtn", str(out), check=False, **more)
+
+
+def quantize(source: Path, out: Path, **more) -> Path:
+    jobs.quantize(jobs.prepare(options(source, out, **more)))
+    return out / "transformer" / WEIGHTS
+
+
+def stopped(
+    monkeypatch, source: Path, out: Path, after: int = 4, error: type[BaseException] = KeyboardInterrupt
+) -> Path:
+    """A run that ends behind some finished blocks; its work folder."""
+    real, left = finished.finish, [4]
+
+    def finish(*arguments) -> None:
+        real(*arguments)
+        left[0] -= 1
+        if not left[0]:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "finish", finish)
+        with pytest.raises(error):
+            quantize(source, out)
+    (work,) = out.parent.glob(f".{out.name}.*.work")
+    return work
+
+
+def test_a_finished_block_that_was_damaged_is_made_again(tmp_path, monkeypatch, caplog):
+    clean = quantize(tiny.path(), tmp_path / "clean").read_bytes()
+    work = stopped(monkeypatch, tiny.path(), tmp_path / "out")
+    (block,) = sorted(work.glob("transformer/0001.safetensors"))
+    data = bytearray(block.read_bytes())
+    data[-100] ^= 1
+    block.write_bytes(data)
+    assert quantize(tiny.path(), tmp_path / "out").read_bytes() == clean
+    assert [said for said in caplog.messages if "made again" in said] == [
+        f"{block}: damaged since it was written: this block is made again"
+    ]
+
+
+def test_blocks_of_another_model_of_equal_names_sizes_and_times_are_made_again(tmp_path, monkeypatch, caplog):
+    one, other = model(tmp_path / "one"), model(tmp_path / "other", 1.02)
+    clean = quantize(other, tmp_path / "clean").read_bytes()
+    stopped(monkeypatch, one, tmp_path / "out")
+    for path in other.rglob("*"):
+        stamp = (one / path.relative_to(other)).stat().st_mtime_ns
+        os.utime(path, ns=(stamp, stamp))
+    shutil.rmtree(one)
+    other.rename(one)
+    assert quantize(one, tmp_path / "out").read_bytes() == clean
+    assert "made of other weights than the model has now: this block is made again" in caplog.text
+
+
+def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path):
+    source, other = model(tmp_path / "m"), model(tmp_path / "other", 1.02)
+    prepared = jobs.prepare(options(source, tmp_path / "out"))
+    file = Path("transformer", WEIGHTS)
+    os.utime(other / file, ns=((source / file).stat().st_mtime_ns,) * 2)
+    (other / file).rename(source / file)
+    with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
+        jobs.quantize(prepared)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_replaced_by_one_of_equal_size_and_time_is_seen_at_the_next_read(tmp_path):
+    source, other = model(tmp_path / "m"), model(tmp_path / "other", 1.02)
+    file = source / "transformer" / WEIGHTS
+    opened = TensorFile(file)
+    name = opened.keys()[0]
+    os.utime(other / "transformer" / WEIGHTS, ns=(file.stat().st_mtime_ns,) * 2)
+    (other / "transformer" / WEIGHTS).rename(file)
+    with pytest.raises(RuntimeError, match="it was replaced or written to while it was read; start again"):
+        opened.get_tensor(name)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_a_passing_trouble_keeps_what_is_done_and_blames_no_file(tmp_path, monkeypatch, number):
+    clean = quantize(tiny.path(), tmp_path / "clean").read_bytes()
+    work = stopped(monkeypatch, tiny.path(), tmp_path / "out")
+    done = sorted(path.name for path in (work / "transformer").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceWeights, "__getitem__", trouble(SourceWeights.__getitem__, number))
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            quantize(tiny.path(), tmp_path / "out")
+    assert "damaged" not in str(caught.value) and "run this again" in str(caught.value)
+    assert set(done) <= {path.name for path in (work / "transformer").iterdir()}
+    assert quantize(tiny.path(), tmp_path / "out").read_bytes() == clean
+
+
+def trouble(real, number: int):
+    """`real`, at whose third call opening a file fails."""
+    left = [3]
+
+    def read(self, name):
+        left[0] -= 1
+        if left[0]:
+            return real(self, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fluxq.base.tensors.FileIO", raising(number))
+            return real(self, name)
+
+    return read
+
+
+def raising(number: int):
+    def opened(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    return opened
+
+
+def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypatch):
+    work = stopped(monkeypatch, tiny.path(), tmp_path / "out", error=RuntimeError)
+    assert len(list(work.glob("transformer/*.safetensors"))) == 4
+
+
+def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeypatch, quick_recipe):
+    def fitted(out: Path) -> bytes:
+        asked = jobs.Options("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
+        jobs.quantize(jobs.prepare(asked))
+        return (out / "transformer" / WEIGHTS).read_bytes()
+
+    clean = fitted(tmp_path / "clean")
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fitted(tmp_path / "out")
+    (work,) = tmp_path.glob(".out.*.work")
+    damaged = [work / "levels.json", *work.glob("calls/*.json")]
+    assert len(damaged) >= 3
+    for file in damaged:
+        file.write_text("")
+    assert fitted(tmp_path / "out") == clean
+
+
+def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path):
+    folder = copy_of(tiny.path(), tmp_path / "m")
+    for component, stem in (("transformer", "diffusion_pytorch_model"), ("text_encoder_2", "model")):
+        single = folder / component / f"{stem}.safetensors"
+        shard = single.with_name(f"{stem}-00001-of-00001.safetensors")
+        tensors = load_file(single)
+        save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, shard, {"format": "pt"})
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}
+        single.with_name(f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    found = ModelFolder("m", folder)
+    assert [path.name for path in found.weight_files("transformer")] == [
+        "diffusion_pytorch_model-00001-of-00001.safetensors"
+    ]
+    assert [path.name for path in found.weight_files("text_encoder_2")] == ["model.safetensors"]
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    assert not any(parameter.any() for parameter in pipe.transformer.parameters())
+    assert any(parameter.any() for parameter in pipe.text_encoder_2.parameters())
+
+
+def test_images_are_of_every_file_that_a_loader_reads(tmp_path):
+    folder = ModelFolder("m", copy_of(tiny.path(), tmp_path / "m"))
+    before = judge._digest(folder, judge._hashed(folder))
+    assert before == judge._digest(folder, judge._hashed(folder))
+    (folder.path / "text_encoder_2" / "adapter_config.json").write_text("{}")
+    with_adapter = judge._digest(folder, judge._hashed(folder))
+    (folder.path / "text_encoder_2" / "adapter_model.safetensors").write_bytes(b"weights")
+    assert len({before, with_adapter, judge._digest(folder, judge._hashed(folder))}) == 3
+
+
+THREADS = """
+import sys, threading
+import torch, fluxq
+from diffusers import FluxTransformer2DModel
+
+loaded = []
+def one(folder):
+    loaded.append(FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", dtype=torch.bfloat16))
+
+for _ in range(2):
+    threads = [threading.Thread(target=one, args=(folder,)) for folder in sys.argv[1:] * 2]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+one(sys.argv[1])  # alone, behind what the threads left
+print(len(loaded), sum(tensor.is_meta for each in loaded for tensor in each.state_dict().values()))
+"""
+
+
+def test_models_load_in_threads_beside_other_models(tmp_path):
+    """In a process of its own: diffusers and accelerate leave their patches of torch behind in threads."""
+    quantize(tiny.path(), tmp_path / "out")
+    words = [sys.executable, "-c", THREADS, str(tmp_path / "out"), str(tiny.path())]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout.split() == ["9", "0"], done.stderr
+
+
+# Strangers' files
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path):
+    folder = copy_of(tiny.path(), tmp_path / "m")
+    config = folder / "transformer" / "config.json"
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(ValueError, match="no regular file, which could be waited for without end; remove it"):
+        jobs.prepare(options(folder, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"output_type": "np"}, {"latents": [1]}, {"return_dict": False}, {"joint_attention_kwargs": "x"}, {"sigmas": []}],
+)
+def test_a_model_does_not_say_what_fluxq_asks_of_a_call(tmp_path, said):
+    folder = copy_of(tiny.path(), tmp_path / "m")
+    (folder / "fluxq_generation.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=f"{next(iter(said))} is .*, which is not for this file to say; remove it"):
+        jobs.prepare(options(folder, tmp_path / "out"))
+
+
+def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path):
+    table = pyarrow.table({"prompt": pyarrow.array(["a" * 9_000] * 60_000).dictionary_encode()})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet", compression="zstd")
+    assert (tmp_path / "p.parquet").stat().st_size < 200_000
+    with pytest.raises(ValueError, match="more than 256 MiB of text unpacked; make it shorter"):
+        load_prompts(str(tmp_path / "p.parquet"), ModelFolder("tiny", Path(tiny.path())))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1_000_001}), tmp_path / "q.parquet")
+    with pytest.raises(ValueError, match="1000001 rows; at most 1000000 are read"):
+        load_prompts(str(tmp_path / "q.parquet"), ModelFolder("tiny", Path(tiny.path())))
+
+
+def test_a_picture_in_many_rows_is_decoded_once(tmp_path, monkeypatch):
+    decoded: list[Path] = []
+    real = prompts._decoded
+    monkeypatch.setattr(prompts, "_decoded", lambda path, mode: decoded.append(path) or real(path, mode))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = "".join(json.dumps({"prompt": str(index), "image": "a.png"}) + "\n" for index in range(20))
+    (tmp_path / "p.jsonl").write_text(rows)
+    found = load_prompts(
+        str(tmp_path / "p.jsonl"), ModelFolder("tiny", Path(tiny.path())), pipeline=diffusers.FluxImg2ImgPipeline
+    )
+    assert len(found.prompts) == 20 and len(decoded) == 1
+
+
+@pytest.mark.parametrize("digits", [".20000000f", "s", "{x}"])
+def test_a_foreign_report_gives_no_format_of_its_own(digits):
+    fields = example_report.example(1).runs[0].metrics["psnr"].model_dump()
+    with pytest.raises(ValueError, match="digits"):
+        type(example_report.example(1).runs[0].metrics["psnr"]).model_validate({**fields, "digits": digits})

@@ -1,0 +1,439 @@
+"""One way to write: what may be replaced, the swap and its way back, what is on the disk when, what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from shared import copy_of
+
+from fluxq import tiny
+from fluxq.base import files
+from fluxq.base import output as module
+from fluxq.base.files import atomic_path, clear_parts
+from fluxq.base.output import GENERATOR, PLAN_FILE, Output, put, put_back, remove, sole_writer, writing
+from fluxq.base.tensors import save_weights
+from fluxq.cli import cli
+
+JOB = ["a job"]
+
+
+def checkpoint(folder: Path, *names: str) -> Path:
+    """A folder that its record says fluxq wrote."""
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("ours")
+    (folder / PLAN_FILE).write_text(json.dumps({"files": dict.fromkeys(names, "")}))
+    return folder
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# Before any work
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("model", "output model is the model"),
+        ("model/vae", "output model/vae lies in the model, which would be changed"),
+        (".", "output . holds the "),
+        ("holds", "output holds holds the LoRA file"),
+        ("link", "output link is the model"),
+        ("mounted", "is a mount point, which cannot be replaced as a whole; give a folder in it"),
+        ("file", "output file is a file; give another --output"),
+        ("file/out", "is no folder one may write to"),
+        ("n" * 240, "has too long a name"),
+        ("ours", "output ours exists; give another --output, or --overwrite to replace it"),
+        ("theirs", "output theirs exists; give another --output$"),
+    ],
+)
+def test_an_output_that_cannot_or_must_not_be_written_is_refused(tmp_path, monkeypatch, target, words):
+    for folder in ("model/vae", "holds/a", "mounted", "theirs/photos"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("file", "holds/a/lora", "theirs/photos/one"):
+        (tmp_path / file).write_text("mine")
+    checkpoint(tmp_path / "ours", "weights")
+    (tmp_path / "link").symlink_to("model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mounted")
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        Output(Path(target)).require({"the model": "model", "the LoRA file": "holds/a/lora"}, overwrite=False)
+    assert tree(tmp_path) == before
+
+
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
+    (checkpoint(tmp_path / "out", "weights") / "eval").mkdir()
+    monkeypatch.chdir(tmp_path / "out" / "eval")
+    with pytest.raises(ValueError, match="holds the current folder"):
+        Output(tmp_path / "out").require({}, overwrite=True)
+
+
+def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
+    out = checkpoint(tmp_path / "out", "weights")
+    for name in ("README.md", "eval/report.json", ".eval_results/one.yaml"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("of eval")
+    Output(out).require({}, overwrite=True)
+    (out / "vae").mkdir()
+    (out / "vae" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"is not replaced: fluxq did not write vae/notes\.txt; give another"):
+        Output(out).require({}, overwrite=True)
+    (out / PLAN_FILE).write_text("{")
+    with pytest.raises(ValueError, match="fluxq did not write"):
+        Output(out).require({}, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    Output(tmp_path / "empty").require({}, overwrite=False)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.html"])
+def test_files_beside_are_the_output_too(tmp_path, name):
+    output, beside = Output(tmp_path / name, True, (".json",)), tmp_path / "x.json"
+    output.require({}, overwrite=False)
+    beside.write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"x\.json"):
+            output.require({}, overwrite=overwrite)
+    with pytest.raises(ValueError, match="is the report of run"):
+        output.require({"the report of run": beside}, overwrite=True)
+    if name.endswith("html"):
+        (tmp_path / name).write_text(f"<html>{GENERATOR}")
+    else:
+        save_weights({"a": torch.ones(2)}, tmp_path / name, {"fluxq_version": "1"})
+    output.require({}, overwrite=True)
+    if name.endswith("html"):
+        (tmp_path / name).write_text("<html>")
+    else:
+        save_weights({"a": torch.ones(2)}, tmp_path / name, {"format": "pt"})
+    with pytest.raises(ValueError, match="fluxq did not write x"):
+        output.require({}, overwrite=True)
+
+
+# The swap
+
+
+def made_and_old(folder: Path) -> list[tuple[Path, Path]]:
+    (folder / "new").mkdir()
+    pairs = []
+    for name in ("side", "main"):
+        (folder / "new" / name).write_text("new")
+        (folder / name).write_text("old")
+        pairs.append((folder / "new" / name, folder / name))
+    return pairs
+
+
+@pytest.mark.parametrize("moves", range(4))
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_swap_that_fails_at_any_move_changes_nothing(tmp_path, monkeypatch, moves, error):
+    pairs, rename, left = made_and_old(tmp_path), Path.rename, [moves]
+    before = tree(tmp_path)
+
+    def failing(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] == -1:
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(error):
+        put(pairs, tmp_path / "aside")
+    assert tree(tmp_path) == before and not (tmp_path / "aside").exists()
+
+
+@pytest.mark.parametrize("moves", range(5))
+def test_a_swap_that_a_kill_ends_is_undone_by_the_next_run_unless_it_was_whole(tmp_path, monkeypatch, moves):
+    pairs, rename, left = made_and_old(tmp_path), Path.rename, [moves]
+    before = tree(tmp_path)
+
+    def killed(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SystemExit
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        patch.setattr(module, "_undo", lambda *_: None)
+        patch.setattr(Path, "rmdir", lambda _: None)
+        if moves < 4:
+            with pytest.raises(SystemExit):
+                put(pairs, tmp_path / "aside")
+        else:
+            put(pairs, tmp_path / "aside")
+    put_back(pairs, tmp_path / "aside")
+    after = {"side": "new", "main": "new", "aside/0": "old", "aside/1": "old"}
+    assert tree(tmp_path) == (before if moves < 4 else after)
+
+
+def test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_removed(tmp_path, monkeypatch):
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(
+        files.os, "fsync", lambda h: done.append(os.readlink(f"/proc/self/fd/{h}").rpartition("/")[2]) or fsync(h)
+    )
+    monkeypatch.setattr(Path, "rename", lambda p, t: done.append(f"{p.name}>{t.name}") or rename(p, t))
+    monkeypatch.setattr(module, "remove", lambda path: done.append(f"-{path.suffix or path.name}"))
+    output = Output(checkpoint(tmp_path / "out", "weights"))
+    with writing(output, JOB, overwrite=True) as new:
+        assert new is not None
+        (new / "vae").mkdir()
+        (new / "vae" / "a").write_text("new")
+    stem = new.name.removesuffix(".new")
+    assert done[-7:-5] == ["a", "vae"] or done[-8:-6] == ["a", "vae"]
+    assert done[-5:] == ["out>0", f"{stem}.new>out", tmp_path.name, "-.new", "-.old"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_that(tmp_path, monkeypatch):
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync", lambda path, deep=True: synced.append(path))
+    with atomic_path(tmp_path / "a") as part:
+        part.write_text("a")
+    assert synced == [part, tmp_path]
+    with atomic_path(tmp_path / "b", durable=False) as part:
+        part.write_text("b")
+    assert len(synced) == 2 and tree(tmp_path) == {"a": "a", "b": "b"}
+
+
+# A command from beginning to end
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_is_made_stands_in_its_place_and_nothing_else_is_left(tmp_path, is_file):
+    output = Output(tmp_path / "x.html", is_file, (".json",) if is_file else ())
+    for text, overwrite in (("first", False), ("second", True)):
+        with writing(output, JOB, overwrite=overwrite) as new:
+            for name in ("x.json", "x.html") if is_file else ("a", PLAN_FILE):
+                (new / name).write_text(text + GENERATOR if is_file else json.dumps({"files": ["a"], "text": text}))
+        names = ["x.html", "x.json"] if is_file else ["x.html"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        assert all(text in content for content in tree(tmp_path).values())
+    with (
+        pytest.raises(ValueError, match="exists; give another --output, or --overwrite"),
+        writing(output, JOB, overwrite=False),
+    ):
+        pytest.fail("began")
+
+
+def test_an_error_leaves_the_old_output_and_nothing_else(tmp_path):
+    before = tree(checkpoint(tmp_path / "out", "weights"))
+    with pytest.raises(OSError, match="full"), writing(Output(tmp_path / "out"), JOB, overwrite=True) as new:
+        (new / "half").write_text("half")
+        raise OSError("full")
+    assert tree(tmp_path / "out") == before and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from fluxq.base import output as module
+from fluxq.base.output import Output, writing
+left, is_file, overwrite = int(sys.argv[1]), sys.argv[2] == "file", sys.argv[3] == "overwrite"
+
+def watch(event, arguments):  # all that changes the file system goes by here
+    global left
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree") or (
+        event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
+    ):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+output = Output(Path("x.html"), is_file, (".json",) if is_file else ())
+names = ("x.json", "x.html") if is_file else ("a", "fluxq_plan.json")
+text = json.dumps({"files": ["a"], "text": "new", "page": '<meta name="generator" content="fluxq">'.replace('"', "'")})
+sys.addaudithook(watch)
+try:
+    output.require({}, overwrite=overwrite)
+    with writing(output, ["job"], overwrite=overwrite) as new:
+        for name in names if new else ():
+            (new / name).write_text('<meta name="generator" content="fluxq">new' if is_file else text)
+except ValueError as error:
+    sys.exit(str(error))
+print("finished" if new is None else "made", left)
+"""
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overwrite", ["", "overwrite"])
+@pytest.mark.parametrize("is_file", ["file", "folder"])
+def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_file, overwrite, every):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+
+    def run(folder: Path, calls: int) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, str(script), str(calls), is_file, overwrite]
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True)
+
+    def begin(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        if overwrite and is_file == "file":
+            (folder / "x.html").write_text(GENERATOR + "old")
+            (folder / "x.json").write_text("old")
+        elif overwrite:
+            checkpoint(folder / "x.html", "weights")
+        return folder
+
+    undisturbed = begin("undisturbed")
+    most = 10_000
+    calls = most - int(run(undisturbed, most).stdout.split()[1])
+    expected, finished = tree(undisturbed), 0
+    assert calls > 8 and expected
+    for at in range(calls - 1, -1, -every):
+        folder = begin(str(at))
+        old = tree(folder)
+        assert run(folder, at).returncode == -signal.SIGKILL
+        visible = {name: text for name, text in tree(folder).items() if not name.startswith(".")}
+        again = run(folder, most)
+        if again.returncode:  # only behind the last trace, where all stands and nothing of ours is left to tell
+            assert "x.html exists" in again.stderr and visible == expected, (at, again.stderr)
+        finished += again.stdout.startswith("finished")
+        assert tree(folder) == expected, at
+        assert old == {} or visible in (old, expected) or is_file == "file" or visible == {}, at
+    assert finished or overwrite or every > 1
+
+
+def test_what_was_moved_aside_by_another_job_is_put_back_before_anything_else(tmp_path):
+    (tmp_path / ".out.0123456789abcdef.new").mkdir()
+    checkpoint(tmp_path / ".out.0123456789abcdef.old" / "0", "weights")
+    checkpoint(tmp_path / ".out.more.0123456789abcdef.old" / "0", "weights")  # of another output, out.more
+    with (
+        pytest.raises(ValueError, match="out exists; give another --output, or --overwrite"),
+        writing(Output(tmp_path / "out"), JOB, overwrite=False),
+    ):
+        pytest.fail("began")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.more.0123456789abcdef.old", "out"]
+    assert tree(tmp_path / "out")["weights"] == "ours"
+
+
+def test_a_link_to_another_disk_stays_and_its_target_is_replaced(tmp_path):
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system at /dev/shm")
+    place = shm / f"fluxq-test-{os.getpid()}"
+    place.mkdir()
+    try:
+        (tmp_path / "out").symlink_to(place / "out")
+        with writing(Output(tmp_path / "out"), JOB, overwrite=False) as new:
+            (new / "a").write_text("new")
+        assert (tmp_path / "out").is_symlink() and tree(place) == {"out/a": "new"}
+    finally:
+        shutil.rmtree(place)
+
+
+# Locks and leftovers
+
+
+def test_what_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch, caplog):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").touch()
+    monkeypatch.setattr(module.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "I/O error")))
+    remove(tmp_path / "old")
+    assert f"{tmp_path / 'old'} could not be removed (I/O error); it is of no more use" in caplog.text
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda p, **k: unlink(p, **k) if p.suffix != ".pid" else (_ for _ in ()).throw(OSError(5, "x"))
+    )
+    with sole_writer(tmp_path / "out"):
+        pass
+    assert not (tmp_path / ".out.lock").exists()
+
+
+def test_a_folder_that_was_copied_read_only_is_removed(tmp_path):
+    folder = tmp_path / "old" / "in"
+    folder.mkdir(parents=True)
+    (folder / "file").touch()
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    remove(tmp_path / "old")
+    assert not (tmp_path / "old").exists()
+
+
+def test_what_a_killed_process_left_of_a_file_is_cleared(tmp_path):
+    for name in (".report.json.abc.part", "report.json", "a.part"):
+        (tmp_path / name).touch()
+    clear_parts(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.part", "report.json"]
+
+
+# The commands
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_a_command_as_ctrl_c_does(tmp_path, number):
+    program = (
+        f"import os, fluxq.cli, fluxq.jobs as jobs\njobs.prepare = lambda *a, **k: os.kill(os.getpid(), {number})\n"
+    )
+    words = [
+        sys.executable,
+        "-c",
+        program + "fluxq.cli.main()",
+        "quantize",
+        "--recipe",
+        "fp8",
+        "--no-check",
+        "-o",
+        "out",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 128 + number and list(tmp_path.iterdir()) == []
+    assert done.stderr.splitlines()[-1] == "interrupted; every output is as it was, or whole"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("export d/ck --format torchao -o d --overwrite", "output d holds the checkpoint"),
+        ("export d/ck --format torchao -o d/ck --overwrite", "output d/ck is the checkpoint"),
+        ("export d/ck --format bfl -o x.safetensors", "x.config.json exists; give another --output"),
+        ("export d/ck --format bfl -o x.safetensors --overwrite", "fluxq did not write x.config.json"),
+        ("import d/ck --base m -o m --overwrite", "output m is the 16-bit model"),
+        ("import d/file.safetensors -o d --overwrite", "output d holds what is imported"),
+        ("quantize m --recipe fp8 --no-check -o m/transformer --overwrite", "output m/transformer lies in the model"),
+        ("quantize --prompts d/p.txt --no-check -o d --overwrite", "output d holds the prompts"),
+        ("quantize --recipe d/r.yaml --no-check -o d --overwrite", "output d holds the recipe"),
+        ("quantize --no-check -o d --overwrite", "output d is not replaced: fluxq did not write ck/"),
+        ("report d/ck -o d/ck/eval/report.html", "output d/ck/eval/report.html is the report of d/ck"),
+        ("report d/ck -o x.html", "x.json exists; give another --output"),
+    ],
+)
+def test_no_command_replaces_what_it_reads_or_what_is_not_its_own(place, monkeypatch, words, said):
+    monkeypatch.chdir(place)
+    before = {path: path.stat().st_mtime_ns for path in sorted(place.rglob("*")) if path.is_file()}
+    done = CliRunner().invoke(cli, words.split())
+    assert done.exit_code == 2 and said in done.output, done.output
+    assert {path: path.stat().st_mtime_ns for path in sorted(place.rglob("*")) if path.is_file()} == before
+
+
+@pytest.fixture
+def place(plain_checkpoint, tmp_path) -> Path:
+    copy_of(plain_checkpoint("fp8"), tmp_path / "d" / "ck")
+    copy_of(tiny.path(), tmp_path / "m")
+    (tmp_path / "d" / "ck" / "eval").mkdir(exist_ok=True)
+    for name in ("d/ck/eval/report.json", "d/p.txt", "d/file.safetensors", "x.config.json", "x.json"):
+        (tmp_path / name).write_text("a red three\n")
+    (tmp_path / "d" / "r.yaml").write_text("extends: fp8\n")
+    return tmp_path
+
+
+def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_path):
+    name = "\x1b]0;PWNED\x07\x1b[2Jx\u202e"
+    tensors = {f"{name}.weight": torch.ones(16, 16).to(torch.float8_e4m3fn), f"{name}.weight_scale": torch.tensor(1.0)}
+    save_weights(tensors, tmp_path / "x.safetensors", {})
+    said = CliRunner().invoke(cli, ["inspect", str(tmp_path / "x.safetensors"), "--layers"]).output
+    assert r"\x1b]0;PWNED\x07\x1b[2Jx\u202e" in said
+    assert not any(char in said for char in "\x1b\x07\u202e")
+    (tmp_path / name).mkdir()
+    refused = CliRunner().invoke(cli, ["verify", str(tmp_path / name)]).output
+    assert r"\x1b]0;PWNED" in refused and "\x1b" not in refused
