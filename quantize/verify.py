@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file
-from fluxq.base.model import HASHED_AT_ONCE, PICKLES, ModelFolder, resolve_model
+from fluxq.base.model import PICKLES, ModelFolder, resolve_model
 from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
@@ -31,6 +30,7 @@ from fluxq.quantize.checkpoint import (
     read_plan_file,
     shapes_of,
 )
+from fluxq.quantize.digests import OTHERS, OWN
 from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
 
@@ -85,17 +85,6 @@ def verify(path: Path) -> list[Result]:
         measured = measure(checkpoint) if measure and status == "ok" else ""
         results.append(Result(name, about, status, tuple(findings), measured))
     return results
-
-
-def hash_files(path: Path, known: Mapping[Path, str]) -> dict[str, str]:
-    """SHA-256 of every file of a folder by its relative name: what `fluxq quantize` records.
-
-    known: of files that were hashed as they were written.
-    """
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        hashes = pool.map(lambda file: known.get(file) or sha256_file(file), files)
-        return {file.relative_to(path).as_posix(): found for file, found in zip(files, hashes, strict=True)}
 
 
 class _NotRecorded(Exception):
@@ -178,24 +167,30 @@ class _Checkpoint:
             if isinstance(layer, QuantLinear) and parameter in layer.stored_names:
                 shape = tuple(tensor.shape)
                 filed = filed_shape(library, shape) if parameter == "weight" else shape
-                found[name] = _Expected(filed, (tensor.dtype,), _rule(layer.scheme, parameter), id(tensor))
+                rule, most = _rule(layer.scheme, parameter), _most(layer.scheme, parameter)
+                found[name] = _Expected(filed, (tensor.dtype,), rule, id(tensor), most)
             else:
                 dtypes = _PLAIN if tensor.is_floating_point() else (tensor.dtype,)
                 rule = "finite" if tensor.is_floating_point() else None
                 if isinstance(layer, QuantLinear) and parameter == "pre_quant_scale":
                     rule = "positive"
-                found[name] = _Expected(tuple(tensor.shape), dtypes, rule, id(tensor))
+                most = _LARGEST if rule else None
+                found[name] = _Expected(tuple(tensor.shape), dtypes, rule, id(tensor), most)
         return found
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """A tensor that a file must hold. rule: a key of RULES. identity: the same for names that are tied."""
+    """A tensor that a file must hold.
+
+    rule: a key of RULES. identity: the same for names that are tied. most: the largest magnitude, None for codes.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     rule: str | None
     identity: int
+    most: float | None = None
 
 
 def _file(component: str) -> str:
@@ -248,6 +243,21 @@ def _readable(checkpoint: _Checkpoint) -> Iterator[str]:
 _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generation_config.json")
 
 
+def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    said: dict[str, tuple[str, object]] = {}  # component -> who says it, and what
+    for component in checkpoint.quantized:
+        config = checkpoint.folder.config(component)["quantization_config"]
+        others = config.get(OTHERS, {})
+        for name, digest in [(component, config.get(OWN)), *(others.items() if isinstance(others, dict) else ())]:
+            if name in checkpoint.models and digest is not None:
+                said.setdefault(name, (_file(component), digest))
+    for component, (file, digest) in progress(said.items(), "Hashing tensors"):
+        if checkpoint.folder.tensors_digest(component) != digest:
+            yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
+    if set(checkpoint.models) - said.keys():
+        raise _NotRecorded
+
+
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
     for component in checkpoint.models:
         if not (checkpoint.path / component / "config.json").is_file():
@@ -279,10 +289,22 @@ def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
         for name in sorted(held.keys() - expected.keys()):
             what = "config.json implies no such tensor, and no loader would read it; copy both files again"
             yield Finding(_tensor(component, name), what)
+        if what := _mixed(
+            {n: held[n].stored[n].dtype for n, e in expected.items() if n in held and e.dtypes == _PLAIN}
+        ):
+            yield Finding(component or "the model", f"{what}; copy the weights again, or quantize again")
         for name in progress(sorted(expected.keys() & held.keys()), f"Reading {component or checkpoint.path.name}"):
             what = _fault(held[name].get_tensor(name), expected[name])
             if what:
                 yield Finding(_tensor(component, name), f"{what}; copy the weights again, or quantize again")
+
+
+def _mixed(dtypes: Mapping[str, str]) -> str:
+    """What is wrong where both 16-bit dtypes are among a model's tensors, "" if nothing is."""
+    first = {dtype: min(name for name, own in dtypes.items() if own == dtype) for dtype in set(dtypes.values())}
+    if not first.keys() >= {"BF16", "F16"}:
+        return ""
+    return f"{first['BF16']} is BF16 and {first['F16']} is F16, of which a model has one"
 
 
 def _fault(tensor: Tensor, expected: _Expected) -> str:
@@ -295,10 +317,17 @@ def _fault(tensor: Tensor, expected: _Expected) -> str:
     is_sound, words = RULES[expected.rule]
     sound = is_sound(tensor)
     if sound.all():
-        return ""
-    bad = (~sound).nonzero()
-    first = tuple(bad[0].tolist())
-    return f"{len(bad)} of {tensor.numel()} values are not {words}: {tensor[first].item()} at {first}"
+        beyond = _numbers(tensor).abs() > expected.most if expected.most else torch.zeros(())
+        return (
+            _first_of(beyond, tensor, f"larger than {expected.most:.4g}, which no model needs") if beyond.any() else ""
+        )
+    return _first_of(~sound, tensor, f"not {words}")
+
+
+def _first_of(bad: Tensor, tensor: Tensor, words: str) -> str:
+    places = bad.nonzero()
+    first = tuple(places[0].tolist())
+    return f"{len(places)} of {tensor.numel()} values are {words}: {tensor[first].item()} at {first}"
 
 
 def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -345,6 +374,23 @@ def _rule(scheme: Scheme, parameter: str) -> str | None:
     return "e8m0" if parameter == "weight_scale" and scheme.weights.scale == "e8m0" else "positive"
 
 
+def _most(scheme: Scheme, parameter: str) -> float | None:
+    """The largest scale: with it the largest code is `_LARGEST`, of activations the largest number of bf16."""
+    element = scheme.weights.element
+    if parameter == "input_scale":
+        return torch.finfo(torch.bfloat16).max / element.max
+    if parameter == "weight_scale_2":
+        return _LARGEST / element.max / torch.finfo(torch.float8_e4m3fn).max
+    is_relative = scheme.weights.two_level or parameter == "weight"
+    return None if is_relative else _LARGEST / element.max
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """E8M0 bytes as the powers of two that they stand for; other scales as they are."""
+    return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
+
+
+_LARGEST = 2.0**20  # of a weight, a bias or a factor: sixteen times what fp16 holds
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -366,5 +412,6 @@ CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]], Callabl
         _tensors,
         None,
     ),
+    "digests": ("every model has the tensors whose digest a config.json records", _digests, None),
     "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan, _bits),
 }

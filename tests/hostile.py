@@ -312,7 +312,13 @@ def read_levels(folder: Path) -> None:
     from fluxq import jobs
     from fluxq.base.ranks import ALONE
 
-    prepared = cast(Any, SimpleNamespace(ranks=ALONE))
+    class Damaged(ValueError):
+        """It would be measured again."""
+
+    def measured(*_: object) -> dict[int, float]:
+        raise Damaged("levels.json: measured again")
+
+    prepared, jobs.noise_level_weights = cast(Any, SimpleNamespace(ranks=ALONE, call={})), measured
     jobs._level_weights(prepared, None, [], {}, folder / "work" / "levels.json")
 
 
@@ -461,7 +467,7 @@ class Watch:
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and self._looks and isinstance(arguments[0], (str, bytes, os.PathLike)):
             path = os.path.realpath(os.fsdecode(arguments[0]))
-            if not path.startswith(self._allowed) or path.endswith("outside.safetensors"):
+            if not f"{path}{os.sep}".startswith(self._allowed) or path.endswith("outside.safetensors"):
                 self.outside.add(path)
 
     def _stop(self, *_: object) -> None:

@@ -495,11 +495,23 @@ BAD_MODELS = {
     "no class": (lambda m: edit_json(m / INDEX, vae=[]), ["model_index.json says [] of 'vae'"]),
     "outside": (
         lambda m: edit_json(m / INDEX, **{"..": ["diffusers", "AutoencoderKL"]}),
-        ["component name '..' leads out of the folder"],
+        ["component name '..' is no name of Python"],
     ),
     "far outside": (
         lambda m: edit_json(m / INDEX, **{"../../x": ["diffusers", "AutoencoderKL"]}),
-        ["component name '../../x' leads out of the folder"],
+        ["component name '../../x' is no name of Python"],
+    ),
+    "a path elsewhere": (
+        lambda m: edit_json(m / INDEX, **{"a\\b": ["diffusers", "AutoencoderKL"]}),
+        ["component name 'a\\\\b' is no name of Python"],
+    ),
+    "a file's name": (
+        lambda m: edit_json(m / INDEX, **{"fluxq_plan.json": ["diffusers", "AutoencoderKL"]}),
+        ["component name 'fluxq_plan.json' is no name of Python"],
+    ),
+    "long": (
+        lambda m: edit_json(m / INDEX, **{"a" * 100_000: ["diffusers", "AutoencoderKL"]}),
+        [f"component name '{'a' * 80}' is no name of Python"],
     ),
     "no config": (lambda m: (m / CONFIG).unlink(), ["config.json", "No such file"]),
     "bad config": (
@@ -537,6 +549,12 @@ def test_a_model_that_is_not_there_is_named(fluxq, model, tmp_path):
     shown = model or "tiny (no MODEL"
     if model:
         assert_refused(fluxq("quantize", model), 2, f"model {shown!r} is neither a folder nor a hub model")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take no such name")
+def test_a_folder_that_no_file_can_tell_of_is_named(fluxq, tiny_folder):
+    os.rename(tiny_folder, b"mod\xe9l")
+    assert_refused(fluxq("quantize", os.fsdecode(b"mod\xe9l"), "--recipe", "fp8"), 2, "no UTF-8", "rename it")
 
 
 BAD_WEIGHTS = {

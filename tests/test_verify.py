@@ -17,6 +17,7 @@ from torch import Tensor
 from fluxq import jobs
 from fluxq.base.files import sha256_file
 from fluxq.cli import cli, main
+from fluxq.quantize.digests import OTHERS, OWN
 from fluxq.quantize.verify import CHECKS, verify
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -50,11 +51,18 @@ def edit_json(folder: Path, file: str, edit: Callable[[dict], object], record: b
 
 
 def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object], file: str = WEIGHTS) -> None:
-    """Change tensors and record the new hash, so that only a look at the tensors can tell."""
+    """Change tensors, record the new hash and forget digests, so that only a look at the tensors can tell."""
     tensors = load_file(folder / file)
     edit(tensors)
     save_file(tensors, folder / file, metadata={"format": "pt"})
     record_hash(folder, file)
+    forget_digests(folder)
+
+
+def forget_digests(folder: Path) -> None:
+    for config in folder.glob("*/config.json"):
+        if "quantization_config" in json.loads(config.read_text()):
+            edit_json(folder, str(config.relative_to(folder)), quantization(lambda q: [q.pop(OWN), q.pop(OTHERS)]))
 
 
 def record_hash(folder: Path, file: str) -> None:
@@ -75,7 +83,48 @@ def test_what_diffusers_saved_again_passes_and_says_what_is_not_recorded(checkpo
     pipe.save_pretrained(tmp_path / "again", max_shard_size="300KB")
     found = statuses(tmp_path / "again")
     assert found.pop("hashes") == found.pop("plan") == "not recorded"
+    assert found.pop("digests") == "not recorded", "only that of the transformer is"
     assert found == dict.fromkeys(found, "ok")
+    swap_two(tmp_path / "again" / "transformer")
+    assert failed(tmp_path / "again").keys() == {"digests"}
+
+
+def swap_two(folder: Path) -> None:
+    """Exchange the weights of two layers of the same shape and format: well-formed, and wrong."""
+    one, two = f"{LAYER}.weight", f"{LAYER.replace('to_k', 'to_v')}.weight"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if one in tensors and two in tensors:
+            tensors[one], tensors[two] = tensors[two], tensors[one]
+            save_file(tensors, file, metadata={"format": "pt"})
+            return
+    raise AssertionError(f"{one} and {two} are not in one file")
+
+
+def test_without_the_plan_file_digests_in_config_json_still_tell(copied):
+    folder = copied("nvfp4")
+    (folder / PLAN).unlink()
+    assert statuses(folder)["digests"] == "ok" and failed(folder) == {}
+    swap_two(folder / "transformer")
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["decoder.conv_in.bias"] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = failed(folder)
+    assert found.keys() == {"digests"}
+    assert [line.split(":")[0] for line in found["digests"].splitlines()] == ["transformer", "vae"]
+
+
+def test_a_model_that_was_saved_alone_says_its_digest_whatever_its_shards(checkpoint, tmp_path):
+    load = diffusers.FluxTransformer2DModel.from_pretrained
+    model = load(checkpoint("fp8"), subfolder="transformer", dtype=torch.bfloat16)
+    said = []
+    for name, size in (("whole", "1GB"), ("shards", "300KB")):
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+        assert statuses(tmp_path / name)["digests"] == "ok"
+        said.append(json.loads((tmp_path / name / "config.json").read_text())["quantization_config"][OWN])
+    (original,) = [json.loads((checkpoint("fp8") / CONFIG).read_text())["quantization_config"][OWN]]
+    assert said == [original, original]
 
 
 def test_quantized_text_encoders_pass_and_codes_without_their_last_axis_do_not(tmp_path):
@@ -125,6 +174,11 @@ VALUES = [
     *((recipe, f"{LAYER}.weight", put_byte(byte)) for recipe in ("fp8", "mxfp8") for byte in (0x7F, 0xFF)),
     *((recipe, f"{LAYER}.bias", put(float("nan"))) for recipe in shipped_recipes()),
     ("fp8", "x_embedder.weight", put(float("-inf"))),
+    *((recipe, f"{LAYER}.weight_scale", put(3e38)) for recipe in ("fp8", "int8")),
+    ("mxfp8", f"{LAYER}.weight_scale", put_byte(0xFE)),
+    ("nvfp4", f"{LAYER}.weight_scale_2", put(1e30)),
+    ("nvfp4", f"{LAYER}.input_scale", put(3e38)),
+    ("int4", f"{LAYER}.bias", put(3e38)),
 ]
 
 
@@ -176,6 +230,12 @@ def test_one_damaged_tensor_is_named(copied, damage):
     assert line.startswith(f"transformer: {name}: ") and words in line and "again" in line
 
 
+def test_tensors_of_both_16_bit_dtypes_are_found(copied):
+    folder = copied("fp8")
+    edit_weights(folder, lambda tensors: tensors.update({"x_embedder.bias": tensors["x_embedder.bias"].half()}))
+    assert "x_embedder.bias is F16, of which a model has one" in failed(folder)["tensors"]
+
+
 # Files
 
 
@@ -194,7 +254,7 @@ def test_one_flipped_bit_changes_the_hash(copied, file):
     folder = copied("int4")
     flip(folder / file)
     found = failed(folder)
-    assert found.keys() == {"hashes"} and found["hashes"].startswith(f"{file}: SHA-256 is ")
+    assert found.keys() == {"hashes", "digests"} and found["hashes"].startswith(f"{file}: SHA-256 is ")
 
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
@@ -331,7 +391,7 @@ def test_exit_code_1_with_every_finding_where_something_is_wrong(command, copied
     folder = copied("fp8")
     edit_weights(folder, lambda tensors: put(0.0)(tensors[f"{LAYER}.weight_scale"]))
     code, out, err = command(folder)
-    assert code == 1 and err.startswith("Error: ") and "1 of 6 checks failed (tensors)" in err
+    assert code == 1 and err.startswith("Error: ") and "1 of 7 checks failed (tensors)" in err
     assert f"{LAYER}.weight_scale: 1 of 128 values are not finite and above 0: 0.0 at (127,)" in out
     code, out, _ = command(folder, "--json")
     assert code == 1 and {row["check"]: row["status"] for row in json.loads(out)}["tensors"] == "failed"

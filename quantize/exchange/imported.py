@@ -22,9 +22,9 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.provenance import versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig, build_on_meta, library_of
+from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.structure import model_family
-from fluxq.quantize.verify import hash_files
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan

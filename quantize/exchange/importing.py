@@ -35,6 +35,7 @@ from fluxq.quantize.checkpoint import (
     names_in_model,
     write_shards,
 )
+from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, split
@@ -111,6 +112,7 @@ def import_model(
         pipeline = next((target.pipeline for target in targets.values()), None)
         if pipeline is not None:
             copy_rest(made, pipeline, [report.component for report in reports])
+        write_digests(made)
         record = record_of(made, path, pipeline, source, reports)
         write_json(made / PLAN_FILE, record)
         if card is not None:

@@ -91,8 +91,10 @@ _REGISTRATIONS = {
     "diffusers.models.attention_dispatch": "fluxq.integrations.attention:register",
     "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
     "diffusers.pipelines.pipeline_utils": "fluxq.integrations.dtypes:register",
+    "diffusers.models.modeling_utils": "fluxq.integrations.saving:register_with_diffusers",
     "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
     "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",
+    "transformers.modeling_utils": "fluxq.integrations.saving:register_with_transformers",
     "transformers.quantizers.auto": "fluxq.integrations.transformers:register",
 }
 for _module, _function in _REGISTRATIONS.items():

@@ -35,10 +35,10 @@ from fluxq.prepared import Options, Prepared
 from fluxq.preparing import demand, prepare
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, is_model, model_on_meta
+from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.quantize.steps import KeptSteps, about_to_keep
-from fluxq.quantize.verify import hash_files
 from fluxq.recipes.cards import Holding, Piece, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
 from fluxq.recipes.devices import find_device
@@ -200,6 +200,7 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(prepared.plans, outcomes, strict=True)}
         prepared = replace(prepared, identity=with_digests(prepared, read))
         checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
+        write_digests(part)
         record = _record(prepared, statistics, trajectory, written)
         record["files"] = hash_files(part, hashes)
         if reference is not None:

@@ -47,6 +47,7 @@ _OURS = frozenset(  # arguments of a call that fluxq gives itself, and those tha
     "prompt generator latents output_type return_dict callback callback_on_step_end callback_on_step_end_tensor_inputs "
     "prompt_embeds pooled_prompt_embeds negative_prompt_embeds negative_pooled_prompt_embeds".split()
 )
+_LONGEST_NAME = 80  # of a component
 _ATTENTION = "attn_implementation"
 _CUT_PROMPT = "The following part of your input was truncated"  # by diffusers, of a prompt longer than CLIP reads
 _LONG_PROMPT = "Token indices sequence length is longer"  # by transformers, of the same
@@ -157,7 +158,14 @@ class ModelFolder:
         How these are cut into files makes no difference. read: name -> `fingerprint_of` those tensors that were read
         already; the others are read.
         """
-        files, known = [TensorFile(path) for path in self.weight_files(component)], read or {}
+        return sha256_json([sha256_file(self.path / component / "config.json"), self._described(component, read or {})])
+
+    def tensors_digest(self, component: str) -> str:
+        """`digest` without the config.json."""
+        return sha256_json(self._described(component, {}))
+
+    def _described(self, component: str, known: Mapping[str, str]) -> list[list[Any]]:
+        files = [TensorFile(path) for path in self.weight_files(component)]
         tensors = [(file, name) for file in files for name in file.keys()]
 
         def describe(of: tuple[TensorFile, str]) -> list[Any]:
@@ -166,8 +174,7 @@ class ModelFolder:
             return [name, stored.dtype, stored.shape, known.get(name) or file.fingerprint(name)]
 
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-            described = sorted(pool.map(describe, tensors))
-        return sha256_json([sha256_file(self.path / component / "config.json"), described])
+            return sorted(pool.map(describe, tensors))
 
     def stamp(self, component: str) -> list[list[Any]]:
         """Name, size and time of each of the component's files: nothing is read."""
@@ -219,6 +226,8 @@ def resolve_model(
     if not is_local:
         require_hub_id(model)
         path = download(model, revision, local_files_only)
+    if not _is_text(str(path.resolve())):
+        raise ValueError(f"{str(path.resolve())!a}: a path that is no UTF-8, which no file can tell of; rename it")
     commit = path.name if not is_local and path.parent.name == _SNAPSHOTS else None
     folder = ModelFolder(path.resolve().name if is_local else model, path, commit)
     if one_model and folder.is_one_model:
@@ -226,6 +235,15 @@ def resolve_model(
     else:
         require_safe(folder)
     return folder
+
+
+def _is_text(path: str) -> bool:
+    """Whether files can say the path; one of other bytes than UTF-8 has surrogates in their place."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_pipeline(
@@ -305,8 +323,8 @@ def require_safe(folder: ModelFolder) -> None:
                     f"{folder.path}: component {component!r} comes from {value[0]!r}; "
                     f"only {' and '.join(_LIBRARIES)} are loaded, and code of a model repository is never run"
                 )
-        if component == ".." or Path(component).name != component:
-            raise ValueError(f"{folder.path}: component name {component!r} leads out of the folder")
+        if not component.isidentifier() or len(component) > _LONGEST_NAME:  # it is a folder here, an argument there
+            raise ValueError(f"{folder.path}: component name {component[:80]!r} is no name of Python; correct it")
     _require_safe_files(folder)
 
 

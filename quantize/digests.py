@@ -1,0 +1,64 @@
+"""What a checkpoint says of its own bytes, so that `verify` can hold the files against it.
+
+    fluxq_plan.json             `files`: the SHA-256 of every file
+    <component>/config.json     quantization_config: `digest`, of the component's tensors by content, however they are
+                                cut into files; `digests`, of the other components', in what fluxq wrote itself
+
+The second outlives what the first does not: a download of the files that a loader needs, and `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.files import read_json, sha256_file, write_json
+from fluxq.base.model import HASHED_AT_ONCE, ModelFolder, resolve_model
+from fluxq.quantize.checkpoint import QUANT_METHOD, is_model
+
+OWN, OTHERS = "digest", "digests"
+
+
+def hash_files(path: Path, known: Mapping[Path, str]) -> dict[str, str]:
+    """SHA-256 of every file of a folder by its relative name: what the plan file records.
+
+    known: of files that were hashed as they were written.
+    """
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        hashes = pool.map(lambda file: known.get(file) or sha256_file(file), files)
+        return {file.relative_to(path).as_posix(): found for file, found in zip(files, hashes, strict=True)}
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digests of all components of a checkpoint folder into the config.json of those that are quantized."""
+    checkpoint = resolve_model(str(folder), one_model=True)
+    named = [name for name in checkpoint.components if (folder / name / "config.json").is_file()]
+    found = {name: checkpoint.tensors_digest(name) for name in named if is_model(checkpoint, name)}
+    for name in found:
+        others = {other: digest for other, digest in found.items() if other != name}
+        _add(folder / name / "config.json", {OWN: found[name], **({OTHERS: others} if others else {})})
+
+
+def write_own_digest(folder: Path) -> None:
+    """Write a quantized model's digest into its config.json, in the folder that a library saved it in.
+
+    Not for a variant (`….fp16.safetensors`), nor of adapters alone; other models' folders stay as they are.
+    """
+    if (folder / "config.json").is_file() and _is_quantized(read_json(folder / "config.json")):
+        with suppress(ValueError):  # no weights of the usual name
+            _add(folder / "config.json", {OWN: ModelFolder(folder.name, folder).tensors_digest("")})
+
+
+def _is_quantized(config: Mapping[str, Any]) -> bool:
+    said = config.get("quantization_config")
+    return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
+
+
+def _add(file: Path, digests: Mapping[str, Any]) -> None:
+    config = read_json(file)
+    if _is_quantized(config):
+        write_json(file, {**config, "quantization_config": {**config["quantization_config"], **digests}})
