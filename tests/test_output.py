@@ -351,6 +351,16 @@ def test_what_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch
     assert not (tmp_path / ".out.lock").exists()
 
 
+@pytest.mark.parametrize("kind", ["lock", "pid"])
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("elsewhere")], ids=["folder", "link"])
+def test_what_lies_where_the_lock_goes_is_named_and_stays(tmp_path, kind, make):
+    made = tmp_path / f".out.{kind}"
+    make(made)
+    with pytest.raises(ValueError, match=f"{made} is in the way"), sole_writer(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [made.name]
+
+
 def test_a_folder_that_was_copied_read_only_is_removed(tmp_path):
     folder = tmp_path / "old" / "in"
     folder.mkdir(parents=True)

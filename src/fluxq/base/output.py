@@ -303,6 +303,9 @@ def sole_writer(target: Path) -> Iterator[None]:
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     lock, owner = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "pid"))
+    for serving in (lock, owner):
+        if serving.is_symlink() or (serving.exists() and not serving.is_file()):
+            raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
     try:
         with FileLock(lock, timeout=0):
             # What one that was killed just here left behind.
