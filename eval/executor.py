@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import Any, Protocol, overload
 
 import torch
-from filelock import FileLock, Timeout
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, sha256_file, sha256_json, write_json, write_text
-from fluxq.base.output import atomic_folder
+from fluxq.base.output import atomic_folder, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
@@ -57,7 +56,6 @@ _PACKAGES = ("fluxq", "torch", "diffusers", "transformers", "triton")
 _NAME = 16  # hex digits of a SHA-256 that name a file
 _SHOWN = 5  # problems that an error lists
 _PATIENCE = 60.0  # seconds without a sign of life before a waiting run says so
-_LOCK_FILE = ".lock"
 _PART = ".part"  # how the names of what is half written end
 _CONNECT_SECONDS = 10.0
 _USAGE = "RAY_USAGE_STATS_ENABLED"
@@ -267,7 +265,7 @@ def ensure_images(
         for _ in engine.make(work, ()):
             pass
         return None
-    with _locked(work.folder):
+    with sole_writer(work.folder / WORK_FILE):
         pending = _prepare(work)
         made = (item for index in engine.make(work, pending) for item in work.chunks[index].items)
         for _ in progress(made, f"Generating: {work.side.name}", sum(len(work.chunks[i].items) for i in pending)):
@@ -531,17 +529,6 @@ def _require_space(work: Work, count: int) -> None:
             f"not enough space in {work.folder}: {count} images may need {needed / 1e9:.2f} GB, "
             f"{free / 1e9:.2f} GB are free; give another folder for images"
         )
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time looks after a folder; the lock goes with the process, however that ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / _LOCK_FILE, timeout=0):
-            yield
-    except Timeout:
-        raise RuntimeError(f"another process is making images in {folder}: wait for it, or end it") from None
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from filelock import FileLock
 from PIL import Image
 
 from fluxq import tiny
 from fluxq.base.model import load_pipeline, resolve_model
+from fluxq.base.output import sole_writer
 from fluxq.eval import executor
-from fluxq.eval.executor import Work, audit, ensure_images, open_engine
+from fluxq.eval.executor import WORK_FILE, Work, audit, ensure_images, open_engine
 from fluxq.eval.generate import generate, items_for
 from fluxq.eval.sides import Side
 
@@ -495,7 +495,7 @@ def test_too_small_a_disk_is_seen_before_the_start(work, monkeypatch):
 
 def test_two_processes_do_not_make_the_same_images(work):
     work.folder.mkdir(parents=True)
-    with FileLock(work.folder / ".lock"), pytest.raises(RuntimeError, match="another process is making images in"):
+    with sole_writer(work.folder / WORK_FILE), pytest.raises(RuntimeError, match="is being written by process"):
         ensure_images(work)
     ensure_images(work)
 
