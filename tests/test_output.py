@@ -54,19 +54,22 @@ def tree(folder: Path) -> dict[str, str]:
         ("mounted", "is a mount point, which cannot be replaced as a whole; give a folder in it"),
         ("file", "output file is a file; give another --output"),
         ("file/out", "is no folder one may write to"),
+        ("kept", "output kept is read-only; `chmod u\\+w` it"),
         ("n" * 240, "has too long a name"),
         ("ours", "output ours exists; give another --output, or --overwrite to replace it"),
         ("theirs", "output theirs exists; give another --output$"),
     ],
 )
 def test_an_output_that_cannot_or_must_not_be_written_is_refused(tmp_path, monkeypatch, target, words):
-    for folder in ("model/vae", "holds/a", "mounted", "theirs/photos"):
+    for folder in ("model/vae", "holds/a", "mounted", "theirs/photos", "kept"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("file", "holds/a/lora", "theirs/photos/one"):
         (tmp_path / file).write_text("mine")
     checkpoint(tmp_path / "ours", "weights")
     (tmp_path / "link").symlink_to("model")
     monkeypatch.chdir(tmp_path)
+    writable = os.access  # root may write to all
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "kept" and writable(path, mode))
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mounted")
     before = tree(tmp_path)
     with pytest.raises(ValueError, match=words):

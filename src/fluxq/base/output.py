@@ -107,6 +107,8 @@ class Output:
             raise ValueError(f"output {self.target} is a folder; give a file as --output")
         if not self.is_file and self.place.exists() and not self.place.is_dir():
             raise ValueError(f"output {self.target} is a file; give another --output")
+        if self.place.is_dir() and not os.access(self.place, os.W_OK):  # it could not be moved aside
+            raise ValueError(f"output {self.target} is read-only; `chmod u+w` it, or give another --output")
         if os.path.ismount(self.place):
             raise ValueError(
                 f"output {self.target} is a mount point, which cannot be replaced as a whole; give a folder in it"
