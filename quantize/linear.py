@@ -63,6 +63,9 @@ class QuantLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
+        self.weights = out_features * in_features + (
+            out_features if bias else 0
+        )  # that it stands for, whatever it holds
         scheme.weights.check_shape(out_features, in_features, "QuantLinear")
         _check_transforms(scheme, in_features)
         stored = dict(stored_shapes(scheme.weights, out_features, in_features))
@@ -147,11 +150,6 @@ class QuantLinear(nn.Linear):
         if scale.ndim == 1 and self.scheme.weights.group_size:
             scale = unswizzle_scales(scale, self.out_features, self.in_features // self.scheme.weights.group_size)
         return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
-
-    @property
-    def weights(self) -> int:
-        """The number of weights and biases that the layer stands for, however many numbers it stores for them."""
-        return self.out_features * self.in_features + (self.out_features if self.bias is not None else 0)
 
     @property
     def low_rank(self) -> tuple[Tensor, Tensor] | None:
@@ -297,7 +295,7 @@ class QuantLinear(nn.Linear):
         # Codes and scales may all be integers, which casts pass over: what becomes of 16-bit numbers tells a cast.
         targets = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float16, torch.bfloat16)}
         if len(targets) == 1 and self.compute_dtype not in targets:
-            self._refuse_cast(*targets, "weight")
+            self._refuse_cast(targets.pop(), "weight")
         stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
         for name in self.stored_names:
             held = getattr(self, name)

@@ -84,10 +84,14 @@ def refuse_unannounced(found: Mapping[str, torch.dtype], model: nn.Module) -> No
         )
 
 
-def require_present(model: nn.Module) -> None:
-    """ValueError for tensors that loading left on the meta device, unless a device map keeps some elsewhere."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(places) > 1 or places & {"disk", "meta"}:
+def require_present(model: nn.Module, asked: object = None) -> None:
+    """ValueError for tensors that loading left on the meta device, unless a device map keeps some elsewhere.
+
+    asked: the device map as the caller gave it; what it became stands on the model if it has several devices.
+    """
+    maps = (getattr(model, "hf_device_map", None), asked if isinstance(asked, dict) else {"": asked})
+    places = [{str(place) for place in (places or {}).values()} for places in maps]
+    if any(len(own) > 1 or own & {"disk", "meta"} for own in places):
         return
     absent = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if absent:

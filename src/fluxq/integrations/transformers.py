@@ -54,6 +54,7 @@ class FluxqHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)  # pyright: ignore[reportArgumentType]
         self.exact: dict[str, Tensor] = {}
         self.arrivals: Arrivals | None = None
+        self.device_map: Any = None
 
     def is_serializable(self) -> bool:
         return True
@@ -70,6 +71,7 @@ class FluxqHfQuantizer(HfQuantizer):
         """Every device with a torch runs the reference; an older transformers would cast codes and scales."""
         if not hasattr(HfQuantizer, "get_new_dtype"):
             raise ValueError("text encoders under fluxq need transformers 5.21 or newer: update transformers")
+        self.device_map = device_map
         if not self.pre_quantized:
             refuse_disk(device_map)
 
@@ -119,7 +121,7 @@ class FluxqHfQuantizer(HfQuantizer):
             for name_in_file, stored in TensorFile(Path(file)).stored.items():
                 renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, held)
                 name = renamed if renamed in held else name_in_file
-                found[name] = dtype = getattr(torch, DTYPES[stored.dtype][0])
+                found[name] = found[renamed] = dtype = getattr(torch, DTYPES[stored.dtype][0])
                 if name in self.exact:
                     check_tensor(name, dtype, stored.shape, self.exact[name])
         refuse_unannounced(found, model)
@@ -159,7 +161,7 @@ class FluxqHfQuantizer(HfQuantizer):
         for _, layer in quant_layers(model):
             layer.requires_grad_(False)
         self.arrivals, self.exact = None, {}
-        require_present(model)
+        require_present(model, self.device_map)
         model.config.quantization_config = self.quantization_config.describing(model)
         return model
 

@@ -102,7 +102,7 @@ def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
                         )
         return stock(self, *args, **kwargs)
 
-    fuse.asks_first = True  # pyright: ignore[reportFunctionMemberAccess]
+    fuse.asks_first = True  # pyright: ignore[reportAttributeAccessIssue]
     return fuse
 
 
