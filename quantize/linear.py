@@ -63,6 +63,9 @@ class QuantLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
+        self.weights = out_features * in_features + (
+            out_features if bias else 0
+        )  # that it stands for, whatever it holds
         scheme.weights.check_shape(out_features, in_features, "QuantLinear")
         _check_transforms(scheme, in_features)
         stored = dict(stored_shapes(scheme.weights, out_features, in_features))
@@ -280,14 +283,19 @@ class QuantLinear(nn.Linear):
         return self.of_tokens(input)
 
     def _apply(self, fn, recurse: bool = True):
-        """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused.
+        stored = self.require_kept(fn)
+        return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
 
-        A cast to the dtype that the layer computes in is none: libraries ask for it along with a move.
+    def require_kept(self, fn: Callable[[Tensor], Tensor]) -> dict[int, torch.device]:
+        """ValueError for an `fn` of `_apply` that would turn codes and scales into other numbers.
+
+        Moves between devices pass. A cast to the dtype that the layer computes in is none: libraries ask for it along
+        with a move. Returns id of a tensor -> device, for what such a cast must only move.
         """
         # Codes and scales may all be integers, which casts pass over: what becomes of 16-bit numbers tells a cast.
         targets = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float16, torch.bfloat16)}
         if len(targets) == 1 and self.compute_dtype not in targets:
-            self._refuse_cast(*targets, "weight")
+            self._refuse_cast(targets.pop(), "weight")
         stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
         for name in self.stored_names:
             held = getattr(self, name)
@@ -296,7 +304,7 @@ class QuantLinear(nn.Linear):
                 stored[id(held)] = probe.device
             elif probe.dtype != held.dtype:
                 self._refuse_cast(probe.dtype, name)
-        return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
+        return stored
 
     def _refuse_cast(self, dtype: torch.dtype, name: str) -> NoReturn:
         raise ValueError(

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from fluxq.base.model import ModelFolder, check_weights, load_pipeline
 from fluxq.base.residence import Residence, put_tensor
-from fluxq.base.tensors import TensorFile
+from fluxq.base.tensors import DTYPES, TensorFile
 from fluxq.integrations.attention import set_attention
 from fluxq.integrations.config import FluxqConfig
-from fluxq.integrations.loading import lacking, put_layers, quant_layers
+from fluxq.integrations.loading import lacking, put_layers, quant_layers, refuse_unannounced
 from fluxq.integrations.transformers import FluxqHfQuantizer
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, is_model, library_of, model_class_of
 from fluxq.quantize.lora import Updates, fused
@@ -72,6 +72,7 @@ def _quantized(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Modu
     files = [TensorFile(path) for path in folder.weight_files(component)]
     places = {name: file for file in files for name in file.keys()}
     model = _built(folder, component, dtype, places)
+    found = {name: getattr(torch, DTYPES[file.stored[name].dtype][0]) for name, file in places.items()}
     stored = QuantizationConfig.from_dict(said)
     if isinstance(model, PreTrainedModel):
         quantizer = FluxqHfQuantizer(FluxqConfig.from_dict(said), pre_quantized=True)
@@ -81,6 +82,7 @@ def _quantized(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Modu
         put_layers(model, stored.schemes, getattr(torch, dtype))
         if stored.attention != "16bit":
             set_attention(model, stored.attention)
+    refuse_unannounced(found, model)
     exact = {f"{name}.{part}" for name, layer in quant_layers(model) for part, _ in layer.named_parameters()}
     held = model.state_dict()
 
