@@ -63,9 +63,7 @@ class QuantLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
-        self.weights = out_features * in_features + (
-            out_features if bias else 0
-        )  # that it stands for, whatever it holds
+        self.weights = out_features * (in_features + bias)  # numbers that it stands for, whatever it holds
         scheme.weights.check_shape(out_features, in_features, "QuantLinear")
         _check_transforms(scheme, in_features)
         stored = dict(stored_shapes(scheme.weights, out_features, in_features))
