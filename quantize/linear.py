@@ -149,6 +149,11 @@ class QuantLinear(nn.Linear):
         return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
 
     @property
+    def weights(self) -> int:
+        """The number of weights and biases that the layer stands for, however many numbers it stores for them."""
+        return self.out_features * self.in_features + (self.out_features if self.bias is not None else 0)
+
+    @property
     def low_rank(self) -> tuple[Tensor, Tensor] | None:
         """The low-rank branch (A (R, K), B (N, R)), None if there is none."""
         if not self.scheme.rank:
@@ -280,9 +285,14 @@ class QuantLinear(nn.Linear):
         return self.of_tokens(input)
 
     def _apply(self, fn, recurse: bool = True):
-        """Moves between devices pass; a cast would turn codes and scales into other numbers and is refused.
+        stored = self.require_kept(fn)
+        return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
 
-        A cast to the dtype that the layer computes in is none: libraries ask for it along with a move.
+    def require_kept(self, fn: Callable[[Tensor], Tensor]) -> dict[int, torch.device]:
+        """ValueError for an `fn` of `_apply` that would turn codes and scales into other numbers.
+
+        Moves between devices pass. A cast to the dtype that the layer computes in is none: libraries ask for it along
+        with a move. Returns id of a tensor -> device, for what such a cast must only move.
         """
         # Codes and scales may all be integers, which casts pass over: what becomes of 16-bit numbers tells a cast.
         targets = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float16, torch.bfloat16)}
@@ -296,7 +306,7 @@ class QuantLinear(nn.Linear):
                 stored[id(held)] = probe.device
             elif probe.dtype != held.dtype:
                 self._refuse_cast(probe.dtype, name)
-        return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
+        return stored
 
     def _refuse_cast(self, dtype: torch.dtype, name: str) -> NoReturn:
         raise ValueError(

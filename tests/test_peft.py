@@ -1,5 +1,6 @@
 """LoRA on a quantized model: what loads on the 16-bit model loads here, fuses without loss and leaves no trace."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import diffusers
 import pytest
 import torch
 from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fluxq
@@ -211,9 +214,83 @@ def test_hot_swapping_under_compile_recompiles_nothing(pipe_of, lora_file):
     assert error(swapped["one"], swapped["two"]) > 0.1
 
 
-def test_a_dora_is_refused_because_it_needs_the_16_bit_weight(nvfp4):
-    config = LoraConfig(r=4, target_modules=["to_q"], use_dora=True)
-    with pytest.raises(ValueError, match="DoraLinearVariant, which needs the 16-bit weight"):
+def dora_file(path: Path) -> Path:
+    """A DoRA of the 16-bit model, its magnitudes changed by up to 30 %."""
+    model = tiny.load().transformer
+    model.add_adapter(LoraConfig(r=4, target_modules=list(QUANTIZED[:3]), init_lora_weights=False, use_dora=True))
+    noise = torch.Generator().manual_seed(1)
+    state = {f"transformer.{name}": t.detach().contiguous() for name, t in get_peft_model_state_dict(model).items()}
+    for name, tensor in state.items():
+        if "magnitude" in name:
+            tensor *= 1 + 0.3 * torch.rand(tensor.shape, generator=noise)
+        else:
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=noise))
+    save_file(state, path)
+    return path
+
+
+def test_a_dora_computes_what_it_computes_on_the_dequantized_model(pipe_of, tmp_path):
+    """Layer by layer, from the same input: both round W to 16 bit for the norm, and differ in the layer's own error."""
+    before = bits(pipe_of.transformer)
+    plain = copy.deepcopy(pipe_of.transformer)
+    if any(isinstance(layer, fluxq.QuantLinear) for layer in plain.modules()):
+        plain.dequantize()
+    file = dora_file(tmp_path / "dora.safetensors")
+    pipe_of.load_lora_weights(file, adapter_name="dora")
+    other = diffusers.FluxPipeline(**{**pipe_of.components, "transformer": plain})
+    other.load_lora_weights(file, adapter_name="dora")
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    layers = list(adapted(pipe_of.transformer))
+    assert len(layers) == 11
+    for layer, exact in zip(layers, adapted(plain), strict=True):
+        own = error(layer.get_base_layer()(x), exact.get_base_layer()(x))
+        assert error(layer(x), exact(x)) < 1.5 * own + 0.01
+        assert error(layer(x), layer.get_base_layer()(x)) > 0.1
+    pipe_of.unload_lora_weights()
+    assert same(bits(pipe_of.transformer), before)
+
+
+def test_a_dora_trains_is_saved_and_loaded_again(nvfp4, tmp_path):
+    model = nvfp4.transformer
+    codes = bits(model)
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "proj_mlp"], use_dora=True))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sum("magnitude" in name for name in trained) == 9
+    step = torch.optim.SGD(trained.values(), lr=0.5)
+    inputs = torch.Generator().manual_seed(0)
+    model(
+        hidden_states=torch.randn(1, 16, 16, generator=inputs).bfloat16(),
+        encoder_hidden_states=torch.randn(1, 8, 64, generator=inputs).bfloat16(),
+        pooled_projections=torch.randn(1, 64, generator=inputs).bfloat16(),
+        timestep=torch.tensor([0.5]).bfloat16(),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(8, 3),
+    ).sample.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in trained.values())
+    assert any(p.grad.any() for name, p in trained.items() if "magnitude" in name)
+    step.step()
+    want = velocity(nvfp4)
+    nvfp4.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(model))
+    nvfp4.unload_lora_weights()
+    assert same(bits(model), codes)
+    nvfp4.load_lora_weights(tmp_path)
+    assert torch.equal(velocity(nvfp4), want)
+
+
+def test_a_dora_is_not_fused_and_nothing_else_is(nvfp4, lora_file):
+    model = nvfp4.transformer
+    nvfp4.load_lora_weights(lora_file("l.safetensors", (*QUANTIZED, *KEPT)), adapter_name="lora")
+    model.add_adapter(LoraConfig(r=4, target_modules=["single_transformer_blocks.3.proj_out"], use_dora=True), "dora")
+    before = bits(model)
+    with pytest.raises(ValueError, match="'dora' is a DoRA, which scales the rows"):
+        nvfp4.fuse_lora(adapter_names=["lora", "dora"])
+    assert same(bits(model), before)
+    assert not any(layer.merged for layer in adapted(model))
+
+
+def test_an_adapter_of_another_kind_is_refused(nvfp4):
+    config = LoraConfig(r=4, target_modules=["to_q"], alora_invocation_tokens=[1])
+    with pytest.raises(ValueError, match="ALoraLinearVariant, which needs the 16-bit weight"):
         nvfp4.transformer.add_adapter(config)
 
 

@@ -1,5 +1,6 @@
 """1x1 convolutions are Linears over channels: SANA's feed-forward, from calibration to LoRA."""
 
+import copy
 from types import SimpleNamespace
 
 import diffusers
@@ -426,9 +427,25 @@ def test_adapters_of_a_convolution_have_the_bits_of_a_linear_s():
     assert torch.equal(pixels(adapter(x)), linear(pixels(x), adapter.weight[:, :, 0, 0]))
 
 
-def test_an_adapter_that_needs_the_16_bit_weight_is_refused(model_of):
-    with pytest.raises(ValueError, match=r"which needs the 16-bit weight, and this layer holds fp8-fp8 codes"):
-        model_of("fp8").add_adapter(LoraConfig(r=4, target_modules=[UP], use_dora=True))
+def test_a_dora_scales_the_channels_as_on_the_dequantized_model(model_of):
+    """The two differ in the rounding of activations, which the layer itself has, too."""
+    model, x = model_of("fp8"), images()
+    plain = copy.deepcopy(model).dequantize()
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=[UP], use_dora=True)
+    plain.add_adapter(config)
+    model.add_adapter(config)
+    exact, base = up_of(plain).get_base_layer()(x).float(), up_of(model).get_base_layer()(x).float()
+    assert (up_of(model)(x) - base).norm() < 0.01 * base.norm()  # it begins as the layer itself, with its own norms
+    model.delete_adapters("default")
+    for name, p in plain.named_parameters():
+        if "lora_" in name:
+            p.data += 0.3 * p.abs().mean() if "magnitude" in name else 0.1 * torch.randn_like(p)
+    model.load_lora_adapter(get_peft_model_state_dict(plain), prefix=None, network_alphas=None)
+    got, want = up_of(model)(x).float(), up_of(plain)(x).float()
+    assert (want - exact).norm() > 0.1 * exact.norm()
+    assert (got - want).norm() < 1.5 * (base - exact).norm() + 0.01 * want.norm()
+    with pytest.raises(ValueError, match="is a DoRA"):
+        model.fuse_lora()
 
 
 def test_a_lora_is_fused_before_quantizing(folder, tmp_path):

@@ -89,10 +89,12 @@ def _register(function: str) -> None:
 # What is told about fluxq, and by which function, once a library's module is imported.
 _REGISTRATIONS = {
     "diffusers.models.attention_dispatch": "fluxq.integrations.attention:register",
+    "diffusers.models.modeling_utils": "fluxq.integrations.whole:register_with_diffusers",
     "diffusers.quantizers.auto": "fluxq.integrations.diffusers:register",
     "diffusers.pipelines.pipeline_utils": "fluxq.integrations.dtypes:register",
     "diffusers.loaders.lora_pipeline": "fluxq.integrations.peft:register_with_lora_loader",
     "peft.tuners.lora.model": "fluxq.integrations.peft:register_with_peft",
+    "transformers.modeling_utils": "fluxq.integrations.whole:register_with_transformers",
     "transformers.quantizers.auto": "fluxq.integrations.transformers:register",
 }
 for _module, _function in _REGISTRATIONS.items():

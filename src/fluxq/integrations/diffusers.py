@@ -29,6 +29,8 @@ from fluxq.integrations.loading import (
     put_layers,
     quant_layers,
     refuse_disk,
+    refuse_unannounced,
+    require_present,
     set_tensor,
     with_stored_tensors,
 )
@@ -54,6 +56,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.pre_quantized = quantization_config.recipe is None  # from_single_file does not say
         self.exact: dict[str, Tensor] = {}
         self.arrivals: Arrivals | None = None
+        self.model: nn.Module | None = None  # while a checkpoint is loaded into it
         self.attention: Attention = "16bit"
         self.steps: Steps | None = None
 
@@ -80,6 +83,7 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self.pre_quantized:
+            self.model = model
             stored = self.quantization_config.stored
             self.exact, self.attention = put_layers(model, stored.schemes, self.dtype), stored.attention
             self.steps = stored.steps
@@ -105,7 +109,8 @@ class FluxqQuantizer(DiffusersQuantizer):
                 stored = layer.stored(name)
                 if stored is not None and not stored.is_meta:
                     set_tensor(layer, name, stored)
-        self.exact, self.arrivals = {}, None
+        self.exact, self.arrivals, self.model = {}, None, None
+        require_present(model)
         if self.attention != "16bit":
             set_attention(model, self.attention)
         model.is_quantized = bool(quant_layers(model))
@@ -116,6 +121,8 @@ class FluxqQuantizer(DiffusersQuantizer):
         return model
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.model is not None:
+            refuse_unannounced({name: tensor.dtype for name, tensor in state_dict.items()}, self.model)
         for name in self.exact.keys() & state_dict.keys():
             expected = self.exact[name]
             check_tensor(name, state_dict[name].dtype, state_dict[name].shape, expected)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.integrations.loading import quant_layers
+from fluxq.integrations.whole import refuse_casting
 
 _CODERS = ("encode", "decode")  # what pipelines call of a VAE
 _CODED = ("x", "z", "sample")  # the first argument of those
@@ -29,7 +30,10 @@ _HIDDEN = ("sample", "hidden_states", "encoder_hidden_states", "encoder_hidden_s
 
 
 def register() -> None:
-    """Make `DiffusionPipeline.from_pretrained` settle one dtype where the caller names none."""
+    """Make `DiffusionPipeline.from_pretrained` settle one dtype where the caller names none.
+
+    And `DiffusionPipeline.to` refuse a cast before it has cast the components that stand before a quantized one.
+    """
     load: Any = DiffusionPipeline.from_pretrained.__func__  # pyright: ignore[reportFunctionMemberAccess]  a classmethod
 
     @functools.wraps(load)
@@ -41,6 +45,16 @@ def register() -> None:
         return pipe
 
     DiffusionPipeline.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+    stock_to: Any = DiffusionPipeline.to
+
+    @functools.wraps(stock_to)
+    def to(self: DiffusionPipeline, *args: Any, **kwargs: Any) -> DiffusionPipeline:
+        dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
+        if dtype is not None:
+            refuse_casting(_models(self), dtype)
+        return stock_to(self, *args, **kwargs)
+
+    DiffusionPipeline.to = to
 
 
 def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
@@ -49,7 +63,7 @@ def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
     given: components that the caller brought, for other pipelines too, or named a dtype for; they stay as they are.
     Other pipelines are left alone. A warning names the call that says the dtype.
     """
-    models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    models = _models(pipe)
     dtype = _dtype_of(models)
     if dtype is None:
         return
@@ -69,6 +83,10 @@ def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
         "no dtype= was given: %s is loaded in %s%s; better say so: %s.from_pretrained(…, dtype=%s)",
         *(type(pipe).__name__, str(dtype).removeprefix("torch."), kept, type(pipe).__name__, dtype),
     )
+
+
+def _models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
 def _dtype_of(models: Mapping[str, nn.Module]) -> torch.dtype | None:

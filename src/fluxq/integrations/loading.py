@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.base.linears import is_linear, linear_size
 from fluxq.integrations.config import FluxqConfig
+from fluxq.integrations.whole import guard_fusing
 from fluxq.quantize.checkpoint import shapes_of
-from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.linear import BRANCHES, SCALE_NAMES, QuantLinear
 from fluxq.quantize.nearest import joined_scale, quantize_weight
 from fluxq.quantize.pointwise import placeholder
 from fluxq.quantize.prepare import as_stored
@@ -43,6 +44,7 @@ def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dty
         new = placeholder(old, scheme, dtype)
         exact.update({f"{name}.{tensor}": new.get_parameter(tensor).data for tensor in new.stored_names})
         model.set_submodule(name, new)
+    guard_fusing(model)
     return exact
 
 
@@ -57,6 +59,43 @@ def check_tensor(name: str, dtype: torch.dtype, shape: Iterable[int], expected: 
 def lacking(name: str) -> ValueError:
     """The error for a tensor that the weight files lack."""
     return ValueError(f"the weight files lack {name!r}, which config.json names: copy them again")
+
+
+def refuse_unannounced(found: Mapping[str, torch.dtype], model: nn.Module) -> None:
+    """ValueError for quantized tensors of files that would be left over, or be taken for 16-bit weights.
+
+    found: name in the model -> dtype in the file. Other names that no module takes are the library's to judge.
+    """
+    strays = set()
+    for name, dtype in found.items():
+        path, _, part = name.rpartition(".")
+        layer = submodule(model, path)
+        if isinstance(layer, QuantLinear):
+            if part in _PARTS and part not in layer._parameters:
+                strays.add(name)
+        elif layer is not None and is_linear(layer):
+            if part in _PARTS or (part == "weight" and dtype in _CODES):
+                strays.add(name)
+    if strays:
+        named = ", ".join(sorted(strays)[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
+        raise ValueError(
+            f"the weight files hold quantized tensors that config.json does not announce: {named}. The two are not of "
+            "one checkpoint: copy config.json and the weights again, from the same place"
+        )
+
+
+def require_present(model: nn.Module) -> None:
+    """ValueError for tensors that loading left on the meta device, unless a device map keeps some elsewhere."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1 or places & {"disk", "meta"}:
+        return
+    absent = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if absent:
+        named = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise ValueError(
+            f"loading left tensors without values, on the meta device: {named}. Something else made modules on that "
+            "device meanwhile (accelerate.init_empty_weights, torch.device): load the model again, outside of it"
+        )
 
 
 def quant_layers(model: nn.Module) -> list[tuple[str, QuantLinear]]:
@@ -207,3 +246,7 @@ class Arrivals:
                 f"{min(self._left)} did not pass through fluxq while the model was loaded, so it is not quantized; "
                 "leave out offload_state_dict, or quantize first (`fluxq quantize`) and load the checkpoint"
             )
+
+
+_PARTS = (*SCALE_NAMES, *BRANCHES)
+_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)

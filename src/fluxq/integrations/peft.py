@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
+from peft.tuners.lora import dora
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.model import LoraModel
+from peft.tuners.lora.variants import DoraConv2dVariant, DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
@@ -31,7 +33,7 @@ class _IntoBranch(lora.LoraLayer):
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
         variant = self.resolve_lora_variant(config=config)
-        if variant is not None:
+        if variant is not None and not isinstance(variant, DoraLinearVariant | DoraConv2dVariant):
             raise ValueError(
                 f"adapter {adapter_name!r} is a {type(variant).__name__}, which needs the 16-bit weight, and this "
                 f"layer holds {self._layer.scheme} codes: fuse it into the 16-bit model and quantize that"
@@ -43,11 +45,7 @@ class _IntoBranch(lora.LoraLayer):
 
         Nothing is rounded, and no output changes, where the adapter has that dtype and its scaling is a power of two.
         """
-        for name in check_adapters_to_merge(self, adapter_names):
-            if name not in self.lora_A.keys():
-                continue
-            if self.lora_bias[name]:
-                raise ValueError(f"adapter {name!r} has a bias of its own, which cannot be fused and taken out exactly")
+        for name in self.mergeable(adapter_names):
             down: Any = self.lora_A[name]
             up: Any = self.lora_B[name]
             a, b = down.weight.flatten(1), up.weight.flatten(1) * self.scaling[name]
@@ -56,6 +54,19 @@ class _IntoBranch(lora.LoraLayer):
             self._layer.append_low_rank(a.detach(), b.detach())
             self.merged_adapters.append(name)
             self.merged_ranks.append(a.shape[0])
+
+    def mergeable(self, adapter_names: list[str] | None = None) -> list[str]:
+        """Adapters of this layer that `merge` would move; ValueError, before anything is moved, for what it cannot."""
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A.keys()]
+        for name in names:
+            if name in self.lora_variant:
+                raise ValueError(
+                    f"adapter {name!r} is a DoRA, which scales the rows of the weight, and codes cannot take that: "
+                    "leave it unfused, or fuse it into the 16-bit model and quantize that"
+                )
+            if self.lora_bias[name]:
+                raise ValueError(f"adapter {name!r} has a bias of its own, which cannot be fused and taken out exactly")
+        return names
 
     def unmerge(self) -> None:
         """Take all merged adapters out again; the layer's tensors are what they were, byte for byte."""
@@ -83,6 +94,9 @@ class _PointwiseAdapters(lora.Conv2d):
         self.base_layer = _Pointwise(
             1, 1, 1, bias=layer.bias is not None, device=layer.weight.device, dtype=layer.compute_dtype
         )
+        config: Any = kwargs["config"]
+        if config.use_dora:
+            self.base_layer.weight = layer.dequantized(layer.compute_dtype).weight
         try:
             super().update_layer(*args, **kwargs)
         finally:
@@ -143,8 +157,25 @@ def register_with_peft() -> None:
         return made
 
     LoraModel._create_new_module = create
+    for kind, name in ((dora.DoraLinearLayer, "update_layer"), *((kind, "forward") for kind in _DORA)):
+        setattr(kind, name, _of_a_16_bit_layer(getattr(kind, name)))
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
         setattr(BaseTuner, name, _refusing_to_merge_into_codes(getattr(BaseTuner, name)))
+
+
+def _of_a_16_bit_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """DoRA scales the rows of W + B A by their norms: it is given W, and the bias, widened for the call."""
+
+    @functools.wraps(stock)
+    def call(self: nn.Module, *args: Any, base_layer: nn.Module, **kwargs: Any) -> Any:
+        if isinstance(base_layer, QuantLinear):
+            base_layer = base_layer.dequantized(base_layer.compute_dtype)
+        return stock(self, *args, base_layer=base_layer, **kwargs)
+
+    return call
+
+
+_DORA = (dora.DoraLinearLayer, dora._DoraConvNdLayer)  # each with a forward of its own
 
 
 def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +185,9 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
     def merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
         merges = stock.__name__ == "merge_adapter" or kwargs.get("merge", args[0] if args else True)
         for name, module in self.model.named_modules() if merges else ():
-            if isinstance(module, BaseTunerLayer) and not isinstance(module, _IntoBranch):
+            if isinstance(module, _IntoBranch):
+                module.mergeable(kwargs.get("adapter_names"))
+            elif isinstance(module, BaseTunerLayer):
                 if isinstance(module.get_base_layer(), QuantLinear):
                     raise ValueError(
                         f"{name}: a {type(module).__name__} adapter cannot be merged into a quantized layer; only LoRA "
@@ -166,12 +199,23 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
 
 
 def register_with_lora_loader() -> None:
-    """Tell diffusers' FLUX LoRA loader the size of a QuantLinear.
+    """Tell diffusers' FLUX LoRA loader the size of a QuantLinear, and let `fuse_lora` fuse all layers or none.
 
     It compares an adapter's with the stored weight's, and would widen a layer whose 4-bit codes are two to a byte.
     """
     from diffusers.loaders import lora_pipeline
+    from diffusers.loaders.peft import PeftAdapterMixin
 
+    stock_fuse = PeftAdapterMixin.fuse_lora
+
+    @functools.wraps(stock_fuse)
+    def fuse_lora(self: Any, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: Any = None) -> Any:
+        for module in self.modules():
+            if isinstance(module, _IntoBranch):
+                module.mergeable(adapter_names)
+        return stock_fuse(self, lora_scale, safe_fusing, adapter_names)
+
+    PeftAdapterMixin.fuse_lora = fuse_lora
     loader = lora_pipeline.FluxLoraLoaderMixin
     stock_shape, stock_weight = loader._calculate_module_shape, lora_pipeline._maybe_dequantize_weight_for_expanded_lora
 

@@ -32,6 +32,8 @@ from fluxq.integrations.loading import (
     put_layers,
     quant_layers,
     refuse_disk,
+    refuse_unannounced,
+    require_present,
     set_tensor,
     with_stored_tensors,
 )
@@ -112,17 +114,15 @@ class FluxqHfQuantizer(HfQuantizer):
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        held, found = model.state_dict(), set()
-        weights = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        held, found = model.state_dict(), {}
         for file in files:
             for name_in_file, stored in TensorFile(Path(file)).stored.items():
                 renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, held)
                 name = renamed if renamed in held else name_in_file
-                found.add(name)
+                found[name] = dtype = getattr(torch, DTYPES[stored.dtype][0])
                 if name in self.exact:
-                    check_tensor(name, getattr(torch, DTYPES[stored.dtype][0]), stored.shape, self.exact[name])
-                elif name in weights and len(stored.shape) != 2:
-                    raise ValueError(f"{name}: codes in the file of a layer that config.json does not name")
+                    check_tensor(name, dtype, stored.shape, self.exact[name])
+        refuse_unannounced(found, model)
         for name, layer in quant_layers(model):
             for part, _ in layer.named_parameters():
                 if f"{name}.{part}" not in found:
@@ -159,6 +159,7 @@ class FluxqHfQuantizer(HfQuantizer):
         for _, layer in quant_layers(model):
             layer.requires_grad_(False)
         self.arrivals, self.exact = None, {}
+        require_present(model)
         model.config.quantization_config = self.quantization_config.describing(model)
         return model
 

@@ -1,0 +1,117 @@
+"""All or nothing: what a quantized model refuses, it refuses before anything of it has changed.
+
+A module is cast layer by layer, and fused attention by attention, so a layer that refuses comes too late: what stands
+before it has been changed by then. Here the libraries' own model classes ask all layers first. That holds for copies
+and unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.quantize.linear import QuantLinear
+
+_FUSED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+
+
+def register_with_diffusers() -> None:
+    """Make diffusers' models ask their quantized layers first, and count weights."""
+    from diffusers.models.modeling_utils import ModelMixin
+
+    _teach(ModelMixin)
+    stock = ModelMixin.enable_layerwise_casting
+
+    @functools.wraps(stock)
+    def enable_layerwise_casting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for name, layer in _layers(self):
+            raise ValueError(
+                f"{name} is quantized as {layer.scheme}, and layerwise casting would turn its codes and scales into "
+                "other numbers: leave it out; the weights are small already"
+            )
+        stock(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    ModelMixin.enable_layerwise_casting = enable_layerwise_casting
+
+
+def register_with_transformers() -> None:
+    """Make transformers' models ask their quantized layers first, and count weights."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    _teach(PreTrainedModel)
+
+
+def _teach(model_class: Any) -> None:
+    stock_apply, stock_count = model_class._apply, model_class.num_parameters
+
+    @functools.wraps(stock_apply)
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for _, layer in _layers(self) if recurse else ():
+            layer.require_kept(fn)
+        return stock_apply(self, fn, recurse)
+
+    @functools.wraps(stock_count)
+    def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        count = stock_count(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        if only_trainable:  # nothing of a quantized layer is
+            return count
+        return count + sum(layer.weights - sum(t.numel() for t in layer.parameters()) for _, layer in _layers(self))
+
+    model_class._apply, model_class.num_parameters = _apply, num_parameters
+
+
+def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
+    """ValueError, naming the component, if one of a pipeline's models cannot be cast to `dtype`.
+
+    diffusers casts none of its own that is quantized, not even to the dtype that it has.
+    """
+    for name, model in models.items():
+        for _, layer in _layers(model):
+            if layer.compute_dtype != dtype or (_is_diffusers(model) and getattr(model, "is_quantized", False)):
+                raise ValueError(
+                    f"{name} is quantized and computes in {layer.compute_dtype}: the pipeline cannot be cast to "
+                    f"{dtype}, and nothing of it was. Name the dtype in from_pretrained(…, dtype=), and only a device "
+                    "in .to()"
+                )
+
+
+def guard_fusing(model: nn.Module) -> None:
+    """Make the classes of this model and its attentions refuse to fuse projections that are quantized."""
+    for part in {type(module) for module in model.modules()}:
+        for name in ("fuse_qkv_projections", "fuse_projections"):
+            home = next((base for base in part.__mro__ if name in vars(base)), None)
+            if home is not None and not hasattr(getattr(home, name), "asks_first"):
+                setattr(home, name, _asking_first(getattr(home, name)))
+
+
+def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def fuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for name, part in self.named_modules():
+            if hasattr(part, "fuse_projections") and getattr(part, "_supports_qkv_fusion", True):
+                for projection in _FUSED:
+                    for _, layer in _layers(getattr(part, projection, None)):
+                        raise ValueError(
+                            f"{stock.__name__}: {f'{name}.{projection}'.strip('.')} is quantized as {layer.scheme}, "
+                            "and codes are not joined; nothing was fused. Leave this call out, or keep the projections "
+                            "in 16 bit (exclude)"
+                        )
+        return stock(self, *args, **kwargs)
+
+    fuse.asks_first = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fuse
+
+
+def _layers(module: nn.Module | None) -> list[tuple[str, QuantLinear]]:
+    found = module.named_modules() if module is not None else ()
+    return [(name, layer) for name, layer in found if isinstance(layer, QuantLinear)]
+
+
+def _is_diffusers(model: nn.Module) -> bool:
+    from diffusers import ModelMixin
+
+    return isinstance(model, ModelMixin)
