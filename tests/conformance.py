@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,16 @@ SUBJECTS = [
     *(("flux", recipe) for recipe in (SIXTEEN_BIT, *shipped_recipes())),
     *((family, recipe) for family in OTHERS for recipe in FEW),
 ]
+
+CASTS: tuple[Callable[[Any], object], ...] = (
+    lambda model: model.to(torch.float16),
+    lambda model: model.to("cpu", torch.float16),
+    lambda model: model.to(dtype=torch.float32),
+    lambda model: model.half(),
+    lambda model: model.float(),
+    lambda model: model.double(),
+    lambda model: model.type(torch.float16),
+)
 
 
 def marked(subject: tuple[str, str], check: Check, *sample: tuple[str, str]) -> Any:
@@ -83,8 +92,3 @@ def alike(act: Callable[[], object], stock: Callable[[], object]) -> bool:
             failures.append(type(error))
     assert failures[0] == failures[1], f"in 16 bit {failures[0]}, quantized {failures[1]}"
     return failures[0] is None
-
-
-def rows(checks: list[Check]) -> str:
-    """A line of the page for each check: the first line of its docstring."""
-    return "".join(f"- {inspect.getdoc(check).splitlines()[0]}\n" for check in checks)
