@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from peft import LoraConfig
+from shared import SIXTEEN_BIT
 from test_blocks import Pipe, captured
 from torch import Tensor, nn
 
@@ -29,16 +30,17 @@ TAKES_ADAPTERS = [row for row in TRANSFORMERS if hasattr(getattr(diffusers, row.
 
 
 class Case:
-    """A family's 16-bit model and its checkpoint on disk."""
+    """A family's 16-bit model and its checkpoint on disk; of the recipe "16 bit" they are the same."""
 
-    def __init__(self, row: Family, inputs: dict, folder: Path) -> None:
+    def __init__(self, row: Family, inputs: dict, folder: Path, recipe: str = "nvfp4") -> None:
         self.model_class = getattr(diffusers, row.model)
-        self.row, self.inputs = row, inputs
-        self.plain, self.folder = folder / "16bit", folder / "nvfp4"
+        self.row, self.inputs, self.recipe = row, inputs, recipe
+        self.plain, self.folder = folder / SIXTEEN_BIT, folder / recipe
         torch.manual_seed(0)
         self.model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(self.plain)
-        config = fluxq.FluxqConfig(recipe="nvfp4", profile="rtn")
-        self.load(self.plain, quantization_config=config).save_pretrained(self.folder)
+        if recipe != SIXTEEN_BIT:
+            config = fluxq.FluxqConfig(recipe=recipe, profile="rtn")
+            self.load(self.plain, quantization_config=config).save_pretrained(self.folder)
 
     def load(self, folder: Path | None = None, **how) -> nn.Module:
         return self.model_class.from_pretrained(folder or self.folder, **{"dtype": torch.bfloat16, **how})
