@@ -191,8 +191,8 @@ def test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_remov
         (new / "vae").mkdir()
         (new / "vae" / "a").write_text("new")
     stem = new.name.removesuffix(".new")
-    assert done[-7:-5] == ["a", "vae"] or done[-8:-6] == ["a", "vae"]
-    assert done[-5:] == ["out>0", f"{stem}.new>out", tmp_path.name, "-.new", "-.old"]
+    assert done[-9:-7] == ["a", "vae"] or done[-10:-8] == ["a", "vae"]
+    assert done[-7:] == ["out>0", f"{stem}.new>out", tmp_path.name, "-.new", "-.pid", "-.lock", "-.old"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_that(tmp_path, monkeypatch):

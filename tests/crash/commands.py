@@ -32,7 +32,9 @@ class Command:
 
 def needs(command: Command) -> set[str]:
     """The names in the base that a command reads, or finds at its place."""
-    return {*re.findall(r"\{base\}/(\S+)", command.words), *(source for source, _ in command.before)}
+    read = re.findall(r"(?<!-o )(?<!--images )\{base\}/(\S+)", command.words)
+    warm = ["model-evaluated"] if command.in_place else []  # which imports what the command does
+    return {*read, *warm, *(source for source, _ in command.before)}
 
 
 def make(base: Path, name: str) -> None:
@@ -53,6 +55,7 @@ def make(base: Path, name: str) -> None:
         for other in needs(Command(words)) - {name}:
             make(base, other)
         if kind == "-evaluated":
+            make(base, f"{stem}-fp8")
             shutil.copytree(base / f"{stem}-fp8", base / name)
         cli.main(words.format(base=base).split(), standalone_mode=False)
 
@@ -69,16 +72,16 @@ def _model(folder: Path, factor: float) -> None:
     cut.to(torch.bfloat16).save_pretrained(folder / "transformer")
 
 
-_QUANTIZE = "quantize {base}/model --recipe fp8 --profile rtn --no-check -o out -q"
+_QUANTIZE = "quantize {base}/model --recipe fp8 --profile rtn --no-check -o out"
 _CALIBRATED = "--recipe nvfp4 --prompts {base}/prompts.txt " + SIZES
-_EVAL = "--prompts {base}/prompts.txt --metrics psnr --backends native -q " + SIZES
+_EVAL = "--prompts {base}/prompts.txt --metrics psnr --backends native " + SIZES
 _EVALUATED = (("model-evaluated", "out"),)
 _MADE = {  # by the end of the name
     "-fp8": "quantize {base}/STEM --recipe fp8 --profile rtn --no-check -o {base}/STEM-fp8 -q",
     "-int8": "quantize {base}/STEM --recipe int8 --profile rtn --no-check -o {base}/STEM-int8 -q",
     "-torchao": "export {base}/STEM-fp8 --format torchao -o {base}/STEM-torchao -q",
     "-imported": "import {base}/STEM.safetensors --base {base}/STEM -o {base}/STEM-imported -q",
-    "-evaluated": "eval {base}/STEM-evaluated --count 2 --images {base}/STEM-images " + _EVAL,
+    "-evaluated": "eval {base}/STEM-evaluated --count 2 --images {base}/STEM-images -q " + _EVAL,
     ".statistics": "calibrate {base}/STEM " + _CALIBRATED + " -o {base}/STEM.statistics -q",
     ".safetensors": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
     ".config.json": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
@@ -92,35 +95,35 @@ COMMANDS = {
     "quantize, replacing": Command(_QUANTIZE + " --overwrite", (("other-fp8", "out"),)),
     "quantize, a text encoder too": Command(_QUANTIZE + " --components transformer,text_encoder_2"),
     "quantize with a LoRA": Command(_QUANTIZE + " --lora {base}/lora.safetensors"),
-    "quantize, fitted": Command("quantize {base}/model --profile fast " + _CALIBRATED + " --no-check -o out -q"),
-    "calibrate": Command("calibrate {base}/model " + _CALIBRATED + " -o out.safetensors -q"),
+    "quantize, fitted": Command("quantize {base}/model --profile fast " + _CALIBRATED + " --include *.attn.to_out.* --no-check -o out"),
+    "calibrate": Command("calibrate {base}/model " + _CALIBRATED + " -o out.safetensors"),
     "calibrate, replacing": Command(
-        "calibrate {base}/model " + _CALIBRATED + " -o out.safetensors -q --overwrite",
+        "calibrate {base}/model " + _CALIBRATED + " -o out.safetensors --overwrite",
         (("other.statistics", "out.safetensors"),),
     ),
-    "export to a file": Command("export {base}/model-int8 --format comfy -o out.safetensors -q"),
-    "export to a file and one beside": Command("export {base}/model-fp8 --format bfl -o out.safetensors -q"),
+    "export to a file": Command("export {base}/model-int8 --format comfy -o out.safetensors"),
+    "export to a file and one beside": Command("export {base}/model-fp8 --format bfl -o out.safetensors"),
     "export to a file and one beside, replacing": Command(
-        "export {base}/model-fp8 --format bfl -o out.safetensors -q --overwrite",
+        "export {base}/model-fp8 --format bfl -o out.safetensors --overwrite",
         (("other.safetensors", "out.safetensors"), ("other.config.json", "out.config.json")),
     ),
-    "export to a folder": Command("export {base}/model-fp8 --format torchao -o out -q"),
+    "export to a folder": Command("export {base}/model-fp8 --format torchao -o out"),
     "export to a folder, replacing": Command(
-        "export {base}/model-fp8 --format torchao -o out -q --overwrite", (("other-torchao", "out"),)
+        "export {base}/model-fp8 --format torchao -o out --overwrite", (("other-torchao", "out"),)
     ),
-    "import": Command("import {base}/model.safetensors --base {base}/model -o out -q"),
+    "import": Command("import {base}/model.safetensors --base {base}/model -o out"),
     "import, replacing": Command(
-        "import {base}/model.safetensors --base {base}/model -o out -q --overwrite", (("other-imported", "out"),)
+        "import {base}/model.safetensors --base {base}/model -o out --overwrite", (("other-imported", "out"),)
     ),
     "eval": Command("eval out --count 2 --images images " + _EVAL, (("model-fp8", "out"),), in_place=True),
     "debug": Command(
-        "debug out --count 1 --budget 4 --prompts {base}/prompts.txt --patch patch.yaml " + SIZES + " -q",
+        "debug out --count 1 --budget 4 --prompts {base}/prompts.txt --patch patch.yaml " + SIZES + "",
         _EVALUATED,
         in_place=True,
     ),
-    "report": Command("report {base}/model-evaluated -o out.html -q"),
+    "report": Command("report {base}/model-evaluated -o out.html"),
     "report, replacing": Command(
-        "report {base}/model-evaluated -o out.html -q --overwrite",
+        "report {base}/model-evaluated -o out.html --overwrite",
         (("other.html", "out.html"), ("other.json", "out.json"), ("other.md", "out.md")),
     ),
 }

@@ -16,6 +16,7 @@ one file the first, a middle one and the last are disturbed. Folders that are le
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -168,12 +169,15 @@ def try_all(name: str, root: Path, every: int, hows: tuple[str, ...]) -> Found:
         found.trials[how] += 1
         left = tree(place.folder)
         wrong = [*_at_once(place.command, how, ended, before, left, after)]
-        key = hashlib.sha256(json.dumps(left, sort_keys=True).encode()).hexdigest()
+        alike = [sorted(left.items()), ended.said if how in ("EIO", "ENOSPC") else ""]
+        key = hashlib.sha256(json.dumps(alike).encode()).hexdigest()
         if key not in known:
             known[key] = [*_again(place, before, left, after, ended.said)]
         wrong += known[key]
         where = {"how": how, "call": f"{call.number} {call.name} {call.path}"}
-        found.faults += [{**where, "fault": each} for each in wrong]
+        for each in wrong:
+            found.faults.append({**where, "fault": each})
+            print(f"    {name}, {how} at {where['call']}: {each}", flush=True)
     found.seconds = time.monotonic() - began
     shutil.rmtree(place.folder, ignore_errors=True)
     return found
@@ -210,14 +214,14 @@ def _top(name: str) -> str:
 
 def _again(place: Place, before: Tree, left: Tree, after: Tree, said: str) -> Iterator[str]:
     """What is wrong when the same command has been run again."""
-    if left == after and before != after and not place.command.in_place and "--overwrite" not in place.words:
-        return  # it had finished, and nothing of it is left that could tell the next one
+    named = {name for name in left if name not in after and _top(name) in said}  # could not be removed, and said so
+    if {name: digest for name, digest in left.items() if name not in named} == after and before != after:
+        return  # it had finished, and nothing of it is left that would tell the next one
     ended = place.run()
     if ended.code != 0:
         yield f"the same command again ends with {ended.code}: {ended.said[-300:]}"
     now = tree(place.folder)
-    named = {name for name in now if name not in after and _top(name) in said}  # could not be removed, and said so
-    if {name: digest for name, digest in now.items() if name not in named} != after:
+    if now != after:
         yield f"after the same command again: {differing(after, now)}"
 
 
@@ -273,6 +277,8 @@ def _run(asked: argparse.Namespace) -> int:
     for each in sorted({each for name in names for each in needs(COMMANDS[name])}):
         make(base, each)
     exec(asked.plant, {})
+    gc.collect()
+    gc.freeze()
     how = (asked.root, asked.every, tuple(asked.how or HOWS))
     with ProcessPoolExecutor(asked.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         doing = [pool.submit(try_all, name, *how) for name in names]
@@ -291,8 +297,6 @@ def _say(found: Found) -> None:
     trials = ", ".join(f"{count} {how}" for how, count in found.trials.items())
     print(f"{found.command}: {sum(found.calls.values())} calls, {trials}; {len(found.faults)} faults,"
           f" {found.seconds:.0f} s", flush=True)  # fmt: skip
-    for fault in found.faults:
-        print(f"    {fault['how']} at {fault['call']}: {fault['fault']}", flush=True)
 
 
 def _write(file: Path, found: list[Found], every: int, by: str, seconds: float) -> None:

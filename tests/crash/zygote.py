@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 TIMEOUT = 120.0  # seconds
@@ -52,11 +55,13 @@ def warm_up() -> None:
     import fluxq.exchange
     import fluxq.jobs
     import fluxq.judge
-    import fluxq.show  # noqa: F401
+    import fluxq.show
     from fluxq.eval import charts
 
     charts._svg = lambda *_, **__: "<svg></svg>"  # its threads do not live on in a fork
-    time.perf_counter = lambda: 0.0  # seconds are written down, and two runs are compared byte for byte
+    ticks = itertools.count()  # seconds are written down, and two runs are compared byte for byte
+    time.perf_counter = lambda: next(ticks) * 1e-9
+    fluxq.judge.datetime = SimpleNamespace(now=lambda _: datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def run(words: list[str], place: Path, disturbance: Disturbance | None = None) -> Ended:
