@@ -95,7 +95,9 @@ COMMANDS = {
     "quantize, replacing": Command(_QUANTIZE + " --overwrite", (("other-fp8", "out"),)),
     "quantize, a text encoder too": Command(_QUANTIZE + " --components transformer,text_encoder_2"),
     "quantize with a LoRA": Command(_QUANTIZE + " --lora {base}/lora.safetensors"),
-    "quantize, fitted": Command("quantize {base}/model --profile fast " + _CALIBRATED + " --include *.attn.to_out.* --no-check -o out"),
+    "quantize, fitted": Command(
+        "quantize {base}/model --profile fast --include *.attn.to_out.* --no-check -o out " + _CALIBRATED
+    ),
     "calibrate": Command("calibrate {base}/model " + _CALIBRATED + " -o out.safetensors"),
     "calibrate, replacing": Command(
         "calibrate {base}/model " + _CALIBRATED + " -o out.safetensors --overwrite",
@@ -117,7 +119,7 @@ COMMANDS = {
     ),
     "eval": Command("eval out --count 2 --images images " + _EVAL, (("model-fp8", "out"),), in_place=True),
     "debug": Command(
-        "debug out --count 1 --budget 4 --prompts {base}/prompts.txt --patch patch.yaml " + SIZES + "",
+        "debug out --count 1 --budget 24 --growth 1 --prompts {base}/prompts.txt --patch patch.yaml " + SIZES + "",
         _EVALUATED,
         in_place=True,
     ),

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -189,20 +190,22 @@ def _at_once(command: Command, how: str, ended: Ended, before: Tree, left: Tree,
         yield "it hangs"
     if ended.code == CRASHED or "Traceback (most recent call last)" in ended.said:
         yield f"a traceback: {ended.said[-300:]}"
+    if how.startswith("SIG") and ended.code not in (0, 128 + getattr(signal, how)):
+        yield f"exit code {ended.code}: {ended.said[-300:]}"
     seen = visible(left)
     if command.in_place:
         foreign = [name for name, digest in seen.items() if digest not in (before.get(name), after.get(name), "")]
         foreign = [name for name in foreign if not name.startswith("images/")]  # the next run looks through them
         if foreign or not before.keys() <= left.keys():
             yield f"neither old nor new: {foreign or 'something is gone'}"
-    elif seen not in (visible(before), after):
+    elif seen not in (visible(before), visible(after)):
         killed = how in ("kill", "torn", "behind")
         moved_aside = killed and all(seen[name] in (before.get(name), after.get(name)) for name in seen)
         if not moved_aside:
             yield f"neither the old output nor the new one: {differing(visible(before), seen)}"
     if ended.code == 0 and how in ("EIO", "ENOSPC"):
-        if seen != after:
-            yield f"exit 0, and its output differs: {differing(after, seen)}"
+        if seen != visible(after):
+            yield f"exit 0, and its output differs: {differing(visible(after), seen)}"
         unnamed = [name for name in left if name not in after and _top(name) not in ended.said]
         if unnamed:
             yield f"exit 0, and this is left without a word: {unnamed[:3]}"
