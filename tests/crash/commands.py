@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -65,8 +66,8 @@ def _model(folder: Path, factor: float) -> None:
     from diffusers import FluxTransformer2DModel
 
     shutil.copytree(tiny.path(), folder, ignore=shutil.ignore_patterns("transformer", "README.md", "LICENSE*"))
-    whole = FluxTransformer2DModel.from_pretrained(tiny.path(), subfolder="transformer")
-    cut = FluxTransformer2DModel.from_config({**whole.config, "num_single_layers": 1})
+    whole: Any = FluxTransformer2DModel.from_pretrained(tiny.path(), subfolder="transformer")
+    cut: Any = FluxTransformer2DModel.from_config({**whole.config, "num_single_layers": 1})
     weights = whole.state_dict()
     cut.load_state_dict({name: weights[name] * factor for name in cut.state_dict()})
     cut.to(torch.bfloat16).save_pretrained(folder / "transformer")
