@@ -97,7 +97,7 @@ COMMANDS = {
     "quantize, a text encoder too": Command(_QUANTIZE + " --components transformer,text_encoder_2"),
     "quantize with a LoRA": Command(_QUANTIZE + " --lora {base}/lora.safetensors"),
     "quantize, fitted": Command(
-        "quantize {base}/model --profile fast --include *.attn.to_out.* --no-check -o out " + _CALIBRATED
+        "quantize {base}/model --profile fast --include **.to_v --no-check -o out " + _CALIBRATED
     ),
     "calibrate": Command("calibrate {base}/model " + _CALIBRATED + " -o out.safetensors"),
     "calibrate, replacing": Command(

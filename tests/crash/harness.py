@@ -159,7 +159,12 @@ def _applies(call: Call, how: str, is_last: bool) -> bool:
 def try_all(name: str, root: Path, every: int, hows: tuple[str, ...]) -> Found:
     """Run one command undisturbed, and then with each disturbance."""
     began, place, found = time.monotonic(), Place(name, COMMANDS[name], root), Found(name)
-    before, after, calls = place.undisturbed()
+    try:
+        before, after, calls = place.undisturbed()
+    except RuntimeError as error:
+        found.faults.append({"how": "undisturbed", "call": "", "fault": str(error)})
+        print(f"    {name}, undisturbed: {error}", flush=True)
+        return found
     found.calls = dict(sorted(Counter(call.name for call in calls).items()))
     known: dict[str, list[str]] = {}
     for call, how in points(calls, every):
