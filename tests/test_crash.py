@@ -49,9 +49,9 @@ def test_no_kill_and_no_failing_call_loses_anything(tmp_path, every):
 
 @pytest.mark.slow
 def test_a_planted_defect_is_found_with_a_compiler_and_without(tmp_path):
-    words = [*only("quantize, replacing"), "--every", "2", "--how", "kill", "--how", "EIO", "--plant", PLANTED]
+    words = [*only("quantize, replacing"), "--every", "8", "--how", "kill", "--how", "SIGTERM", "--plant", PLANTED]
     for path in (os.environ["PATH"], str(tmp_path)):
-        done, found = run(tmp_path / "found.json", *words, PATH=path)
+        done, found = run(tmp_path / "found.json", *words, PATH=path, FLUXQ_COMMIT="planted")
         assert done.returncode == 1 and found["faults"], done.stdout
         assert ("interposer" in found["disturbed by"]) == (path != str(tmp_path))
         (row,) = found["commands"].values()
