@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from example_report import example
 from shared import copy_of
 
-from fluxq import tiny
+from fluxq import judge, tiny
 from fluxq.base import files
 from fluxq.base import output as module
 from fluxq.base.files import atomic_path, clear_parts
@@ -349,6 +350,18 @@ def test_what_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch
     with sole_writer(tmp_path / "out"):
         pass
     assert not (tmp_path / ".out.lock").exists()
+    assert f"{tmp_path / '.out.pid'} could not be removed" in caplog.text
+
+
+def test_a_report_appears_with_its_json_and_markdown_or_not_at_all(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text(example().model_dump_json())
+    with monkeypatch.context() as patch:
+        patch.setattr("fluxq.eval.report.render", lambda _: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            judge.report([tmp_path / "run.json"], tmp_path / "x.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    judge.report([tmp_path / "run.json"], tmp_path / "x.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "x.html", "x.json", "x.md"]
 
 
 def test_a_folder_that_was_copied_read_only_is_removed(tmp_path):
