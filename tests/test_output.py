@@ -23,6 +23,7 @@ from fluxq.base import output as module
 from fluxq.base.files import atomic_path, clear_parts
 from fluxq.base.output import GENERATOR, PLAN_FILE, Output, put, put_back, remove, sole_writer, writing
 from fluxq.base.tensors import save_weights
+from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 
 JOB = ["a job"]
@@ -205,6 +206,16 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_
     with atomic_path(tmp_path / "b", durable=False) as part:
         part.write_text("b")
     assert len(synced) == 2 and tree(tmp_path) == {"a": "a", "b": "b"}
+
+
+def test_statistics_that_a_kill_left_half_written_lie_where_the_next_run_clears(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("renamed"))
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as after a kill
+    with pytest.raises(pytest.fail.Exception):
+        Statistics({}, {"items": []}, "").save(tmp_path / "out.safetensors", folder=tmp_path / "work")
+    assert [path.suffix for path in (tmp_path / "work").iterdir()] == [".part"]
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
 # A command from beginning to end
