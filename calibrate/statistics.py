@@ -121,11 +121,11 @@ class Statistics:
         groups = {name: sums.merge(other.groups[name]) for name, sums in self.groups.items()}
         return Statistics(groups, trajectory, sha256_json(trajectory))
 
-    def save(self, path: Path, job: str = "") -> None:
-        """Write one safetensors file, atomically. job: digest of what asked for it."""
+    def save(self, path: Path, job: str = "", folder: Path | None = None) -> None:
+        """Write one safetensors file, atomically. job: digest of what asked for it. folder: as in `atomic_path`."""
         tensors = {f"{name}/{field}": getattr(sums, field) for name, sums in self.groups.items() for field in _FIELDS}
         header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest, "job": job}
-        with atomic_path(path) as part:
+        with atomic_path(path, folder=folder) as part:
             save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @staticmethod

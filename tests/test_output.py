@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from example_report import example
 from shared import copy_of
 
-from fluxq import tiny
+from fluxq import judge, tiny
 from fluxq.base import files
 from fluxq.base import output as module
 from fluxq.base.files import atomic_path, clear_parts
 from fluxq.base.output import GENERATOR, PLAN_FILE, Output, put, put_back, remove, sole_writer, writing
 from fluxq.base.tensors import save_weights
+from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 
 JOB = ["a job"]
@@ -194,8 +196,8 @@ def test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_remov
         (new / "vae").mkdir()
         (new / "vae" / "a").write_text("new")
     stem = new.name.removesuffix(".new")
-    assert done[-7:-5] == ["a", "vae"] or done[-8:-6] == ["a", "vae"]
-    assert done[-5:] == ["out>0", f"{stem}.new>out", tmp_path.name, "-.new", "-.old"]
+    assert done[-9:-7] == ["a", "vae"] or done[-10:-8] == ["a", "vae"]
+    assert done[-7:] == ["out>0", f"{stem}.new>out", tmp_path.name, "-.new", "-.pid", "-.lock", "-.old"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_that(tmp_path, monkeypatch):
@@ -207,6 +209,16 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_
     with atomic_path(tmp_path / "b", durable=False) as part:
         part.write_text("b")
     assert len(synced) == 2 and tree(tmp_path) == {"a": "a", "b": "b"}
+
+
+def test_statistics_that_a_kill_left_half_written_lie_where_the_next_run_clears(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("renamed"))
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as after a kill
+    with pytest.raises(pytest.fail.Exception):
+        Statistics({}, {"items": []}, "").save(tmp_path / "out.safetensors", folder=tmp_path / "work")
+    assert [path.suffix for path in (tmp_path / "work").iterdir()] == [".part"]
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
 # A command from beginning to end
@@ -352,6 +364,18 @@ def test_what_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch
     with sole_writer(tmp_path / "out"):
         pass
     assert not (tmp_path / ".out.lock").exists()
+    assert f"{tmp_path / '.out.pid'} could not be removed" in caplog.text
+
+
+def test_a_report_appears_with_its_json_and_markdown_or_not_at_all(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text(example().model_dump_json())
+    with monkeypatch.context() as patch:
+        patch.setattr("fluxq.eval.report.render", lambda _: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            judge.report([tmp_path / "run.json"], tmp_path / "x.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    judge.report([tmp_path / "run.json"], tmp_path / "x.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "x.html", "x.json", "x.md"]
 
 
 @pytest.mark.parametrize("kind", ["lock", "pid"])

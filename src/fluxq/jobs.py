@@ -134,7 +134,7 @@ def calibrate(prepared: Prepared) -> Path:
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
         statistics = _calibrate(prepared, prepared.load_reference(), work)
         if prepared.ranks.leads:
-            statistics.save(prepared.output.resolve(), job_digest(prepared))
+            statistics.save(prepared.output.resolve(), job_digest(prepared), folder=work)
     return prepared.output
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output
+from fluxq.base.output import Output, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -468,10 +469,14 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
     if target.suffix != ".html":
         raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
     reads = {f"the report of {output}": _report_of(output) for output in outputs}
-    Output(target, True, (".json", ".md")).require(reads, overwrite=overwrite)
+    place = Output(target, True, (".json", ".md"))
+    place.require(reads, overwrite=overwrite)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
-    write_report(target, merged)
+    job = [version("fluxq"), [sha256_file(path) for path in reads.values()]]
+    with writing(place, job, overwrite=overwrite) as made:
+        if made is not None:
+            write_report(made / place.place.name, merged)
     return merged
 
 

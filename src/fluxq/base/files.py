@@ -17,13 +17,14 @@ _LONGEST_JSON = 1 << 24  # bytes; parsed, each may take thirty
 
 
 @contextmanager
-def atomic_path(target: Path, *, durable: bool = True) -> Iterator[Path]:
+def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = None) -> Iterator[Path]:
     """A temporary path beside `target`; renamed to it when the block ends, removed when the block raises.
 
     durable: on the disk, under its name, when this returns; leave it out where the caller sees to that for many files.
+    folder: where the temporary path lies instead, on the same disk: one that is cleared after a kill.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=part_prefix(target), suffix=".part", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=part_prefix(target), suffix=".part", dir=folder or target.parent)
     os.close(handle)
     part = Path(name)
     try:

@@ -317,9 +317,9 @@ def sole_writer(target: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                for served in (owner, lock):
-                    with suppress(OSError):  # where an open file cannot be removed, it stays
-                        served.unlink()
+                remove(owner)
+                if os.name != "nt":  # an open file stays there
+                    remove(lock)
     except Timeout:
         who = "another process"
         with suppress(OSError):  # which may just have ended
