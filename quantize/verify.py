@@ -244,6 +244,8 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 
 
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
+        return
     said: dict[str, tuple[str, object]] = {}  # component -> who says it, and what
     for component in checkpoint.quantized:
         config = checkpoint.folder.config(component)["quantization_config"]

@@ -63,10 +63,12 @@ def checked(folder: Path) -> dict[str, str]:
 def native(folder: Path, main: str, draw: Callable[[int, torch.Generator], Tensor]) -> Path:
     """The embedded pipeline with nunchaku's Linears rounded to nearest, factors and a low-rank branch included.
 
-    draw: (K, generator) -> the factors that Linears of one input share.
+    draw: (K, generator) -> the factors that Linears of one input share. The base, whose modulations have biases of 0
+    because nunchaku adds 1 to those of scales, is made beside `folder`.
     """
     shutil.copytree(TINY, folder)
-    state, schemes = tiny_state(), dict[str, Scheme]()
+    shutil.copytree(TINY, folder.with_name("base"))
+    state, schemes, zero = tiny_state(), dict[str, Scheme](), list[str]()
     names = [linear.name for linear in list_linears(ModelFolder("tiny", TINY), "transformer")]
     for index, (_, modules, row) in enumerate(nunchaku_file.rows_of(names)):
         g = torch.Generator().manual_seed(index)
@@ -77,6 +79,7 @@ def native(folder: Path, main: str, draw: Callable[[int, torch.Generator], Tenso
             schemes[module] = scheme = Scheme.parse("int4-16bit" if row.chunks else main)
             if row.chunks:
                 state[f"{module}.bias"] = torch.zeros_like(state[f"{module}.bias"])
+                zero.append(f"{module}.bias")
             else:
                 b = torch.randn(len(weight), 16, generator=g).bfloat16() * 0.01
                 weight = (weight - b.float() @ a.float()) / factors.float()
@@ -86,6 +89,8 @@ def native(folder: Path, main: str, draw: Callable[[int, torch.Generator], Tenso
             made = QuantizedTensor.quantize(weight, scheme.weights, global_scale=scale)
             state |= {f"{module}.{name}": tensor.contiguous() for name, tensor in made.tensors().items()}
     save_file(state, folder / "transformer" / WEIGHTS, {"format": "pt"})
+    plain = tiny_state() | {name: torch.zeros_like(state[name]) for name in zero}
+    save_file(plain, folder.with_name("base") / "transformer" / WEIGHTS, {"format": "pt"})
     config = json.loads((TINY / "transformer" / "config.json").read_text())
     config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
@@ -110,7 +115,7 @@ def test_nunchakus_single_file_comes_back_byte_for_byte(main, tmp_path) -> None:
     assert {"transformer_blocks.0.qkv_proj.qweight", "single_transformer_blocks.0.mlp_fc2.smooth"} <= load_file(
         file
     ).keys()
-    (report,) = import_model(file, tmp_path / "back", TINY)
+    (report,) = import_model(file, tmp_path / "back", tmp_path / "base")
     assert report.mended == report.dequantized == {}
     before, after = load_file(folder / "transformer" / WEIGHTS), load_file(tmp_path / "back/transformer" / WEIGHTS)
     assert before.keys() == after.keys()
@@ -149,7 +154,7 @@ def test_what_nunchaku_rounds_to_16_bit_is_all_that_differs(tmp_path) -> None:
 def test_a_nunchaku_file_is_inspected_like_any_other(tmp_path) -> None:
     folder, file = native(tmp_path / "native", "int4-int4-smooth-r16", arbitrary), tmp_path / "there.safetensors"
     export(ModelFolder("tiny", folder), "nunchaku", file)
-    report = inspect_path(file, TINY)[""]
+    report = inspect_path(file, tmp_path / "base")[""]
     assert (report.dialect, report.family, report.names, report.is_sound) == ("nunchaku", "flux", "nunchaku", True)
     found = {layer.name: layer for layer in report.layers}
     pair = found["single_transformer_blocks.0.out_proj+mlp_fc2"]
@@ -161,10 +166,10 @@ def test_a_nunchaku_file_is_inspected_like_any_other(tmp_path) -> None:
     one, other = (f"single_transformer_blocks.{i}.mlp_fc2.qweight" for i in (0, 1))
     state[one], state[other] = state[other].clone(), state[one].clone()
     with_header(file, state)
-    wrong = inspect_path(file, TINY)[""]
+    wrong = inspect_path(file, tmp_path / "base")[""]
     assert {fault.layer.split(".")[1] for fault in wrong.faults if fault.is_error} == {"0", "1"}
-    with pytest.raises(ValueError, match=r"single_transformer_blocks\.0\.out_proj\+mlp_fc2: is not the base's weight"):
-        import_model(file, tmp_path / "out", TINY)
+    with pytest.raises(ValueError, match=r"single_transformer_blocks\.0\.out_proj\+mlp_fc2: another model's layer"):
+        import_model(file, tmp_path / "out", tmp_path / "base")
 
 
 def with_header(file: Path, state: Tensors) -> None:

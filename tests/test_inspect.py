@@ -20,6 +20,7 @@ from fluxq.cli import cli
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import open_model, open_models
 from fluxq.quantize.exchange.gguf_file import GGUFFile
+from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import FAULTS, Inspection, inspect_path
 from fluxq.quantize.exchange.layouts import swap_nibbles
 
@@ -135,14 +136,83 @@ def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_pa
 
     layer = name.removesuffix(".weight")
     assert report(1.5 * weight)["scale off by a factor"] == layer
-    assert report(weight * torch.linspace(0.3, 3, weight.shape[1]))["folded factors"] == layer
+    assert report(weight * torch.linspace(0.3, 3, weight.shape[1]))["lost scale"] == layer
     tuned = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     assert report(tuned)["differs"] == layer
-    assert not {"differs", "folded factors", "scale off by a factor"} & report(weight).keys()
+    assert not {"differs", "folded factors", "lost scale", "scale off by a factor"} & report(weight).keys()
     for axis in (0, 1):  # so little that one factor for the whole layer would do nearly as well
         sizes = [-1 if i == axis else 1 for i in range(2)]
         mild = report(weight * torch.linspace(0.7, 1.1, weight.shape[axis]).view(sizes))
-        assert mild.get("folded factors") == layer and "scale off by a factor" not in mild
+        assert mild.get("lost scale") == layer and "scale off by a factor" not in mild
+
+
+def folded_state(factors: Tensor) -> Tensors:
+    """What stands before an output projection divided by factors, which its columns take back."""
+    state = base_state()
+    to_v, to_out = (f"transformer_blocks.0.attn.{name}" for name in ("to_v", "to_out.0"))
+    columns = {f"{to_out}.weight": state[f"{to_out}.weight"].float() * factors}
+    rows = {f"{to_v}.weight": state[f"{to_v}.weight"].float() / factors[:, None]}
+    rows |= {f"{to_v}.bias": state[f"{to_v}.bias"].float() / factors}
+    return state | {name: value.bfloat16() for name, value in (columns | rows).items()}
+
+
+@pytest.mark.parametrize("scheme", [FP8, NVFP4])
+def test_factors_are_folding_where_another_layer_takes_them_back(scheme, base, tmp_path) -> None:
+    factors = torch.linspace(0.3, 3, 128)
+    report = inspect_path(made(tmp_path, "modelopt", scheme, state=folded_state(factors)), base)[""]
+    assert report.is_sound and kinds(report, notes=True)["folded factors"] == 2
+    half = folded_state(factors) | {
+        name: value for name, value in base_state().items() if name == "transformer_blocks.0.attn.to_v.weight"
+    }
+    report = inspect_path(made(tmp_path, "modelopt", scheme, state=half), base)[""]
+    assert {fault.layer for fault in report.faults if fault.is_error} == {
+        "transformer_blocks.0.attn.to_out.0",
+        "transformer_blocks.0.attn.to_v",  # its bias alone is divided
+    }
+
+
+def other_rows(scale: Tensor) -> Tensor:
+    return scale[torch.randperm(len(scale), generator=torch.Generator().manual_seed(0))]
+
+
+def one_row(scale: Tensor) -> Tensor:
+    return torch.cat([scale[:1] * 100, scale[1:]])
+
+
+# What is wrong with every layer, or tensor -> the format, the change, and what it is called.
+UNLIKE: dict[str, tuple[str, Break, str]] = {
+    "scales are lost": (FP8, change("weight_scale", torch.ones_like), "lost scale"),
+    "scales of other rows": (FP8, change("weight_scale", other_rows), "lost scale"),
+    "scales of ten times the size": (FP8, change("weight_scale", lambda t: t * 10), "scale off by a factor"),
+    "scales a little too large": (FP8, change("weight_scale", lambda t: t * 1.09), "scale off by a factor"),
+    "global scales a little too large": (NVFP4, change("weight_scale_2", lambda t: t * 1.09), "scale off by a factor"),
+    "one row far too large": (FP8, change("weight_scale", one_row), "lost scale"),
+    "biases are lost": (FP8, change("bias", torch.zeros_like), "another value"),
+    "biases of ten times the size": (NVFP4, change("bias", lambda t: t * 10), "another value"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_is_not_the_bases_is_wrong_and_is_not_imported(case, base, tmp_path) -> None:
+    scheme, broken, kind = UNLIKE[case]
+    path = made(tmp_path, "bfl", scheme, broken)
+    report = inspect_path(path, base)[""]
+    assert {fault.layer for fault in report.faults if fault.is_error} == {layer.name for layer in report.layers}
+    assert kinds(report)[kind] > 20 and report.proofs[0].startswith("0 of 22 layers are as declared")
+    with pytest.raises(ValueError, match=f"{report.layers[0].name}: {kind}"):
+        import_model(path, tmp_path / "out", base)
+    assert not (tmp_path / "out").exists()
+
+
+def test_norms_and_tables_are_held_against_the_base_too(base, tmp_path) -> None:
+    for name in ("transformer_blocks.0.attn.norm_q.weight", "x_embedder.bias", "x_embedder.weight"):
+        state = base_state()
+        path = made(tmp_path, "modelopt", FP8, state=state | {name: -2 * state[name]})
+        report = inspect_path(path, base)[""]
+        (fault,) = [fault for fault in report.faults if fault.is_error]
+        assert fault.layer == name.removesuffix(".weight").removesuffix(".bias") or fault.layer == name
+        with pytest.raises(ValueError, match=fault.layer):
+            import_model(path, tmp_path / "out", base)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -1.0])

@@ -38,10 +38,11 @@ from fluxq.quantize.checkpoint import (
 from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
+from fluxq.quantize.exchange.inspect import inspect_model
 from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, split
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, json_object
 from fluxq.quantize.exchange.nunchaku_file import parts_of
-from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, prove
+from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.pointwise import placeholder
 from fluxq.recipes.formats import Scheme
@@ -207,7 +208,7 @@ def _write(
         save_weights({name: tensor.contiguous() for name, tensor in tensors.items()}, files[-1], {})
         written.update(tensors)
 
-    joined = model.joined
+    joined, proved = model.joined, _proved(model, base) if base is not None else {}
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         whole = joined.get(f"{name}.weight")
         if whole is None or not whole.parts:
@@ -215,7 +216,8 @@ def _write(
             continue
         modules = [own_name(part).removesuffix(".weight") for part in whole.parts]
         try:
-            found, against = _read(model, layer, whole, base)
+            against = proved.get(name)
+            found = _read(model, layer, whole, base, against)
             if against is not None:
                 report.errors |= dict.fromkeys(modules, against.error)
             if against is not None and against.best:
@@ -269,24 +271,26 @@ def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Mo
         ) from error
 
 
+def _proved(model: ModelFile, base: Base) -> dict[str, Against]:
+    """Layer -> what the base says of it; ValueError for all that `inspect` calls wrong and nothing here mends."""
+    report = inspect_model(model, base)
+    wrong: dict[str, str] = {}
+    for fault in report.faults:
+        if fault.is_error and fault.kind not in _MENDED:
+            wrong.setdefault(fault.layer or model.path.name, f"{fault.kind}: {fault.what}")
+    if wrong:
+        raise ValueError(f"{model.path}: {_several(wrong)}; `fluxq inspect --base` says more")
+    return {layer.name: layer.against for layer in report.layers if layer.against is not None}
+
+
 def _read(
-    model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None
-) -> tuple[QuantTensors | Plain, Against | None]:
-    """(the layer with the rows of diffusers behind one another, what the base said); ValueError where it cannot be."""
+    model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, against: Against | None
+) -> QuantTensors | Plain:
+    """The layer with the rows of diffusers behind one another; ValueError where it cannot be."""
     tensors: dict[str, Tensor] = model.read_layer(layer)
     n, _ = layer.shape
-    against: Against | None = None
-    repairs: tuple[str, ...] = ()
-    orders: dict[str, Tensor] = {}
-    if base is not None:
-        truth, orders, why = base.rows(layer.shape, whole)
-        against = prove(model, layer, tensors, truth, orders) if truth is not None else None
-        if truth is None or against is None or not _is_right(against):
-            best = "" if against is None else f"its error is {against.error:.3g}, its cosine {against.cosine:.2g}"
-            raise ValueError(
-                f"is not the base's weight in any reading ({why or best}); `fluxq inspect --base` says more"
-            )
-        repairs = against.best
+    repairs = against.best if against is not None else ()
+    orders = base.rows(layer.shape, whole)[1] if base is not None and repairs else {}
     for name in repairs:
         if name in REPAIRS:
             mended = REPAIRS[name].mend(tensors, model.dialect, layer.shape)
@@ -302,7 +306,7 @@ def _read(
             found = reordered(found, orders[name].argsort())
     if whole.order == "halves swapped":
         found = reordered(found, torch.cat(list(torch.arange(n).chunk(2))[::-1]))
-    return found, against
+    return found
 
 
 def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, report: Imported) -> dict[str, Tensor]:
@@ -314,17 +318,10 @@ def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, re
         if truth is None:
             continue
         against = compare(model.read(f"{name}.weight"), truth, orders)
-        if not _is_right(against):
-            raise ValueError(f"{model.path}: {name} is not the base's weight; `fluxq inspect --base` says more")
         if against.best:
             found[name] = orders[against.best[0]].argsort()
             report.mended[name] = list(against.best)
     return found
-
-
-def _is_right(against: Against) -> bool:
-    """Rounding apart the base's weight, or one that factors were folded into."""
-    return against.plausible or (against.columns or 1.0) < min(0.3, 0.5 * against.error) or against.cosine > 0.9
 
 
 def reordered(layer: QuantTensors | Plain, rows: Tensor) -> QuantTensors | Plain:
@@ -425,6 +422,7 @@ def _counted(notes: list[str]) -> list[str]:
     ]
 
 
+_MENDED = (*REPAIRS, "rows in another order", "halves swapped", "ignored though quantized")  # kinds of faults
 _LEFT_OUT = {
     "input_scale": "input_scale was left out, x takes its scale from each token here",
     "wzeros": "zero points were 7 scales, rounded to 16 bit; here they are exactly 7, at most 3 % of a step away",

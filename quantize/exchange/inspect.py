@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from fluxq.base.console import progress
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
+from fluxq.quantize.exchange.folding import Linear, not_taken_back
 from fluxq.quantize.exchange.layer import Plain, Row
 from fluxq.quantize.exchange.layouts import unblock_scales
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN
@@ -93,10 +94,10 @@ class Inspection:
 
     def describe(self) -> dict[str, Any]:
         """The report as JSON."""
-        found = asdict(self)
+        found = asdict(replace(self, layers=[replace(layer, against=None) for layer in self.layers]))
         for layer, said in zip(self.layers, found["layers"], strict=True):
             if layer.against is not None:
-                said["against"] |= {"error": layer.against.error}
+                said["against"] = layer.against.describe()
         for fault, said in zip(self.faults, found["faults"], strict=True):
             said |= {"is_error": fault.is_error, "about": FAULTS[fault.kind].about, "cure": FAULTS[fault.kind].cure}
         return _finite(found)
@@ -140,12 +141,15 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     )
     done.faults += [Fault("unreadable", name, what) for name, what in model.faults.items()]
     joined = _joined(model, done)
+    compared: dict[str, Linear] = {}
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         parts = joined.get(f"{name}.weight", Joined(name, (f"{name}.weight",)))
         modules = tuple(part.removesuffix(".weight") for part in parts.parts)
         report, faults = _layer(model, layer, modules, parts, base)
         done.layers.append(report)
         done.faults += faults
+        if base is not None and report.against is not None:
+            compared[name] = _linear(model, report.against, layer, parts, base)
     scope: dict[str, Counter[str]] = defaultdict(Counter)
     for report in done.layers:
         scope[report.role or "unknown"][report.format] += 1
@@ -155,9 +159,14 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
     done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
     if base is not None:
-        done.proofs += _proofs(done)
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
-            done.faults += _compared_16_bit(model, name, shape, joined, base)
+            parts = joined.get(f"{name}.weight")
+            truth, orders, _ = base.rows(shape, parts) if parts else (None, {}, "")
+            if parts is not None and truth is not None:
+                compared[name] = _compared_16_bit(model, name, shape, parts, truth, orders, base)
+                done.faults += _faults_of_16_bit(name, compared[name].against)
+        done.faults = _with_folding(model, done.faults, compared, joined, base)
+        done.proofs += _proofs(done)
         done.faults += _other_base(done)
     return done
 
@@ -192,7 +201,7 @@ def _layer(
         if truth is None:
             faults.append(Fault("not in the base", layer.name, why))
         else:
-            against = prove(model, layer, tensors, truth, orders)
+            against = prove(model, layer, tensors, truth, orders, base.other(_bias_of(joined), k))
             faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
     if error and not any(fault.is_error for fault in faults):
         faults.append(_cured_by(model, layer, rows, size, error))
@@ -202,19 +211,99 @@ def _layer(
     return report, list({fault.kind: fault for fault in faults}.values())  # what the base says of a kind comes last
 
 
+def _bias_of(joined: Joined) -> Joined:
+    return joined._replace(parts=tuple(f"{part.removesuffix('weight')}bias" for part in joined.parts))
+
+
+def _linear(model: ModelFile, against: Against, layer: FileLayer, joined: Joined, base: Base) -> Linear:
+    """A quantized layer for `not_taken_back`."""
+    n, k = layer.shape
+    named, truth = layer.parts.get("bias"), base.other(_bias_of(joined), k)
+    own = model.read(named).float() if named is not None and model.stored[named].shape == (n,) else None
+    pair = (own, truth) if own is not None and truth is not None else None
+    return Linear(against, layer.shape, pair, lambda: _truth(base, layer.shape, joined))
+
+
+def _truth(base: Base, shape: tuple[int, int], joined: Joined) -> Tensor:
+    weight, _, why = base.rows(shape, joined)
+    if weight is None:
+        raise ValueError(why)
+    return weight.float()
+
+
 def _compared_16_bit(
-    model: ModelFile, name: str, shape: tuple[int, int], joined: Mapping[str, Joined], base: Base
-) -> Iterator[Fault]:
+    model: ModelFile,
+    name: str,
+    shape: tuple[int, int],
+    joined: Joined,
+    truth: Tensor,
+    orders: Mapping[str, Tensor],
+    base: Base,
+) -> Linear:
+    """A Linear that is not quantized beside the base's."""
+    own, other = f"{name}.bias", base.other(_bias_of(joined), shape[1])
+    bias = None if other is None else (model.read(own).float() if own in model.stored else torch.zeros(shape[0]), other)
+    against = compare(model.read(f"{name}.weight"), truth, orders, bias)
+    return Linear(against, shape, against.bias, lambda: _truth(base, shape, joined))
+
+
+def _faults_of_16_bit(name: str, against: Against) -> Iterator[Fault]:
     """What is wrong with a Linear that is not quantized: its rows in another order, or another weight."""
-    parts = joined.get(f"{name}.weight")
-    truth, orders, _ = base.rows(shape, parts) if parts else (None, {}, "")
-    if truth is not None:
-        against = compare(model.read(f"{name}.weight"), truth, orders)
-        if not against.best and not against.plausible and against.error < _WIDENED:
-            yield Fault("widened", name, f"error {against.error:.3g}, as codes of 8 bits have")
-            return
-        for kind, what in _verdict(against):
-            yield Fault(kind, name, what)
+    if not against.best and not against.plausible and against.error < _WIDENED:
+        yield Fault("widened", name, f"error {against.error:.3g}, as codes of 8 bits have")
+        return
+    for kind, what in _verdict(against):
+        yield Fault(kind, name, what)
+
+
+def _with_folding(
+    model: ModelFile, faults: list[Fault], compared: Mapping[str, Linear], joined: Mapping[str, Joined], base: Base
+) -> list[Fault]:
+    """The faults once it is known what other layers take back, and those of all other tensors."""
+    found, vectors = list(faults), {}
+    for name in model.plain:
+        module, _, part = name.rpartition(".")
+        if module in compared or name not in joined:
+            continue
+        truth, own = base.other(joined[name], 0), model.read(name).float()
+        if truth is None or truth.numel() != own.numel():
+            continue
+        own, truth = own.reshape(-1), truth.reshape(-1)
+        if _is_same(own, truth, model.stored[name].dtype):
+            continue
+        if len(model.stored[name].shape) == 1:
+            vectors[name] = own, truth
+        else:
+            alike = float(own @ truth) > _ALIKE * float(own.norm() * truth.norm())  # in codes once, or tuned
+            found.append(
+                Fault("differs" if alike else "another value", name, f"{part} differs by {_share(own, truth)}")
+            )
+    left = not_taken_back(compared, vectors)
+    found = [
+        replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
+        if fault.kind == "folded factors" and fault.layer in left
+        else fault
+        for fault in found
+    ]
+    told = {fault.layer for fault in found}
+    tuned = {fault.layer for fault in found if fault.kind == "differs"}
+    kind = "differs" if len(tuned & compared.keys()) > len(compared) / 2 else "another value"
+    for name, what in left.items():
+        if name in vectors:
+            found.append(Fault(kind, name, f"it differs from the base's by {_share(*vectors[name])}"))
+        elif name not in told or name in tuned:
+            found.append(Fault("differs" if name in tuned else "another value", name, what))
+    return found
+
+
+def _is_same(own: Tensor, truth: Tensor, dtype: str) -> bool:
+    """Whether a tensor that is not quantized is the base's, rounded to its own dtype."""
+    most = _WIDENED if dtype.startswith("F8") else _CAST
+    return float((own - truth).norm()) <= most * float(truth.norm())
+
+
+def _share(own: Tensor, truth: Tensor) -> str:
+    return f"{float((own - truth).norm() / truth.norm().clamp(min=1e-30)):.3g} of it"
 
 
 def _cured_by(model: ModelFile, layer: FileLayer, rows: dict[str, Tensor], size: tuple[int, int], error: str) -> Fault:
@@ -244,14 +333,13 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         if not against.plausible:
             yield "differs", f"an error of {against.error:.3g} is left even so"
     elif not against.plausible:
-        left = (1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
-        own = torch.inf if against.columns is None else against.columns  # once each row or column takes its own
-        if any(own < min(most, share * left) for most, share in _FOLDED):
-            what = f"error {against.error:.3g}, and {own:.3g} once each row or column takes a factor"
-            yield "folded factors", what
+        left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
+        if against.factors is not None:
+            axis, own = against.factors.axis, against.factors.left
+            yield "folded factors", f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
         elif abs(against.factor - 1) > 0.02 and left < 0.3 and against.cosine > 0:
             yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
-        elif against.cosine < 0.2:
+        elif against.cosine < _ALIKE:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
             yield "another model's layer", f"{what}{min(against.errors.values()):.3g}"
         else:
@@ -456,7 +544,12 @@ def _proofs(done: Inspection) -> list[str]:
     """What the errors of all layers decided, in words."""
     found = []
     compared = [layer.against for layer in done.layers if layer.against is not None]
-    right = [against for against in compared if against.plausible and not against.best]
+    wrong = {fault.layer for fault in done.faults if fault.is_error}
+    right = [
+        layer.against
+        for layer in done.layers
+        if layer.against is not None and layer.against.plausible and not layer.against.best and layer.name not in wrong
+    ]
     if compared:
         rows = sum(against.rows for against in compared)
         total = sum(layer.shape[0] for layer in done.layers if layer.against is not None)
@@ -499,8 +592,9 @@ _AGAIN = "get the file again"
 _CONVERT = "write it again with a converter that does, or read it with `fluxq import --base`"
 _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
 _MATTERS = 0.05  # of the weights
-_FOLDED = ((0.2, 0.8), (0.3, 0.5))  # the most that factors of rows or columns leave; as a share of what one leaves
+_ALIKE = 0.9  # the least cosine of a weight that was tuned
 _WIDENED = 0.05  # error of a weight that was in 8 bits
+_CAST = 0.01  # of one that was in another 16-bit dtype
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "input_scale", "weight_global_scale", "input_global_scale", "scale_weight"),
@@ -514,8 +608,12 @@ FAULTS: dict[str, Kind] = {
     "another base": Kind("most layers are of another model than the base", "give the model that it was made from"),
     "scale off by a factor": Kind("all weights are too large or too small by the same factor", _AGAIN),
     "folded factors": Kind(
-        "rows or columns carry factors, as where smoothing was folded into the layer before", "none is needed", False
+        "rows or columns carry factors that other layers take back: smoothing was folded",
+        "none is needed",
+        False,
     ),
+    "lost scale": Kind("rows or columns carry factors that no layer takes back: a scale is lost or wrong", _AGAIN),
+    "another value": Kind("a bias, norm or table is not the base's", _AGAIN),
     "differs": Kind(
         "the weight is near the base's, and further than rounding takes it: fine-tuned, or a fused LoRA",
         "give the model that it was made from",

@@ -5,32 +5,35 @@ each way to read them is tried on rows from all over the layer:
 
     error = ||W_read - W_base|| / ||W_base||
 
-The right reading has the error of its format, about 0.1 in 4 bits and 0.03 in 8; another order of nibbles has about
-1.5, scales of other blocks 0.3 and more, and a scale upside down whatever its square is. REPAIRS has a row for each
-way in which files are known to be wrong: it makes of such tensors those that the dialect means, so that the dialect's
-own `decode` reads them.
+The right reading has the error of its format, about 0.1 in 4 bits and 0.03 in 8: that of the base itself, rounded to
+the format, is the measure. Another order of nibbles has about 1.5, scales of other blocks 0.3 and more, and a scale
+upside down whatever its square is. REPAIRS has a row for each way in which files are known to be wrong: it makes of
+such tensors those that the dialect means, so that the dialect's own `decode` reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluxq.quantize.exchange.files import FileLayer, ModelFile
-from fluxq.quantize.exchange.layer import Plain
+from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, padded, swap_nibbles, unblock_scales
+from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.keymaps import Joined
 
-WINDOW, WINDOWS = 128, 4  # rows that are read together, a tile of swizzled scales; and from how many places
+WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places
 DECLARED = "as declared"
 _FAR = 1.2  # a reading is told from another by so much more error
-_PLAUSIBLE = {4: 0.3, 8: 0.1}  # the most error that rounding to so many bits makes
+_MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the output, have up to 1.5 of it
+_FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
 _SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
+_FOLDED = ((0.2, 0.8), (0.3, 0.5))  # the most that factors of rows or columns leave; as a share of what one leaves
 
 
 class Repair(NamedTuple):
@@ -46,14 +49,26 @@ class Repair(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What the "rows" or "columns" of a layer would have to be multiplied by. left: the error that then remains.
+
+    by: a factor for each sampled row, or for each column.
+    """
+
+    axis: str
+    by: Tensor
+    left: float
+
+
+@dataclass(frozen=True)
 class Against:
     """A layer beside the base's.
 
     rows: how many were compared, of all. errors: reading -> relative error. best: the reading with the least, as names
     of REPAIRS and of an order of rows; empty where the layer is as declared. cosine: between that and the base.
-    factor: by which the best reading, times it, comes nearest to the base. columns: error that is left once each column
-    or row takes a factor of its own, as where smoothing was folded into what comes before; None where not asked.
-    plausible: whether the best reading is no more than rounding away from the base.
+    factor: by which the best reading, times it, comes nearest to the base. bound: the most error that rounding to the
+    format explains; plausible: whether it does. factors: of columns or rows, that would explain the rest. at: the rows
+    that were compared. bias: (the layer's, the base's) of these, None where either has none.
     """
 
     rows: int
@@ -61,8 +76,17 @@ class Against:
     best: tuple[str, ...]
     cosine: float
     factor: float
+    bound: float
     plausible: bool
-    columns: float | None = None
+    factors: Factors | None = None
+    bias: tuple[Tensor, Tensor] | None = None
+    at: Tensor | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The numbers, as JSON has them."""
+        left = {} if self.factors is None else {"factors": self.factors.axis, "left": self.factors.left}
+        said = ("rows", "errors", "best", "cosine", "factor", "bound", "plausible")
+        return {**{name: getattr(self, name) for name in said}, "error": self.error, **left}
 
     @property
     def error(self) -> float:
@@ -87,35 +111,58 @@ class _Rows:
     model: ModelFile
     layer: FileLayer
     windows: list[tuple[dict[str, Tensor], tuple[int, int]]]
-    read: dict[tuple[str, ...], Tensor | None] = field(default_factory=dict)
+    read: dict[tuple[str, ...], tuple[Tensor, Tensor | None] | None] = field(default_factory=dict)
+    found: QuantTensors | Plain | None = None  # of a window, by the first reading that could be made
 
-    def reading(self, repairs: tuple[str, ...]) -> Tensor | None:
-        """W (rows, K) under these repairs; None where one does not apply, or `decode` refuses what comes of it."""
+    def reading(self, repairs: tuple[str, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """(W (rows, K), bias) under these repairs; None where one does not apply, or `decode` refuses the outcome."""
         if repairs not in self.read:
             try:
                 parts = [self._window(tensors, shape, repairs) for tensors, shape in self.windows]
-                self.read[repairs] = None if any(part is None for part in parts) else torch.cat(parts)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                whole = [part for part in parts if part is not None]
+                biases = [bias for _, bias in whole if bias is not None]
+                self.read[repairs] = None
+                if len(whole) == len(parts):
+                    bias = torch.cat(biases).float() if len(biases) == len(parts) else None
+                    self.read[repairs] = torch.cat([weight for weight, _ in whole]), bias
             except ValueError:
                 self.read[repairs] = None
         return self.read[repairs]
 
-    def _window(self, tensors: dict[str, Tensor], shape: tuple[int, int], repairs: tuple[str, ...]) -> Tensor | None:
+    def _window(
+        self, tensors: dict[str, Tensor], shape: tuple[int, int], repairs: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor | None] | None:
         mended: dict[str, Tensor] | None = tensors
         for name in repairs:
             mended = REPAIRS[name].mend(mended, self.model.dialect, shape)
             if mended is None:
                 return None
         found = self.model.decode(self.layer, mended, shape)
-        return found.weight if isinstance(found, Plain) else found.linear().collapsed()[0]
+        self.found = self.found or found
+        return (found.weight, found.bias) if isinstance(found, Plain) else found.linear().collapsed()
+
+    def bound(self, truth: Tensor) -> float:
+        """The most error that rounding to the layer's format explains: that of the base's own rows, with a margin."""
+        if isinstance(self.found, QuantTensors):
+            smooth = self.found.tensors.get("pre_quant_scale", torch.ones(())).float()  # codes are of W / smooth
+            rounded = QuantizedTensor.quantize(truth / smooth, self.found.scheme.weights).dequantize() * smooth
+        else:
+            rounded = _cast(truth, self.layer)
+        return max(_MARGIN * _relative(rounded, truth), _SAME)
 
 
 def prove(
-    model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor], base: Tensor, orders: Mapping[str, Tensor]
+    model: ModelFile,
+    layer: FileLayer,
+    tensors: Mapping[str, Tensor],
+    base: Tensor,
+    orders: Mapping[str, Tensor],
+    bias: Tensor | None = None,
 ) -> Against | None:
     """Compare a layer with the rows that it should hold. None where no reading of it can be made.
 
-    tensors: all of the layer. base: (N, K) in 16 bit or fp32. orders: name -> (N,) rows of the base in another order
-    that files are known to have them in, such as k before q.
+    tensors: all of the layer. base: (N, K) in 16 bit or fp32; bias: its (N,). orders: name -> (N,) rows of the base in
+    another order that files are known to have them in, such as k before q.
     """
     n, k = layer.shape
     starts = [0] if is_whole(tensors) else _starts(n)
@@ -124,12 +171,15 @@ def prove(
     windows = [(window(tensors, n, start, stop), (stop - start, k)) for start, stop in zip(starts, stops, strict=True)]
     rows, truth = _Rows(model, layer, windows), base[at].float()
     tried: dict[str, tuple[tuple[str, ...], Tensor, Tensor]] = {}
+    biases: dict[str, Tensor | None] = {}
 
     def attempt(repairs: tuple[str, ...], order: str = "") -> None:
         read = rows.reading(repairs)
         if read is not None:
             label = (*repairs, *([order] if order else []))
-            tried[" and ".join(label) or DECLARED] = label, read, base[orders[order][at]].float() if order else truth
+            name = " and ".join(label) or DECLARED
+            tried[name] = label, read[0], base[orders[order][at]].float() if order else truth
+            biases[name] = read[1]
 
     attempt(())
     for name in REPAIRS:
@@ -137,7 +187,7 @@ def prove(
     for order in orders:
         attempt((), order)
     errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
-    bound = _bound(layer)
+    bound = rows.bound(truth) if rows.found is not None else 0.0
     if min(errors.values(), default=torch.inf) > bound:
         able = [name for name in REPAIRS if name in tried or REPAIRS[name].cures_shape]
         for pair in [*combinations(able, 2), *combinations(able, 3)]:
@@ -148,17 +198,39 @@ def prove(
         errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
     if not errors:
         return None
+    bound = bound or rows.bound(truth)  # where only two repairs together make it readable
     best = min(errors, key=errors.__getitem__)
     if best != DECLARED and DECLARED in errors:
         gain = errors[best] / errors[DECLARED]
         if not gain * _FAR < 1 or (errors[best] > bound and gain > 0.6):  # chance, or nothing that is known
             best = DECLARED
     label, read, against = tried[best]
-    return _against(len(at), errors, label, read, against, bound)
+    done = _against(len(at), errors, label, read, against, bound)
+    if bias is None:
+        return replace(done, at=at)
+    own = biases[best]
+    own = torch.zeros(len(at)) if own is None else own
+    order = next((orders[name] for name in label if name in orders), torch.arange(n))
+    truth = bias[order[at]].float()
+    if isinstance(rows.found, QuantTensors) and "pre_quant_mean" in rows.found.tensors:
+        mean = rows.found.tensors["pre_quant_mean"].float()
+        own = own + (read - against) @ mean  # what is stored makes up for the rounding of W, and is itself rounded
+        own = truth if (own - truth).norm() <= _SAME * (against @ mean).norm() else own
+    if model.dialect.startswith("nunchaku"):  # which adds 1 to those of scales, and rounds the sum
+        own = truth if ((own - truth).abs() <= (1 + truth.abs()) / 256).all() else own
+    return replace(done, at=at, bias=(own, truth))
 
 
-def compare(weight: Tensor, base: Tensor, orders: Mapping[str, Tensor]) -> Against:
-    """A weight (N, K) that is in 16 bit beside the base's, whole, and beside its rows in other orders."""
+def compare(
+    weight: Tensor,
+    base: Tensor,
+    orders: Mapping[str, Tensor],
+    bias: tuple[Tensor, Tensor] | None = None,
+) -> Against:
+    """A weight (N, K) that is in 16 bit beside the base's, whole, and beside its rows in other orders.
+
+    bias: (its own, the base's), (N,) each.
+    """
     read = weight.float()
     errors = {DECLARED: _relative(read, base.float())}
     if errors[DECLARED] > _SAME:
@@ -166,7 +238,10 @@ def compare(weight: Tensor, base: Tensor, orders: Mapping[str, Tensor]) -> Again
     best = min(errors, key=errors.__getitem__)
     best = best if errors[best] <= _SAME else DECLARED
     against = base if best == DECLARED else base[orders[best]]
-    return _against(len(weight), errors, () if best == DECLARED else (best,), read, against.float(), _SAME)
+    done = _against(len(weight), errors, () if best == DECLARED else (best,), read, against.float(), _SAME)
+    if bias is not None and best != DECLARED:
+        bias = bias[0], bias[1][orders[best]]
+    return replace(done, at=torch.arange(len(weight)), bias=bias)
 
 
 def _against(
@@ -176,15 +251,11 @@ def _against(
     dot, own, other = (
         float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
     )
-    return Against(
-        rows,
-        errors,
-        best,
-        dot / ((own * other) ** 0.5 or 1.0),
-        dot / (own or 1.0),
-        error <= bound,
-        None if error <= bound else _by_factors(read, truth),
-    )
+    factor, cosine = dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
+    plausible = error <= bound and abs(factor - 1) <= max(_FACTOR, bound**2)
+    left = max(0.0, 1 - cosine**2) ** 0.5  # once all of the layer takes one factor
+    factors = None if plausible else _by_factors(read, truth, left)
+    return Against(rows, errors, best, cosine, factor, bound, plausible, factors)
 
 
 def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict[str, Tensor]:
@@ -220,13 +291,22 @@ def is_whole(tensors: Mapping[str, Tensor]) -> bool:
 def _starts(n: int) -> list[int]:
     """Where windows begin, from the first row to the last: thirds are all met, and halves."""
     tiles = -(-n // WINDOW)
-    return sorted({WINDOW * (i * (tiles - 1) // max(WINDOWS - 1, 1)) for i in range(WINDOWS)})
+    return sorted({WINDOW * (i * tiles // WINDOWS) for i in range(WINDOWS)} | {WINDOW * (tiles - 1)})
 
 
-def _bound(layer: FileLayer) -> float:
+def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
+    """The base's rows in a format that is not ours: cast, or rounded to so many bits with a scale for 32 numbers."""
     n, k = layer.shape
-    bits = 8 * max(stored.nbytes for stored in layer.stored.values()) / max(n * k, 1)
-    return _PLAUSIBLE[4 if bits < 7 else 8]
+    codes = max(layer.stored.values(), key=lambda stored: stored.nbytes)
+    if codes.dtype in _CASTS:
+        return truth.to(_CASTS[codes.dtype]).float()
+    bits = min(8, max(2, 8 * codes.nbytes // max(n * k, 1)))
+    blocks = nn.functional.pad(truth, (0, -k % 32)).unflatten(1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+    return ((blocks / scale).round() * scale).flatten(1)[:, :k]
+
+
+_CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 def _relative(read: Tensor, truth: Tensor) -> float:
@@ -235,15 +315,19 @@ def _relative(read: Tensor, truth: Tensor) -> float:
     return float((read - truth).norm() / truth.norm().clamp(min=1e-30))
 
 
-def _by_factors(read: Tensor, truth: Tensor) -> float:
-    """Relative error once each column, or each row, of what was read takes the factor that suits it best."""
+def _by_factors(read: Tensor, truth: Tensor, alone: float) -> Factors | None:
+    """The factors of columns, or of rows, that bring what was read near the base; None where none do.
+
+    alone: the error once all of it takes one factor.
+    """
     found = []
-    for axis in (0, 1):
+    for axis, name in enumerate(("columns", "rows")):
         if read.shape[axis] < 32:  # too few for a factor to be no coincidence
             continue
-        factors = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
-        found.append(_relative(read * factors, truth))
-    return min(found, default=torch.inf)
+        by = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
+        found.append(Factors(name, by.flatten(), _relative(read * by, truth)))
+    best = min(found, key=lambda factors: factors.left, default=None)
+    return best if best and any(best.left < min(most, share * alone) for most, share in _FOLDED) else None
 
 
 def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tensor]:

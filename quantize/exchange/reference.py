@@ -53,18 +53,33 @@ class Base:
             weight = torch.cat(list(weight.chunk(2))[::-1])
         return weight, orders_of(joined, n, k, n == 2 * k), ""
 
+    def other(self, joined: Joined, k: int) -> Tensor | None:
+        """What is no Linear's weight, as a file should hold it, in fp32; None where the base has no such tensor.
+
+        k: of the Linear whose bias it is; else 0.
+        """
+        try:
+            parts = [self.part(name, k) for name in joined.parts]
+        except ValueError:
+            return None
+        if not parts:
+            return None
+        tensor = (torch.cat(parts) if len(parts) > 1 else parts[0]).float()
+        return torch.cat(list(tensor.chunk(2))[::-1]) if joined.order == "halves swapped" else tensor
+
     def part(self, name: str, k: int) -> Tensor:
-        """The weight (N, K) of one module of diffusers, cut out of the original where that joins it."""
+        """The tensor, a weight as (N, K), of one module of diffusers, cut out of the original where that joins it."""
         whole = self._held.get(name)
         if whole is None:
             raise ValueError(f"the base has no {name}")
-        weight = self.model.read(self._name[whole])
-        if weight.ndim > 2:  # convolutions, some of which a file holds as matrices
-            weight = weight.reshape(weight.shape[0], -1)
+        tensor = self.model.read(self._name[whole])
+        if tensor.ndim > 2:  # convolutions, some of which a file holds as matrices
+            tensor = tensor.reshape(tensor.shape[0], -1)
         if whole.order == "halves swapped":
-            weight = torch.cat(list(weight.chunk(2))[::-1])
-        sizes = part_sizes(whole, weight.shape[0], k)
-        return weight.split(sizes)[whole.parts.index(name)]
+            tensor = torch.cat(list(tensor.chunk(2))[::-1])
+        if len(whole.parts) == 1:
+            return tensor
+        return tensor.split(part_sizes(whole, tensor.shape[0], k))[whole.parts.index(name)]
 
 
 def settled(model: ModelFile, base: Base) -> ModelFile:
