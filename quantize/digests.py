@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,12 @@ def write_digests(folder: Path) -> None:
 def write_own_digest(folder: Path) -> None:
     """Write a quantized model's digest into its config.json, in the folder that a library saved it in.
 
-    Not for a variant (`….fp16.safetensors`), nor of adapters alone; other models' folders stay as they are.
+    Where it saved none, as of adapters alone, and of other models, the folder stays as it is.
     """
-    if (folder / "config.json").is_file() and _is_quantized(read_json(folder / "config.json")):
-        with suppress(ValueError):  # no weights of the usual name
-            _add(folder / "config.json", {OWN: ModelFolder(folder.name, folder).tensors_digest("")})
+    if not any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file():
+        return
+    if _is_quantized(read_json(folder / "config.json")):
+        _add(folder / "config.json", {OWN: ModelFolder(folder.name, folder).tensors_digest("")})
 
 
 def _is_quantized(config: Mapping[str, Any]) -> bool:

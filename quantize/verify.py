@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file
-from fluxq.base.model import PICKLES, ModelFolder, resolve_model
+from fluxq.base.model import GENERATION_FILE, PICKLES, ModelFolder, resolve_model
 from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
@@ -211,8 +211,9 @@ def _safe(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    recorded = checkpoint.record.get("files")
+    recorded = (read_plan_file(checkpoint.path) or {}).get("files")
     if recorded is None:
+        yield from _needless(checkpoint)
         raise _NotRecorded
     if not isinstance(recorded, dict) or not all(isinstance(digest, str) for digest in recorded.values()):
         raise ValueError(f"{checkpoint.path / PLAN_FILE}: its `files` are no names and hashes; copy it again")
@@ -229,6 +230,15 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
             yield Finding(name, "recorded by nobody, and a loader may read it: remove it, or copy the checkpoint again")
 
 
+def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    """Weights and adapters, where nothing is recorded, beside those that a component's loader takes."""
+    taken = {file for component in checkpoint.models for file in checkpoint.folder.weight_files(component)}
+    for name in _readable(checkpoint):
+        file = checkpoint.path / name
+        if file.name == "adapter_config.json" or (file.suffix == ".safetensors" and file not in taken):
+            yield Finding(name, "beside the model's own weights, and a loader may read it: remove it")
+
+
 def _readable(checkpoint: _Checkpoint) -> Iterator[str]:
     """Files that diffusers or transformers might read: those of components, and what names them."""
     components = {name for name in checkpoint.folder.components if name}
@@ -240,7 +250,7 @@ def _readable(checkpoint: _Checkpoint) -> Iterator[str]:
             yield name.as_posix()
 
 
-_AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generation_config.json")
+_AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generation_config.json", GENERATION_FILE)
 
 
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -157,6 +158,49 @@ def test_a_swap_that_fails_at_any_move_changes_nothing(tmp_path, monkeypatch, mo
     assert tree(tmp_path) == before and not (tmp_path / "aside").exists()
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp_path, monkeypatch, is_file):
+    """The disk fails from the second move on, for good; then it is mended."""
+    output = Output(tmp_path / "x.html", is_file=True, beside=(".json",)) if is_file else Output(tmp_path / "out")
+    if is_file:
+        for place in output.places:
+            place.write_text(f"old {GENERATOR}")
+    else:
+        checkpoint(output.target, "weights")
+    before, rename, left = tree(tmp_path), Path.rename, [1]
+
+    def failing(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, "failing")
+        return rename(path, target)
+
+    def write(overwrite: bool) -> None:
+        with writing(output, JOB, overwrite=overwrite) as new:
+            for place in output.places if is_file and new else ():
+                (new / place.name).write_text("new")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="failing"):
+        patch.setattr(Path, "rename", failing)
+        write(True)
+    assert before != tree(tmp_path)
+    with pytest.raises(ValueError, match="exists; give another --output"):
+        write(False)
+    assert tree(tmp_path) == before
+
+
+def test_what_was_put_there_after_a_kill_is_not_replaced(tmp_path):
+    target, aside = tmp_path / "x.html", tmp_path / "aside"
+    aside.mkdir()
+    (tmp_path / "new").mkdir()
+    for path, text in ((tmp_path / "new" / "x.html", "new"), (aside / "x.html", "old"), (target, "theirs")):
+        path.write_text(text)
+    before = tree(tmp_path)
+    with pytest.raises(RuntimeError, match="was put there meanwhile"):
+        put_back([(tmp_path / "new" / "x.html", target)], aside)
+    assert tree(tmp_path) == before
+
+
 @pytest.mark.parametrize("moves", range(5))
 def test_a_swap_that_a_kill_ends_is_undone_by_the_next_run_unless_it_was_whole(tmp_path, monkeypatch, moves):
     pairs, rename, left = made_and_old(tmp_path), Path.rename, [moves]
@@ -178,7 +222,7 @@ def test_a_swap_that_a_kill_ends_is_undone_by_the_next_run_unless_it_was_whole(t
         else:
             put(pairs, tmp_path / "aside")
     put_back(pairs, tmp_path / "aside")
-    after = {"side": "new", "main": "new", "aside/0": "old", "aside/1": "old"}
+    after = {"side": "new", "main": "new", "aside/side": "old", "aside/main": "old"}
     assert tree(tmp_path) == (before if moves < 4 else after)
 
 
@@ -197,7 +241,7 @@ def test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_remov
         (new / "vae" / "a").write_text("new")
     stem = new.name.removesuffix(".new")
     assert done[-9:-7] == ["a", "vae"] or done[-10:-8] == ["a", "vae"]
-    assert done[-7:] == ["out>0", f"{stem}.new>out", tmp_path.name, "-.new", "-.pid", "-.lock", "-.old"]
+    assert done[-7:] == ["out>out", f"{stem}.new>out", tmp_path.name, "-.new", "-.pid", "-.lock", "-.old"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_that(tmp_path, monkeypatch):
@@ -322,7 +366,7 @@ def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_fi
 
 def test_what_was_moved_aside_by_another_job_is_put_back_before_anything_else(tmp_path):
     (tmp_path / ".out.0123456789abcdef.new").mkdir()
-    checkpoint(tmp_path / ".out.0123456789abcdef.old" / "0", "weights")
+    checkpoint(tmp_path / ".out.0123456789abcdef.old" / "out", "weights")
     checkpoint(tmp_path / ".out.more.0123456789abcdef.old" / "0", "weights")  # of another output, out.more
     with (
         pytest.raises(ValueError, match="out exists; give another --output, or --overwrite"),

@@ -155,7 +155,7 @@ def export(
     on_start()
     done = Exported(dialect, str(target), names, in_16_bit=others)
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
-    job = [version("fluxq"), options, [checkpoint.stamp(name) for name in names]]
+    job = [version("fluxq"), options, [checkpoint.stamps(name) for name in names]]
     with writing(output, job, overwrite=overwrite) as made:
         if made is None:
             done.was_written = True

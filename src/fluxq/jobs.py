@@ -331,8 +331,12 @@ def _kept_levels(file: Path) -> dict[str, float] | None:
 
 
 def _kept_statistics(work: Path) -> Statistics | None:
-    """Those that an interrupted run gathered."""
-    return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
+    """Those that an interrupted run gathered; None where there are none, or they were damaged."""
+    try:
+        return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
+    except ValueError as error:
+        logger.warning("%s: gathered again", error)
+        return None
 
 
 def _quantize_component(

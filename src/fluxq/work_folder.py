@@ -152,7 +152,7 @@ def _begin(prepared: Prepared, work: Path) -> None:
         manifest = other / _MANIFEST
         if other == work or not manifest.is_file():
             continue
-        differing = _differing(job, read_json(manifest))
+        differing = _differing(job, _read_manifest(manifest))
         recover(output, other)
         if not prepared.options.overwrite:
             raise ValueError(
@@ -168,6 +168,14 @@ def _begin(prepared: Prepared, work: Path) -> None:
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
     write_json(work / _MANIFEST, job)
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    """A job, {} for one that was damaged: it differs from any other in everything."""
+    try:
+        return read_json(file)
+    except ValueError:
+        return {}
 
 
 def clear_leftovers(prepared: Prepared) -> None:

@@ -177,11 +177,11 @@ class ModelFolder:
             return sorted(pool.map(describe, tensors))
 
     def stamp(self, component: str) -> list[list[Any]]:
-        """Name, size and time of each of the component's files: nothing is read."""
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in self._files(component)]
+        """Place and size of each of the component's files: nothing is read, and touching one makes no difference."""
+        return [[str(path.resolve()), path.stat().st_size] for path in self._files(component)]
 
     def stamps(self, component: str) -> list[Any]:
-        """`stamps` of the component's files: others where one was replaced or written to."""
+        """`stamps` of the component's files: others where one was replaced, touched or written to."""
         return stamps(self._files(component))
 
     def _files(self, component: str) -> list[Path]:

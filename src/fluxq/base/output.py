@@ -32,7 +32,7 @@ EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote
 MARK = "fluxq"  # with it begin keys in the header of each safetensors file that fluxq writes as an output
 GENERATOR = '<meta name="generator" content="fluxq">'  # of a page
 _LATER = ("README.md", "eval", ".eval_results")  # in a checkpoint beside what its record lists
-_LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.new")  # bytes, beside those of the folders that serve it
+_LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
 _LONGEST_HEADER = 1 << 27  # bytes
 _FIRST_OF_PAGE = 1 << 12  # characters
 _NEW, _OLD, _ANY_JOB = "new", "old", "[0-9a-f]" * 16
@@ -80,7 +80,8 @@ class Output:
         Where a killed process left its traces, `writing` clears them first and asks then.
         """
         standing = [place for place in self.places if place.exists() and not _is_empty(place)]
-        if not standing or any(self.left_behind()):
+        left = list(self.left_behind())
+        if not standing or (left and (not overwrite or any(path.with_suffix(f".{_NEW}").exists() for path in left))):
             return
         if exists_ok and not overwrite and (_is_marked(self.place) if self.is_file else _is_checkpoint(self.place)):
             return
@@ -159,7 +160,12 @@ def _recorded(folder: Path) -> set[str]:
     for record in (PLAN_FILE, EXPORT_FILE):
         if (folder / record).is_file():
             with suppress(ValueError, OSError):
-                return {record, *read_json(folder / record).get("files", ())}
+                said = read_json(folder / record).get("files")
+                return (
+                    {record, *(name for name in said if isinstance(name, str))}
+                    if isinstance(said, dict | list)
+                    else set()
+                )
     return set()
 
 
@@ -191,7 +197,9 @@ def writing(output: Output, job: object, *, overwrite: bool) -> Iterator[Path | 
     new, old = place.with_name(f"{stem}.{_NEW}"), place.with_name(f"{stem}.{_OLD}")
     pairs = [(new / each.name, each) for each in output.places] if output.is_file else [(new, place)]
     with sole_writer(place):
-        is_done = old.is_dir() and place.exists() and not any(made.exists() for made, _ in pairs)
+        is_done = (
+            old.is_dir() and place.exists() and not any(made.exists() for made, _ in pairs) and not _foreign(output)
+        )
         for left in sorted(output.left_behind()):
             theirs = left.with_suffix(f".{_NEW}")
             put_back([(theirs / n.name, n) for n in output.places] if output.is_file else [(theirs, place)], left)
@@ -204,9 +212,12 @@ def writing(output: Output, job: object, *, overwrite: bool) -> Iterator[Path | 
             new.mkdir(parents=True)
             try:
                 yield new
-                put([(made, each) for made, each in pairs if made.exists()], old)
-            finally:
-                remove(new)
+                put(pairs, old)
+            except BaseException:
+                if not old.exists():  # else the way back failed too, and the next run needs both
+                    remove(new)
+                raise
+            remove(new)
     remove(old)  # the last trace: until it is gone, the same command knows that it had finished
     if is_done:
         yield None
@@ -229,8 +240,11 @@ def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Itera
         if target.exists() and not overwrite and not _is_empty(target):
             raise FileExistsError(errno.EEXIST, "something was put there meanwhile", str(target))
         put([(part, target)], old)
-    finally:
-        remove(part)
+    except BaseException:
+        if not old.exists():  # else the way back failed too, and the next run needs both
+            remove(part)
+        raise
+    remove(part)
     remove(old)
 
 
@@ -249,9 +263,9 @@ def put(pairs: Pairs, aside: Path) -> None:
         sync(made)
     aside.mkdir(parents=True)
     try:
-        for number, (made, place) in enumerate(pairs):
+        for made, place in pairs:
             if place.exists():
-                place.rename(aside / str(number))
+                place.rename(aside / place.name)
             made.rename(place)
         for folder in dict.fromkeys(place.parent for _, place in pairs):
             sync(folder, deep=False)
@@ -268,11 +282,16 @@ def put_back(pairs: Pairs, aside: Path) -> None:
 
 
 def _undo(pairs: Pairs, aside: Path) -> None:
-    for number, (made, place) in reversed(list(enumerate(pairs))):
+    for made, place in reversed(list(pairs)):
         if not made.exists() and place.exists():
             place.rename(made)
-        if (aside / str(number)).exists():
-            (aside / str(number)).rename(place)
+        if (aside / place.name).exists():
+            if place.exists():
+                raise RuntimeError(
+                    f"{place} was put there meanwhile, and what an interrupted command moved out of its way lies in "
+                    f"{aside}; move one of them elsewhere"
+                )
+            (aside / place.name).rename(place)
 
 
 def remove(path: Path) -> None:

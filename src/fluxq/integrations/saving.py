@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ def register_with_transformers() -> None:
 
 
 def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
-    """What `push_to_hub=True` uploads before this has its turn has none; `model.push_to_hub` uploads it."""
+    """A variant gets none, which `verify` does not read; nor does what `push_to_hub=True` uploads before this."""
 
     @functools.wraps(save)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         result = save(self, save_directory, *args, **kwargs)
-        if getattr(self, "hf_quantizer", None) is not None:
-            write_own_digest(Path(save_directory))
+        said = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+        if getattr(self, "hf_quantizer", None) is not None and said.get("is_main_process", True):
+            if said.get("variant") is None:
+                write_own_digest(Path(save_directory))
         return result
 
     return save_pretrained
