@@ -99,11 +99,10 @@ def test_touched_weights_are_the_same_model(tmp_path, monkeypatch, caplog):
     source = model(tmp_path / "m")
     work = stopped(monkeypatch, source, tmp_path / "out")
     (source / "transformer" / WEIGHTS).touch()
-    written = {path: path.stat().st_mtime_ns for path in (work / "transformer").iterdir()}
     prepared = jobs.prepare(options(source, tmp_path / "out"))
     assert jobs.work_folder(prepared) == work
     jobs.quantize(prepared)
-    assert written and "made again" not in caplog.text
+    assert "going on" in caplog.text and "made again" not in caplog.text
 
 
 def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path):

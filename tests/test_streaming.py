@@ -335,7 +335,7 @@ def test_killed_while_it_replaces_a_checkpoint_the_old_one_is_not_lost(process, 
     assert process(tmp_path, *command, die_at=(module, name, call))["code"] == -signal.SIGKILL
     standing = [path.name for path in (tmp_path / "out").iterdir()] if (tmp_path / "out").exists() else []
     assert expected == ("nothing" if not standing else "old" if "old" in standing else "new")
-    assert len([*tmp_path.glob("out/old"), *tmp_path.glob(".out.*.work/old/0/old")]) == 1
+    assert len([*tmp_path.glob("out/old"), *tmp_path.glob(".out.*.work/old/out/old")]) == 1
     assert process(tmp_path, *command)["code"] == 0
     assert files_of(tmp_path / "out") == whole[0] and beside(tmp_path) == ["out"]
 
@@ -408,13 +408,14 @@ def change(folder: Path, component: str) -> None:
 
 @pytest.mark.parametrize("component", ["transformer", "text_encoder", "scheduler"])
 def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, component):
-    """Of an interrupted job and of a finished one."""
+    """Of a finished job, and of an interrupted one but for weights that are rounded: those of the blocks are compared."""
     interrupted(str(tiny_folder), "fp8")
     change(tiny_folder, component)
     named = rf"{'model' if component == 'transformer' else 'copied'} \({component}\)"
-    with pytest.raises(ValueError, match=f"an interrupted run that differs in {named} is kept in "):
-        quantize(tmp_path, str(tiny_folder))
-    quantize(tmp_path, str(tiny_folder), overwrite=True)
+    if component != "transformer":
+        with pytest.raises(ValueError, match=f"an interrupted run that differs in {named} is kept in "):
+            quantize(tmp_path, str(tiny_folder))
+    quantize(tmp_path, str(tiny_folder), overwrite=component != "transformer")
     change(tiny_folder, component)
     with pytest.raises(ValueError, match=f"holds a checkpoint that differs in {named}; give another --output, or"):
         quantize(tmp_path, str(tiny_folder))
