@@ -204,6 +204,106 @@ def test_what_is_not_the_bases_is_wrong_and_is_not_imported(case, base, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+# --- what other programs write, and is not read
+
+
+def cast_to_fp8(only: str = "") -> Tensors:
+    return {name: value.to(torch.float8_e4m3fn) if only in name else value for name, value in base_state().items()}
+
+
+def folder_of(folder: Path, tensors: Tensors, **said) -> Path:
+    write_base(folder)
+    save_file(tensors, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": said} if said else {})))
+    return folder
+
+
+@pytest.mark.parametrize("beside", ["weight_scale_inv", "scale", "weight_g_idx", "weight._scale"])
+def test_a_tensor_that_nothing_reads_is_named_whatever_it_is_called(beside, base, tmp_path) -> None:
+    layer = "transformer_blocks.0.attn.to_q"
+    tensors = cast_to_fp8("transformer_blocks.0.attn.to_q.weight") | {f"{layer}.{beside}": torch.ones(4)}
+    folder = folder_of(tmp_path / "theirs", tensors)
+    report = inspect_path(folder)[""]
+    assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [("unread", layer)]
+    assert f"nothing reads {beside}" in report.faults[-1].what
+    with pytest.raises(ValueError, match=f"{layer}: nothing here reads {beside}"):
+        import_model(folder, tmp_path / "out", base)
+
+
+@pytest.mark.parametrize("method", ["quanto", "sdnq", "gptq", "awq"])
+def test_another_programs_folder_is_called_by_its_name(method, base, tmp_path) -> None:
+    folder = folder_of(tmp_path / "theirs", cast_to_fp8("attn"), quant_method=method)
+    report = inspect_path(folder)[""]
+    assert not report.is_sound and kinds(report)["another program's"] == 1
+    assert method in report.about and "nothing in it is quantized" not in report.about
+    with pytest.raises(ValueError, match=f"what {method} wrote is not read here"):
+        import_model(folder, tmp_path / "out", base)
+
+
+def test_a_file_in_which_all_was_cast_to_fp8_is_read(base, tmp_path) -> None:
+    folder = folder_of(tmp_path / "theirs", cast_to_fp8())
+    report = inspect_path(folder, base)[""]
+    assert report.is_sound, report.faults
+    (done,) = import_model(folder, tmp_path / "out", base, dequantize=True)
+    assert done.dialect == "legacy"
+    bias = "transformer_blocks.0.attn.to_q.bias"
+    held = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(held[bias], base_state()[bias].to(torch.float8_e4m3fn).bfloat16())
+
+
+def test_a_scale_for_each_row_of_the_old_fp8_files_is_read_in_16_bit(base, tmp_path) -> None:
+    def by_rows(module: str, tensors: Tensors) -> None:
+        scale = tensors["weight"].float().abs().amax(1, keepdim=True) / 448
+        tensors |= {"weight": (tensors["weight"].float() / scale).to(torch.float8_e4m3fn), "scale_weight": scale}
+
+    name, state = "transformer_blocks.0.attn.to_q", base_state()
+    tensors = {"weight": state[f"{name}.weight"]}
+    by_rows(name, tensors)
+    folder = folder_of(tmp_path / "theirs", state | {f"{name}.{part}": value for part, value in tensors.items()})
+    assert inspect_path(folder, base)[""].is_sound
+    (done,) = import_model(folder, tmp_path / "out", base, dequantize=True)
+    assert list(done.dequantized) == [name] and "a scale for each row" in done.dequantized[name]
+
+
+def modelopts(folder: Path) -> Path:
+    """ModelOpt's folder in ComfyUI's layout: its mark in the header, tiles, and low nibbles first."""
+    file = made(folder / "comfy", "comfy", NVFP4, original=False)
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))["__metadata__"]
+    tensors = {name: value for name, value in load_file(file).items() if not name.endswith("comfy_quant")}
+    codes = {name: swap_nibbles(value) for name, value in tensors.items() if value.dtype == torch.uint8}
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.47.0"}}
+    done = folder_of(folder / "modelopt", tensors | codes, **said)
+    save_file(tensors | codes, done / "diffusion_pytorch_model.safetensors", header)
+    return done
+
+
+def test_what_marks_contradict_is_decided_by_the_base_or_refused(base, tmp_path) -> None:
+    folder = modelopts(tmp_path)
+    with pytest.raises(ValueError, match="`--base` proves them; without it `fluxq import` would guess"):
+        import_model(folder, tmp_path / "out")
+    (done,) = import_model(folder, tmp_path / "out", base)
+    assert len(done.mended) == len(done.quantized) and set(map(tuple, done.mended.values())) == {("swapped nibbles",)}
+
+
+def test_double_quantized_scales_are_an_index_and_no_fault(tmp_path) -> None:
+    meta = GOLDEN / "bnb_nf4.safetensors"
+    tensors = {name: value for name, value in load_file(meta).items() if not name.startswith("__")}
+    name = next(name for name in tensors if name.endswith("weight.absmax"))
+    tensors[name] = torch.full_like(tensors[name], 255, dtype=torch.uint8)
+    tensors[f"{name.removesuffix('absmax')}nested_absmax"] = torch.ones(1)
+    tensors[f"{name.removesuffix('absmax')}nested_quant_map"] = torch.ones(256)
+    save_file(tensors, tmp_path / "nf4.safetensors")
+    assert "scales that are no numbers" not in kinds(inspect_path(tmp_path / "nf4.safetensors")[""])
+
+
+def test_a_type_of_gguf_that_is_not_read_is_no_damage(tmp_path) -> None:
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes({"a.weight": (39, (32, 32), bytes(17 * 32))}))
+    with pytest.raises(ValueError, match=r"'a\.weight' is of type MXFP4, which is not read here"):
+        open_models(tmp_path / "model.gguf")
+
+
 def test_norms_and_tables_are_held_against_the_base_too(base, tmp_path) -> None:
     for name in ("transformer_blocks.0.attn.norm_q.weight", "x_embedder.bias", "x_embedder.weight"):
         state = base_state()

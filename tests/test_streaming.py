@@ -408,7 +408,7 @@ def change(folder: Path, component: str) -> None:
 
 @pytest.mark.parametrize("component", ["transformer", "text_encoder", "scheduler"])
 def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, component):
-    """Of a finished job, and of an interrupted one but for weights that are rounded: those of the blocks are compared."""
+    """Of a finished job, and of an interrupted one but for its weights, which the blocks tell."""
     interrupted(str(tiny_folder), "fp8")
     change(tiny_folder, component)
     named = rf"{'model' if component == 'transformer' else 'copied'} \({component}\)"

@@ -32,6 +32,8 @@ from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import (
     CODES,
     FLOATS,
+    METHODS,
+    MODELOPTS,
     NATIVE,
     PLAIN,
     SIGNS,
@@ -97,6 +99,8 @@ class ModelFile:
         self.dialect, self.evidence, self.contradictions = dialect_of(self)
         if self.contradictions == (UNDECIDED,):
             self.undecided = ("comfy", "bfl" if self.dialect == "comfy" else "modelopt")
+        elif MODELOPTS in self.contradictions:
+            self.undecided = ("comfy",)
         if self.others:
             self.container += f" with {', '.join(self.other_components())} beside the denoiser"
         self._take_apart()
@@ -127,6 +131,24 @@ class ModelFile:
             count, nbytes = found.get(component, (0, 0))
             found[component] = count + 1, nbytes + self.stored[name].nbytes
         return found
+
+    @property
+    def unread(self) -> dict[str, list[str]]:
+        """Layer -> tensors beside its codes that its dialect does not know."""
+        found: dict[str, list[str]] = {}
+        for name in self.plain:
+            module, _, _ = name.removesuffix("._data").rpartition(".")
+            for layer in (module, module.rpartition(".")[0]):  # some put a layer's tensors one level down
+                if layer in self.layers:
+                    found.setdefault(layer, []).append(name[len(layer) + 1 :])
+                    break
+        return found
+
+    @property
+    def unknown_method(self) -> str:
+        """`quant_method` of config.json, where no dialect has it; "" otherwise."""
+        method = self.quantization.get("quant_method")
+        return "" if method is None or method in METHODS else str(method)[:80]
 
     @property
     def files(self) -> list[Path]:

@@ -111,7 +111,9 @@ class _Header:
         shape = tuple(self.take("Q") for _ in range(count))[::-1]
         kind, offset = self.take("I"), self.take("Q")
         if kind not in TYPES:
-            raise ValueError(f"tensor {name!r}: type {kind} is none that is read here")
+            raise _Unread(
+                f"tensor {name!r} is of type {_UNREAD.get(kind, kind)}, which is not read here; get it in 16 bit"
+            )
         word, elements, nbytes = TYPES[kind]
         if not 0 < prod(shape) < 1 << 40 or shape[-1] % elements:
             raise ValueError(f"tensor {name!r}: {word} in the shape {shape}, whose rows are no blocks of {elements}")
@@ -160,10 +162,16 @@ class _Header:
         return self.data[self.at - length : self.at].decode()
 
 
+class _Unread(ValueError):
+    """A type of tensors that ggml has, and this has not."""
+
+
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
     try:
         yield
+    except _Unread as error:
+        raise ValueError(f"{path}: {error}") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: truncated or damaged GGUF file ({error}); copy it again") from None
 
@@ -173,6 +181,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _NUMBERS = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+}
+_UNREAD = {
+    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M"},
+    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
 # ggml's number of a type -> (name, elements of a block, its bytes)
 TYPES = {

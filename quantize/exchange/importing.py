@@ -173,9 +173,12 @@ def _write(
         model = settled(model, base)
         report.dialect = model.dialect
     if model.undecided:
-        raise ValueError(f"{model.path}: {model.contradictions[0]}; without it `fluxq import` would guess")
-    if model.faults:
-        raise ValueError(f"{model.path}: {_several(model.faults)}; `fluxq inspect` says more")
+        raise ValueError(f"{model.path}: {model.contradictions[-1]}; without it `fluxq import` would guess")
+    if model.unknown_method:
+        raise ValueError(f"{model.path}: what {model.unknown_method} wrote is not read here; get the model in 16 bit")
+    faults = {name: f"nothing here reads {', '.join(left)}" for name, left in model.unread.items()} | model.faults
+    if faults:
+        raise ValueError(f"{model.path}: {_several(faults)}; `fluxq inspect` says more")
     if not dequantize and model.dialect in ("gguf", "bnb"):
         raise ValueError(
             f"{model.path}: no format of ours holds the codes of {model.dialect} ({len(model.layers)} layers); "

@@ -126,7 +126,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         str(model.path),
         model.container,
         model.dialect,
-        _about(model.dialect),
+        _about(model),
         model.evidence,
         model.contradictions,
         model.family.name if model.family else "",
@@ -158,6 +158,9 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         scope[(_role(model, modules[0]) if modules else "") or "unknown"]["16 bit"] += 1
     done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
     done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
+    done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
+    if model.unknown_method:
+        done.faults.append(Fault("another program's", "", f"config.json says quant_method {model.unknown_method}"))
     if base is not None:
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
             parts = joined.get(f"{name}.weight")
@@ -352,6 +355,8 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
 def _numbers(model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """NaN, infinity, zeros and signs among scales and codes, and global scales that no weight has."""
     for suffix, tensor in tensors.items():
+        if suffix == "weight.absmax" and "weight.nested_absmax" in tensors:
+            continue  # an index into a table
         if suffix in _SCALES:
             yield from _scale_numbers(model, layer, suffix, tensor, tensors)
         elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -522,10 +527,12 @@ def _role(model: ModelFile, module: str) -> str:
     return located[0].role if located else "kept" if family.kept(module) else ""
 
 
-def _about(dialect: str) -> str:
-    if dialect in DIALECTS:
-        return DIALECTS[dialect].about
-    return "a checkpoint of fluxq" if dialect == NATIVE else "nothing in it is quantized"
+def _about(model: ModelFile) -> str:
+    if model.unknown_method:
+        return f"what {model.unknown_method} wrote is not read here"
+    if model.dialect in DIALECTS:
+        return DIALECTS[model.dialect].about
+    return "a checkpoint of fluxq" if model.dialect == NATIVE else "nothing in it is quantized"
 
 
 def _finite(value: Any) -> Any:
@@ -621,6 +628,10 @@ FAULTS: dict[str, Kind] = {
     ),
     "widened": Kind("in 16 bit, and as far from the base's as if it had been in 8", "none is needed", False),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
+    "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),
+    "another program's": Kind(
+        "a quantization that is not read here, of which nothing else was looked at", "get the model in 16 bit"
+    ),
     "unreadable": Kind("no reader of the dialect takes the layer", _AGAIN),
     "unknown names": Kind("no row of recipes/keymaps.py knows a tensor's name", "is it another model?", False),
     "codes that are NaN": Kind("weights that are NaN", _AGAIN),

@@ -198,7 +198,10 @@ class Tensors:
 
     def bias(self, n: int) -> dict[str, Tensor]:
         """{"bias": (n,)}, or nothing."""
-        return {"bias": self.take("bias", FLOATS, (n,))} if "bias" in self else {}
+        if "bias" not in self:
+            return {}
+        bias = self.take("bias", (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2), (n,))
+        return {"bias": bias if bias.element_size() > 1 else bias.bfloat16()}  # where all was cast to fp8
 
     def finish(self) -> None:
         """ValueError for what no part of the dialect reads."""

@@ -1,6 +1,6 @@
 """ComfyUI's fp8 files of before `comfy_quant`, to read from.
 
-    weight E4M3 or E5M2 [N, K], scale_weight F32 [] or [1], scale_input F32 [] or [1]
+    weight E4M3 or E5M2 [N, K], scale_weight F32 [] or [1], some [N, 1], scale_input F32 [] or [1]
 
 The file has a tensor `scaled_fp8`, and two elements of it mean that the weight is widened and x is not rounded. A file
 without it, and layers without scale_weight, are plain casts: their scale is 1. Source: ComfyUI's comfy/utils.py.
@@ -25,7 +25,8 @@ def decode(
     weight = held.take("weight", (torch.float8_e4m3fn, torch.float8_e5m2), shape)
     scale = torch.ones(())
     if "scale_weight" in held:
-        scale = held.scale("scale_weight", FLOATS, (), (1,)).float().reshape(())
+        scale = held.scale("scale_weight", FLOATS, (), (1,), (shape[0], 1)).float()
+        scale = scale if scale.ndim == 2 else scale.reshape(())
     done, given = held.bias(shape[0]), {}
     if "scale_input" in held:
         x_scale = held.scale("scale_input", FLOATS, (), (1,)).float().reshape(())
@@ -33,6 +34,8 @@ def decode(
     held.finish()
     if weight.dtype == torch.float8_e5m2:
         return Plain(weight.float() * scale, done.get("bias"), "it is E5M2")
+    if scale.ndim:
+        return Plain(weight.float() * scale, done.get("bias"), "it has a scale for each row, and ComfyUI's have one")
     row = ROWS[1] if (entry or {}).get("scaled_fp8", 2) == 2 else ROWS[0]
     done |= {"weight": weight, "weight_scale": scale}
     return native(row, shape, done, given) if row.activations is None else native(row, shape, done | given)

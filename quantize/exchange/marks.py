@@ -48,6 +48,8 @@ def dialect_of(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
                 "no comfy_quant tensors: ComfyUI reads the header instead, SGLang-Diffusion takes the file for linear "
                 "scales and low nibbles first",
             )
+            if any(other == "modelopt" for other, _ in found):
+                others += (MODELOPTS,)
         elif not said_by_comfy(model):
             others += ("no _quantization_metadata beside the comfy_quant tensors",)
     return dialect, mine, others
@@ -63,7 +65,9 @@ def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if not quantized:
         return PLAIN, ("no tensor has codes",), ()
     if not any("weight_scale" in stored for stored in quantized):
-        return "legacy", ("8-bit floats without any scale: a plain cast",), ()
+        scales = sorted({suffix for parts in model.groups.values() for suffix in parts} - {"weight", "bias"})
+        said = f"8-bit floats, and nothing that is known as their scale{f': {scales}' if scales else ''}: a plain cast"
+        return "legacy", (said,), ()
     linear = padding = False
     for stored in quantized:
         scale, weight = stored.get("weight_scale"), stored.get("weight")
@@ -191,6 +195,11 @@ def said_by_comfy(model: Headers) -> dict[str, Any]:
     return layers if isinstance(layers, dict) else {}
 
 
+METHODS = (  # values of quant_method that a dialect has
+    *(QUANT_METHOD, "nunchaku_lite", "svdquant", "torchao", "compressed-tensors", "bitsandbytes"),
+    *("modelopt", "modelopt_fp4", "modelopt_mixed", "gguf"),
+)
+MODELOPTS = "ModelOpt writes low nibbles first whatever the layout, ComfyUI reads high ones first; `--base` proves them"
 UNDECIDED = "nothing in the file says the order of nibbles and block scales; `--base` proves them"
 SIGNS = ("scaled_fp8", CHECKPOINT_PREFIX + "scaled_fp8")  # no tensor of the model
 FLOATS = ("BF16", "F16", "F32", "F64")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fluxq.quantize.exchange.files import ModelFile, open_model, open_models
 from fluxq.quantize.exchange.marks import PLAIN
-from fluxq.quantize.exchange.proof import orders_of, part_sizes, prove
+from fluxq.quantize.exchange.proof import REPAIRS, orders_of, part_sizes, prove
 from fluxq.recipes.keymaps import Joined
 
 _SETTLING = 4  # layers that decide about a dialect
@@ -87,13 +87,15 @@ def settled(model: ModelFile, base: Base) -> ModelFile:
 
     As it was, where none of them is right.
     """
-    for dialect in model.undecided:
-        other, found = model.read_as(dialect, "proved against the base"), []
-        for name, layer in list(other.layers.items())[:_SETTLING]:
-            joined = other.joined.get(f"{name}.weight")
-            truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
-            against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
-            found.append(against is not None and against.plausible and set(against.best) <= {"missing input_scale"})
-        if found and sum(found) > len(found) / 2:
-            return other
+    several = len(model.undecided) > 1
+    for mended in ({"missing input_scale"}, *([] if several else [set(REPAIRS)])):  # one alone may have to be mended
+        for dialect in model.undecided:
+            other, found = model.read_as(dialect, "proved against the base"), []
+            for name, layer in list(other.layers.items())[:_SETTLING]:
+                joined = other.joined.get(f"{name}.weight")
+                truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
+                against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
+                found.append(against is not None and against.plausible and set(against.best) <= mended)
+            if found and sum(found) > len(found) / 2:
+                return other
     return model
