@@ -474,6 +474,16 @@ def with_text_encoder(tmp_path_factory) -> Path:
     return folder
 
 
+def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder, tmp_path) -> None:
+    options = jobs.Options("tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",))
+    jobs.quantize(jobs.prepare(options))
+    words = "stock transformers does not load a T5 with 4-bit layers"
+    done = exchange.export_checkpoint(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit")
+    assert sum(note.startswith(words) for note in done.notes) == 1
+    done = exchange.export_checkpoint(str(with_text_encoder), "compressed-tensors", tmp_path / "8 bit")
+    assert not any(note.startswith(words) for note in done.notes)
+
+
 @pytest.mark.reader("transformers", "compressed_tensors")
 def test_compressed_tensors_loads_a_text_encoder(with_text_encoder, tmp_path) -> None:
     target = tmp_path / "t5"

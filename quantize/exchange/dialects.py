@@ -263,6 +263,6 @@ READERS = (
         "compressed-tensors",
         "0.20.0",
         tuple(dict.fromkeys(row.name for row in compressed_tensors.ROWS)),
-        "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder",
+        "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder in fp8, but none in 4 bits",
     ),
 )

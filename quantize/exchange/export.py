@@ -222,6 +222,12 @@ class ComponentPlan:
             plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
             formats[str(encoded.entry.get(_SAID.get(self.dialect, ""), layer.scheme))] += 1
             notes.update(encoded.notes)
+            if (
+                self.dialect == "compressed_tensors"
+                and layer.scheme.weights.element.bits == 4
+                and "T5" in source.class_name
+            ):
+                notes[_NOT_BY_TRANSFORMERS] += 1
         for name, (members, order) in self.plain.items():
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
@@ -669,6 +675,10 @@ _NOT_CARRIED = {
     "steps": "every step is computed with these codes there, here some are kept in 16 bit",
 }
 _OF_COLUMNS = {"pre_quant_mean", "pre_quant_scale", "svdquant_lora_a", "deflate_basis"}
+_NOT_BY_TRANSFORMERS = (
+    "stock transformers does not load a T5 with 4-bit layers of compressed-tensors, whoever wrote them: it initializes "
+    "`weight`, which they have not; fp8 and int8 load"
+)
 _SAID = {
     **{"bfl": "format", "comfy": "format", "modelopt": "quant_algo", "torchao": "_type"},
     **{"compressed_tensors": "format", "nunchaku": "op", "nunchaku_lite": "op"},
