@@ -146,7 +146,7 @@ def test_what_sees_a_damage(checkpoint, tmp_path, recipe, damage):
     not_here = DAMAGES[damage](tensors, said)
     if not_here:
         assert recipe != "nvfp4-max", not_here  # which has all that can be damaged
-        return
+        pytest.skip(f"{recipe} has {not_here}")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     said.pop(OTHERS)
     (folder / "config.json").write_text(json.dumps(config))

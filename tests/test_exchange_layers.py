@@ -577,3 +577,33 @@ def test_codes_that_no_format_of_ours_holds_become_a_plain_weight() -> None:
     awq = nunchaku.encode(quantized("int4-16bit", 128, 64)).tensors
     back = nunchaku.decode(awq | {"wzeros": awq["wzeros"] + 1}, (128, 64))
     assert isinstance(back, Plain)
+
+
+def test_scales_of_other_groups_and_dtypes_become_a_plain_weight() -> None:
+    g = torch.Generator().manual_seed(0)
+    layer = quantized("int4_g128-16bit", 32, 256)
+    encoded = modelopt.encode(layer)
+    scale = encoded.tensors["weight_scale"] * 1.001  # no numbers of bf16
+    back = modelopt.decode(encoded.tensors | {"weight_scale": scale}, (32, 256), encoded.entry)
+    assert isinstance(back, Plain) and torch.allclose(back.weight, effective(layer).float() * 1.001, rtol=1e-5)
+
+    codes = torch.randn(200, 320, generator=g).to(torch.float8_e4m3fn)
+    blocks = torch.rand(2, 3, generator=g) + 0.5
+    entry = {"format": "float-quantized", "weights": {"strategy": "block", "block_structure": [128, 128]}}
+    back = compressed_tensors.decode({"weight": codes, "weight_scale": blocks}, (200, 320), entry)
+    assert isinstance(back, Plain)
+    assert back.weight[127, 127] == codes[127, 127].float() * blocks[0, 0]
+    assert back.weight[128, 319] == codes[128, 319].float() * blocks[1, 2]
+
+    encoded = compressed_tensors.encode(layer)
+    rounded = encoded.entry | {"input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}
+    back = compressed_tensors.decode(encoded.tensors, (32, 256), rounded)
+    assert isinstance(back, Plain) and torch.equal(back.weight, effective(layer).float())
+    assert back.bias is not None and "rounded activations" in back.why
+
+    encoded = torchao.encode(quantized("int8-int8", 32, 64))
+    scale = torch.rand(32, 4, generator=g)
+    grouped = {"_weight_scale": scale, "_weight_zero_point": torch.zeros(32, 4, dtype=torch.int8)}
+    back = torchao.decode(encoded.tensors | grouped, (32, 64), encoded.entry)
+    assert isinstance(back, Plain) and back.bias is not None
+    assert torch.equal(back.weight, encoded.tensors["_weight_qdata"].float() * scale.repeat_interleave(16, 1))

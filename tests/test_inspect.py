@@ -287,6 +287,26 @@ def test_what_marks_contradict_is_decided_by_the_base_or_refused(base, tmp_path)
     assert len(done.mended) == len(done.quantized) and set(map(tuple, done.mended.values())) == {("swapped nibbles",)}
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_modelopt_took_out_of_a_weight_in_16_bit_is_put_back(rank, base, tmp_path) -> None:
+    """Embedders that were calibrated with the rest, and disabled then."""
+    name, state, g = "context_embedder", base_state(), torch.Generator().manual_seed(0)
+    weight = state[f"{name}.weight"].float()
+    factors = torch.rand(weight.shape[1], generator=g) + 0.5
+    a, b = (torch.randn(size, generator=g).bfloat16() * 0.02 for size in ((4, len(factors)), (len(weight), 4)))
+    taken = {f"{name}.pre_quant_scale": factors}
+    taken |= {f"{name}.svdquant_lora_a": a, f"{name}.svdquant_lora_b": b} if rank else {}
+    left = weight / factors - (b.float() @ a.float() if rank else 0)
+    folder = made(tmp_path, "modelopt", FP8)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(file) | taken | {f"{name}.weight": left.bfloat16()}, file, {"format": "pt"})
+    assert kinds(inspect_path(folder, base)[""])["disabled"] == 1
+    (done,) = import_model(folder, tmp_path / "out", base)
+    assert "pre_quant_scale" in done.mended[name][0]
+    held = load_file(tmp_path / "out" / file.name)[f"{name}.weight"].float()
+    assert (held - weight).norm() < 0.01 * weight.norm()
+
+
 def test_double_quantized_scales_are_an_index_and_no_fault(tmp_path) -> None:
     meta = GOLDEN / "bnb_nf4.safetensors"
     tensors = {name: value for name, value in load_file(meta).items() if not name.startswith("__")}

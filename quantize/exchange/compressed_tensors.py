@@ -40,6 +40,7 @@ from fluxq.quantize.exchange.layouts import as_bytes, crop
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
 
 _INT4 = ELEMENTS["int4"]
+_BLOCK = 128  # rows, and columns, that share a scale in strategy "block"
 
 
 def encode(layer: QuantTensors) -> Encoded:
@@ -98,15 +99,23 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     is_weight_only = entry.get("input_activations") is None
     rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
     if not rows:
-        raise ValueError(f"compressed-tensors: {name} of {weights} weights is not read with rounded activations")
+        plain = next(row for row in ROWS if row.weights == weights and row.activations is None)
+        dense, bias = native(plain, shape, done | own).linear().collapsed()
+        return Plain(dense, bias, f"{weights} weights are not computed with rounded activations")
     if rows[0].input_scale == "none":
         return native(rows[0], shape, done | own, given)
     return native(rows[0], shape, done | own | given)
 
 
-def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+def _read_rows(
+    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
+) -> tuple[str, dict[str, Tensor]] | Plain:
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
-    scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), ()).float()
+    of_blocks = tuple(-(-size // _BLOCK) for size in shape)
+    scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
+    if tuple(scale.shape) == of_blocks and scale.numel() not in (1, shape[0]):
+        wide = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: shape[0], : shape[1]]
+        return Plain(codes.float() * wide, None, f"it has a scale for each block of {_BLOCK} by {_BLOCK}")
     if codes.dtype == torch.int8:
         return _int8(codes, scale)
     if scale.ndim == 2 and scale.numel() == shape[0]:

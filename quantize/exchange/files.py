@@ -79,10 +79,11 @@ class ModelFile:
     container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN. evidence: what tells it; contradictions: what
     speaks for another. names: of its modules, "diffusers", "original" or "nunchaku". family: None where no row knows
     them.
-    groups: tensors that may be of a quantized layer, by module and suffix. layers: by name; plain: names of all other
-    tensors. prefix: of the denoiser's names in a file that holds other components too; others: names of their tensors,
-    of which nothing else here tells. faults: layer -> why it could not even be taken apart. undecided: dialects among
-    which nothing in the file decides; `dialect` is the first guess.
+    disabled: module in 16 bit -> suffix -> tensor, of what calibration took out of its weight before its quantizer
+    was disabled. groups: tensors that may be of a quantized layer, by module and suffix. layers: by name; plain:
+    names of all other tensors. prefix: of the denoiser's names in a file that holds other components too; others:
+    names of their tensors, of which nothing else here tells. faults: layer -> why it could not even be taken apart.
+    undecided: dialects among which nothing in the file decides; `dialect` is the first guess.
     """
 
     def __init__(self, path: Path, files: list[TensorFile | GGUFFile], container: str, config: dict[str, Any]) -> None:
@@ -120,7 +121,14 @@ class ModelFile:
         if self.dialect == "nunchaku":
             self._pair_sides()
         taken = {name for layer in self.layers.values() for name in layer.parts.values()}
-        self.plain = [name for name in self.stored if name.startswith(self.prefix) and name not in taken]
+        plain = [name for name in self.stored if name.startswith(self.prefix) and name not in taken]
+        self.disabled: dict[str, dict[str, str]] = {}
+        for name in plain if self.dialect == "modelopt" else ():
+            module, _, suffix = name.rpartition(".")
+            if suffix in _OF_DISABLED and f"{module}.weight" in plain:
+                self.disabled.setdefault(module, {})[suffix] = name
+        apart = {name for parts in self.disabled.values() for name in parts.values()}
+        self.plain = [name for name in plain if name not in apart]
 
     def other_components(self) -> dict[str, tuple[int, int]]:
         """Name -> (tensors, bytes) of what lies beside the denoiser in its file."""
@@ -164,6 +172,17 @@ class ModelFile:
     def read(self, name: str) -> Tensor:
         """A tensor, in memory of its own."""
         return self._files[name].get_tensor(name)
+
+    def read_plain(self, name: str) -> Tensor:
+        """A tensor that is not quantized; a weight with what ModelOpt had taken out of it put back."""
+        tensor, (module, _, suffix) = self.read(name), name.rpartition(".")
+        left = {part: self.read(held).float() for part, held in self.disabled.get(module, {}).items()}
+        if suffix != "weight" or not left:
+            return tensor
+        weight = tensor.float()
+        if left.keys() >= {"svdquant_lora_a", "svdquant_lora_b"}:
+            weight = weight + left["svdquant_lora_b"] @ left["svdquant_lora_a"]
+        return (weight * left.get("pre_quant_scale", 1.0)).to(tensor.dtype)
 
     def read_layer(self, layer: FileLayer) -> dict[str, Tensor]:
         """The tensors of a layer as `decode` takes them."""
@@ -390,6 +409,8 @@ def _require_inside(folder: Path, files: list[Path]) -> None:
 
 
 # --- layers
+
+_OF_DISABLED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "input_scale")
 
 
 def _bits(entry: Mapping[str, Any]) -> int:

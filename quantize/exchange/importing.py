@@ -241,12 +241,13 @@ def _write(
     if refused:
         raise ValueError(f"{model.path}: {_several(refused)}")
     moved = _moved(model, joined, base, report)
+    report.mended |= {name: [f"{', '.join(left)} put back"] for name, left in model.disabled.items()}
     for name in model.plain:
         whole = joined.get(name)
         if whole is None:  # a sign, which is no tensor of the model
             continue
         whole = whole._replace(parts=tuple(map(own_name, whole.parts)))
-        tensor = model.read(name)
+        tensor = model.read_plain(name)
         rows = moved.get(name.rpartition(".")[0])
         put(_plain(tensor if rows is None else tensor[rows], whole, expected, model))
     _require_all(model, expected, written, target.class_name)
@@ -320,7 +321,7 @@ def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, re
         truth, orders, _ = base.rows(shape, whole) if whole and base else (None, {}, "")
         if truth is None:
             continue
-        against = compare(model.read(f"{name}.weight"), truth, orders)
+        against = compare(model.read_plain(f"{name}.weight"), truth, orders)
         if against.best:
             found[name] = orders[against.best[0]].argsort()
             report.mended[name] = list(against.best)
@@ -425,7 +426,13 @@ def _counted(notes: list[str]) -> list[str]:
     ]
 
 
-_MENDED = (*REPAIRS, "rows in another order", "halves swapped", "ignored though quantized")  # kinds of faults
+_MENDED = (
+    *REPAIRS,
+    "disabled",
+    "rows in another order",
+    "halves swapped",
+    "ignored though quantized",
+)  # kinds of faults
 _LEFT_OUT = {
     "input_scale": "input_scale was left out, x takes its scale from each token here",
     "wzeros": "zero points were 7 scales, rounded to 16 bit; here they are exactly 7, at most 3 % of a step away",

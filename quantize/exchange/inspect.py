@@ -159,6 +159,9 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
     done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
     done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
+    done.faults += [
+        Fault("disabled", name, f"it has {', '.join(left)} beside") for name, left in model.disabled.items()
+    ]
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"config.json says quant_method {model.unknown_method}"))
     if base is not None:
@@ -246,7 +249,7 @@ def _compared_16_bit(
     """A Linear that is not quantized beside the base's."""
     own, other = f"{name}.bias", base.other(_bias_of(joined), shape[1])
     bias = None if other is None else (model.read(own).float() if own in model.stored else torch.zeros(shape[0]), other)
-    against = compare(model.read(f"{name}.weight"), truth, orders, bias)
+    against = compare(model.read_plain(f"{name}.weight"), truth, orders, bias)
     return Linear(against, shape, against.bias, lambda: _truth(base, shape, joined))
 
 
@@ -629,6 +632,10 @@ FAULTS: dict[str, Kind] = {
     "widened": Kind("in 16 bit, and as far from the base's as if it had been in 8", "none is needed", False),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
     "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),
+    "disabled": Kind(
+        "ModelOpt calibrated this layer and left it in 16 bit, without what it had taken out of the weight",
+        "`fluxq import` puts it back; other readers would compute with a part of the weight",
+    ),
     "another program's": Kind(
         "a quantization that is not read here, of which nothing else was looked at", "get the model in 16 bit"
     ),

@@ -26,6 +26,7 @@ from fluxq.quantize.encode import pack, unpack
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
+    Plain,
     QuantTensors,
     Row,
     Tensors,
@@ -61,7 +62,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
     """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
     n, k = shape
     row = named_row(ROWS, entry.get("quant_algo"), "modelopt")
@@ -74,7 +75,11 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         scale = held.scale("weight_scale", FLOATS, (n, k // weights.group_size))
         done["weight_scale"] = scale.bfloat16()
         if not torch.equal(done["weight_scale"].float(), scale.float()):
-            raise ValueError("modelopt: the fp32 scales of W4A16_AWQ are no bf16 numbers, which ours are")
+            weight = (codes.T.float().reshape(n, -1, weights.group_size) * scale.float().unsqueeze(-1)).reshape(shape)
+            if "pre_quant_scale" in held:
+                weight = weight * held.scale("pre_quant_scale", FLOATS, (k,)).float()
+            held.finish()
+            return Plain(weight, done.get("bias"), "its fp32 scales are no bf16 numbers, which ours are")
     else:
         for name, (size, dtype) in stored_shapes(weights, n, k).items():
             is_codes = name == "weight" or dtype == torch.uint8

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
+    Plain,
     QuantTensors,
     Row,
     Tensors,
@@ -68,7 +70,7 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
     )
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
     """The layer whose weight is (N, K) = shape. entry: the header's JSON object for it."""
     n, _ = shape
     name, said = entry.get("_type"), entry.get("_data")
@@ -76,8 +78,11 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         raise ValueError(f"torchao: tensor class {name!r} is none that is read here; known are {', '.join(_READERS)}")
     held = Tensors({key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}, "torchao")
     done = held.bias(n)
-    weights, own = _READERS[name](held, shape, said)
+    found = _READERS[name](held, shape, said)
     held.finish()
+    if isinstance(found, Plain):
+        return replace(found, bias=done.get("bias"))
+    weights, own = found
     rounds_x = said.get("act_quant_kwargs") is not None
     rows = [row for row in ROWS if (row.weights, row.activations is not None) == (weights, rounds_x)]
     if not rows:
@@ -85,7 +90,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return native(rows[0], shape, done | own)
 
 
-_Read = tuple[str, dict[str, Tensor]]  # our format, native tensors
+_Read = tuple[str, dict[str, Tensor]] | Plain  # our format and native tensors, or what no format of ours holds
 
 
 def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
@@ -99,10 +104,17 @@ def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any])
 
 def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
     n, k = shape
-    weight = held.take("qdata", torch.int8, shape)
-    scale = held.scale("scale", FLOATS, (n, 1), (1, 1)).float().reshape(-1).expand(n).contiguous()
-    if "zero_point" in held and held.take("zero_point", torch.int8, (n, 1), (1, 1)).any():
+    weight, scale = held.take("qdata", torch.int8, shape), held.scale("scale", FLOATS).float()
+    if scale.ndim != 2 or scale.shape[0] not in (1, n) or not scale.shape[1] or k % scale.shape[1]:
+        raise ValueError(f"torchao: scale {(*scale.shape,)} does not divide a weight of {shape}")
+    if "zero_point" in held and held.take("zero_point", torch.int8, tuple(scale.shape)).any():
         raise ValueError("torchao: an Int8Tensor with zero points other than 0 is not read here")
+    if scale.shape[1] > 1:
+        dense = (weight.float().reshape(n, scale.shape[1], -1) * scale.unsqueeze(-1)).reshape(shape)
+        if "act_pre_scale" in held:
+            dense = dense * held.scale("act_pre_scale", FLOATS, (k,)).float()
+        return Plain(dense, None, f"it is int8 in groups of {k // scale.shape[1]}")
+    scale = scale.reshape(-1).expand(n).contiguous()
     done = {"weight": weight, "weight_scale": scale}
     if "act_pre_scale" in held:
         done["pre_quant_scale"] = held.scale("act_pre_scale", FLOATS, (k,))
