@@ -23,6 +23,7 @@ from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import FAULTS, Inspection, inspect_path
 from fluxq.quantize.exchange.layouts import block_scales, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.reference import Base, settled
 
 GOLDEN = Path(__file__).parent / "golden"
 NVFP4, FP8, STATIC = "nvfp4-nvfp4-static", "fp8-fp8", "fp8_tensor-fp8_tensor-static"
@@ -285,6 +286,17 @@ def test_what_marks_contradict_is_decided_by_the_base_or_refused(base, tmp_path)
         import_model(folder, tmp_path / "out")
     (done,) = import_model(folder, tmp_path / "out", base)
     assert len(done.mended) == len(done.quantized) and set(map(tuple, done.mended.values())) == {("swapped nibbles",)}
+
+
+def test_smoothed_layers_decide_about_marks_too(tmp_path) -> None:
+    model = open_model(modelopts(tmp_path))
+    base, g = write_base(tmp_path / "unsmoothed"), torch.Generator().manual_seed(0)
+    file, state = base / "diffusion_pytorch_model.safetensors", base_state()
+    for name, value in state.items():
+        if value.ndim == 2:
+            state[name] = value * torch.exp(0.4 * torch.randn(value.shape[1], generator=g))
+    save_file(state, file)
+    assert model.undecided and not settled(model, Base.of(base, "transformer", model)).undecided
 
 
 def with_wide_tiles(tensors: Tensors) -> Tensors:
