@@ -291,7 +291,7 @@ def test_what_marks_contradict_is_decided_by_the_base_or_refused(base, tmp_path)
 def test_smoothed_layers_decide_about_marks_too(tmp_path) -> None:
     model = open_model(modelopts(tmp_path))
     base, g = write_base(tmp_path / "unsmoothed"), torch.Generator().manual_seed(0)
-    file, state = base / "diffusion_pytorch_model.safetensors", base_state()
+    file, state = base / "diffusion_pytorch_model.safetensors", dict(base_state())
     for name, value in state.items():
         if value.ndim == 2:
             state[name] = value * torch.exp(0.4 * torch.randn(value.shape[1], generator=g))
