@@ -22,7 +22,8 @@ from fluxq.quantize.exchange.files import open_model, open_models
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import FAULTS, Inspection, inspect_path
-from fluxq.quantize.exchange.layouts import swap_nibbles
+from fluxq.quantize.exchange.layouts import block_scales, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.reference import Base, settled
 
 GOLDEN = Path(__file__).parent / "golden"
 NVFP4, FP8, STATIC = "nvfp4-nvfp4-static", "fp8-fp8", "fp8_tensor-fp8_tensor-static"
@@ -305,6 +306,58 @@ def test_what_modelopt_took_out_of_a_weight_in_16_bit_is_put_back(rank, base, tm
     assert "pre_quant_scale" in done.mended[name][0]
     held = load_file(tmp_path / "out" / file.name)[f"{name}.weight"].float()
     assert (held - weight).norm() < 0.01 * weight.norm()
+
+
+def test_smoothed_layers_decide_about_marks_too(tmp_path) -> None:
+    model = open_model(modelopts(tmp_path))
+    base, g = write_base(tmp_path / "unsmoothed"), torch.Generator().manual_seed(0)
+    file, state = base / "diffusion_pytorch_model.safetensors", dict(base_state())
+    for name, value in state.items():
+        if value.ndim == 2:
+            state[name] = value * torch.exp(0.4 * torch.randn(value.shape[1], generator=g))
+    save_file(state, file)
+    assert model.undecided and not settled(model, Base.of(base, "transformer", model)).undecided
+
+
+def with_wide_tiles(tensors: Tensors) -> Tensors:
+    """Block scales in tiles over 16 columns, as ModelOpt's row_col padding makes them."""
+    found = dict(tensors)
+    for name, scale in tensors.items():
+        codes = tensors.get(name.removesuffix("_scale"))
+        if name.endswith(".weight_scale") and codes is not None and codes.dtype == torch.uint8:
+            n, groups = codes.shape[0], codes.shape[1] // 8
+            linear = unblock_scales(scale.contiguous(), n, groups).view(torch.uint8)
+            wide = torch.zeros(-(-n // 128) * 128, -(-groups // 16) * 16, dtype=torch.uint8)
+            wide[:n, :groups] = linear
+            found[name] = block_scales(wide.view(scale.dtype))
+    return found
+
+
+def test_padded_tiles_and_swapped_nibbles_together_are_mended(base, tmp_path) -> None:
+    file = made(tmp_path / "a", "comfy", NVFP4)
+    tensors = with_wide_tiles(load_file(file))
+    assert any(tensors[name].shape != value.shape for name, value in load_file(file).items())
+    swapped = {name: swap_nibbles(value) for name, value in tensors.items() if value.dtype == torch.uint8}
+    kept = {name: value for name, value in swapped.items() if not name.endswith("comfy_quant")}
+    save_file(tensors | kept, tmp_path / "both.safetensors")
+    (done,) = import_model(tmp_path / "both.safetensors", tmp_path / "out", base)
+    both = ("swapped nibbles", "scales padded to 16 columns")  # where 16 columns are no more than there were, one
+    assert set(map(tuple, done.mended.values())) == {both, both[:1]} and max(done.errors.values()) < 0.2
+
+
+def test_a_mend_that_leaves_another_weight_is_refused(base, tmp_path) -> None:
+    file = made(tmp_path / "a", "comfy", NVFP4)
+    narrow, g = load_file(file), torch.Generator().manual_seed(0)
+    tensors = with_wide_tiles(narrow)
+    for name, value in narrow.items():
+        scale = f"{name}_scale"
+        if scale in narrow and narrow[scale].shape != tensors[scale].shape:
+            tensors[name] = value.flatten()[torch.randperm(value.numel(), generator=g)].reshape(value.shape)
+    save_file(tensors, tmp_path / "noise.safetensors")
+    (found,) = inspect_path(tmp_path / "noise.safetensors", base).values()
+    assert "another model's layer" in kinds(found) or "another base" in kinds(found)
+    with pytest.raises(ValueError, match="inspect --base` says more"):
+        import_model(tmp_path / "noise.safetensors", tmp_path / "out", base)
 
 
 def test_double_quantized_scales_are_an_index_and_no_fault(tmp_path) -> None:

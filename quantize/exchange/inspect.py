@@ -336,9 +336,7 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         for name in against.best:
             kind = name if name in FAULTS else "rows in another order"
             yield kind, f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
-        if not against.plausible:
-            yield "differs", f"an error of {against.error:.3g} is left even so"
-    elif not against.plausible:
+    if not against.plausible:
         left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
         if against.factors is not None:
             axis, own = against.factors.axis, against.factors.left

@@ -189,7 +189,7 @@ def prove(
     errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
     bound = rows.bound(truth) if rows.found is not None else 0.0
     if min(errors.values(), default=torch.inf) > bound:
-        able = [name for name in REPAIRS if name in tried or REPAIRS[name].cures_shape]
+        able = [name for name in REPAIRS if DECLARED not in tried or name in tried or REPAIRS[name].cures_shape]
         for pair in [*combinations(able, 2), *combinations(able, 3)]:
             attempt(pair)
         for name in able:

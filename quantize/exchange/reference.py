@@ -95,7 +95,11 @@ def settled(model: ModelFile, base: Base) -> ModelFile:
                 joined = other.joined.get(f"{name}.weight")
                 truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
                 against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
-                found.append(against is not None and against.plausible and set(against.best) <= mended)
+                if against is None:
+                    found.append(False)
+                    continue
+                near = against.plausible or against.factors is not None  # smoothing is folded into some
+                found.append(near and set(against.best) <= mended)
             if found and sum(found) > len(found) / 2:
                 return other
     return model
