@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -29,6 +30,12 @@ SIXTEEN_BIT = "16 bit"
 COLUMNS = (SIXTEEN_BIT, "fp8", "int4", "int8", "mxfp8", "nvfp4", "nvfp4-max")
 # Whose checkpoints tests of every run use: a fitted one takes seconds to make.
 QUICK = (None, SIXTEEN_BIT, "int8", "nvfp4", "nvfp4-max")
+
+
+def quantization_of(model: Path) -> dict | None:
+    """`quantization_config` of a model's folder without its digests, of which a model that was saved alone has one."""
+    said = json.loads((model / "config.json").read_text()).get("quantization_config")
+    return said and {key: value for key, value in said.items() if key not in ("digest", "digests")}
 
 
 @pytest.fixture

@@ -459,8 +459,8 @@ def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch
 
 
 def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path):
-    (tmp_path / "work" / "old" / "0").mkdir(parents=True)
-    (tmp_path / "work" / "old" / "0" / "file").write_text("old")
+    (tmp_path / "work" / "old" / "out").mkdir(parents=True)
+    (tmp_path / "work" / "old" / "out" / "file").write_text("old")
     (tmp_path / "work" / "new").mkdir()
     (tmp_path / "work" / "new" / "half").write_text("new")
     recover(tmp_path / "out", tmp_path / "work")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
@@ -43,8 +44,7 @@ def assert_same_files(saved: Path, loaded: Path) -> None:
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, loaded)]
-    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    assert quantization_of(saved) == quantization_of(loaded)
 
 
 def layer_of(scheme: str, *, rank: int = 0, n: int = 96, k: int = 128) -> QuantLinear:

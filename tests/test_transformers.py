@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
@@ -95,7 +96,7 @@ def test_every_text_encoder_loads_and_saves_again_bit_for_bit(row, text_encoder,
     assert all(layer.weight.ndim == 2 and not any(p.requires_grad for p in layer.parameters()) for layer in layers)
     model.save_pretrained(tmp_path)
     assert same_bits(stored(folder), stored(tmp_path))
-    assert quantization(tmp_path) == quantization(folder)
+    assert quantization_of(tmp_path) == quantization_of(folder)
     assert same_bits(load(tmp_path, row).state_dict(), model.state_dict())
 
 

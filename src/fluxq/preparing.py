@@ -32,7 +32,6 @@ from fluxq.work_folder import finished_checkpoint, finished_statistics, identity
 def prepare(
     options: Options,
     *,
-    default_output: str = "{model}-{recipe}",
     writes: bool = True,
     runs: bool = True,
     ranks: Ranks = ALONE,
@@ -44,15 +43,13 @@ def prepare(
     that it alone says what is wrong, and hashes the model for all of them.
     """
     if not ranks.leads:
-        return _prepare(options, default_output, writes, runs, ranks, ranks.agree())
-    prepared = _prepare(options, default_output, writes, runs, ranks, None)
+        return _prepare(options, writes, runs, ranks, ranks.agree())
+    prepared = _prepare(options, writes, runs, ranks, None)
     ranks.agree(prepared.identity)
     return prepared
 
 
-def _prepare(
-    options: Options, default_output: str, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None
-) -> Prepared:
+def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Prepared:
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
@@ -66,7 +63,7 @@ def _prepare(
     pipeline = folder.pipeline_class
     prompts = load_prompts(options.prompts or calibration.prompts, folder, pipeline=pipeline)
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
-    output = output_for(options.output, default_output, folder.name, recipe_name)
+    output = output_for(options.output, folder.name, recipe_name, is_file=not writes)
     loras, updates = _loras(folder, plans, options)
     prepared = Prepared(
         options,

@@ -139,9 +139,9 @@ def scheduler_of(folder: ModelFolder) -> Any:
     return kind.from_pretrained(folder.path / "scheduler", local_files_only=True)
 
 
-def output_for(output: str | None, pattern: str, model: str, recipe: str) -> Path:
-    """Return where a command writes: what it was told, else `pattern` with the model's name and the recipe's."""
-    return Path(output or pattern.format(model=Path(model).name, recipe=recipe))
+def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) -> Path:
+    """Return where a checkpoint, or a file of statistics, goes: as told, else named after model and recipe."""
+    return Path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
 
 
 def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | None]:

@@ -18,8 +18,6 @@ from fluxq.commands.options import (
 )
 from fluxq.commands.session import session_of
 
-CHECKPOINT, STATISTICS = "{model}-{recipe}", "{model}-{recipe}-statistics.safetensors"  # where no --output is given
-
 
 @click.command(short_help="Print what a recipe makes of every layer of a model, or what a step costs on a GPU.")
 @model_options
@@ -91,8 +89,8 @@ def calibrate(**arguments: Any) -> None:
       fluxq calibrate tiny --recipe nvfp4 --output statistics.safetensors
     """
     with session_of(arguments) as session, session.together() as ranks:
-        session.announce(STATISTICS, is_file=True)
-        prepared = session.prepare(default_output=STATISTICS, writes=False, ranks=ranks)
+        session.announce("file")
+        prepared = session.prepare(writes=False, ranks=ranks)
         session.forecast(prepared, "of_calibrating")
         session.start_work()
         path = session.jobs.calibrate(prepared)
@@ -133,8 +131,8 @@ def quantize(**arguments: Any) -> None:
     with session_of(arguments) as session, session.together() as ranks:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
-        session.announce(CHECKPOINT)
-        prepared = session.prepare(default_output=CHECKPOINT, ranks=ranks)
+        session.announce("folder")
+        prepared = session.prepare(ranks=ranks)
         session.forecast(prepared, "of_quantizing")
         session.start_work()
         record = session.jobs.quantize(prepared)

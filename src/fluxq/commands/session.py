@@ -92,10 +92,10 @@ class Session:
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
-    def announce(self, output: str = "", *, is_file: bool = False) -> None:
+    def announce(self, writes: str = "") -> None:
         """Check what was named, and say what is about to be worked on, before anything slow is imported.
 
-        output: pattern of the default output of a command that has one. is_file: whether that is a file.
+        writes: "folder" or "file", where the command has an output.
         """
         if self.who:
             return  # the first process does
@@ -112,8 +112,9 @@ class Session:
         folder = self.given.require_model(
             model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"], arguments["components"]
         )
-        if output:
-            place = self.given.output_for(arguments["output"], output, folder.name, recipe_name)
+        if writes:
+            is_file = writes == "file"
+            place = self.given.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
             self.given.require_output(place, folder, arguments, is_file=is_file)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
