@@ -456,8 +456,8 @@ def test_signals_end_a_command_as_ctrl_c_does(tmp_path, number):
     program = f"""
 import os, signal, fluxq.cli, fluxq.jobs as jobs
 jobs.prepare = lambda *a, **k: os.kill(os.getpid(), {number})
-if {number} != signal.SIGINT:
-    signal.signal({number}, signal.SIG_DFL)  # below nohup it is ignored, which a command leaves so
+plain = signal.default_int_handler if {number} == signal.SIGINT else signal.SIG_DFL
+signal.signal({number}, plain)  # below nohup, or in the background, it is ignored, which a command leaves so
 fluxq.cli.main()
 """
     words = [sys.executable, "-c", program, *"quantize --recipe fp8 --no-check -o out".split()]

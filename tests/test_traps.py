@@ -86,6 +86,13 @@ def inverted(scale: Tensor) -> Tensor:
     return 1 / scale
 
 
+def one_scale(module: str, tensors: Tensors) -> None:
+    """The codes of one scale for the whole layer."""
+    weight = tensors["weight"].float() * tensors["weight_scale"].float().unsqueeze(1)
+    scale = weight.abs().max() / 448
+    tensors |= {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
 CT = "compressed_tensors"
 TRAPS: dict[str, tuple[str, str, Break, str, dict[str, Any]]] = {
     "1 nibbles, ModelOpt": ("modelopt", NVFP4, change("weight", swap_nibbles), "swapped nibbles", {}),
@@ -113,7 +120,7 @@ TRAPS: dict[str, tuple[str, str, Break, str, dict[str, Any]]] = {
     "7 global scale, c-t": (CT, NVFP4, change("weight_global_scale", inverted), "reciprocal global scale", {}),
     "7 scale": ("comfy", "int8-int8", change("weight_scale", inverted), "reciprocal scale", {}),
     "8 dtype of scales": ("modelopt", FP8, change("weight_scale", Tensor.bfloat16), "scale of another dtype", {}),
-    "12 one scale": ("bfl", FP8, change("weight_scale", Tensor.max), "one scale per tensor", {}),
+    "12 one scale": ("bfl", FP8, one_scale, "one scale per tensor", {}),
     "13 input_scale, BFL": (
         "bfl",
         NVFP4,
