@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
-from exchange_files import write_model
+from exchange_files import base_state, write_base, write_model
 from safetensors.torch import load_file, save_file
 from test_exchange_layers import same_bytes
 from test_families import on_meta
@@ -33,6 +33,7 @@ from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.exchange.proof import window
 from fluxq.quantize.record import read_record
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.quantize.verify import verify
@@ -615,3 +616,109 @@ def test_every_type_of_gguf_decodes_as_its_package_decodes_it(tmp_path) -> None:
         assert isinstance(found, Plain) and found.weight.numpy().tobytes() == expected[name].tobytes(), name
     quantized = {layer.name for layer in open_model(path).layers.values()}
     assert quantized == set(TYPES) - {"F32", "F16", "BF16"}
+
+
+# --- decoded to 16 bit
+
+
+def asymmetric(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor, dict]:
+    """compressed-tensors' W4A16 with zero points, packed along N as the codes are along K."""
+    n, k = weight.shape
+    low, high = (f(weight.float().reshape(n, -1, group), -1).values for f in (torch.min, torch.max))
+    scale = ((high - low).clamp(min=1e-6) / 15).bfloat16()
+    zero = (-8 - low / scale.float()).round().clamp(-8, 7)
+    of = torch.arange(k) // group
+    codes = (weight.float() / scale.float()[:, of] + zero[:, of]).round().clamp(-8, 7)
+    held = {"weight_packed": int32(codes), "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+    held["weight_zero_point"] = int32(zero.T).T.contiguous()
+    return held, (codes - zero[:, of]) * scale.float()[:, of], _WORDS | {"symmetric": False, "group_size": group}
+
+
+def in_act_order(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor, dict]:
+    """compressed-tensors' W4A16 whose groups are of columns of like size."""
+    n, k = weight.shape
+    of = torch.empty(k, dtype=torch.long)
+    of[weight.float().abs().amax(0).argsort()] = torch.arange(k) // group
+    amax = torch.stack([weight.float()[:, of == index].abs().amax(1) for index in range(k // group)], 1)
+    scale = (amax / 7).bfloat16()
+    codes = (weight.float() / scale.float()[:, of]).round().clamp(-8, 7)
+    held = {"weight_packed": int32(codes), "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+    return held | {"weight_g_idx": of.int()}, codes * scale.float()[:, of], _WORDS | {"actorder": "group"}
+
+
+def int32(codes: Tensor) -> Tensor:
+    """(rows, columns) of -8 to 7 as code + 8, eight to a word, the first lowest."""
+    rows, columns = codes.shape
+    halves = torch.nn.functional.pad(codes + 8, (0, -columns % 8)).to(torch.int64).reshape(rows, -1, 8)
+    words = (halves << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def in_blocks(weight: Tensor, size: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    """E4M3, the scale of each block of 128 by 128, and what they stand for."""
+    n, k = weight.shape
+    tiles = torch.nn.functional.pad(weight.float(), (0, -k % size, 0, -n % size)).unflatten(1, (-1, size))
+    scale = tiles.unflatten(0, (-1, size)).abs().amax((1, 3)) / 448
+    wide = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[:n, :k]
+    codes = (weight.float() / wide).to(torch.float8_e4m3fn)
+    return codes, scale, codes.float() * wide
+
+
+_WORDS = {"num_bits": 4, "type": "int", "strategy": "group"}
+SOURCES = ("asymmetric", "act order", "weight_scale_inv", "weight_scale_inv, bare", "fp8_pb_wo")
+
+
+def of_source(source: str, weight: Tensor) -> tuple[Tensors, Tensor, dict]:
+    """(tensors, weight that they stand for, quantization_config) of a layer as its producer writes it."""
+    if source in ("asymmetric", "act order"):
+        held, dense, words = (asymmetric if source == "asymmetric" else in_act_order)(weight)
+        group = {"targets": ["Linear"], "weights": words, "input_activations": None}
+        said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+        return held, dense, said
+    codes, scale, dense = in_blocks(weight)
+    if source == "fp8_pb_wo":
+        producer = {"quant_method": "modelopt", "quant_algo": source, "producer": {"name": "modelopt"}}
+        return {"weight": codes, "weight_scale": scale[:, None, :, None]}, dense, producer
+    marked = {"quant_method": "fp8", "weight_block_size": [128, 128]} if source == "weight_scale_inv" else {}
+    return {"weight": codes, "weight_scale_inv": scale}, dense, marked
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_no_format_of_ours_holds_is_decoded_to_16_bit(source, tmp_path) -> None:
+    base, tensors, dense, said = write_base(tmp_path / "base"), {}, {}, {}
+    for name, value in base_state().items():
+        module = name.removesuffix(".weight")
+        if value.ndim != 2 or "transformer_blocks" not in name or module == name:
+            tensors[name] = value
+            continue
+        held, dense[name], said = of_source(source, value)
+        tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in held.items()}
+    folder = write_base(tmp_path / "theirs")
+    save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
+    if said:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    report = inspect_path(folder, base)[""]
+    assert report.is_sound and len(report.layers) == len(dense), report.faults
+    with pytest.raises(ValueError, match="--dequantize makes it 16 bit"):
+        import_model(folder, tmp_path / "out", base)
+    (done,) = import_model(folder, tmp_path / "out", base, dequantize=True)
+    found = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    assert not done.quantized and len(done.dequantized) == len(dense)
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in dense.items())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_of_a_large_layer_are_proved_by_windows(source) -> None:
+    """1,000 rows are not read whole, so that zero points and blocks have to be cut as the codes are."""
+    g = torch.Generator().manual_seed(0)
+    weight = (torch.randn(1000, 256, generator=g) * torch.exp(torch.randn(1000, 1, generator=g))).bfloat16()
+    held, dense, said = of_source(source, weight)
+    for start in (0, 384, 896):
+        stop = min(start + 128, 1000)
+        entry = {"quant_algo": "fp8_pb_wo", "format": "pack-quantized"} | said.get("config_groups", {}).get(
+            "group_0", {}
+        )
+        dialect = {"fp8_pb_wo": "modelopt"}.get(source, "fp8_blocks" if "inv" in source else "compressed_tensors")
+        part = DIALECTS[dialect].decode(window(held, 1000, start, stop), (stop - start, 256), entry)
+        assert isinstance(part, Plain) and torch.equal(part.weight, dense[start:stop])

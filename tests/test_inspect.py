@@ -220,7 +220,7 @@ def folder_of(folder: Path, tensors: Tensors, **said) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("beside", ["weight_scale_inv", "scale", "weight_g_idx", "weight._scale"])
+@pytest.mark.parametrize("beside", ["scale", "weight_order", "weight._scale", "g_idx"])
 def test_a_tensor_that_nothing_reads_is_named_whatever_it_is_called(beside, base, tmp_path) -> None:
     layer = "transformer_blocks.0.attn.to_q"
     tensors = cast_to_fp8("transformer_blocks.0.attn.to_q.weight") | {f"{layer}.{beside}": torch.ones(4)}
@@ -237,7 +237,8 @@ def test_another_programs_folder_is_called_by_its_name(method, base, tmp_path) -
     folder = folder_of(tmp_path / "theirs", cast_to_fp8("attn"), quant_method=method)
     report = inspect_path(folder)[""]
     assert not report.is_sound and kinds(report)["another program's"] == 1
-    assert method in report.about and "nothing in it is quantized" not in report.about
+    assert report.dialect == method and method in report.about and not report.evidence
+    assert "nothing in it is quantized" not in report.about
     with pytest.raises(ValueError, match=f"what {method} wrote is not read here"):
         import_model(folder, tmp_path / "out", base)
 
@@ -580,3 +581,40 @@ def test_memory_is_that_of_a_layer(tmp_path) -> None:
     paths = [str(tmp_path / name) for name in ("model.safetensors", "base.safetensors")]
     done = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 0.5e9
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "program"),
+    [((".qweight", ".qzeros", ".scales"), "GPTQ or AWQ"), ((".weight._data", ".weight._scale"), "quanto")],
+)
+def test_another_programs_file_without_its_configuration_is_called_by_its_name(
+    suffixes, program, base, tmp_path
+) -> None:
+    layer, state = "transformer_blocks.0.attn.to_q", dict(base_state())
+    del state[f"{layer}.weight"]
+    path = tmp_path / "theirs.safetensors"
+    save_file(state | {layer + suffix: torch.ones(8, 8, dtype=torch.int32) for suffix in suffixes}, path)
+    report = inspect_path(path)[""]
+    assert not report.is_sound and report.dialect == program and kinds(report)["another program's"] == 1
+    with pytest.raises(ValueError, match=f"what {program} wrote is not read here"):
+        import_model(path, tmp_path / "out", base)
+
+
+@pytest.mark.parametrize("name", ["int4-16bit", "fp8-fp8", "nvfp4-nvfp4-static"])
+def test_a_bare_file_of_compressed_tensors_says_that_its_configuration_is_missing(name, base, tmp_path) -> None:
+    folder = made(tmp_path, "compressed_tensors", name)
+    bare = tmp_path / "bare.safetensors"
+    shutil.copy(next(folder.glob("*.safetensors")), bare)
+    report = inspect_path(bare)[""]
+    assert report.dialect == "compressed_tensors" and not report.layers
+    assert all("config.json says how it is quantized, and is not there" in fault.what for fault in report.faults[:22])
+    with pytest.raises(ValueError, match="get the folder, not the file alone"):
+        import_model(bare, tmp_path / "out", base)
+
+
+def test_a_bare_file_of_4_bits_whose_activations_are_in_16_has_no_scale_of_them(base, tmp_path) -> None:
+    folder = made(tmp_path, "modelopt", "nvfp4-16bit")
+    bare = tmp_path / "bare.safetensors"
+    shutil.copy(next(folder.glob("*.safetensors")), bare)
+    report = inspect_path(bare, base)[""]
+    assert report.is_sound and {layer.format for layer in report.layers} == {"W4A16_NVFP4"}, report.faults

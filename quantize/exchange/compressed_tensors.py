@@ -36,11 +36,10 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.exchange.layouts import as_bytes, crop
+from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
 
 _INT4 = ELEMENTS["int4"]
-_BLOCK = 128  # rows, and columns, that share a scale in strategy "block"
 
 
 def encode(layer: QuantTensors) -> Encoded:
@@ -86,8 +85,9 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         said = held.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
         if tuple(said) != shape:
             raise ValueError(f"compressed-tensors: weight_shape says {said}, the model has {list(shape)}")
-    if "weight_zero_point" in held and held.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
-        raise ValueError("compressed-tensors: zero points other than 0 are not read here")
+    if name != "pack-quantized" and "weight_zero_point" in held:
+        if held.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
+            raise ValueError(f"compressed-tensors: zero points other than 0 are not read in {name}")
     if "input_scale" in held:
         given["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
     read = _read_words if name == "pack-quantized" else _read_blocks if name in _BLOCKS else _read_rows
@@ -111,11 +111,10 @@ def _read_rows(
     held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
 ) -> tuple[str, dict[str, Tensor]] | Plain:
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
-    of_blocks = tuple(-(-size // _BLOCK) for size in shape)
+    of_blocks = tuple(-(-size // BLOCK) for size in shape)
     scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
     if tuple(scale.shape) == of_blocks and scale.numel() not in (1, shape[0]):
-        wide = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: shape[0], : shape[1]]
-        return Plain(codes.float() * wide, None, f"it has a scale for each block of {_BLOCK} by {_BLOCK}")
+        return Plain(over_blocks(codes, scale), None, f"it has a scale for each block of {BLOCK} by {BLOCK}")
     if codes.dtype == torch.int8:
         return _int8(codes, scale)
     if scale.ndim == 2 and scale.numel() == shape[0]:
@@ -135,15 +134,29 @@ def _read_words(
     scale = held.scale("weight_scale", FLOATS)
     if scale.ndim != 2 or scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1]:
         raise ValueError(f"compressed-tensors: weight_scale {(*scale.shape,)} does not divide a weight of {shape}")
-    group, ours = k // scale.shape[1], scale.bfloat16()
-    if bits == 8 and group == k:
+    groups, ours = scale.shape[1], scale.bfloat16()
+    group, zero = k // groups, torch.zeros(n, groups)
+    if "weight_zero_point" in held:  # packed along N, as the codes are along K
+        packed = held.take("weight_zero_point", torch.int32, (-(-n * bits // 32), groups))
+        zeros = packed.T.contiguous().view(torch.uint8) ^ _HALF[bits]
+        zero = (unpack(zeros, _INT4) if bits == 4 else zeros.view(torch.int8)).float()[:, :n].T
+    if "weight_g_idx" in held:
+        of = held.take("weight_g_idx", (torch.int32, torch.int64), (k,)).long()
+        if not ((of >= 0) & (of < groups)).all():
+            raise ValueError(f"compressed-tensors: weight_g_idx names groups that are not there, of {groups}")
+        why = "its groups go by act order"
+    else:
+        of, why = torch.arange(k) // group, f"it is int{bits} in groups of {group} with {scale.dtype} scales"
+    in_order = torch.equal(of, torch.arange(k) // group)
+    if not in_order or zero.any():
+        why = f"{why}, with zero points" if zero.any() else why
+    elif bits == 8 and group == k:
         return _int8(codes.view(torch.int8), scale.float())
-    if bits == 8 or group not in INT4_GROUP_SIZES or not torch.equal(ours.float(), scale.float()):
-        values = unpack(codes, _INT4) if bits == 4 else codes.view(torch.int8)
-        dense = values.reshape(n, -1, group) * scale.float().unsqueeze(-1)
-        return Plain(dense.reshape(shape), None, f"it is int{bits} in groups of {group} with {scale.dtype} scales")
-    weights = "int4" if group == 64 else f"int4_g{group}"
-    return weights, {"weight": codes, "weight_scale": ours.contiguous()}
+    elif bits == 4 and group in INT4_GROUP_SIZES and torch.equal(ours.float(), scale.float()):
+        weights = "int4" if group == 64 else f"int4_g{group}"
+        return weights, {"weight": codes, "weight_scale": ours.contiguous()}
+    values = (unpack(codes, _INT4) if bits == 4 else codes.view(torch.int8)).float()
+    return Plain((values - zero[:, of]) * scale.float()[:, of], None, why)
 
 
 def _read_blocks(

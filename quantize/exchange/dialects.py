@@ -18,6 +18,7 @@ from fluxq.quantize.exchange import (
     bnb,
     comfy,
     compressed_tensors,
+    fp8_blocks,
     gguf,
     legacy,
     modelopt,
@@ -145,6 +146,16 @@ DIALECTS = {
     ),
     "bnb": Dialect(
         "bitsandbytes' NF4", None, bnb.decode, (), "diffusers", "folder", "quant_state tensors", ("nf4", "fp4")
+    ),
+    "fp8_blocks": Dialect(
+        "fp8 in blocks of 128 by 128, of transformers",
+        None,
+        fp8_blocks.decode,
+        (),
+        "diffusers",
+        "folder",
+        "weight_scale_inv tensors",
+        ("fp8_blocks",),
     ),
     "legacy": Dialect(
         "ComfyUI's fp8 of before comfy_quant", None, legacy.decode, legacy.ROWS, "original", "file", "scaled_fp8 tensor"

@@ -32,7 +32,6 @@ from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import (
     CODES,
     FLOATS,
-    METHODS,
     MODELOPTS,
     NATIVE,
     PLAIN,
@@ -42,6 +41,7 @@ from fluxq.quantize.exchange.marks import (
     grouped,
     is_quantized,
     json_object,
+    other_program,
     said_by_comfy,
 )
 from fluxq.quantize.tensor import stored_shapes
@@ -154,9 +154,8 @@ class ModelFile:
 
     @property
     def unknown_method(self) -> str:
-        """`quant_method` of config.json, where no dialect has it; "" otherwise."""
-        method = self.quantization.get("quant_method")
-        return "" if method is None or method in METHODS else str(method)[:80]
+        """The program that wrote the layers, where no dialect has it; "" otherwise."""
+        return other_program(self)
 
     @property
     def files(self) -> list[Path]:
@@ -443,7 +442,10 @@ def _modelopt_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -
     algo = config.get("quant_algo")
     if isinstance(algo, str) and algo != "MIXED_PRECISION":
         return {"quant_algo": algo}
-    return {"quant_algo": _guess(stored, _MODELOPT_WORDS)}
+    guess = _guess(stored, _MODELOPT_WORDS)
+    if guess == "NVFP4" and not any("input_scale" in parts for parts in model.groups.values()):
+        guess = "W4A16_NVFP4"
+    return {"quant_algo": guess}
 
 
 def _torchao_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
@@ -463,6 +465,8 @@ def _compressed_entry(model: ModelFile, name: str, stored: Mapping[str, Stored])
                 return {"format": config.get("format"), **{k: v for k, v in group.items() if v is not None}} | {
                     "input_activations": group.get("input_activations")
                 }
+    if not groups:
+        raise ValueError("config.json says how it is quantized, and is not there; get the folder, not the file alone")
     raise ValueError(f"no config group of config.json is for {name}; the folder is not whole")
 
 
@@ -540,6 +544,7 @@ _ENTRIES: dict[str, Callable[[ModelFile, str, Mapping[str, Stored]], dict[str, A
     "nunchaku_lite": _nunchaku_entry,
     "bfl": lambda model, name, stored: {},
     "bnb": lambda model, name, stored: {},
+    "fp8_blocks": lambda model, name, stored: {"block": model.quantization.get("weight_block_size")},
     "gguf": lambda model, name, stored: {"type": stored["weight"].dtype},
 }
 

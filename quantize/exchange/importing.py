@@ -85,7 +85,11 @@ def import_model(
     """
     source = ModelFolder(base.name, base) if isinstance(base, Path) else base
     place = source.path if source else None
-    models = {name: model for name, model in open_models(path).items() if model.dialect not in (PLAIN, NATIVE)}
+    models = {
+        name: model
+        for name, model in open_models(path).items()
+        if model.unknown_method or model.dialect not in (PLAIN, NATIVE)
+    }
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
     targets = {name: _target(path, place, name, model) for name, model in models.items()}

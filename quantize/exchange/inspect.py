@@ -125,9 +125,9 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done = Inspection(
         str(model.path),
         model.container,
-        model.dialect,
+        model.unknown_method or model.dialect,
         _about(model),
-        model.evidence,
+        () if model.unknown_method else model.evidence,
         model.contradictions,
         model.family.name if model.family else "",
         model.names,
@@ -163,7 +163,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         Fault("disabled", name, f"it has {', '.join(left)} beside") for name, left in model.disabled.items()
     ]
     if model.unknown_method:
-        done.faults.append(Fault("another program's", "", f"config.json says quant_method {model.unknown_method}"))
+        done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
     if base is not None:
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
             parts = joined.get(f"{name}.weight")

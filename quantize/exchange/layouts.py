@@ -2,6 +2,7 @@
 
     nibbles     two 4-bit codes to a byte, the even column low (ours) or high (ComfyUI): swap_nibbles is its own inverse
     padding     zeros behind the last row and column, up to multiples: pad, crop
+    blocks      one scale for 128 rows by 128 columns: over_blocks
     swizzle     block scales in the 128 x 4 tiles that tcgen05 and cuBLAS read: block_scales, unblock_scales
 
         offset(r, c) = ((r // 128) · ceil(G / 4) + c // 4) · 512 + (r % 32) · 16 + (r % 128 // 32) · 4 + c % 4
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.quantize.tensor import swizzle_scales, swizzled_size, unswizzle_scales
+
+BLOCK = 128
 
 
 def swap_nibbles(packed: Tensor) -> Tensor:
@@ -53,6 +56,12 @@ def unblock_scales(blocked: Tensor, rows: int, groups: int) -> Tensor:
             f"take {swizzled_size(rows, groups)}: the file is of another layer, or its scales are not swizzled"
         )
     return unswizzle_scales(blocked.reshape(-1), rows, groups)
+
+
+def over_blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """Codes (N, K) times the scale of their block, fp32; scale: (⌈N/128⌉, ⌈K/128⌉)."""
+    n, k = codes.shape
+    return codes.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
 
 
 def padded(size: int, multiple: int) -> int:

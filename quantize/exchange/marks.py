@@ -81,6 +81,9 @@ def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if linear and not padding:
         dialect = "bfl" if original else "modelopt"
         return dialect, ("no mark; block scales have the shapes of the weights",), ()
+    columns = [s for s in quantized if "weight_scale" in s and s["weight_scale"].shape == (s["weight"].shape[0], 1)]
+    if columns and not original:
+        return "compressed_tensors", ("no mark; scales have the shape of a column",), ()
     if not any("weight_scale_2" in stored for stored in quantized):
         by_rows = any(
             len(s["weight_scale"].shape) == 1 and s["weight_scale"].shape[0] > 1
@@ -147,7 +150,9 @@ MARKS: tuple[tuple[str, Callable[[Headers], str]], ...] = (
     ("torchao", _by_config("torchao")),
     ("torchao", _by_tensor("_weight_qdata")),
     ("compressed_tensors", _by_config("compressed-tensors")),
-    ("compressed_tensors", _by_tensor("weight_global_scale")),
+    ("compressed_tensors", _by_tensor("weight_packed")),
+    ("fp8_blocks", _by_config("fp8")),
+    ("fp8_blocks", _by_tensor("weight_scale_inv")),
     ("bnb", _by_state),
     ("bnb", _by_config("bitsandbytes")),
     ("comfy", _by_tensor("comfy_quant")),
@@ -158,6 +163,18 @@ MARKS: tuple[tuple[str, Callable[[Headers], str]], ...] = (
     ("modelopt", _by_producer),
     ("bfl", _by_header),
 )
+
+
+def other_program(model: Headers) -> str:
+    """The program whose layers no dialect has, by `quant_method` of config.json or by its tensors; "" if none is."""
+    method = model.quantization.get("quant_method")
+    if method is not None and method not in METHODS:
+        return str(method)[:80]
+    for program, (first, *others) in _OTHERS:
+        layers = [name.removesuffix(first) for name in model.stored if name.endswith(first)]
+        if any(all(layer + other in model.stored for other in others) for layer in layers):
+            return program
+    return ""
 
 
 def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
@@ -197,7 +214,11 @@ def said_by_comfy(model: Headers) -> dict[str, Any]:
 
 METHODS = (  # values of quant_method that a dialect has
     *(QUANT_METHOD, "nunchaku_lite", "svdquant", "torchao", "compressed-tensors", "bitsandbytes"),
-    *("modelopt", "modelopt_fp4", "modelopt_mixed", "gguf"),
+    *("modelopt", "modelopt_fp4", "modelopt_mixed", "gguf", "fp8"),
+)
+_OTHERS = (  # programs whose layers are not read here, by what follows a layer's name
+    ("GPTQ or AWQ", (".qweight", ".qzeros")),
+    ("quanto", (".weight._data", ".weight._scale")),
 )
 MODELOPTS = "ModelOpt writes low nibbles first whatever the layout, ComfyUI reads high ones first; `--base` proves them"
 UNDECIDED = "nothing in the file says the order of nibbles and block scales; `--base` proves them"
@@ -210,6 +231,7 @@ _SUFFIXES = (
     *("deflate_basis", "deflate_out", "svdquant_lora_a", "svdquant_lora_b", "comfy_quant", "weight_zeros"),
     *("weight_s_rel", "weight_s_channel", "weight_codebook"),
     *("weight_packed", "weight_global_scale", "input_global_scale", "weight_shape", "weight_zero_point"),
+    *("weight_g_idx", "weight_scale_inv", "activation_scale"),
     *("scale_weight", "scale_input", "qweight", "wscales", "wzeros", "wcscales", "wtscale"),
     *("smooth_factor", "smooth_factor_orig", "smooth", "smooth_orig", "proj_down", "proj_up", "lora_down", "lora_up"),
 )

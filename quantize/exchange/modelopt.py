@@ -35,6 +35,7 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
+from fluxq.quantize.exchange.layouts import BLOCK, over_blocks
 from fluxq.quantize.tensor import stored_shapes
 from fluxq.recipes.formats import ELEMENTS, find_format
 
@@ -65,6 +66,15 @@ def encode(layer: QuantTensors) -> Encoded:
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
     """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
     n, k = shape
+    if entry.get("quant_algo") in _OF_BLOCKS:
+        held = Tensors(tensors, "modelopt")
+        codes, bias = held.take("weight", torch.float8_e4m3fn, shape), held.bias(n).get("bias")
+        blocks = (-(-n // BLOCK), -(-k // BLOCK))
+        scale = held.scale("weight_scale", FLOATS, blocks, (blocks[0], 1, blocks[1], 1))
+        held.finish()
+        return Plain(
+            over_blocks(codes, scale.reshape(blocks)), bias, f"it has a scale for each block of {BLOCK} by {BLOCK}"
+        )
     row = named_row(ROWS, entry.get("quant_algo"), "modelopt")
     weights, held = find_format(row.weights), Tensors(tensors, "modelopt")
     weights.check_shape(n, k, "modelopt")
@@ -166,6 +176,7 @@ def _compute_dtype(layer: QuantTensors) -> torch.dtype:
 
 
 _ALWAYS_SMOOTH = ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ")  # by ones, where the scheme is not
+_OF_BLOCKS = ("fp8_pb_wo", "FP8_PB_WO")
 _NVFP4 = ("NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4")
 _GROUPED = (*_NVFP4, "MXFP8", "mxfp4", "W4A16_AWQ")
 _DESCRIBED_ALONE = ("FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_SVD")  # by `config_groups` too

@@ -269,7 +269,8 @@ def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict
                 torch.tensor([stop - start + (int(tensor[0]) - n), int(tensor[1])]) if tensor.shape == (2,) else tensor
             )
             continue
-        for unit in (1, 2, 4):  # rows to a line: two where W4A16_AWQ packs, four in torchao's shape of swizzled scales
+        # Rows to a line: two where W4A16_AWQ packs, four in torchao's shape of swizzled scales.
+        for unit in (1, 2, 4, *_ROWS_TO_A_LINE.get(name, ())):
             lines = tensor.shape[0] * unit if tensor.ndim else 0
             if n <= lines < n + WINDOW and name not in _NOT_BY_ROWS:
                 end = None if stop == n else stop // unit
@@ -306,6 +307,7 @@ def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
     return ((blocks / scale).round() * scale).flatten(1)[:, :k]
 
 
+_ROWS_TO_A_LINE = {"weight_zero_point": (8,), "weight_scale": (WINDOW,), "weight_scale_inv": (WINDOW,)}
 _CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
@@ -366,6 +368,7 @@ _BLOCK_SCALES = ("weight_scale", "_weight_scale", "wscales")
 _GLOBALS = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SWIZZLED = ("comfy", "torchao")
 _NOT_BY_ROWS = (
+    "weight_g_idx",
     *("svdquant_lora_a", "pre_quant_scale", "pre_quant_mean", "deflate_basis", "comfy_quant", "_weight_act_pre_scale"),
     *("wscales", "proj_down", "lora_down", "smooth", "smooth_orig", "smooth_factor", "smooth_factor_orig"),
 )

@@ -458,6 +458,7 @@ def debug(
     )
     _keep(asked, DEBUG_FILE, found)
     if patch is not None and found.patch is not None:
+        clear_parts(patch.parent, patch.name)
         write_text(patch, found.patch.recipe)
     return found
 

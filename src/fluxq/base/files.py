@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = Non
     folder: where the temporary path lies instead, on the same disk: one that is cleared after a kill.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=part_prefix(target), suffix=".part", dir=folder or target.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=folder or target.parent)
     os.close(handle)
     part = Path(name)
     try:
@@ -39,14 +40,9 @@ def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = Non
         part.unlink(missing_ok=True)
 
 
-def part_prefix(target: Path) -> str:
-    """How the name begins under which `atomic_path` writes a file."""
-    return f".{target.name}."
-
-
-def clear_parts(folder: Path) -> None:
-    """Remove what killed processes left of files that they wrote into a folder; nobody else may write there now."""
-    for part in folder.glob(".*.part"):
+def clear_parts(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left of the file of that name, or of all files; nobody else may write there now."""
+    for part in folder.glob(f".{glob.escape(name)}.*.part" if name else ".*.part"):
         part.unlink(missing_ok=True)
 
 

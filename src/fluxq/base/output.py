@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxq.base.console import logger
-from fluxq.base.files import part_prefix, read_json, sha256_json, sync, write_text
+from fluxq.base.files import clear_parts, read_json, sha256_json, sync, write_text
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
@@ -330,8 +330,7 @@ def sole_writer(target: Path) -> Iterator[None]:
     try:
         with FileLock(lock, timeout=0):
             # What one that was killed just here left behind.
-            for left in target.parent.glob(f"{glob.escape(part_prefix(owner))}*.part"):
-                left.unlink(missing_ok=True)
+            clear_parts(target.parent, owner.name)
             write_text(owner, f"{os.getpid()} on {platform.node()}")
             try:
                 yield

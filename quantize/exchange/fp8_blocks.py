@@ -1,0 +1,32 @@
+"""fp8 with a scale for each block of 128 rows by 128 columns, as DeepSeek, Qwen and transformers write it; read only.
+
+    weight E4M3 [N, K], weight_scale_inv F32, BF16 or E8M0 [⌈N/128⌉, ⌈K/128⌉], which multiplies in spite of its name
+
+No format of ours has such blocks, so that its layers are read as 16 bit. Source: transformers' finegrained_fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
+from fluxq.quantize.exchange.layouts import BLOCK, over_blocks
+
+
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:
+    """The layer whose weight is (N, K) = shape. entry: {"block": `weight_block_size` of config.json, or None}."""
+    size = entry.get("block")
+    if size not in (None, [BLOCK, BLOCK]):
+        raise ValueError(f"fp8_blocks: weight_block_size {size!r} is not read here, [{BLOCK}, {BLOCK}] is")
+    held = Tensors(tensors, "fp8_blocks")
+    codes, bias = held.take("weight", torch.float8_e4m3fn, shape), held.bias(shape[0]).get("bias")
+    blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    scale = held.scale("weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu), blocks)
+    if "activation_scale" in held:  # of x, which is in 16 bit where the weight is
+        held.scale("activation_scale", FLOATS)
+    held.finish()
+    return Plain(over_blocks(codes, scale), bias, f"it has a scale for each block of {BLOCK} by {BLOCK}")
