@@ -678,7 +678,11 @@ def of_source(source: str, weight: Tensor) -> tuple[Tensors, Tensor, dict]:
     codes, scale, dense = in_blocks(weight)
     if source == "fp8_pb_wo":
         producer = {"quant_method": "modelopt", "quant_algo": source, "producer": {"name": "modelopt"}}
-        return {"weight": codes, "weight_scale": scale[:, None, :, None]}, dense, producer
+        return (
+            {"weight": codes, "weight_scale": scale[:, None, :, None] if scale.numel() > 1 else scale[0, 0]},
+            dense,
+            producer,
+        )
     marked = {"quant_method": "fp8", "weight_block_size": [128, 128]} if source == "weight_scale_inv" else {}
     return {"weight": codes, "weight_scale_inv": scale}, dense, marked
 

@@ -70,7 +70,9 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         held = Tensors(tensors, "modelopt")
         codes, bias = held.take("weight", torch.float8_e4m3fn, shape), held.bias(n).get("bias")
         blocks = (-(-n // BLOCK), -(-k // BLOCK))
-        scale = held.scale("weight_scale", FLOATS, blocks, (blocks[0], 1, blocks[1], 1))
+        scale = held.scale(
+            "weight_scale", FLOATS, blocks, (blocks[0], 1, blocks[1], 1), *([()] if blocks == (1, 1) else [])
+        )
         held.finish()
         return Plain(
             over_blocks(codes, scale.reshape(blocks)), bias, f"it has a scale for each block of {BLOCK} by {BLOCK}"
