@@ -93,10 +93,14 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("of eval")
     Output(out).require({}, overwrite=True)
-    (out / "vae").mkdir()
-    (out / "vae" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"is not replaced: fluxq did not write vae/notes\.txt; give another"):
-        Output(out).require({}, overwrite=True)
+    for folder in ("vae", "eval"):
+        (out / folder).mkdir(exist_ok=True)
+        (out / folder / "notes.txt").write_text("mine")
+        with pytest.raises(
+            ValueError, match=rf"is not replaced: fluxq did not write {folder}/notes\.txt; give another"
+        ):
+            Output(out).require({}, overwrite=True)
+        (out / folder / "notes.txt").unlink()
     (out / PLAN_FILE).write_text("{")
     with pytest.raises(ValueError, match="fluxq did not write"):
         Output(out).require({}, overwrite=True)

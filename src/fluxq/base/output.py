@@ -16,6 +16,7 @@ import glob
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,10 @@ PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
 MARK = "fluxq"  # with it begin keys in the header of each safetensors file that fluxq writes as an output
 GENERATOR = '<meta name="generator" content="fluxq">'  # of a page
-_LATER = ("README.md", "eval", ".eval_results")  # in a checkpoint beside what its record lists
+_LATER = re.compile(  # in a checkpoint beside what its record lists, and what a kill left of it
+    r"README\.md|eval/(report\.(html|json|md)|speed\.json|debug\.json)|\.eval_results/[^/]+\.yaml"
+    r"|(eval/|\.eval_results/)?\.[^/]+\.part"
+)
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
 _LONGEST_HEADER = 1 << 27  # bytes
 _FIRST_OF_PAGE = 1 << 12  # characters
@@ -150,7 +154,7 @@ def _foreign(output: Output) -> str:
         name = path.relative_to(place).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        if name not in names and (not names or name.partition("/")[0] not in _LATER):
+        if name not in names and (not names or not _LATER.fullmatch(name)):
             return name
     return ""
 
