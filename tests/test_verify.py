@@ -92,13 +92,13 @@ def test_what_diffusers_saved_again_passes_and_says_what_is_not_recorded(checkpo
 def swap_two(folder: Path) -> None:
     """Exchange the weights of two layers of the same shape and format: well-formed, and wrong."""
     one, two = f"{LAYER}.weight", f"{LAYER.replace('to_k', 'to_v')}.weight"
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if one in tensors and two in tensors:
-            tensors[one], tensors[two] = tensors[two], tensors[one]
-            save_file(tensors, file, metadata={"format": "pt"})
-            return
-    raise AssertionError(f"{one} and {two} are not in one file")
+    files = {file: load_file(file) for file in folder.glob("*.safetensors")}
+    held = {name: tensors[name] for tensors in files.values() for name in (one, two) if name in tensors}
+    for file, tensors in files.items():
+        for name, other in ((one, two), (two, one)):
+            if name in tensors:
+                tensors[name] = held[other]
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_without_the_plan_file_digests_in_config_json_still_tell(copied):
