@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 import sys
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -731,7 +730,7 @@ def recipes_table(checkpoint_of: Any, folder: Path) -> str:
         in_16_bit = sum(2 * layer.n * layer.k - layer.most_stored_bits / 8 for layer in modulation)
         for name in names:
             try:
-                done = export(resolve_model(str(checkpoint_of(recipe))), name, folder / "x.safetensors", overwrite=True)
+                done = export(resolve_model(str(checkpoint_of(recipe))), name, folder / recipe / name / "x.safetensors")
                 changed = {each.now.partition("-")[0] for each in (*done.dequantized, *done.requantized)}
                 own = str(modulation[0].scheme).partition("-")[0]
                 size = flux.size(recipe).checkpoint_bytes + in_16_bit * bool(done.dequantized)
@@ -740,8 +739,6 @@ def recipes_table(checkpoint_of: Any, folder: Path) -> str:
             except ValueError as error:
                 assert "cannot hold" in str(error), error
                 cells.append("requantize")
-            path = folder / "x.safetensors"
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

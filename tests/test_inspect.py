@@ -139,8 +139,8 @@ def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_pa
     assert report(1.5 * weight)["scale off by a factor"] == layer
     assert report(weight * torch.linspace(0.3, 3, weight.shape[1]))["lost scale"] == layer
     tuned = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    assert report(tuned)["differs"] == layer
-    assert not {"differs", "folded factors", "lost scale", "scale off by a factor"} & report(weight).keys()
+    assert report(tuned)["damaged"] == layer
+    assert not {"damaged", "folded factors", "lost scale", "scale off by a factor"} & report(weight).keys()
     for axis in (0, 1):  # so little that one factor for the whole layer would do nearly as well
         sizes = [-1 if i == axis else 1 for i in range(2)]
         mild = report(weight * torch.linspace(0.7, 1.1, weight.shape[axis]).view(sizes))
@@ -429,13 +429,11 @@ def test_bfls_word_in_the_header_of_a_file_for_comfyui_does_not_make_it_bfls(bas
 # --- files
 
 
-LAYERS = [path.stem for path in GOLDEN.glob("*.safetensors") if not path.name.startswith(("gguf", "flux"))]
+LAYERS = [path.stem for path in GOLDEN.glob("*.safetensors") if not path.name.startswith(("gguf", "flux", "input"))]
 
 
 @pytest.mark.parametrize("name", sorted(LAYERS))
 def test_golden_files_are_told_by_what_is_in_them(name, tmp_path) -> None:
-    if name == "input_linear":
-        return
     meta = json.loads((GOLDEN / f"{name}.json").read_text())
     tensors = {
         key: value for key, value in load_file(GOLDEN / f"{name}.safetensors").items() if not key.startswith("__")
@@ -607,7 +605,7 @@ def test_a_bare_file_of_compressed_tensors_says_that_its_configuration_is_missin
     shutil.copy(next(folder.glob("*.safetensors")), bare)
     report = inspect_path(bare)[""]
     assert report.dialect == "compressed_tensors" and not report.layers
-    assert all("config.json says how it is quantized, and is not there" in fault.what for fault in report.faults[:22])
+    assert sum("config.json says how it is quantized, and is not there" in f.what for f in report.faults) == 22
     with pytest.raises(ValueError, match="get the folder, not the file alone"):
         import_model(bare, tmp_path / "out", base)
 

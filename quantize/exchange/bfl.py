@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fluxq.quantize.exchange import modelopt
-from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, row_for
+from fluxq.quantize.exchange.layer import Encoded, Plain, QuantTensors, Row, row_for
 
 _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
 
@@ -34,7 +34,7 @@ def encode(layer: QuantTensors) -> Encoded:
 
 def decode(
     tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors:
+) -> QuantTensors | Plain:
     """The layer whose weight is (N, K) = shape; the tensors say which format it is."""
     name = "nvfp4" if "weight_scale_2" in tensors else "fp8r"
     if name == "nvfp4" and "input_scale" not in tensors:

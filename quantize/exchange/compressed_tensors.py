@@ -113,7 +113,7 @@ def _read_rows(
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
     of_blocks = tuple(-(-size // BLOCK) for size in shape)
     scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
-    if tuple(scale.shape) == of_blocks and scale.numel() not in (1, shape[0]):
+    if tuple(scale.shape) == of_blocks and of_blocks not in ((1, 1), (shape[0], 1)):
         return Plain(over_blocks(codes, scale), None, f"it has a scale for each block of {BLOCK} by {BLOCK}")
     if codes.dtype == torch.int8:
         return _int8(codes, scale)
@@ -122,13 +122,19 @@ def _read_rows(
     return "fp8_tensor", {"weight": codes, "weight_scale": scale.reshape(())}
 
 
-def _read_words(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
-    (n, k), said = shape, entry.get("weights")
+def bits_of(entry: Mapping[str, Any]) -> int:
+    """The bits of a pack-quantized layer's codes, by its entry of config.json; ValueError unless 4 or 8."""
+    said = entry.get("weights")
     bits = said.get("num_bits") if isinstance(said, dict) else None
     if type(bits) is not int or bits not in (4, 8):
         raise ValueError(f"compressed-tensors: pack-quantized of {bits!r} bits is not read here, 4 and 8 are")
+    return bits
+
+
+def _read_words(
+    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
+) -> tuple[str, dict[str, Tensor]] | Plain:
+    (n, k), bits = shape, bits_of(entry)
     words = held.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
     codes = crop(words.contiguous().view(torch.uint8) ^ _HALF[bits], n, k * bits // 8)
     scale = held.scale("weight_scale", FLOATS)
@@ -138,7 +144,7 @@ def _read_words(
     group, zero = k // groups, torch.zeros(n, groups)
     if "weight_zero_point" in held:  # packed along N, as the codes are along K
         packed = held.take("weight_zero_point", torch.int32, (-(-n * bits // 32), groups))
-        zeros = packed.T.contiguous().view(torch.uint8) ^ _HALF[bits]
+        zeros = packed.T.reshape(-1).view(torch.uint8).reshape(groups, -1) ^ _HALF[bits]
         zero = (unpack(zeros, _INT4) if bits == 4 else zeros.view(torch.int8)).float()[:, :n].T
     if "weight_g_idx" in held:
         of = held.take("weight_g_idx", (torch.int32, torch.int64), (k,)).long()

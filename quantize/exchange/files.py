@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torch import Tensor
 
 from fluxq.base.files import read_json
@@ -25,6 +27,7 @@ from fluxq.base.tensors import Stored, TensorFile, by_tensor
 from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange import nunchaku_file
 from fluxq.quantize.exchange.bnb import STATE, shape_of, state_of
+from fluxq.quantize.exchange.compressed_tensors import bits_of
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
@@ -142,9 +145,18 @@ class ModelFile:
 
     @property
     def unread(self) -> dict[str, list[str]]:
-        """Layer -> tensors beside its codes that its dialect does not know."""
+        """Layer -> tensors beside its codes that its dialect does not know, and what of a layer has no codes."""
         found: dict[str, list[str]] = {}
+        alone = {
+            name: module
+            for module, parts in self.groups.items()
+            for suffix, name in parts.items()
+            if module not in self.layers and suffix not in ("weight", "bias")
+        }
         for name in self.plain:
+            if name in alone:
+                found.setdefault(alone[name], []).append(name[len(alone[name]) + 1 :])
+                continue
             module, _, _ = name.removesuffix("._data").rpartition(".")
             for layer in (module, module.rpartition(".")[0]):  # some put a layer's tensors one level down
                 if layer in self.layers:
@@ -178,10 +190,14 @@ class ModelFile:
         left = {part: self.read(held).float() for part, held in self.disabled.get(module, {}).items()}
         if suffix != "weight" or not left:
             return tensor
-        weight = tensor.float()
-        if left.keys() >= {"svdquant_lora_a", "svdquant_lora_b"}:
-            weight = weight + left["svdquant_lora_b"] @ left["svdquant_lora_a"]
-        return (weight * left.get("pre_quant_scale", 1.0)).to(tensor.dtype)
+        n, k = tensor.shape if tensor.ndim == 2 else (0, 0)
+        smooth = left.get("pre_quant_scale", torch.ones(()))
+        a = left.get("svdquant_lora_a", torch.zeros(0, k))
+        b = left.get("svdquant_lora_b", torch.zeros(n, 0))
+        fits = smooth.shape in ((), (k,)) and a.ndim == b.ndim == 2 and (*b.shape, *a.shape) == (n, len(a), len(a), k)
+        if not fits or not all(torch.isfinite(part).all() for part in (smooth, a, b)) or not (smooth > 0).all():
+            raise ValueError(f"{module}: what ModelOpt had taken out of its weight is damaged; get the file again")
+        return ((tensor.float() + b @ a) * smooth).to(tensor.dtype)
 
     def read_layer(self, layer: FileLayer) -> dict[str, Tensor]:
         """The tensors of a layer as `decode` takes them."""
@@ -194,7 +210,7 @@ class ModelFile:
         shape = shape or layer.shape
         if self.dialect == NATIVE:
             held = dict(tensors)
-            if held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
+            if "weight" in held and held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
                 held["weight"] = held["weight"].squeeze(-1)
             scheme = Scheme.parse(layer.entry["scheme"])
             for suffix, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
@@ -253,7 +269,7 @@ class ModelFile:
             stored = {suffix: self.stored[whole] for suffix, whole in parts.items()}
             if not is_quantized(stored, self.dialect):
                 continue
-            if self.dialect == "bnb" and stored["weight"].dtype.startswith("F8"):
+            if self.dialect == "bnb" and "weight" in stored and stored["weight"].dtype.startswith("F8"):
                 continue  # a plain cast beside the codes
             if self.dialect == NATIVE:
                 if name not in schemes:
@@ -311,7 +327,7 @@ class ModelFile:
             return 4 * rows, 2 * columns
         if suffix == "weight_packed" and codes.dtype == "I32":
             scale = stored.get("weight_scale")
-            bits = _bits(entry)
+            bits = bits_of(entry)
             return rows, columns * 32 // bits if scale else columns
         if entry.get("quant_algo") == "W4A16_AWQ":
             return 2 * rows, columns
@@ -412,14 +428,6 @@ def _require_inside(folder: Path, files: list[Path]) -> None:
 _OF_DISABLED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "input_scale")
 
 
-def _bits(entry: Mapping[str, Any]) -> int:
-    said = entry.get("weights")
-    bits = said.get("num_bits") if isinstance(said, dict) else None
-    if type(bits) is not int or bits not in (4, 8):
-        raise ValueError(f"config.json says {bits!r} bits of a pack-quantized layer, expected 4 or 8")
-    return bits
-
-
 def _is_int4(entry: Mapping[str, Any]) -> bool:
     return entry.get("format") in ("awq_w4a16", "convrot_w4a4", "asym_w4a8_int8")
 
@@ -501,11 +509,15 @@ def _of_nunchaku(name: str) -> tuple[str, ...]:
     return tuple(f"{part}.{suffix}" for part in found[0]) if found else (nunchaku_file.diffusers_name(name),)
 
 
-def _guess(stored: Mapping[str, Stored], words: Mapping[str, str]) -> str:
-    """A format's name in a dialect, from dtypes and shapes alone."""
+def _weight_of(stored: Mapping[str, Stored]) -> Stored:
     if "weight" not in stored:
         raise ValueError("the layer has no weight; it is not of this dialect, or not whole")
-    weight, scale = stored["weight"], stored.get("weight_scale")
+    return stored["weight"]
+
+
+def _guess(stored: Mapping[str, Stored], words: Mapping[str, str]) -> str:
+    """A format's name in a dialect, from dtypes and shapes alone."""
+    weight, scale = _weight_of(stored), stored.get("weight_scale")
     if "weight_scale_2" in stored:
         kind = "nvfp4"
         if words is _MODELOPT_WORDS and "svdquant_lora_a" in stored:
@@ -545,7 +557,7 @@ _ENTRIES: dict[str, Callable[[ModelFile, str, Mapping[str, Stored]], dict[str, A
     "bfl": lambda model, name, stored: {},
     "bnb": lambda model, name, stored: {},
     "fp8_blocks": lambda model, name, stored: {"block": model.quantization.get("weight_block_size")},
-    "gguf": lambda model, name, stored: {"type": stored["weight"].dtype},
+    "gguf": lambda model, name, stored: {"type": _weight_of(stored).dtype},
 }
 
 

@@ -1,12 +1,14 @@
 """Is a difference from the base folding, which another layer takes back, or a scale that was lost?
 
 Smoothing that was folded has factors on the columns of the layers that read x, and their inverses on the rows of what
-makes x: a modulation, a norm, or the Linear before. A mean that was subtracted stands in the bias of what makes x and,
-times the weight, in the biases of those that read it. What nothing takes back changes the images.
+makes x: a modulation, a norm, or the Linear before, in the same block. All layers that read x carry the factors. A mean
+that was subtracted stands in the bias of what makes x and, times the weight, in the biases of those that read it. What
+nothing takes back changes the images.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,29 +19,37 @@ from fluxq.quantize.exchange.proof import Against
 
 _NEAR = 0.1  # rms: factors, each of which was estimated from a row or column of rounded weights, are the same
 _FEW, _FAR = 0.05, 0.3  # of the rows may be further off, but none by so much
-_BIAS = 0.05  # relative: a bias in another 16-bit dtype, folded and rounded once or twice
+_FOLDED = 0.05  # relative: a bias that was folded and rounded once or twice
 _MEAN = 0.15  # relative: W times a mean that was taken from two biases of 16 bit
-_LEAST = 16  # rows of a chunk, for it to be no coincidence
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A Linear of the file beside the base's. bias: (its own (N,), the base's), None where the file has none like that.
+    """A Linear of the file beside the base's.
 
-    base: reads the base's weight (N, K).
+    block: that it stands in, "" for none. x: what it reads, the same for all that read it. base: reads the base's
+    weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most.
     """
 
     against: Against
-    shape: tuple[int, int]
-    bias: tuple[Tensor, Tensor] | None
+    block: str
+    x: str
     base: Callable[[], Tensor]
+    cast: float
 
 
-def not_taken_back(linears: Mapping[str, Linear], vectors: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
-    """Linear or vector -> what of it differs from the base, and nothing in the file takes back.
+@dataclass(frozen=True)
+class Vector:
+    """A tensor of one dimension (N,), such as a norm's weight, that differs from the base's. cast: as in `Linear`."""
 
-    vectors: other tensors of one dimension that differ, as norms have them: (the file's, the base's).
-    """
+    own: Tensor
+    base: Tensor
+    block: str
+    cast: float
+
+
+def not_taken_back(linears: Mapping[str, Linear], vectors: Mapping[str, Vector]) -> dict[str, str]:
+    """Linear or vector -> what of it differs from the base, and nothing in the file takes back."""
     columns = {name: by for name, each in linears.items() if (by := _factors(each, "columns")) is not None}
     found = _factors_left(linears, columns, vectors)
     for name, what in _biases_left(linears, columns).items():
@@ -48,24 +58,35 @@ def not_taken_back(linears: Mapping[str, Linear], vectors: Mapping[str, tuple[Te
 
 
 def _factors_left(
-    linears: Mapping[str, Linear], columns: Mapping[str, Tensor], vectors: Mapping[str, tuple[Tensor, Tensor]]
+    linears: Mapping[str, Linear], columns: Mapping[str, Tensor], vectors: Mapping[str, Vector]
 ) -> dict[str, str]:
-    found = {name: "is not the base's" for name, (own, _) in vectors.items() if not own.all()}
-    rows = {name: (torch.arange(len(own)), base / own) for name, (own, base) in vectors.items() if name not in found}
-    for name, each in linears.items():
-        by = _factors(each, "rows")
-        if by is not None and each.against.at is not None:
-            rows[name] = each.against.at, by
-    taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, (_, by) in rows.items()}
+    found = {name: "is not the base's" for name, each in vectors.items() if not each.own.all()}
+    rows = {name: each.base / each.own for name, each in vectors.items() if name not in found}
+    rows |= {name: by for name, each in linears.items() if (by := _factors(each, "rows")) is not None}
+    blocks = {name: each.block for name, each in (*linears.items(), *vectors.items())}
+    taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, by in rows.items()}
     for name, factors in columns.items():
         made = False
-        for maker, (at, by) in rows.items():
-            for chunk in _chunks(at, len(factors)):
-                if _undoes(by[chunk], factors[at[chunk] % len(factors)]):
-                    taken[maker][chunk] = made = True
+        for maker in (maker for maker in rows if blocks[maker] == blocks[name]):
+            for part in _parts(rows[maker], len(factors)):
+                if _undoes(rows[maker][part], factors):
+                    taken[maker][part] = made = True
         if not made:
-            found[name] = "its columns carry factors, and nothing before it carries their inverses"
-    for name, (_, by) in rows.items():
+            found[name] = "its columns carry factors, and nothing before it in its block carries their inverses"
+    readers = defaultdict[str, list[str]](list)
+    for name, each in linears.items():
+        readers[each.x].append(name)
+    for names in readers.values():
+        carrying = [name for name in names if name in columns]
+        for name in names if carrying else ():
+            if name not in columns:
+                found[name] = f"its columns carry no factors, though those of {carrying[0]} do, which reads the same x"
+    for name, by in rows.items():
+        if name in vectors:
+            own, base = (part[~taken[name]] for part in (vectors[name].own, vectors[name].base))
+            if differ(own, base, vectors[name].cast):
+                found[name] = "is not the base's"
+            continue
         strays = ((by - 1).abs() > _NEAR) & ~taken[name]
         if strays.float().mean() > _FEW or ((by - 1).abs() > _FAR)[strays].any():
             found[name] = f"{int(strays.sum())} of {len(by)} rows carry factors, and nothing behind takes them back"
@@ -73,40 +94,49 @@ def _factors_left(
 
 
 def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -> dict[str, str]:
-    wrong = {name: each for name, each in linears.items() if each.against.bias and _differ(*each.against.bias)}
-    taken = {name: torch.zeros(each.shape[0], dtype=torch.bool) for name, each in wrong.items()}
-    for name, each in wrong.items():
-        taken[name] |= _reads_a_mean(name, each, columns.get(name, torch.ones(each.shape[1])), wrong, taken)
-        own, base = each.against.bias or (torch.empty(0), torch.empty(0))
-        by, at = _factors(each, "rows"), each.against.at
-        for size in {len(factors) for factors in columns.values()} if by is not None and at is not None else ():
-            for chunk in _chunks(at, size):
-                of_scale = not _differ(own[chunk] + 1, (base[chunk] + 1) / by[chunk])  # a modulation adds 1 to it
-                if of_scale or not _differ(own[chunk], base[chunk] / by[chunk]):
-                    taken[name][at[chunk]] = True
+    pairs = {name: each.against.bias for name, each in linears.items() if each.against.bias is not None}
+    wrong = {name: pair for name, pair in pairs.items() if differ(*pair, linears[name].cast)}
+    taken = {name: torch.zeros(len(own), dtype=torch.bool) for name, (own, _) in wrong.items()}
+    for name, (own, base) in wrong.items():
+        _take_means(name, linears, columns.get(name), wrong, taken)
+        by = _factors(linears[name], "rows")
+        if by is None:
+            continue
+        for size in {len(columns[reader]) for reader in columns if linears[reader].block == linears[name].block}:
+            for part in _parts(own, size):
+                of_scale = not differ(own[part] + 1, (base[part] + 1) / by[part], _FOLDED)  # a modulation adds 1 to it
+                if of_scale or not differ(own[part], base[part] / by[part], _FOLDED):
+                    taken[name][part] = True
     found = {}
-    for name, each in wrong.items():
-        own, base = each.against.bias or (torch.empty(0), torch.empty(0))
-        left = ~taken[name][each.against.at]
-        if left.any() and _differ(own[left], base[left]):
+    for name, (own, base) in wrong.items():
+        left = ~taken[name]
+        if left.any() and differ(own[left], base[left], linears[name].cast):
             found[name] = "its bias is not the base's, and nothing takes the difference back"
     return found
 
 
-def _reads_a_mean(
-    name: str, reader: Linear, factors: Tensor, wrong: Mapping[str, Linear], taken: Mapping[str, Tensor]
-) -> bool:
-    """Whether a bias is the base's and W times the mean that the bias of what makes x lacks, which is then taken."""
-    own, base = reader.against.bias or (torch.empty(0), torch.empty(0))
-    for maker, other in wrong.items():
-        theirs, plain = other.bias or (torch.empty(0), torch.empty(0))
-        for part in _parts(theirs, len(factors)) if maker != name else ():
-            if _differ(theirs[part], plain[part]):
-                expected = reader.base()[reader.against.at] @ (plain[part] - theirs[part] / factors)
-                if float((own - base - expected).norm()) <= _MEAN * float(expected.norm()) + _BIAS * float(base.norm()):
-                    taken[maker][part] = True
-                    return True
-    return False
+def _take_means(
+    name: str,
+    linears: Mapping[str, Linear],
+    factors: Tensor | None,
+    wrong: Mapping[str, tuple[Tensor, Tensor]],
+    taken: Mapping[str, Tensor],
+) -> None:
+    """Take the bias of `name` that is the base's and W times the mean that the bias of what makes x lacks, and that."""
+    reader, (own, base) = linears[name], wrong[name]
+    weight = reader.base()
+    factors = torch.ones(weight.shape[1]) if factors is None else factors
+    for maker, (theirs, plain) in wrong.items():
+        if maker == name or linears[maker].block != reader.block:
+            continue
+        for part in _parts(theirs, len(factors)):
+            if differ(theirs[part], plain[part], _FOLDED):
+                expected = weight @ (plain[part] - theirs[part] / factors)
+                if float((own - base - expected).norm()) <= _MEAN * float(expected.norm()) + _FOLDED * float(
+                    base.norm()
+                ):
+                    taken[maker][part] = taken[name][:] = True
+                    return
 
 
 def _factors(each: Linear, axis: str) -> Tensor | None:
@@ -118,17 +148,12 @@ def _parts(vector: Tensor, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, len(vector) - size + 1, size)]
 
 
-def _chunks(at: Tensor, size: int) -> list[Tensor]:
-    """Masks of the rows `at` that lie in the same multiple of `size`."""
-    masks = [at // size == index for index in (at // size).unique()]
-    return [mask for mask in masks if int(mask.sum()) >= min(_LEAST, size)]
-
-
 def _undoes(by: Tensor, factors: Tensor) -> bool:
     """Whether one is the other's inverse, by far more than both are near 1."""
     off, before = (float((found - 1).square().mean().sqrt()) for found in (by * factors, factors))
     return off <= min(_NEAR, before / 2)
 
 
-def _differ(own: Tensor, base: Tensor) -> bool:
-    return float((own - base).norm()) > _BIAS * float(base.norm())
+def differ(own: Tensor, base: Tensor, most: float) -> bool:
+    """Whether the relative difference is above `most`, or no number."""
+    return not float((own - base).norm()) <= most * float(base.norm())

@@ -23,10 +23,20 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if size not in (None, [BLOCK, BLOCK]):
         raise ValueError(f"fp8_blocks: weight_block_size {size!r} is not read here, [{BLOCK}, {BLOCK}] is")
     held = Tensors(tensors, "fp8_blocks")
-    codes, bias = held.take("weight", torch.float8_e4m3fn, shape), held.bias(shape[0]).get("bias")
-    blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-    scale = held.scale("weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu), blocks)
     if "activation_scale" in held:  # of x, which is in 16 bit where the weight is
         held.scale("activation_scale", FLOATS)
+    return read_blocks(held, shape, "weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu))
+
+
+def read_blocks(held: Tensors, shape: tuple[int, int], name: str, dtypes: tuple[torch.dtype, ...]) -> Plain:
+    """The layer of `weight` and the block scales `name`, (⌈N/128⌉, ⌈K/128⌉) or ModelOpt's (⌈N/128⌉, 1, ⌈K/128⌉, 1).
+
+    A layer of one block may have its scale as (). Nothing else may be left in `held`.
+    """
+    codes, bias = held.take("weight", torch.float8_e4m3fn, shape), held.bias(shape[0]).get("bias")
+    rows, columns = (-(-size // BLOCK) for size in shape)
+    one = [()] if rows == columns == 1 else []
+    scale = held.scale(name, dtypes, (rows, columns), (rows, 1, columns, 1), *one)
     held.finish()
-    return Plain(over_blocks(codes, scale), bias, f"it has a scale for each block of {BLOCK} by {BLOCK}")
+    weight = over_blocks(codes, scale.reshape(rows, columns))
+    return Plain(weight, bias, f"it has a scale for each block of {BLOCK} by {BLOCK}")

@@ -39,7 +39,7 @@ from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import inspect_model
-from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, split
+from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, not_finite, split
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, json_object
 from fluxq.quantize.exchange.nunchaku_file import parts_of
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
@@ -211,6 +211,9 @@ def _write(
     files: list[Path] = []
 
     def put(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if bad := not_finite(tensor):
+                raise ValueError(f"{name}: {bad} of {tensor.numel()} numbers are NaN or infinite; get the file again")
         files.append(parts / f"{len(files)}.safetensors")
         save_weights({name: tensor.contiguous() for name, tensor in tensors.items()}, files[-1], {})
         written.update(tensors)
@@ -417,7 +420,7 @@ def _require_all(model: ModelFile, expected: Mapping[str, Tensor], written: Coll
 
 def _several(found: Mapping[str, str]) -> str:
     first = "; ".join(f"{name}: {why}" for name, why in list(found.items())[:_NAMED])
-    return first if len(found) <= _NAMED else f"{first}; and {len(found) - _NAMED} more layers"
+    return first if len(found) <= _NAMED else f"{first}; and {len(found) - _NAMED} more"
 
 
 def _counted(notes: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ FAULTS, at the end, has a row for everything that is found wrong: what it is cal
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,11 +23,11 @@ from torch import Tensor
 from fluxq.base.console import progress
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
-from fluxq.quantize.exchange.folding import Linear, not_taken_back
-from fluxq.quantize.exchange.layer import Plain, Row
+from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_back
+from fluxq.quantize.exchange.layer import Plain, Row, not_finite
 from fluxq.quantize.exchange.layouts import unblock_scales
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN
-from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, is_whole, prove, window
+from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.recipes.keymaps import Joined
 
@@ -149,7 +150,8 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         done.layers.append(report)
         done.faults += faults
         if base is not None and report.against is not None:
-            compared[name] = _linear(model, report.against, layer, parts, base)
+            stored = layer.stored.get("bias")
+            compared[name] = _linear(model, report.against, layer.shape, stored.dtype if stored else "", parts, base)
     scope: dict[str, Counter[str]] = defaultdict(Counter)
     for report in done.layers:
         scope[report.role or "unknown"][report.format] += 1
@@ -159,16 +161,15 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
     done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
     done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
-    done.faults += [
-        Fault("disabled", name, f"it has {', '.join(left)} beside") for name, left in model.disabled.items()
-    ]
+    done.faults += _disabled(model)
+    done.faults += _no_numbers(model)
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
     if base is not None:
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
             parts = joined.get(f"{name}.weight")
             truth, orders, _ = base.rows(shape, parts) if parts else (None, {}, "")
-            if parts is not None and truth is not None:
+            if parts is not None and truth is not None and name not in {fault.layer for fault in done.faults}:
                 compared[name] = _compared_16_bit(model, name, shape, parts, truth, orders, base)
                 done.faults += _faults_of_16_bit(name, compared[name].against)
         done.faults = _with_folding(model, done.faults, compared, joined, base)
@@ -193,12 +194,11 @@ def _layer(
     faults = [Fault(kind, layer.name, what) for kind, what in _numbers(model, layer, tensors)]
     faults += [Fault("missing input_scale", layer.name, what) for what in _missing_input_scale(model, layer)]
     n, k = layer.shape
-    rows = window(tensors, n, 0, min(n, 128)) if not is_whole(tensors) else dict(tensors)
-    size = (min(n, 128), k) if not is_whole(tensors) else (n, k)
     scheme, error = "", ""
     try:
-        found = model.decode(layer, rows, size)
+        found = model.decode(layer, tensors)
         scheme = "" if isinstance(found, Plain) else str(found.scheme)
+        del found
     except ValueError as wrong:
         error = str(wrong)
     against = None
@@ -207,10 +207,10 @@ def _layer(
         if truth is None:
             faults.append(Fault("not in the base", layer.name, why))
         else:
-            against = prove(model, layer, tensors, truth, orders, base.other(_bias_of(joined), k))
+            against = prove(model, layer, tensors, truth, orders, _base_bias(base, joined, layer.shape))
             faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
-    if error and not any(fault.is_error for fault in faults):
-        faults.append(_cured_by(model, layer, rows, size, error))
+    if error and (against is None or not against.best):  # else it is known what mends it
+        faults.append(_cured_by(model, layer, tensors, error))
     bits = 8 * layer.nbytes / max(n * k, 1)
     role = _role(model, modules[0]) if modules else ""
     report = LayerReport(layer.name, modules, role, _format(model, layer), scheme, layer.shape, bits, against)
@@ -221,13 +221,31 @@ def _bias_of(joined: Joined) -> Joined:
     return joined._replace(parts=tuple(f"{part.removesuffix('weight')}bias" for part in joined.parts))
 
 
-def _linear(model: ModelFile, against: Against, layer: FileLayer, joined: Joined, base: Base) -> Linear:
-    """A quantized layer for `not_taken_back`."""
-    n, k = layer.shape
-    named, truth = layer.parts.get("bias"), base.other(_bias_of(joined), k)
-    own = model.read(named).float() if named is not None and model.stored[named].shape == (n,) else None
-    pair = (own, truth) if own is not None and truth is not None else None
-    return Linear(against, layer.shape, pair, lambda: _truth(base, layer.shape, joined))
+def _base_bias(base: Base, joined: Joined, shape: tuple[int, int]) -> Tensor:
+    """The base's bias (N,); zeros where it has none, so that a file's own must be too."""
+    truth = base.other(_bias_of(joined), shape[1])
+    return truth if truth is not None and truth.shape == shape[:1] else torch.zeros(shape[0])
+
+
+def _linear(
+    model: ModelFile, against: Against, shape: tuple[int, int], bias: str, joined: Joined, base: Base
+) -> Linear:
+    """A Linear for `not_taken_back`. bias: the dtype that its bias is stored in, "" for none."""
+    module = joined.parts[0].removesuffix(".weight") if joined.parts else joined.original
+    located = model.family.locate(module) if model.family else None
+    x = f"{located[1]}: {', '.join(located[0].members)}" if located else module
+    return Linear(against, _block(module), x, lambda: _truth(base, shape, joined), _cast_error(bias))
+
+
+def _block(name: str) -> str:
+    """The block that a module of diffusers stands in, "" for none."""
+    found = _IN_BLOCK.match(name)
+    return found[1] if found else ""
+
+
+def _cast_error(dtype: str) -> float:
+    """The relative error of a tensor by rounding to its dtype, at most."""
+    return _WIDENED if dtype.startswith("F8") else _CAST
 
 
 def _truth(base: Base, shape: tuple[int, int], joined: Joined) -> Tensor:
@@ -247,10 +265,13 @@ def _compared_16_bit(
     base: Base,
 ) -> Linear:
     """A Linear that is not quantized beside the base's."""
-    own, other = f"{name}.bias", base.other(_bias_of(joined), shape[1])
-    bias = None if other is None else (model.read(own).float() if own in model.stored else torch.zeros(shape[0]), other)
-    against = compare(model.read_plain(f"{name}.weight"), truth, orders, bias)
-    return Linear(against, shape, against.bias, lambda: _truth(base, shape, joined))
+    own = f"{name}.bias"
+    bias = model.read(own).float() if own in model.stored else torch.zeros(shape[0])
+    truth_of_bias = _base_bias(base, joined, shape)
+    pair = (bias, truth_of_bias) if bias.shape == truth_of_bias.shape else None
+    against = compare(model.read_plain(f"{name}.weight"), truth, orders, pair)
+    stored = model.stored[own].dtype if own in model.stored else ""
+    return _linear(model, against, shape, stored, joined, base)
 
 
 def _faults_of_16_bit(name: str, against: Against) -> Iterator[Fault]:
@@ -266,21 +287,30 @@ def _with_folding(
     model: ModelFile, faults: list[Fault], compared: Mapping[str, Linear], joined: Mapping[str, Joined], base: Base
 ) -> list[Fault]:
     """The faults once it is known what other layers take back, and those of all other tensors."""
-    found, vectors = list(faults), {}
+    found, vectors = list(faults), dict[str, Vector]()
+    wrong = {fault.layer for fault in faults}
     for name in model.plain:
         module, _, part = name.rpartition(".")
-        if module in compared or name not in joined:
+        if module in compared or name not in joined or name in wrong or module in wrong:
             continue
-        truth, own = base.other(joined[name], 0), model.read(name).float()
-        if truth is None or truth.numel() != own.numel():
+        truth, own = base.other(joined[name], 0), model.read(name)
+        if not own.is_floating_point():  # positions and such, which classes make themselves
             continue
-        own, truth = own.reshape(-1), truth.reshape(-1)
-        if _is_same(own, truth, model.stored[name].dtype):
+        own = own.float()
+        if truth is None:
+            if joined[name].parts:
+                found.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
+            continue
+        if truth.numel() != own.numel():
+            found.append(Fault("another value", name, f"it is {(*own.shape,)}, the base's {(*truth.shape,)}"))
+            continue
+        own, truth, most = own.reshape(-1), truth.reshape(-1), _cast_error(model.stored[name].dtype)
+        if not differ(own, truth, most):
             continue
         if len(model.stored[name].shape) == 1:
-            vectors[name] = own, truth
+            vectors[name] = Vector(own, truth, _block(joined[name].parts[0]), most)
         else:
-            alike = float(own @ truth) > _ALIKE * float(own.norm() * truth.norm())  # in codes once, or tuned
+            alike = float(own @ truth) > _ALIKE * float(own.norm() * truth.norm())  # tuned, maybe
             found.append(
                 Fault("differs" if alike else "another value", name, f"{part} differs by {_share(own, truth)}")
             )
@@ -293,34 +323,66 @@ def _with_folding(
     ]
     told = {fault.layer for fault in found}
     tuned = {fault.layer for fault in found if fault.kind == "differs"}
-    kind = "differs" if len(tuned & compared.keys()) > len(compared) / 2 else "another value"
     for name, what in left.items():
         if name in vectors:
-            found.append(Fault(kind, name, f"it differs from the base's by {_share(*vectors[name])}"))
+            each = vectors[name]
+            alike = float(each.own @ each.base) > _ALIKE * float(each.own.norm() * each.base.norm())
+            what = f"it differs from the base's by {_share(each.own, each.base)}"
+            found.append(Fault("differs" if alike else "another value", name, what))
         elif name not in told or name in tuned:
             found.append(Fault("differs" if name in tuned else "another value", name, what))
-    return found
+    found += _missing(model, joined, base)
+    if len(tuned & compared.keys()) > len(compared) / 2:
+        return found
+    few = f"{len(tuned & compared.keys())} of {len(compared)} Linears differ so"
+    return [replace(f, kind="damaged", what=f"{f.what}; {few}") if f.kind == "differs" else f for f in found]
 
 
-def _is_same(own: Tensor, truth: Tensor, dtype: str) -> bool:
-    """Whether a tensor that is not quantized is the base's, rounded to its own dtype."""
-    most = _WIDENED if dtype.startswith("F8") else _CAST
-    return float((own - truth).norm()) <= most * float(truth.norm())
+def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iterator[Fault]:
+    """Tensors of the base that the file lacks, but for those that are tied to one that it has.
+
+    A layer's bias that it lacks is compared as zeros.
+    """
+    held = {part for each in joined.values() for part in each.parts}
+    layers = [joined[f"{name}.weight"] for name in model.layers if f"{name}.weight" in joined]
+    held |= {part for each in layers for part in _bias_of(each).parts}
+    for name in base.names - held if held else ():
+        tensor = base.tensor(name)
+        tied = (base.tensor(other) for other in base.names & held if base.shape(other) == tuple(tensor.shape))
+        if tensor.is_floating_point() and not any(torch.equal(tensor, other) for other in tied):
+            yield Fault("missing", name, "the base has it, and the file does not")
+
+
+def _no_numbers(model: ModelFile) -> Iterator[Fault]:
+    """NaN and infinite numbers in tensors that are not quantized."""
+    for name in model.plain:
+        bad = not_finite(model.read(name))
+        if bad:
+            yield Fault("no numbers", name, f"{bad} are NaN or infinite")
+
+
+def _disabled(model: ModelFile) -> Iterator[Fault]:
+    for name, left in model.disabled.items():
+        try:
+            model.read_plain(f"{name}.weight")
+            yield Fault("disabled", name, f"it has {', '.join(left)} beside")
+        except ValueError as error:
+            yield Fault("unreadable", name, str(error))
 
 
 def _share(own: Tensor, truth: Tensor) -> str:
     return f"{float((own - truth).norm() / truth.norm().clamp(min=1e-30)):.3g} of it"
 
 
-def _cured_by(model: ModelFile, layer: FileLayer, rows: dict[str, Tensor], size: tuple[int, int], error: str) -> Fault:
+def _cured_by(model: ModelFile, layer: FileLayer, tensors: dict[str, Tensor], error: str) -> Fault:
     """Why `decode` refused a layer: the one change of shape or dtype under which it does not."""
     for name, repair in REPAIRS.items():
         if not repair.cures_shape:
             continue
         try:
-            mended = repair.mend(rows, model.dialect, size)
+            mended = repair.mend(tensors, model.dialect, layer.shape)
             if mended is not None:
-                model.decode(layer, mended, size)
+                model.decode(layer, mended)
                 return Fault(name, layer.name, error)
         except ValueError:
             continue
@@ -336,14 +398,16 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         for name in against.best:
             kind = name if name in FAULTS else "rows in another order"
             yield kind, f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
-    if not against.plausible:
+    if against.strays:
+        yield "lost scale" if against.lost else "differs", f"{against.strays} are further off than rounding takes them"
+    elif not against.plausible:
         left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
         if against.factors is not None:
             axis, own = against.factors.axis, against.factors.left
             yield "folded factors", f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
-        elif abs(against.factor - 1) > 0.02 and left < 0.3 and against.cosine > 0:
+        elif abs(against.factor - 1) > 0.02 and left <= against.bound and against.cosine > 0:
             yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
-        elif against.cosine < _ALIKE:
+        elif not against.cosine >= _ALIKE:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
             yield "another model's layer", f"{what}{min(against.errors.values()):.3g}"
         else:
@@ -360,14 +424,9 @@ def _numbers(model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor]) 
             continue  # an index into a table
         if suffix in _SCALES:
             yield from _scale_numbers(model, layer, suffix, tensor, tensors)
-        elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            bad = int(torch.isnan(tensor.float()).sum()) if tensor.dtype == torch.float8_e5m2 else 0
-            if tensor.dtype == torch.float8_e4m3fn:
-                bad = int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
-            if bad:
-                yield "codes that are NaN", f"{bad} of {tensor.numel()} in {suffix}"
-        elif tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            yield "scales that are no numbers", f"{int((~torch.isfinite(tensor)).sum())} of {suffix}"
+        elif bad := not_finite(tensor):
+            kind = "codes that are NaN" if tensor.element_size() == 1 else "scales that are no numbers"
+            yield kind, f"{bad} of {tensor.numel()} in {suffix}"
 
 
 def _scale_numbers(
@@ -559,9 +618,7 @@ def _proofs(done: Inspection) -> list[str]:
         if layer.against is not None and layer.against.plausible and not layer.against.best and layer.name not in wrong
     ]
     if compared:
-        rows = sum(against.rows for against in compared)
-        total = sum(layer.shape[0] for layer in done.layers if layer.against is not None)
-        found.append(f"{len(right)} of {len(compared)} layers are as declared, by {rows} of their {total} rows")
+        found.append(f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows")
     tried = dict.fromkeys(name for against in right for name in against.errors)
     rows = tuple(name for name in tried if name.startswith("rows ordered"))
     kinds = {f"no {name}": (name,) for name in (*REPAIRS, "halves swapped") if name in tried}
@@ -603,10 +660,11 @@ _MATTERS = 0.05  # of the weights
 _ALIKE = 0.9  # the least cosine of a weight that was tuned
 _WIDENED = 0.05  # error of a weight that was in 8 bits
 _CAST = 0.01  # of one that was in another 16-bit dtype
+_IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "input_scale", "weight_global_scale", "input_global_scale", "scale_weight"),
-    *("scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale", "weight.absmax"),
+    *("weight_scale_inv", "scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale", "weight.absmax"),
 )
 FAULTS: dict[str, Kind] = {
     **{name: Kind(repair.about, _CONVERT) for name, repair in REPAIRS.items()},
@@ -623,10 +681,16 @@ FAULTS: dict[str, Kind] = {
     "lost scale": Kind("rows or columns carry factors that no layer takes back: a scale is lost or wrong", _AGAIN),
     "another value": Kind("a bias, norm or table is not the base's", _AGAIN),
     "differs": Kind(
-        "the weight is near the base's, and further than rounding takes it: fine-tuned, or a fused LoRA",
+        "near the base's, further off than rounding takes it, and so are most Linears: another training, or a LoRA",
         "give the model that it was made from",
         False,
     ),
+    "damaged": Kind(
+        "near the base's and further off than rounding takes it, while most Linears are not",
+        f"{_AGAIN}; where a LoRA is fused into it, give the model with the LoRA as base",
+    ),
+    "missing": Kind("the base has a tensor that the file lacks", _AGAIN),
+    "no numbers": Kind("a weight, bias or norm in 16 bit is NaN or infinite", _AGAIN),
     "widened": Kind("in 16 bit, and as far from the base's as if it had been in 8", "none is needed", False),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
     "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),

@@ -209,6 +209,16 @@ class Tensors:
             raise ValueError(f"{self._dialect}: nothing reads {', '.join(sorted(self._left))} of this layer")
 
 
+def not_finite(tensor: Tensor) -> int:
+    """How many numbers of a tensor are NaN or infinite; 0 for integers."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
+    if not tensor.is_floating_point():
+        return 0
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor
+    return tensor.numel() - int(torch.isfinite(tensor).sum())
+
+
 def positive(scale: Tensor, name: str) -> Tensor:
     """The same scales; ValueError for NaN, infinite and negative ones. Zeros are for the caller."""
     values = scale.float()
@@ -223,6 +233,8 @@ def without_zero_exponents(codes: Tensor, scale: Tensor, *, is_zero: bool = Fals
     is_zero: the reader takes byte 0 for the factor 0, whatever the codes (ComfyUI). Otherwise it is 2^-127, and codes
     other than zero raise ValueError: no format of ours has that exponent. So does byte 255, NaN.
     """
+    if not scale.shape[1] or codes.shape[0] != scale.shape[0] or codes.shape[1] % scale.shape[1]:
+        raise ValueError(f"weight_scale {(*scale.shape,)} does not divide codes of {(*codes.shape,)}")
     if (scale == 255).any():
         raise ValueError("weight_scale holds NaN (E8M0 byte 255); get the file again")
     zero = scale == 0

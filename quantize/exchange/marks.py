@@ -81,7 +81,8 @@ def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if linear and not padding:
         dialect = "bfl" if original else "modelopt"
         return dialect, ("no mark; block scales have the shapes of the weights",), ()
-    columns = [s for s in quantized if "weight_scale" in s and s["weight_scale"].shape == (s["weight"].shape[0], 1)]
+    whole = [s for s in quantized if "weight_scale" in s and "weight" in s]
+    columns = [s for s in whole if s["weight"].shape and s["weight_scale"].shape == (s["weight"].shape[0], 1)]
     if columns and not original:
         return "compressed_tensors", ("no mark; scales have the shape of a column",), ()
     if not any("weight_scale_2" in stored for stored in quantized):
@@ -189,7 +190,7 @@ def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
 
 def is_quantized(stored: Mapping[str, Stored], dialect: str) -> bool:
     codes = next((stored[suffix] for suffix in CODES if suffix in stored), None)
-    if codes is None or len(codes.shape) != 2 + (dialect == NATIVE and len(codes.shape) == 3):
+    if codes is None or len(codes.shape) not in ((2, 3) if dialect == NATIVE else (2,)):
         return False
     return codes.dtype not in FLOATS if dialect == "gguf" else codes.dtype in _CODED
 

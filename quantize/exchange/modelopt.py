@@ -35,7 +35,7 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.exchange.layouts import BLOCK, over_blocks
+from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.tensor import stored_shapes
 from fluxq.recipes.formats import ELEMENTS, find_format
 
@@ -67,16 +67,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
     n, k = shape
     if entry.get("quant_algo") in _OF_BLOCKS:
-        held = Tensors(tensors, "modelopt")
-        codes, bias = held.take("weight", torch.float8_e4m3fn, shape), held.bias(n).get("bias")
-        blocks = (-(-n // BLOCK), -(-k // BLOCK))
-        scale = held.scale(
-            "weight_scale", FLOATS, blocks, (blocks[0], 1, blocks[1], 1), *([()] if blocks == (1, 1) else [])
-        )
-        held.finish()
-        return Plain(
-            over_blocks(codes, scale.reshape(blocks)), bias, f"it has a scale for each block of {BLOCK} by {BLOCK}"
-        )
+        return read_blocks(Tensors(tensors, "modelopt"), shape, "weight_scale", FLOATS)
     row = named_row(ROWS, entry.get("quant_algo"), "modelopt")
     weights, held = find_format(row.weights), Tensors(tensors, "modelopt")
     weights.check_shape(n, k, "modelopt")

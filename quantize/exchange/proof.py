@@ -7,8 +7,9 @@ each way to read them is tried on rows from all over the layer:
 
 The right reading has the error of its format, about 0.1 in 4 bits and 0.03 in 8: that of the base itself, rounded to
 the format, is the measure. Another order of nibbles has about 1.5, scales of other blocks 0.3 and more, and a scale
-upside down whatever its square is. REPAIRS has a row for each way in which files are known to be wrong: it makes of
-such tensors those that the dialect means, so that the dialect's own `decode` reads them.
+upside down whatever its square is. The best reading is then held against the whole base, and so is each row and column
+of it. REPAIRS has a row for each way in which files are known to be wrong: it makes of such tensors those that the
+dialect means, so that the dialect's own `decode` reads them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.quantize.exchange.files import FileLayer, ModelFile
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, padded, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.keymaps import Joined
 
@@ -31,6 +33,7 @@ WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scal
 DECLARED = "as declared"
 _FAR = 1.2  # a reading is told from another by so much more error
 _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the output, have up to 1.5 of it
+_OF_A_LINE = 3.0  # the same for one row or column
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
 _SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
 _FOLDED = ((0.2, 0.8), (0.3, 0.5))  # the most that factors of rows or columns leave; as a share of what one leaves
@@ -52,7 +55,7 @@ class Repair(NamedTuple):
 class Factors:
     """What the "rows" or "columns" of a layer would have to be multiplied by. left: the error that then remains.
 
-    by: a factor for each sampled row, or for each column.
+    by: a factor for each row, or for each column.
     """
 
     axis: str
@@ -64,14 +67,14 @@ class Factors:
 class Against:
     """A layer beside the base's.
 
-    rows: how many were compared, of all. errors: reading -> relative error. best: the reading with the least, as names
-    of REPAIRS and of an order of rows; empty where the layer is as declared. cosine: between that and the base.
-    factor: by which the best reading, times it, comes nearest to the base. bound: the most error that rounding to the
-    format explains; plausible: whether it does. factors: of columns or rows, that would explain the rest. at: the rows
-    that were compared. bias: (the layer's, the base's) of these, None where either has none.
+    errors: reading -> relative error, the best's of the whole layer, the others' of samples. best: the reading with the
+    least, as names of REPAIRS and of an order of rows; empty where the layer is as declared. cosine: between that and
+    the base. factor: by which the best reading, times it, comes nearest to the base. bound: the most error that
+    rounding to the format explains; plausible: whether it does. factors: of columns or rows, that would explain the
+    rest. strays: rows or columns that rounding does not explain, in words, though it explains the layer; lost: whether
+    a factor for each would. bias: (the layer's (N,), the base's), None where none was given to compare with.
     """
 
-    rows: int
     errors: dict[str, float]
     best: tuple[str, ...]
     cosine: float
@@ -79,13 +82,14 @@ class Against:
     bound: float
     plausible: bool
     factors: Factors | None = None
+    strays: str = ""
+    lost: bool = False
     bias: tuple[Tensor, Tensor] | None = None
-    at: Tensor | None = None
 
     def describe(self) -> dict[str, Any]:
         """The numbers, as JSON has them."""
         left = {} if self.factors is None else {"factors": self.factors.axis, "left": self.factors.left}
-        said = ("rows", "errors", "best", "cosine", "factor", "bound", "plausible")
+        said = ("errors", "best", "cosine", "factor", "bound", "plausible", "strays")
         return {**{name: getattr(self, name) for name in said}, "error": self.error, **left}
 
     @property
@@ -106,7 +110,7 @@ class Against:
 
 @dataclass
 class _Rows:
-    """Sampled rows of a layer, by window, and readings of them that were made already."""
+    """Rows of a layer, by window, and readings of them that were made already."""
 
     model: ModelFile
     layer: FileLayer
@@ -124,7 +128,8 @@ class _Rows:
                 self.read[repairs] = None
                 if len(whole) == len(parts):
                     bias = torch.cat(biases).float() if len(biases) == len(parts) else None
-                    self.read[repairs] = torch.cat([weight for weight, _ in whole]), bias
+                    weights = [weight for weight, _ in whole]
+                    self.read[repairs] = (torch.cat(weights) if len(weights) > 1 else weights[0]), bias
             except ValueError:
                 self.read[repairs] = None
         return self.read[repairs]
@@ -141,14 +146,34 @@ class _Rows:
         self.found = self.found or found
         return (found.weight, found.bias) if isinstance(found, Plain) else found.linear().collapsed()
 
-    def bound(self, truth: Tensor) -> float:
-        """The most error that rounding to the layer's format explains: that of the base's own rows, with a margin."""
+    def bound(self, truth: Tensor, by: Tensor | None = None) -> float:
+        """The most error that rounding to the layer's format explains: that of the base's own rows, with a margin.
+
+        by: as `rounded` has it.
+        """
+        return max(_MARGIN * _relative(self.rounded(truth, by), truth), _SAME)
+
+    def explains_codes(self, read: Tensor, truth: Tensor, at: Tensor) -> bool:
+        """Whether rounding explains what was smoothed too, which damaged factors are not; at: samples of the rows."""
+        by = self.smoothing()
+        return not by.ndim or _relative(read / by, truth / by) <= max(
+            _MARGIN * _relative(self.rounded(truth[at]) / by, truth[at] / by), _SAME
+        )
+
+    def rounded(self, truth: Tensor, by: Tensor | None = None) -> Tensor:
+        """The base's rows in the layer's format. by: factors beside the layer's own that codes lack."""
+        return self._rounded(truth, self.smoothing(by))
+
+    def smoothing(self, by: Tensor | None = None) -> Tensor:
+        """What codes are to be multiplied by, beside their scales, to be the base's: (), (K,) or (N, 1)."""
+        own = self.found.tensors.get("pre_quant_scale") if isinstance(self.found, QuantTensors) else None
+        by = torch.ones(()) if by is None else by
+        return by if own is None else by * own.float()
+
+    def _rounded(self, truth: Tensor, by: Tensor) -> Tensor:
         if isinstance(self.found, QuantTensors):
-            smooth = self.found.tensors.get("pre_quant_scale", torch.ones(())).float()  # codes are of W / smooth
-            rounded = QuantizedTensor.quantize(truth / smooth, self.found.scheme.weights).dequantize() * smooth
-        else:
-            rounded = _cast(truth, self.layer)
-        return max(_MARGIN * _relative(rounded, truth), _SAME)
+            return QuantizedTensor.quantize(truth / by, self.found.scheme.weights).dequantize() * by
+        return _cast(truth / by, self.layer) * by
 
 
 def prove(
@@ -159,66 +184,67 @@ def prove(
     orders: Mapping[str, Tensor],
     bias: Tensor | None = None,
 ) -> Against | None:
-    """Compare a layer with the rows that it should hold. None where no reading of it can be made.
+    """Compare a layer with the weight that it should hold. None where no reading of it can be made.
 
     tensors: all of the layer. base: (N, K) in 16 bit or fp32; bias: its (N,). orders: name -> (N,) rows of the base in
     another order that files are known to have them in, such as k before q.
     """
     n, k = layer.shape
-    starts = [0] if is_whole(tensors) else _starts(n)
-    stops = [n] if is_whole(tensors) else [min(start + WINDOW, n) for start in starts]
-    at = torch.cat([torch.arange(*ends) for ends in zip(starts, stops, strict=True)])
-    windows = [(window(tensors, n, start, stop), (stop - start, k)) for start, stop in zip(starts, stops, strict=True)]
-    rows, truth = _Rows(model, layer, windows), base[at].float()
-    tried: dict[str, tuple[tuple[str, ...], Tensor, Tensor]] = {}
-    biases: dict[str, Tensor | None] = {}
+    whole, starts = _Rows(model, layer, [(dict(tensors), (n, k))]), _starts(n)
+    if is_whole(tensors) or n <= WINDOW * len(starts):
+        rows, at = whole, torch.arange(n)
+    else:
+        ends = [(start, min(start + WINDOW, n)) for start in starts]
+        rows = _Rows(model, layer, [(window(tensors, n, *own), (own[1] - own[0], k)) for own in ends])
+        at = torch.cat([torch.arange(*own) for own in ends])
+    truth, tried = base[at].float(), dict[tuple[str, ...], float]()
 
     def attempt(repairs: tuple[str, ...], order: str = "") -> None:
         read = rows.reading(repairs)
         if read is not None:
-            label = (*repairs, *([order] if order else []))
-            name = " and ".join(label) or DECLARED
-            tried[name] = label, read[0], base[orders[order][at]].float() if order else truth
-            biases[name] = read[1]
+            against = base[orders[order][at]].float() if order else truth
+            tried[(*repairs, *([order] if order else []))] = _relative(read[0], against)
 
     attempt(())
     for name in REPAIRS:
         attempt((name,))
     for order in orders:
         attempt((), order)
-    errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
     bound = rows.bound(truth) if rows.found is not None else 0.0
-    if min(errors.values(), default=torch.inf) > bound:
-        able = [name for name in REPAIRS if DECLARED not in tried or name in tried or REPAIRS[name].cures_shape]
+    if min(tried.values(), default=torch.inf) > bound:
+        able = [name for name in REPAIRS if () not in tried or (name,) in tried or REPAIRS[name].cures_shape]
         for pair in [*combinations(able, 2), *combinations(able, 3)]:
             attempt(pair)
         for name in able:
             for order in orders:
                 attempt((name,), order)
-        errors = {name: _relative(read, against) for name, (_, read, against) in tried.items()}
-    if not errors:
+    if not tried:
         return None
     bound = bound or rows.bound(truth)  # where only two repairs together make it readable
-    best = min(errors, key=errors.__getitem__)
-    if best != DECLARED and DECLARED in errors:
-        gain = errors[best] / errors[DECLARED]
-        if not gain * _FAR < 1 or (errors[best] > bound and gain > 0.6):  # chance, or nothing that is known
-            best = DECLARED
-    label, read, against = tried[best]
-    done = _against(len(at), errors, label, read, against, bound)
+    best = min(tried, key=tried.__getitem__)
+    if best and () in tried:
+        gain = tried[best] / tried[()]
+        if not gain * _FAR < 1 or (tried[best] > bound and gain > 0.6):  # chance, or nothing that is known
+            best = ()
+    found = whole.reading(tuple(name for name in best if name in REPAIRS))
+    if found is None:  # the samples can be read, not all
+        return None
+    (read, own), order = found, next((orders[name] for name in best if name in orders), None)
+    rows.read, against = {}, (base if order is None else base[order]).float()  # one layer is memory enough
+    tried[best] = _relative(read, against)
+    errors = {" and ".join(label) or DECLARED: error for label, error in tried.items()}
+    done = _against(errors, best, read, against, bound, rows, at)
     if bias is None:
-        return replace(done, at=at)
-    own = biases[best]
-    own = torch.zeros(len(at)) if own is None else own
-    order = next((orders[name] for name in label if name in orders), torch.arange(n))
-    truth = bias[order[at]].float()
+        return done
+    own, truth = torch.zeros(n) if own is None else own, (bias if order is None else bias[order]).float()
     if isinstance(rows.found, QuantTensors) and "pre_quant_mean" in rows.found.tensors:
         mean = rows.found.tensors["pre_quant_mean"].float()
         own = own + (read - against) @ mean  # what is stored makes up for the rounding of W, and is itself rounded
         own = truth if (own - truth).norm() <= _SAME * (against @ mean).norm() else own
-    if model.dialect.startswith("nunchaku"):  # which adds 1 to those of scales, and rounds the sum
-        own = truth if ((own - truth).abs() <= (1 + truth.abs()) / 256).all() else own
-    return replace(done, at=at, bias=(own, truth))
+    if model.dialect.startswith("nunchaku"):  # which adds 1 to those of scales or takes a shift of x out, and rounds
+        shift, off = (GELU_SHIFT * weight.sum(1).abs() for weight in (against, read - against))
+        own = truth if ((own - truth).abs() <= (1 + truth.abs() + shift) / 256 + off).all() else own
+    return replace(done, bias=(own, truth))
 
 
 def compare(
@@ -227,7 +253,7 @@ def compare(
     orders: Mapping[str, Tensor],
     bias: tuple[Tensor, Tensor] | None = None,
 ) -> Against:
-    """A weight (N, K) that is in 16 bit beside the base's, whole, and beside its rows in other orders.
+    """A weight (N, K) that is in 16 bit beside the base's, and beside its rows in other orders.
 
     bias: (its own, the base's), (N,) each.
     """
@@ -238,36 +264,89 @@ def compare(
     best = min(errors, key=errors.__getitem__)
     best = best if errors[best] <= _SAME else DECLARED
     against = base if best == DECLARED else base[orders[best]]
-    done = _against(len(weight), errors, () if best == DECLARED else (best,), read, against.float(), _SAME)
+    done = _against(errors, () if best == DECLARED else (best,), read, against.float(), _SAME)
     if bias is not None and best != DECLARED:
         bias = bias[0], bias[1][orders[best]]
-    return replace(done, at=torch.arange(len(weight)), bias=bias)
+    return replace(done, bias=bias)
 
 
 def _against(
-    rows: int, errors: dict[str, float], best: tuple[str, ...], read: Tensor, truth: Tensor, bound: float
+    errors: dict[str, float],
+    best: tuple[str, ...],
+    read: Tensor,
+    truth: Tensor,
+    bound: float,
+    rows: _Rows | None = None,
+    at: Tensor | None = None,
 ) -> Against:
+    """What a reading (N, K) is beside the base's rows. rows: the layer, to round the base as it was, and `at` of it."""
     error = errors[" and ".join(best) or DECLARED]
     dot, own, other = (
         float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
     )
     factor, cosine = dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
     plausible = error <= bound and abs(factor - 1) <= max(_FACTOR, bound**2)
-    left = max(0.0, 1 - cosine**2) ** 0.5  # once all of the layer takes one factor
-    factors = None if plausible else _by_factors(read, truth, left)
-    return Against(rows, errors, best, cosine, factor, bound, plausible, factors)
+    if plausible and rows is not None and at is not None:
+        plausible = rows.explains_codes(read, truth, at)
+    factors, by = None, None
+    if not plausible:
+        left = max(0.0, 1 - cosine**2) ** 0.5  # once all of the layer takes one factor
+        factors = _by_factors(read, truth, left)
+        if factors is not None:
+            is_rows, most = factors.axis == "rows", bound
+            by = torch.where(factors.by == 0, 1.0, factors.by)  # of what was read as zeros
+            by = by[:, None] if is_rows else by
+            if rows is not None and at is not None:
+                most = max(bound, rows.bound(truth[at], by[at] if is_rows else by))
+            if factors.left > most:
+                factors = by = None
+            else:
+                read, bound = read * by, most
+    strays, lost = "", False
+    if plausible or factors is not None:
+        strays, lost = _strays(read, truth, bound, rows, by)
+    return Against(errors, best, cosine, factor, bound, plausible and not strays, factors, strays, lost)
+
+
+def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: Tensor | None) -> tuple[str, bool]:
+    """(rows or columns that are further from the base than rounding takes them, in words, whether a factor cures them).
+
+    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it.
+    """
+    rounded = None
+    for axis, name in ((1, "rows"), (0, "columns")):
+        error, size = ((matrix.square().sum(axis)).sqrt() for matrix in (read - truth, truth))
+        common = most = torch.zeros(())
+        if name == "columns":  # fitting moves errors of codes from one to another, whatever the sizes
+            unit = rows.smoothing(by).abs() if rows is not None else torch.ones(())
+            unit = unit.mean(0) if unit.ndim == 2 else unit
+            common = (size / unit).square().mean().sqrt() * unit
+        if (error <= bound * torch.maximum(size, common)).all():
+            continue
+        if rows is not None:
+            rounded = rows.rounded(truth, by) if rounded is None else rounded
+            most = _OF_A_LINE * (rounded - truth).square().sum(axis).sqrt()
+        most = torch.maximum(most, _OF_A_LINE * torch.maximum(_SAME * size, bound / _MARGIN * common))
+        wrong = error > most
+        if wrong.any():
+            at = wrong.nonzero().flatten()
+            own, base = (matrix.movedim(1 - axis, 0)[at] for matrix in (read, truth))
+            factor = (own * base).sum(1, keepdim=True) / own.square().sum(1, keepdim=True).clamp(min=1e-30)
+            cured = ((own * factor - base).norm(dim=1) < error[at] / 2) | (own == 0).all(1)
+            return f"{len(at)} of its {len(wrong)} {name}, the first is {int(at[0])},", float(cured.float().mean()) > 0.5
+    return "", False
 
 
 def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict[str, Tensor]:
-    """Rows [start, stop) of a layer of N = n, in whatever order a dialect has them: all of them cut tiles of 128 rows
-    first. start: a multiple of 128; stop: too, or n.
+    """Cut rows [start, stop) out of the tensors of a layer of n rows, whatever the dialect.
+
+    start, stop: multiples of 128, the rows of a tile of swizzled scales; stop may be n too.
     """
     found = {}
     for name, tensor in tensors.items():
         if name == "weight_shape":  # compressed-tensors' own record of (N, K)
-            found[name] = (
-                torch.tensor([stop - start + (int(tensor[0]) - n), int(tensor[1])]) if tensor.shape == (2,) else tensor
-            )
+            is_pair = tensor.shape == (2,) and tensor.dtype in (torch.int32, torch.int64)
+            found[name] = torch.tensor([int(tensor[0]) - n + stop - start, int(tensor[1])]) if is_pair else tensor
             continue
         # Rows to a line: two where W4A16_AWQ packs, four in torchao's shape of swizzled scales.
         for unit in (1, 2, 4, *_ROWS_TO_A_LINE.get(name, ())):
@@ -278,7 +357,7 @@ def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict
                 break
         else:
             found[name] = tensor
-            if name == "wscales" and tensor.shape[-1] == n:  # nunchaku's, declared as (groups, rows)
+            if name == "wscales" and tensor.ndim == 2 and tensor.shape[1] == n and n % WINDOW == 0:  # (groups, rows)
                 tiles = tensor.contiguous().view(torch.uint8).reshape(n // WINDOW, -1)[start // WINDOW : stop // WINDOW]
                 found[name] = tiles.reshape(-1).view(tensor.dtype).reshape(tensor.shape[0], stop - start)
     return found
@@ -300,7 +379,11 @@ def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
     n, k = layer.shape
     codes = max(layer.stored.values(), key=lambda stored: stored.nbytes)
     if codes.dtype in _CASTS:
-        return truth.to(_CASTS[codes.dtype]).float()
+        dtype = _CASTS[codes.dtype]
+        if not any("scale" in suffix for suffix in layer.stored):
+            return truth.to(dtype).float()
+        scale = truth.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(dtype).max
+        return (truth / scale).to(dtype).float() * scale
     bits = min(8, max(2, 8 * codes.nbytes // max(n * k, 1)))
     blocks = nn.functional.pad(truth, (0, -k % 32)).unflatten(1, (-1, 32))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
@@ -447,13 +530,13 @@ def _unpad(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> 
 
 def _invert_global(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     for name, value in _held(tensors, _GLOBALS):
-        return {**tensors, name: 1 / value}
+        return {**tensors, name: 1 / value} if value.dtype in FLOATS else None
     return None
 
 
 def _invert(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     for name, scale in _held(tensors, ("weight_scale", "scale_weight", "_weight_scale")):
-        if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if scale.dtype in FLOATS:
             return {**tensors, name: (1 / scale.float()).to(scale.dtype)}
     return None
 

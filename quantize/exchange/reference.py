@@ -25,6 +25,19 @@ class Base:
         self._held = {part: whole for whole in model.joined.values() for part in whole.parts}
         self._name = {whole: name for name, whole in model.joined.items()}
 
+    @property
+    def names(self) -> set[str]:
+        """Of its tensors in diffusers."""
+        return set(self._held)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor of the file that holds one of `names`."""
+        return tuple(self.model.stored[self._name[self._held[name]]].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of the file that holds one of `names`."""
+        return self.model.read(self._name[self._held[name]])
+
     @classmethod
     def of(cls, path: Path, component: str, model: ModelFile) -> Base:
         """The base's component of that name, else the one whose class or names are the model's."""

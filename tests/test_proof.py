@@ -1,0 +1,329 @@
+"""Damage that `inspect --base` must see: in few rows or columns, in biases, in what is not quantized, in odd tensors.
+
+A file of one kind of damage each; `import` refuses them all.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exchange_files import Tensors, base_state, write_base
+from safetensors.torch import load_file, save_file
+from test_import_files import asymmetric, in_blocks, of_source
+from test_inspect import FP8, NVFP4, STATIC, Break, change, folded_state, folder_of, kinds, made
+from torch import Tensor
+
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.importing import import_model
+from fluxq.quantize.exchange.inspect import Inspection, inspect_path
+from fluxq.quantize.exchange.layer import Plain
+
+N, K, COUNT = 2048, 64, 5
+ROW = 200  # between the rows that readings are tried on
+LAYER = "blocks.2"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "transformer")
+
+
+def large(folder: Path, broken: Callable[[Tensors], None]) -> Inspection:
+    """What is said of fp8 layers of many rows once one of them was changed."""
+    g = torch.Generator().manual_seed(0)
+    truth, state = {}, {}
+    for i in range(COUNT):
+        weight, bias = torch.randn(N, K, generator=g) * 0.02, torch.randn(N, generator=g) * 0.02
+        scale = weight.abs().amax(1) / 448
+        truth |= {f"blocks.{i}.weight": weight.bfloat16(), f"blocks.{i}.bias": bias.bfloat16()}
+        codes = (weight / scale[:, None]).to(torch.float8_e4m3fn)
+        layer = {"weight": codes, "weight_scale": scale, "bias": bias.bfloat16()}
+        if f"blocks.{i}" == LAYER:
+            broken(layer)
+        state |= {f"blocks.{i}.{suffix}": tensor for suffix, tensor in layer.items()}
+    save_file(state, folder / "model.safetensors", {"quantization": "fp8r"})
+    save_file(truth, folder / "base.safetensors")
+    return inspect_path(folder / "model.safetensors", folder / "base.safetensors")[""]
+
+
+def times(name: str, at: int | slice, by: float) -> Callable[[Tensors], None]:
+    def broken(layer: Tensors) -> None:
+        layer[name] = layer[name].clone()
+        layer[name][at] = (layer[name][at].float() * by).to(layer[name].dtype)
+
+    return broken
+
+
+def without_bias(layer: Tensors) -> None:
+    del layer["bias"]
+
+
+FEW: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "one row twice as large": (times("weight_scale", ROW, 2.0), "lost scale"),
+    "one row a fifth too large": (times("weight_scale", ROW, 1.2), "lost scale"),
+    "one row of zeros": (times("weight", ROW, 0.0), "lost scale"),
+    "a tile of rows five times as large": (times("weight_scale", slice(128, 256), 5.0), "lost scale"),
+    "half a bias turned round": (times("bias", slice(128, 256), -1.0), "another value"),
+    "a lost bias": (without_bias, "another value"),
+}
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_damage_of_few_rows_is_seen_wherever_they_are(case, tmp_path) -> None:
+    broken, kind = FEW[case]
+    report = large(tmp_path, broken)
+    assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [(kind, LAYER)]
+    assert report.proofs[0].startswith(f"{COUNT - 1} of {COUNT} layers are as declared" + ", in all of their rows")
+
+
+def test_what_is_right_in_all_rows_is_proved(tmp_path) -> None:
+    report = large(tmp_path, lambda layer: None)
+    assert report.is_sound and report.proofs[0].startswith(f"{COUNT} of {COUNT} layers")
+
+
+def test_a_bias_that_the_base_lacks_must_be_zero(tmp_path) -> None:
+    large(tmp_path, lambda layer: None)
+    truth = load_file(tmp_path / "base.safetensors")
+    save_file({name: t for name, t in truth.items() if name != f"{LAYER}.bias"}, tmp_path / "base.safetensors")
+    report = inspect_path(tmp_path / "model.safetensors", tmp_path / "base.safetensors")[""]
+    assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [("another value", LAYER)]
+
+
+def test_the_bound_of_block_scales_is_that_of_scaled_codes(base, tmp_path) -> None:
+    """An unscaled cast of weights of this size rounds much more of them to nothing."""
+    name, state = "transformer_blocks.0.attn.to_q", base_state()
+    for by, sound in ((1.0, True), (1.04, False)):
+        codes, scale, _ = in_blocks(state[f"{name}.weight"].float() * by)
+        held = {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
+        report = inspect_path(folder_of(tmp_path / str(by), state | held), base)[""]
+        (layer,) = report.layers
+        assert layer.against is not None and layer.against.bound < 0.06 and report.is_sound == sound
+
+
+def smoothed(by: Callable[[Tensor], Tensor]) -> Break:
+    """ModelOpt's smoothing of int8 layers, with these factors beside codes of the right ones."""
+
+    def broken(module: str, tensors: Tensors) -> None:
+        k = tensors["weight"].shape[1]
+        smooth = torch.exp(torch.randn(k, generator=torch.Generator().manual_seed(0)))
+        weight = tensors["weight"].float() * tensors["weight_scale"].reshape(-1, 1).float() / smooth
+        scale = weight.abs().amax(1) / 127
+        tensors |= {"weight": (weight / scale[:, None]).round().to(torch.int8), "weight_scale": scale}
+        tensors["pre_quant_scale"] = by(smooth)
+
+    return broken
+
+
+def one_column(smooth: Tensor) -> Tensor:
+    return torch.cat([smooth[:-1], smooth[-1:] * 0.01])
+
+
+def half_of_them(smooth: Tensor) -> Tensor:
+    return torch.where(torch.arange(len(smooth)) % 2 == 0, smooth, smooth * 1e-3)
+
+
+@pytest.mark.parametrize("by", [None, one_column, half_of_them])
+def test_damaged_smoothing_does_not_set_its_own_bound(by, base, tmp_path) -> None:
+    words = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
+    path = made(tmp_path, "modelopt", "int8-int8", smoothed(by or (lambda t: t)), config=words)
+    report = inspect_path(path, base)[""]
+    assert report.is_sound == (by is None), report.faults[:3]
+    if by is not None:
+        assert {fault.layer for fault in report.faults if fault.is_error} == {layer.name for layer in report.layers}
+
+
+def folded_elsewhere(factors: Tensor) -> Tensors:
+    """Rows of one block divided by what columns of the other carry."""
+    there, here = folded_state(factors), base_state()
+    ours = "transformer_blocks.0.attn.to_out.0.weight"
+    theirs = "single_transformer_blocks.0.attn.to_v"
+    rows = {f"{theirs}.weight": (here[f"{theirs}.weight"].float() / factors[:, None]).bfloat16()}
+    return here | {ours: there[ours]} | rows | {f"{theirs}.bias": (here[f"{theirs}.bias"].float() / factors).bfloat16()}
+
+
+def folded_for_one(factors: Tensor) -> Tensors:
+    """A modulation divided by what the columns of q carry, and those of k and v do not."""
+    state = dict(base_state())
+    modulation, q = "transformer_blocks.0.norm1.linear", "transformer_blocks.0.attn.to_q.weight"
+    scale = slice(128, 256)
+    for part, one in (("weight", 0.0), ("bias", 1.0)):
+        value = state[f"{modulation}.{part}"].float()
+        by = factors if value.ndim == 1 else factors[:, None]
+        value[scale] = (value[scale] + one) / by - one
+        state[f"{modulation}.{part}"] = value.bfloat16()
+    return state | {q: (state[q].float() * factors).bfloat16()}
+
+
+@pytest.mark.parametrize("state", [folded_elsewhere, folded_for_one])
+def test_folding_is_what_the_same_block_takes_back_in_all_that_read_it(state, base, tmp_path) -> None:
+    report = inspect_path(made(tmp_path, "modelopt", FP8, state=state(torch.linspace(0.3, 3, 128))), base)[""]
+    wrong = {fault.layer.rpartition(".")[2] for fault in report.faults if fault.is_error}
+    assert wrong == ({"0", "to_v"} if state is folded_elsewhere else {"to_k", "to_v"}), report.faults
+
+
+def only(name: str, by: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda state: state | {name: by(state[name])}
+
+
+def first_is(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.cat([torch.full_like(tensor.flatten()[:1], value), tensor.flatten()[1:]]).reshape(
+        tensor.shape
+    )
+
+
+NORM, TABLE = "transformer_blocks.0.attn.norm_q.weight", "x_embedder.weight"
+EXTRA = "transformer_blocks.7.attn.norm_q.weight"
+REFUSED = r"NaN or infinite|damaged|another|missing|lacks|the model has no|asks for|not in the base"
+PLAIN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "a norm that is NaN": (only(NORM, first_is(torch.nan)), "no numbers"),
+    "an embedder that is infinite": (only(TABLE, first_is(torch.inf)), "no numbers"),
+    "a bias that is NaN": (only("x_embedder.bias", first_is(torch.nan)), "no numbers"),
+    "a norm a little off": (only(NORM, lambda t: t * 1.03), "damaged"),
+    "one number of a norm off": (only(NORM, lambda t: first_is(float(t[0]) * 1.25)(t)), "damaged"),
+    "a norm of another size": (only(NORM, lambda t: t[:-1].clone()), "another value"),
+    "a tensor less": (lambda state: {name: t for name, t in state.items() if name != NORM}, "missing"),
+    "a tensor more": (
+        lambda state: state | {EXTRA: state[NORM].clone()},
+        "not in the base",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
+    broken, kind = PLAIN[case]
+    folder = made(tmp_path, "modelopt", STATIC)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    save_file(broken(load_file(file)), file, {"format": "pt"})
+    report = inspect_path(folder, base)[""]
+    assert kinds(report)[kind] == 1 and sum(kinds(report).values()) in (1, 2), report.faults
+    for given in (None, base) if kind != "damaged" else (base,):
+        with pytest.raises(ValueError, match=REFUSED):
+            import_model(folder, tmp_path / "out", given)
+
+
+def test_most_linears_further_off_than_rounding_are_another_training(base, tmp_path) -> None:
+    g, state = torch.Generator().manual_seed(7), {}
+    for name, value in base_state().items():
+        noise = torch.randn(value.shape, generator=g) * value.float().std() * 0.3
+        state[name] = (value.float() + noise).bfloat16() if value.ndim == 2 else value
+    report = inspect_path(made(tmp_path, "modelopt", FP8, state=state), base)[""]
+    assert report.is_sound and kinds(report, notes=True)["differs"] > 20
+
+
+# --- readers
+
+
+def test_a_scale_for_each_block_is_told_from_one_for_each_row_by_its_shape() -> None:
+    """16,384 columns of 128 blocks: as many scales as the layer has rows."""
+    weight = torch.randn(128, 128 * 128, generator=torch.Generator().manual_seed(0))
+    codes, scale, dense = in_blocks(weight)
+    assert scale.numel() == len(weight)
+    entry = {"format": "float-quantized", "input_activations": None}
+    found = DIALECTS["compressed_tensors"].decode({"weight": codes, "weight_scale": scale}, (128, 128 * 128), entry)
+    assert isinstance(found, Plain) and torch.equal(found.weight, dense)
+
+
+def test_zero_points_of_one_packed_row(tmp_path) -> None:
+    held, dense, words = asymmetric(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
+    assert held["weight_zero_point"].shape[0] == 1
+    entry = {"format": "pack-quantized", "weights": words, "input_activations": None}
+    found = DIALECTS["compressed_tensors"].decode(held, (8, 64), entry)
+    assert isinstance(found, Plain) and torch.equal(found.weight, dense)
+
+
+def test_one_scale_of_several_blocks_is_refused_with_a_base_or_without(base, tmp_path) -> None:
+    """Each window of 128 rows and columns could be read; the layer cannot."""
+    name, state = "transformer_blocks.0.ff.net.0.proj", base_state()
+    held, _, said = of_source("fp8_pb_wo", state[f"{name}.weight"])
+    held["weight_scale"] = held["weight_scale"].max()
+    folder = folder_of(tmp_path / "theirs", state | {f"{name}.{part}": value for part, value in held.items()}, **said)
+    for given in (None, base):
+        report = inspect_path(folder, given)[""]
+        assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [("unreadable", name)]
+
+
+def test_a_missing_input_scale_does_not_hide_why_a_layer_is_unreadable(base, tmp_path) -> None:
+    def broken(module: str, tensors: Tensors) -> None:
+        if module.endswith("attn.to_q"):
+            del tensors["input_scale"]
+            tensors["weight_scale"] = tensors["weight_scale"][:, :-1].contiguous()
+
+    report = inspect_path(made(tmp_path, "modelopt", NVFP4, broken), base)[""]
+    assert kinds(report)["unreadable"] == kinds(report)["missing input_scale"] > 1
+
+
+LEFT: dict[str, Tensors] = {
+    "factors of another size": {"pre_quant_scale": torch.ones(3)},
+    "factors that are NaN": {"pre_quant_scale": torch.full((64,), torch.nan)},
+    "one matrix of two": {"svdquant_lora_a": torch.zeros(4, 64)},
+    "matrices that do not fit": {"svdquant_lora_a": torch.zeros(4, 3), "svdquant_lora_b": torch.zeros(3, 4)},
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_damage_of_what_modelopt_took_out_of_a_weight(case, base, tmp_path) -> None:
+    name, folder = "context_embedder", made(tmp_path, "modelopt", FP8)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    k = base_state()[f"{name}.weight"].shape[1]
+    left = {f"{name}.{part}": t[..., :k] if t.shape[-1] == 64 else t for part, t in LEFT[case].items()}
+    save_file(load_file(file) | {part: tensor.contiguous() for part, tensor in left.items()}, file, {"format": "pt"})
+    for given in (None, base):
+        assert kinds(inspect_path(folder, given)[""])["unreadable"] == 1
+        with pytest.raises(ValueError, match=f"{name}.*is damaged; get the file again"):
+            import_model(folder, tmp_path / "out", given)
+
+
+def odd(suffix: str, tensor: Tensor) -> Break:
+    return change(suffix, lambda _: tensor.clone())
+
+
+def bare(*kept: str) -> Break:
+    def broken(module: str, tensors: Tensors) -> None:
+        for name in [name for name in tensors if name not in kept]:
+            del tensors[name]
+
+    return broken
+
+
+WORDS = ("compressed_tensors", "int4-16bit")
+ODD: dict[str, tuple[str, str, Break]] = {
+    "a shape that is no number": (
+        "compressed_tensors",
+        "int4-16bit",
+        odd("weight_shape", torch.tensor([torch.inf] * 2)),
+    ),
+    "a complex shape": ("compressed_tensors", "int4-16bit", odd("weight_shape", torch.zeros(2, dtype=torch.complex64))),
+    "one scale for all": ("nunchaku_lite", "int4-int4", odd("wscales", torch.ones(()))),
+    "a global scale in fp8": (
+        *("modelopt", NVFP4),
+        change("weight_scale_2", lambda t: torch.ones(()).to(torch.float8_e4m3fn)),
+    ),
+    "block scales of no size": ("modelopt", "mxfp4-mxfp4", change("weight_scale", lambda t: t[:, :0].contiguous())),
+    "scales alone": ("modelopt", NVFP4, bare("weight_scale", "weight_scale_2")),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_tensors_end_in_a_sentence(case, base, tmp_path) -> None:
+    dialect, scheme, broken = ODD[case]
+    path = made(tmp_path, dialect, scheme, broken)
+    for given in (None, base):
+        assert not inspect_path(path, given)[""].is_sound
+        with pytest.raises(ValueError, match=str(path)):
+            import_model(path, tmp_path / "out", given)
+
+
+def test_a_checkpoint_of_fluxq_whose_codes_are_gone_is_unreadable(plain_checkpoint, tmp_path) -> None:
+    folder = shutil.copytree(plain_checkpoint("nvfp4") / "transformer", tmp_path / "transformer")
+    file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    scaled = next(name for name in tensors if name.endswith(".weight_scale"))
+    codes = scaled.removesuffix("_scale")
+    tensors[codes.removesuffix("weight") + "qweight"] = tensors.pop(codes)
+    save_file(tensors, file, {"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert not inspect_path(folder)[""].is_sound
