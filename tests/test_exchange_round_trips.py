@@ -354,10 +354,8 @@ def under(scheme: Scheme, weights: Tensors, seed: int) -> Tensors:
     largest = torch.stack([weight.abs().amax() for weight in rest.values()]).amax()
     scale = no_reciprocal(largest / (6 * 448)) if scheme.weights.two_level else None
     for name, weight in rest.items():
-        if not scheme.weights.block[0]:  # one scale, which a fused layer has for all of its parts
-            weight = weight.clone()
-            weight[0, 0] = largest
-        tensors = QuantizedTensor.quantize(weight, scheme.weights, global_scale=scale).tensors()
+        one = None if scheme.weights.block[0] else largest / scheme.weights.element.max  # of all parts of a fused layer
+        tensors = QuantizedTensor.quantize(weight, scheme.weights, global_scale=scale, tensor_scale=one).tensors()
         made |= {f"{name}.{suffix}": tensor.clone() for suffix, tensor in tensors.items()}
     return made
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
 from fluxq.base.files import read_json

@@ -9,8 +9,8 @@ FAULTS, at the end, has a row for everything that is found wrong: what it is cal
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -245,7 +245,7 @@ def _block(name: str) -> str:
 
 def _cast_error(dtype: str) -> float:
     """The relative error of a tensor by rounding to its dtype, at most."""
-    return _WIDENED if dtype.startswith("F8") else _CAST
+    return _IN_FP8 if dtype.startswith("F8") else _CAST
 
 
 def _truth(base: Base, shape: tuple[int, int], joined: Joined) -> Tensor:
@@ -276,8 +276,10 @@ def _compared_16_bit(
 
 def _faults_of_16_bit(name: str, against: Against) -> Iterator[Fault]:
     """What is wrong with a Linear that is not quantized: its rows in another order, or another weight."""
-    if not against.best and not against.plausible and against.error < _WIDENED:
-        yield Fault("widened", name, f"error {against.error:.3g}, as codes of 8 bits have")
+    if against.widened:
+        yield Fault(
+            "widened", name, f"error {against.error:.3g}, as codes of {8 if against.error < 0.05 else 4} bits have"
+        )
         return
     for kind, what in _verdict(against):
         yield Fault(kind, name, what)
@@ -290,30 +292,26 @@ def _with_folding(
     found, vectors = list(faults), dict[str, Vector]()
     wrong = {fault.layer for fault in faults}
     for name in model.plain:
-        module, _, part = name.rpartition(".")
+        module = name.rpartition(".")[0]
         if module in compared or name not in joined or name in wrong or module in wrong:
             continue
         truth, own = base.other(joined[name], 0), model.read(name)
-        if not own.is_floating_point():  # positions and such, which classes make themselves
+        if not own.is_floating_point() or not joined[name].parts:  # positions, which classes make themselves
             continue
-        own = own.float()
+        own, most = own.float(), _cast_error(model.stored[name].dtype)
         if truth is None:
-            if joined[name].parts:
-                found.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
-            continue
-        if truth.numel() != own.numel():
+            found.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
+        elif truth.numel() != own.numel():
             found.append(Fault("another value", name, f"it is {(*own.shape,)}, the base's {(*truth.shape,)}"))
+        elif not differ(own.reshape(-1), truth.reshape(-1), most):
             continue
-        own, truth, most = own.reshape(-1), truth.reshape(-1), _cast_error(model.stored[name].dtype)
-        if not differ(own, truth, most):
-            continue
-        if len(model.stored[name].shape) == 1:
-            vectors[name] = Vector(own, truth, _block(joined[name].parts[0]), most)
+        elif own.ndim == 1:
+            vectors[name] = Vector(own, truth.reshape(-1), _block(joined[name].parts[0]), most)
         else:
-            alike = float(own @ truth) > _ALIKE * float(own.norm() * truth.norm())  # tuned, maybe
-            found.append(
-                Fault("differs" if alike else "another value", name, f"{part} differs by {_share(own, truth)}")
-            )
+            rows = own.shape[0] if own.ndim else 1
+            against = compare(own.reshape(rows, -1), truth.reshape(rows, -1), {})
+            faults = list(_faults_of_16_bit(name, against))
+            found += [replace(f, kind="lost scale") if f.kind == "folded factors" else f for f in faults]
     left = not_taken_back(compared, vectors)
     found = [
         replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
@@ -658,13 +656,14 @@ _CONVERT = "write it again with a converter that does, or read it with `fluxq im
 _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
 _MATTERS = 0.05  # of the weights
 _ALIKE = 0.9  # the least cosine of a weight that was tuned
-_WIDENED = 0.05  # error of a weight that was in 8 bits
+_IN_FP8 = 0.05  # error of a bias or norm that is in fp8, at most
 _CAST = 0.01  # of one that was in another 16-bit dtype
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (
-    *("weight_scale", "weight_scale_2", "input_scale", "weight_global_scale", "input_global_scale", "scale_weight"),
-    *("weight_scale_inv", "scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale", "weight.absmax"),
+    *("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale"),
+    *("scale_weight", "scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale"),
+    "weight.absmax",
 )
 FAULTS: dict[str, Kind] = {
     **{name: Kind(repair.about, _CONVERT) for name, repair in REPAIRS.items()},
@@ -691,7 +690,7 @@ FAULTS: dict[str, Kind] = {
     ),
     "missing": Kind("the base has a tensor that the file lacks", _AGAIN),
     "no numbers": Kind("a weight, bias or norm in 16 bit is NaN or infinite", _AGAIN),
-    "widened": Kind("in 16 bit, and as far from the base's as if it had been in 8", "none is needed", False),
+    "widened": Kind("in 16 bit, and as far from the base's as if it had been in codes", "none is needed", False),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
     "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),
     "disabled": Kind(

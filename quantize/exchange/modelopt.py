@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.encode import pack, unpack
+from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -35,7 +36,6 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.tensor import stored_shapes
 from fluxq.recipes.formats import ELEMENTS, find_format
 

@@ -36,6 +36,10 @@ _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the 
 _OF_A_LINE = 3.0  # the same for one row or column
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
 _SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
+_CODED = (
+    0.05  # of any codes: those of int8 may have been in fp8 before, as a format asked for that was written meanwhile
+)
+_WIDENED = 0.2  # of 16 bit that were codes, of 4 bits too
 _FOLDED = ((0.2, 0.8), (0.3, 0.5))  # the most that factors of rows or columns leave; as a share of what one leaves
 
 
@@ -72,7 +76,8 @@ class Against:
     the base. factor: by which the best reading, times it, comes nearest to the base. bound: the most error that
     rounding to the format explains; plausible: whether it does. factors: of columns or rows, that would explain the
     rest. strays: rows or columns that rounding does not explain, in words, though it explains the layer; lost: whether
-    a factor for each would. bias: (the layer's (N,), the base's), None where none was given to compare with.
+    a factor for each would. widened: in 16 bit, and off as evenly as codes are. bias: (the layer's (N,), the base's),
+    None where none was given to compare with.
     """
 
     errors: dict[str, float]
@@ -84,6 +89,7 @@ class Against:
     factors: Factors | None = None
     strays: str = ""
     lost: bool = False
+    widened: bool = False
     bias: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -151,13 +157,13 @@ class _Rows:
 
         by: as `rounded` has it.
         """
-        return max(_MARGIN * _relative(self.rounded(truth, by), truth), _SAME)
+        return max(_MARGIN * _relative(self.rounded(truth, by), truth), _CODED)
 
     def explains_codes(self, read: Tensor, truth: Tensor, at: Tensor) -> bool:
         """Whether rounding explains what was smoothed too, which damaged factors are not; at: samples of the rows."""
         by = self.smoothing()
         return not by.ndim or _relative(read / by, truth / by) <= max(
-            _MARGIN * _relative(self.rounded(truth[at]) / by, truth[at] / by), _SAME
+            _MARGIN * _relative(self.rounded(truth[at]) / by, truth[at] / by), _CODED
         )
 
     def rounded(self, truth: Tensor, by: Tensor | None = None) -> Tensor:
@@ -267,6 +273,10 @@ def compare(
     done = _against(errors, () if best == DECLARED else (best,), read, against.float(), _SAME)
     if bias is not None and best != DECLARED:
         bias = bias[0], bias[1][orders[best]]
+    error = done.error
+    is_even = error <= _WIDENED and done.factors is None and abs(done.factor - 1) <= max(_FACTOR, error**2)
+    if not done.plausible and not done.strays and is_even:
+        done = replace(done, widened=not _strays(read, against.float(), _MARGIN * error, None, None)[0])
     return replace(done, bias=bias)
 
 
@@ -296,7 +306,9 @@ def _against(
             is_rows, most = factors.axis == "rows", bound
             by = torch.where(factors.by == 0, 1.0, factors.by)  # of what was read as zeros
             by = by[:, None] if is_rows else by
-            if rows is not None and at is not None:
+            if rows is None or at is None:
+                most = max(bound, min(_MARGIN * factors.left, _WIDENED))
+            else:
                 most = max(bound, rows.bound(truth[at], by[at] if is_rows else by))
             if factors.left > most:
                 factors = by = None
@@ -316,24 +328,27 @@ def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: T
     rounded = None
     for axis, name in ((1, "rows"), (0, "columns")):
         error, size = ((matrix.square().sum(axis)).sqrt() for matrix in (read - truth, truth))
-        common = most = torch.zeros(())
+        common = torch.zeros(())
         if name == "columns":  # fitting moves errors of codes from one to another, whatever the sizes
             unit = rows.smoothing(by).abs() if rows is not None else torch.ones(())
             unit = unit.mean(0) if unit.ndim == 2 else unit
             common = (size / unit).square().mean().sqrt() * unit
         if (error <= bound * torch.maximum(size, common)).all():
             continue
-        if rows is not None:
+        if rows is None:
+            expected = bound / _MARGIN * size
+        else:
             rounded = rows.rounded(truth, by) if rounded is None else rounded
-            most = _OF_A_LINE * (rounded - truth).square().sum(axis).sqrt()
-        most = torch.maximum(most, _OF_A_LINE * torch.maximum(_SAME * size, bound / _MARGIN * common))
-        wrong = error > most
+            expected = torch.maximum((rounded - truth).square().sum(axis).sqrt(), _CODED / _OF_A_LINE * size)
+        wrong = error > _OF_A_LINE * torch.maximum(expected, bound / _MARGIN * common)
         if wrong.any():
             at = wrong.nonzero().flatten()
             own, base = (matrix.movedim(1 - axis, 0)[at] for matrix in (read, truth))
             factor = (own * base).sum(1, keepdim=True) / own.square().sum(1, keepdim=True).clamp(min=1e-30)
             cured = ((own * factor - base).norm(dim=1) < error[at] / 2) | (own == 0).all(1)
-            return f"{len(at)} of its {len(wrong)} {name}, the first is {int(at[0])},", float(cured.float().mean()) > 0.5
+            return f"{len(at)} of its {len(wrong)} {name}, the first is {int(at[0])},", float(
+                cured.float().mean()
+            ) > 0.5
     return "", False
 
 
