@@ -150,7 +150,7 @@ class ModelFile:
             name: module
             for module, parts in self.groups.items()
             for suffix, name in parts.items()
-            if module not in self.layers and suffix not in ("weight", "bias")
+            if module not in self.layers and module not in self.faults and suffix not in ("weight", "bias")
         }
         for name in self.plain:
             if name in alone:
