@@ -73,7 +73,7 @@ def digest(folder: Path) -> str:
     """Return the SHA-256 over the weights and every config.json in a folder, by name and content."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.suffix == ".safetensors" or path.name.endswith("config.json"):
+        if path.is_file() and path.name.endswith((".safetensors", "config.json")):
             total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()
 

@@ -34,6 +34,7 @@ DECLARED = "as declared"
 _FAR = 1.2  # a reading is told from another by so much more error
 _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the output, have up to 1.5 of it
 _OF_A_LINE = 3.0  # the same for one row or column
+_LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 6.0}
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
 _SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
 _CODED = (
@@ -321,35 +322,48 @@ def _against(
 
 
 def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: Tensor | None) -> tuple[str, bool]:
-    """(rows or columns that are further from the base than rounding takes them, in words, whether a factor cures them).
+    """Find rows, columns or blocks of a row that are further from the base than rounding takes them.
 
-    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it.
+    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. Returns (them
+    in words, whether a factor for each cures them).
     """
+    unit = rows.smoothing(by).abs() if rows is not None else torch.ones(())
+    unit = unit.mean(0) if unit.ndim == 2 else unit
     rounded = None
-    for axis, name in ((1, "rows"), (0, "columns")):
-        error, size = ((matrix.square().sum(axis)).sqrt() for matrix in (read - truth, truth))
-        common = torch.zeros(())
-        if name == "columns":  # fitting moves errors of codes from one to another, whatever the sizes
-            unit = rows.smoothing(by).abs() if rows is not None else torch.ones(())
-            unit = unit.mean(0) if unit.ndim == 2 else unit
-            common = (size / unit).square().mean().sqrt() * unit
-        if (error <= bound * torch.maximum(size, common)).all():
+    for name, margin in _LINES.items():
+        error, size = _sizes(read - truth, unit, name), _sizes(truth, unit, name)
+        # Fitting moves errors of codes along a row, whatever the sizes, and never from row to row.
+        common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * (name != "rows")
+        if (error <= torch.maximum(bound * size, margin * common)).all():
             continue
-        if rows is None:
-            expected = bound / _MARGIN * size
-        else:
+        expected = bound / _MARGIN * size
+        if rows is not None:
             rounded = rows.rounded(truth, by) if rounded is None else rounded
-            expected = torch.maximum((rounded - truth).square().sum(axis).sqrt(), _CODED / _OF_A_LINE * size)
-        wrong = error > _OF_A_LINE * torch.maximum(expected, bound / _MARGIN * common)
+            expected = torch.maximum(_sizes(rounded - truth, unit, name), _CODED / _OF_A_LINE * size)
+        wrong = error > margin * torch.maximum(expected, common)
         if wrong.any():
-            at = wrong.nonzero().flatten()
-            own, base = (matrix.movedim(1 - axis, 0)[at] for matrix in (read, truth))
+            at = wrong.nonzero()[:, -1] if name == "columns" else wrong.nonzero()[:, 0].unique()
+            words = f"{int(wrong.sum())} of its {wrong.numel()} {name}, the first is {int(at[0])},"
+            if name not in ("rows", "columns"):
+                return words.replace("first is", "first is in row"), False
+            own, base = (matrix.movedim(int(name == "columns"), 0)[at] for matrix in (read, truth))
             factor = (own * base).sum(1, keepdim=True) / own.square().sum(1, keepdim=True).clamp(min=1e-30)
-            cured = ((own * factor - base).norm(dim=1) < error[at] / 2) | (own == 0).all(1)
-            return f"{len(at)} of its {len(wrong)} {name}, the first is {int(at[0])},", float(
-                cured.float().mean()
-            ) > 0.5
+            cured = ((own * factor - base).norm(dim=1) < (own - base).norm(dim=1) / 2) | (own == 0).all(1)
+            return words, float(cured.float().mean()) > 0.5
     return "", False
+
+
+def _sizes(matrix: Tensor, unit: Tensor, name: str) -> Tensor:
+    """Return the norm of each of the "rows" (N,), "columns" (K,), or "blocks of 16" (N, ⌈K/16⌉) of a matrix (N, K).
+
+    unit: what codes are multiplied by, () or (K,), without which columns and blocks are measured.
+    """
+    if name == "rows":
+        return matrix.norm(dim=1)
+    matrix = matrix / unit
+    if name == "columns":
+        return matrix.norm(dim=0)
+    return nn.functional.pad(matrix, (0, -matrix.shape[1] % 16)).unflatten(1, (-1, 16)).norm(dim=2)
 
 
 def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict[str, Tensor]:
