@@ -132,7 +132,7 @@ def test_damaged_smoothing_does_not_set_its_own_bound(by, base, tmp_path) -> Non
     report = inspect_path(path, base)[""]
     assert report.is_sound == (by is None), report.faults[:3]
     if by is not None:
-        assert {fault.layer for fault in report.faults if fault.is_error} == {layer.name for layer in report.layers}
+        assert {fault.layer for fault in report.faults if fault.is_error} >= {layer.name for layer in report.layers}
 
 
 def folded_elsewhere(factors: Tensor) -> Tensors:

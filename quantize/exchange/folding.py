@@ -32,6 +32,7 @@ class Linear:
     """
 
     against: Against
+    shape: tuple[int, int]
     block: str
     x: str
     base: Callable[[], Tensor]
@@ -48,48 +49,61 @@ class Vector:
     cast: float
 
 
-def not_taken_back(linears: Mapping[str, Linear], vectors: Mapping[str, Vector]) -> dict[str, str]:
-    """Linear or vector -> what of it differs from the base, and nothing in the file takes back."""
+def not_taken_back(
+    linears: Mapping[str, Linear], vectors: Mapping[str, Vector]
+) -> tuple[dict[str, str], Mapping[str, Tensor]]:
+    """Tell folding from differences that change images.
+
+    Returns (Linear or vector -> its difference from the base, in words, where nothing in the file takes it back;
+    Linear -> the factors (K,) on its columns, as far as they were folded).
+    """
     columns = {name: by for name, each in linears.items() if (by := _factors(each, "columns")) is not None}
     found = _factors_left(linears, columns, vectors)
     for name, what in _biases_left(linears, columns).items():
         found.setdefault(name, what)
-    return found
+    return found, {name: by for name, by in columns.items() if name not in found}
 
 
 def _factors_left(
-    linears: Mapping[str, Linear], columns: Mapping[str, Tensor], vectors: Mapping[str, Vector]
+    linears: Mapping[str, Linear], columns: dict[str, Tensor], vectors: Mapping[str, Vector]
 ) -> dict[str, str]:
+    """Return the differences by factors, as `not_taken_back`. columns: becomes the makers' factors where they are."""
     found = {name: "is not the base's" for name, each in vectors.items() if not each.own.all()}
     rows = {name: each.base / each.own for name, each in vectors.items() if name not in found}
     rows |= {name: by for name, each in linears.items() if (by := _factors(each, "rows")) is not None}
     blocks = {name: each.block for name, each in (*linears.items(), *vectors.items())}
     taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, by in rows.items()}
-    for name, factors in columns.items():
-        made = False
-        for maker in (maker for maker in rows if blocks[maker] == blocks[name]):
-            for part in _parts(rows[maker], len(factors)):
-                if _undoes(rows[maker][part], factors):
-                    taken[maker][part] = made = True
-        if not made:
-            found[name] = "its columns carry factors, and nothing before it in its block carries their inverses"
     readers = defaultdict[str, list[str]](list)
     for name, each in linears.items():
         readers[each.x].append(name)
     for names in readers.values():
-        carrying = [name for name in names if name in columns]
-        for name in names if carrying else ():
-            if name not in columns:
-                found[name] = f"its columns carry no factors, though those of {carrying[0]} do, which reads the same x"
+        k = linears[names[0]].shape[1]
+        makers = (maker for maker in rows if blocks[maker] == blocks[names[0]] and maker not in names)
+        parts = [(maker, part) for maker in makers for part in _parts(rows[maker], k)]
+        taken_back = False
+        for maker, part in parts:
+            factors = 1 / rows[maker][part]
+            undone = [name for name in names if _carries(linears[name].against, factors)]
+            if undone:
+                taken[maker][part] = taken_back = True
+                columns |= dict.fromkeys(names, factors)
+                lacking = f"its columns carry no factors, though those of {undone[0]} do, which reads the same x"
+                found |= {name: lacking for name in names if name not in undone}
+        if not taken_back:
+            missing = "its columns carry factors, and nothing before it in its block carries their inverses"
+            found |= {name: missing for name in names if name in columns and name not in found}
     for name, by in rows.items():
         if name in vectors:
             own, base = (part[~taken[name]] for part in (vectors[name].own, vectors[name].base))
             if differ(own, base, vectors[name].cast):
                 found[name] = "is not the base's"
             continue
+        factors = linears[name].against.factors
         strays = ((by - 1).abs() > _NEAR) & ~taken[name]
-        if strays.float().mean() > _FEW or ((by - 1).abs() > _FAR)[strays].any():
-            found[name] = f"{int(strays.sum())} of {len(by)} rows carry factors, and nothing behind takes them back"
+        sure = factors.sure & ~taken[name] if factors is not None and factors.sure is not None else strays & False
+        if strays.float().mean() > _FEW or ((by - 1).abs() > _FAR)[strays].any() or sure.any():
+            count = int((strays | sure).sum())
+            found[name] = f"{count} of {len(by)} rows carry factors, and nothing behind takes them back"
     return found
 
 
@@ -148,10 +162,16 @@ def _parts(vector: Tensor, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, len(vector) - size + 1, size)]
 
 
-def _undoes(by: Tensor, factors: Tensor) -> bool:
-    """Whether one is the other's inverse, by far more than both are near 1."""
-    off, before = (float((found - 1).square().mean().sqrt()) for found in (by * factors, factors))
-    return off <= min(_NEAR, before / 2)
+def _carries(against: Against, factors: Tensor) -> bool:
+    """Return whether these factors (K,) of its columns bring a layer to the base: by half of all that any would do."""
+    if against.products is None or not torch.isfinite(factors).all():
+        return False
+    own, both, base = against.products.double()
+    least, without, with_them = (
+        float((by.square() * own - 2 * by * both + base).sum())
+        for by in (both / own.clamp(min=1e-30), torch.ones_like(own), factors.double())
+    )
+    return with_them - least < (without - least) / 2
 
 
 def differ(own: Tensor, base: Tensor, most: float) -> bool:

@@ -234,7 +234,7 @@ def _linear(
     module = joined.parts[0].removesuffix(".weight") if joined.parts else joined.original
     located = model.family.locate(module) if model.family else None
     x = f"{located[1]}: {', '.join(located[0].members)}" if located else module
-    return Linear(against, _block(module), x, lambda: _truth(base, shape, joined), _cast_error(bias))
+    return Linear(against, shape, _block(module), x, lambda: _truth(base, shape, joined), _cast_error(bias))
 
 
 def _block(name: str) -> str:
@@ -312,7 +312,13 @@ def _with_folding(
             against = compare(own.reshape(rows, -1), truth.reshape(rows, -1), {})
             faults = list(_faults_of_16_bit(name, against))
             found += [replace(f, kind="lost scale") if f.kind == "folded factors" else f for f in faults]
-    left = not_taken_back(compared, vectors)
+    left, folded = not_taken_back(compared, vectors)
+    found = [
+        replace(fault, kind="folded factors")
+        if fault.kind == "scale off by a factor" and fault.layer in folded
+        else fault
+        for fault in found
+    ]
     found = [
         replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
         if fault.kind == "folded factors" and fault.layer in left
@@ -397,7 +403,8 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
             kind = name if name in FAULTS else "rows in another order"
             yield kind, f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
     if against.strays:
-        yield "lost scale" if against.lost else "differs", f"{against.strays} are further off than rounding takes them"
+        kind = "lost scale" if against.strays.lost else "differs"
+        yield kind, f"{against.strays.words} are further off than rounding takes them"
     elif not against.plausible:
         left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
         if against.factors is not None:

@@ -33,15 +33,17 @@ WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scal
 DECLARED = "as declared"
 _FAR = 1.2  # a reading is told from another by so much more error
 _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the output, have up to 1.5 of it
-_OF_A_LINE = 3.0  # the same for one row or column
-_LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 6.0}
+_OF_A_LINE = 4.0  # the same for one row or column: fitted ones had up to 3.4
+_LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 7.0}
+_IN = {"rows": "row", "columns": "column", "blocks of 16": "row"}
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
 _SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
 _CODED = (
     0.05  # of any codes: those of int8 may have been in fp8 before, as a format asked for that was written meanwhile
 )
 _WIDENED = 0.2  # of 16 bit that were codes, of 4 bits too
-_FOLDED = ((0.2, 0.8), (0.3, 0.5))  # the most that factors of rows or columns leave; as a share of what one leaves
+_GAINED = 0.97  # of the error, at most, is left by factors that are no coincidence
+_FOLDED = 0.3  # the most error that factors of rows or columns leave
 
 
 class Repair(NamedTuple):
@@ -60,12 +62,25 @@ class Repair(NamedTuple):
 class Factors:
     """What the "rows" or "columns" of a layer would have to be multiplied by. left: the error that then remains.
 
-    by: a factor for each row, or for each column.
+    by: a factor for each row, or for each column. sure: rows (N,) that rounding does not explain without a factor.
     """
 
     axis: str
     by: Tensor
     left: float
+    sure: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Strays:
+    """Rows, columns or blocks that rounding does not explain, though it explains the layer.
+
+    words: how many and the first. lost: a factor for each would do. rows: a mask (N,), where they are whole rows.
+    """
+
+    words: str
+    lost: bool = False
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +91,9 @@ class Against:
     least, as names of REPAIRS and of an order of rows; empty where the layer is as declared. cosine: between that and
     the base. factor: by which the best reading, times it, comes nearest to the base. bound: the most error that
     rounding to the format explains; plausible: whether it does. factors: of columns or rows, that would explain the
-    rest. strays: rows or columns that rounding does not explain, in words, though it explains the layer; lost: whether
-    a factor for each would. widened: in 16 bit, and off as evenly as codes are. bias: (the layer's (N,), the base's),
-    None where none was given to compare with.
+    rest. strays: parts that rounding does not explain, though it explains the layer. products: sums over each column,
+    (3, K), of the layer's squares, its products with the base, and the base's squares. widened: in 16 bit, and off as
+    evenly as codes are. bias: (the layer's (N,), the base's), None where none was given to compare with.
     """
 
     errors: dict[str, float]
@@ -88,16 +103,17 @@ class Against:
     bound: float
     plausible: bool
     factors: Factors | None = None
-    strays: str = ""
-    lost: bool = False
+    strays: Strays | None = None
+    products: Tensor | None = None
     widened: bool = False
     bias: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> dict[str, Any]:
         """The numbers, as JSON has them."""
         left = {} if self.factors is None else {"factors": self.factors.axis, "left": self.factors.left}
-        said = ("errors", "best", "cosine", "factor", "bound", "plausible", "strays")
-        return {**{name: getattr(self, name) for name in said}, "error": self.error, **left}
+        said = ("errors", "best", "cosine", "factor", "bound", "plausible")
+        strays = self.strays.words if self.strays else ""
+        return {**{name: getattr(self, name) for name in said}, "error": self.error, "strays": strays, **left}
 
     @property
     def error(self) -> float:
@@ -160,6 +176,11 @@ class _Rows:
         """
         return max(_MARGIN * _relative(self.rounded(truth, by), truth), _CODED)
 
+    @property
+    def has_branch(self) -> bool:
+        """Whether a low-rank branch stands beside the codes."""
+        return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
+
     def explains_codes(self, read: Tensor, truth: Tensor, at: Tensor) -> bool:
         """Whether rounding explains what was smoothed too, which damaged factors are not; at: samples of the rows."""
         by = self.smoothing()
@@ -178,9 +199,11 @@ class _Rows:
         return by if own is None else by * own.float()
 
     def _rounded(self, truth: Tensor, by: Tensor) -> Tensor:
-        if isinstance(self.found, QuantTensors):
-            return QuantizedTensor.quantize(truth / by, self.found.scheme.weights).dequantize() * by
-        return _cast(truth / by, self.layer) * by
+        if not isinstance(self.found, QuantTensors):
+            return _cast(truth / by, self.layer) * by
+        weights = self.found.scheme.weights
+        one = None if weights.block[0] else self.found.tensors["weight_scale"]  # which need not be this weight's own
+        return QuantizedTensor.quantize(truth / by, weights, tensor_scale=one).dequantize() * by
 
 
 def prove(
@@ -277,7 +300,7 @@ def compare(
     error = done.error
     is_even = error <= _WIDENED and done.factors is None and abs(done.factor - 1) <= max(_FACTOR, error**2)
     if not done.plausible and not done.strays and is_even:
-        done = replace(done, widened=not _strays(read, against.float(), _MARGIN * error, None, None)[0])
+        done = replace(done, widened=_strays(read, against.float(), _MARGIN * error, None, None) is None)
     return replace(done, bias=bias)
 
 
@@ -299,41 +322,43 @@ def _against(
     plausible = error <= bound and abs(factor - 1) <= max(_FACTOR, bound**2)
     if plausible and rows is not None and at is not None:
         plausible = rows.explains_codes(read, truth, at)
-    factors, by = None, None
-    if not plausible:
-        left = max(0.0, 1 - cosine**2) ** 0.5  # once all of the layer takes one factor
-        factors = _by_factors(read, truth, left)
-        if factors is not None:
-            is_rows, most = factors.axis == "rows", bound
-            by = torch.where(factors.by == 0, 1.0, factors.by)  # of what was read as zeros
-            by = by[:, None] if is_rows else by
+    columns = _factors_of(read, truth, 0)
+    wrong = _strays(read, truth, bound, rows, None)
+    factors = None
+    if not plausible or wrong:
+        alone = max(0.0, 1 - cosine**2) ** 0.5  # the error once all of the layer takes one factor
+        one_would_do = alone <= bound and cosine > 0 and not _strays(read * factor, truth, bound, rows, None)
+        gained = 0.0 if one_would_do else _GAINED * alone
+        found = [each for each in (columns, _factors_of(read, truth, 1)) if each and each.left < gained]
+        for each in sorted(found, key=lambda factors: factors.left):
+            by = torch.where(each.by == 0, 1.0, each.by)  # of what was read as zeros
+            by = by[:, None] if each.axis == "rows" else by
             if rows is None or at is None:
-                most = max(bound, min(_MARGIN * factors.left, _WIDENED))
+                most = max(bound, min(_MARGIN * each.left, _WIDENED))
             else:
-                most = max(bound, rows.bound(truth[at], by[at] if is_rows else by))
-            if factors.left > most:
-                factors = by = None
-            else:
-                read, bound = read * by, most
-    strays, lost = "", False
-    if plausible or factors is not None:
-        strays, lost = _strays(read, truth, bound, rows, by)
-    return Against(errors, best, cosine, factor, bound, plausible and not strays, factors, strays, lost)
+                most = max(bound, min(rows.bound(truth[at], by[at] if each.axis == "rows" else by), _FOLDED))
+            if each.left <= most and not _strays(read * by, truth, most, rows, by):
+                factors = replace(each, sure=wrong.rows if wrong and each.axis == "rows" else None)
+                break
+    strays = wrong if plausible and factors is None else None
+    is_right = plausible and factors is None and not wrong
+    products = torch.stack([(a * b).sum(0) for a, b in ((read, read), (read, truth), (truth, truth))])
+    return Against(errors, best, cosine, factor, bound, is_right, factors, strays, products)
 
 
-def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: Tensor | None) -> tuple[str, bool]:
-    """Find rows, columns or blocks of a row that are further from the base than rounding takes them.
+def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: Tensor | None) -> Strays | None:
+    """Find rows, columns or blocks of a row that are further from the base than rounding takes them; None without any.
 
-    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. Returns (them
-    in words, whether a factor for each cures them).
+    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it.
     """
     unit = rows.smoothing(by).abs() if rows is not None else torch.ones(())
     unit = unit.mean(0) if unit.ndim == 2 else unit
     rounded = None
     for name, margin in _LINES.items():
         error, size = _sizes(read - truth, unit, name), _sizes(truth, unit, name)
-        # Fitting moves errors of codes along a row, whatever the sizes, and never from row to row.
-        common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * (name != "rows")
+        # Fitting moves errors of codes along a row, whatever the sizes; from row to row only by a low-rank branch.
+        is_moved = name != "rows" or (rows is not None and rows.has_branch)
+        common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
         if (error <= torch.maximum(bound * size, margin * common)).all():
             continue
         expected = bound / _MARGIN * size
@@ -342,15 +367,15 @@ def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: T
             expected = torch.maximum(_sizes(rounded - truth, unit, name), _CODED / _OF_A_LINE * size)
         wrong = error > margin * torch.maximum(expected, common)
         if wrong.any():
-            at = wrong.nonzero()[:, -1] if name == "columns" else wrong.nonzero()[:, 0].unique()
-            words = f"{int(wrong.sum())} of its {wrong.numel()} {name}, the first is {int(at[0])},"
-            if name not in ("rows", "columns"):
-                return words.replace("first is", "first is in row"), False
+            at = wrong.nonzero()[:, -1 if name == "columns" else 0].unique()
+            words = f"{int(wrong.sum())} of its {wrong.numel()} {name}, the first in {_IN[name]} {int(at[0])},"
+            if name == "blocks of 16":
+                return Strays(words)
             own, base = (matrix.movedim(int(name == "columns"), 0)[at] for matrix in (read, truth))
             factor = (own * base).sum(1, keepdim=True) / own.square().sum(1, keepdim=True).clamp(min=1e-30)
             cured = ((own * factor - base).norm(dim=1) < (own - base).norm(dim=1) / 2) | (own == 0).all(1)
-            return words, float(cured.float().mean()) > 0.5
-    return "", False
+            return Strays(words, float(cured.float().mean()) > 0.5, wrong if name == "rows" else None)
+    return None
 
 
 def _sizes(matrix: Tensor, unit: Tensor, name: str) -> Tensor:
@@ -429,19 +454,15 @@ def _relative(read: Tensor, truth: Tensor) -> float:
     return float((read - truth).norm() / truth.norm().clamp(min=1e-30))
 
 
-def _by_factors(read: Tensor, truth: Tensor, alone: float) -> Factors | None:
-    """The factors of columns, or of rows, that bring what was read near the base; None where none do.
+def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
+    """Return the factors of columns (axis 0), or of rows, that bring a reading nearest to the base.
 
-    alone: the error once all of it takes one factor.
+    None where they have too few numbers each for a factor to be no coincidence.
     """
-    found = []
-    for axis, name in enumerate(("columns", "rows")):
-        if read.shape[axis] < 32:  # too few for a factor to be no coincidence
-            continue
-        by = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
-        found.append(Factors(name, by.flatten(), _relative(read * by, truth)))
-    best = min(found, key=lambda factors: factors.left, default=None)
-    return best if best and any(best.left < min(most, share * alone) for most, share in _FOLDED) else None
+    if read.shape[axis] < 32:
+        return None
+    by = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
+    return Factors("rows" if axis else "columns", by.flatten(), _relative(read * by, truth))
 
 
 def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tensor]:
