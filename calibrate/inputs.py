@@ -65,8 +65,12 @@ class InputsBuilder:
         self.name, self.k, self.segments = name, k, tuple(segments) or (k,)
         if sum(self.segments) != k or min(self.segments) < 1:
             raise ValueError(f"{name}: segments {self.segments} do not add up to its {k} channels")
-        self.grams = tuple(torch.zeros(size, size, device=device) for size in self.segments) if wants_gram else ()
-        self.amax = torch.zeros(k, device=device)
+        self.grams = (
+            tuple(torch.zeros(size, size, device=device, dtype=torch.float32) for size in self.segments)
+            if wants_gram
+            else ()
+        )
+        self.amax = torch.zeros(k, device=device, dtype=torch.float32)
         self.sum = torch.zeros(k, dtype=torch.float64)
         self.total_weight, self.count = 0.0, 0
         self._fit = _Sample(most_fit, calls[0])
@@ -137,12 +141,14 @@ class _Sample:
         ends = torch.arange(count + 1) * x.shape[0] // count
         within = torch.rand(count, generator=self.random, dtype=torch.float64) * (ends[1:] - ends[:-1])
         self.parts.append(x[(ends[:-1] + within.long()).to(x.device)])
-        self.weights.append(torch.full((count,), weight))
+        self.weights.append(torch.full((count,), weight, dtype=torch.float32))
 
     def rows(self, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The sample (M, K) and its weights (M,), mean 1; empty if nothing came."""
         if not self.parts:
-            return torch.empty(0, k, device=device), torch.empty(0, device=device)
+            return torch.empty(0, k, device=device, dtype=torch.float32), torch.empty(
+                0, device=device, dtype=torch.float32
+            )
         rows, weights = torch.cat(self.parts), torch.cat(self.weights)
         if len(rows) > self.most:  # shares are rounded up
             kept = torch.arange(self.most) * len(rows) // self.most

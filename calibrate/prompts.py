@@ -31,7 +31,7 @@ COLUMNS = ("prompt", "prompts", "caption", "captions", "text", "sentences")
 _BUNDLED = Path(__file__).parent / "default_prompts.txt"
 _MAX_CHARACTERS = 10_000  # no text encoder reads a tenth of it
 _MAX_DEPTH = 10  # of lists and mappings in YAML; two are a file of prompts
-_MAX_ROWS, _ROWS_AT_ONCE, _MAX_TABLE = 1_000_000, 64, 1 << 28  # of a table; the last in bytes, unpacked
+_MAX_ROWS, _ROWS_AT_ONCE, _MAX_TABLE = 1_000_000, 64, 1 << 28  # of a file; the last in bytes, unpacked
 _MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
 _NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
@@ -183,10 +183,15 @@ def load_prompts(
 
 
 def require_source(source: str) -> None:
-    """Raise FileNotFoundError for a file of prompts that is not there; any other source may be a dataset's name."""
+    """Raise FileNotFoundError for a file of prompts that is not there, ValueError for a FIFO or device.
+
+    Any other source may be a dataset's name.
+    """
     path = Path(source)
     if path.suffix.lower() in READERS and not path.exists():
         raise FileNotFoundError(f"prompt file {source!r} does not exist{path_near(path)}")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"prompts {source!r}: a FIFO or device, which ends nowhere; write the prompts to a file")
 
 
 def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
@@ -364,6 +369,10 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Entry]]:
 
 
 def _lines(path: Path) -> list[str]:
+    if path.stat().st_size > _MAX_TABLE:
+        raise ValueError(
+            f"{path}: {path.stat().st_size >> 20} MiB; at most {_MAX_TABLE >> 20} are read: make it shorter"
+        )
     try:
         return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
@@ -426,14 +435,19 @@ def _entry(row: object, place: str) -> tuple[object, Mapping[str, object]]:
 
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Entry]:
-    rows = csv.DictReader((f"{line}\n" for line in _lines(path)), delimiter=delimiter)
+    rows = csv.DictReader((f"{line}\n" for line in _lines(path)), delimiter=delimiter, strict=True)
     try:
         column = _column(rows.fieldnames or (), f"{path}:1")
         for row in rows:  # fields beyond the header's have no name; an empty field says nothing
             columns = {name: value for name, value in row.items() if name and value}
             yield f"{path}:{rows.line_num}", row[column], columns
     except csv.Error as error:
-        raise ValueError(f"{path}:{rows.line_num + 1}: {error}") from None
+        what = str(error)
+        if "field limit" in what:
+            what = f"a field of more than {csv.field_size_limit()} characters; check that one row holds one prompt"
+        elif "end of data" in what:
+            what = "a quote is opened and never closed; close it, or double it where it is part of the text"
+        raise ValueError(f"{path}:{rows.line_num + 1}: {what}") from None
 
 
 def _read_tsv(path: Path) -> Iterator[Entry]:

@@ -98,7 +98,7 @@ class _Run:
         return forward
 
     def _disturbed(self, v: Tensor, random: torch.Generator) -> Tensor:
-        noise = torch.randn(v.shape, generator=random) * _RELATIVE_NOISE
+        noise = torch.randn(v.shape, generator=random, dtype=torch.float32) * _RELATIVE_NOISE
         changed = (v.float() + noise.to(v.device) * v.float().square().mean().sqrt()).to(v.dtype)
         self.noise += (changed.float() - v.float()).square().sum().cpu()
         return changed

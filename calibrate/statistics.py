@@ -37,7 +37,7 @@ class GroupSums:
     def zeros(cls, bins: int, k: int) -> GroupSums:
         """Nothing seen yet."""
         wide = torch.zeros(bins, k, dtype=torch.float64)
-        return cls(torch.zeros(bins, k), wide, wide.clone(), torch.zeros(bins, dtype=torch.int64))
+        return cls(torch.zeros(bins, k, dtype=torch.float32), wide, wide.clone(), torch.zeros(bins, dtype=torch.int64))
 
     def add(self, index: int, x: Tensor) -> None:
         """Add tokens x (M, K) to bin `index`, in place."""

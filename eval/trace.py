@@ -196,5 +196,9 @@ def _some_rows(y: Tensor, images: int) -> Tensor:
         rows = y.reshape(1, -1, y.shape[-1])
     else:  # several of each image, as with guidance, are a whole batch each
         rows = y.reshape(y.shape[0] // images, images, -1, y.shape[-1]).transpose(0, 1).flatten(1, 2)
-    chosen = torch.linspace(0, rows.shape[1] - 1, min(ROWS, rows.shape[1]), device=y.device).round().long()
+    chosen = (
+        torch.linspace(0, rows.shape[1] - 1, min(ROWS, rows.shape[1]), device=y.device, dtype=torch.float32)
+        .round()
+        .long()
+    )
     return rows[:, chosen]

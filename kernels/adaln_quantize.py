@@ -137,7 +137,7 @@ def _allocate(
     scales = torch.empty(step, dtype=step_dtype, device=device)
     global_scale = None
     if format.two_level:
-        global_scale = torch.empty(m, 1, device=device) if input_scale is None else input_scale
+        global_scale = torch.empty(m, 1, device=device, dtype=torch.float32) if input_scale is None else input_scale
     elif input_scale is not None:
         scales = input_scale.reshape(step)
     return QuantizedTensor(torch.empty(codes, dtype=codes_dtype, device=device), scales, global_scale, (m, d), format)

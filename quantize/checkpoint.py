@@ -41,6 +41,8 @@ from fluxq.recipes.recipe import ATTENTIONS, Attention, Steps
 from fluxq.recipes.workloads import Convolution
 
 QUANT_METHOD = "fluxq"
+LARGEST = 2.0**20  # of a weight, a bias or a factor: sixteen times what fp16 holds
+ACTIVATIONS = 2.0**30  # scales of activations lie between the inverse of this and this
 FORMAT_VERSION = 1
 KNOWN_FEATURES = frozenset(
     {"static_input_scale", "low_rank", "center", "smooth", "deflation", "hadamard", "four_over_six"}

@@ -78,7 +78,7 @@ def decoded_codes(x: Tensor, element: Element) -> Tensor:
 def decode(codes: Tensor, element: Element) -> Tensor:
     """Unpacked codes to the fp32 values they stand for."""
     if element.name == "e2m1":
-        table = torch.tensor(NIBBLES["e2m1"], device=codes.device)
+        table = torch.tensor(NIBBLES["e2m1"], device=codes.device, dtype=torch.float32)
         return table.index_select(0, codes.flatten().int()).view(codes.shape)  # several times as fast as table[codes]
     if element.name == "e4m3" and codes.device.type == "cpu":
         return _decode_e4m3(codes)
@@ -200,7 +200,7 @@ def input_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -
 def ceil_exponent(amax: Tensor, element_max: float) -> Tensor:
     """Smallest integer e with amax <= element_max · 2^e, exactly: mantissas are compared, not logarithms."""
     mantissa, exponent = torch.frexp(amax)
-    limit, limit_exponent = torch.frexp(torch.tensor(element_max))
+    limit, limit_exponent = torch.frexp(torch.tensor(element_max, dtype=torch.float32))
     return exponent - int(limit_exponent) + (mantissa > float(limit)).to(torch.int32)
 
 
@@ -270,7 +270,7 @@ def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> T
 
     Errors are summed in units of the first candidate: as they are, they would overflow or vanish in fp32.
     """
-    floor = torch.frexp(amax).exponent - int(torch.frexp(torch.tensor(element.max)).exponent)
+    floor = torch.frexp(amax).exponent - int(torch.frexp(torch.tensor(element.max, dtype=torch.float32)).exponent)
     floor = floor.clamp(*_E8M0_EXPONENTS)
     units = blocks.mul(torch.exp2(-floor.float()).unsqueeze(-1)).abs_()  # (rows, G, k), exact
     best, least = floor, _sum_of_squares(_nearest(units, 1.0, element).sub_(units))

@@ -374,7 +374,7 @@ class _Fit:
     def _joint(self, state: _State, parts: list[_Part]) -> _Weights:
         """Codes and branch in turns, against the rounded input: see lowrank.py."""
         z_gram, rounded_gram, cross = self._rounded_grams(state)
-        damping = DAMPING * torch.eye(len(cross), device=cross.device)
+        damping = DAMPING * torch.eye(len(cross), device=cross.device, dtype=torch.float32)
         to_codes = torch.linalg.solve(rounded_gram + damping * rounded_gram.diagonal().mean(), cross).T
         to_branch = torch.linalg.solve(z_gram + damping * z_gram.diagonal().mean(), cross.T).T
         for turn in range(_JOINT_TURNS):
@@ -389,7 +389,7 @@ class _Fit:
     def _rounded_grams(self, state: _State) -> tuple[Tensor, Tensor, Tensor]:
         """E[z z^T], E[z^ z^^T] and E[z^ z^T] of rounded z^."""
         k = self.inputs.mean.shape[0]
-        sums = [torch.zeros(k, k, device=self.inputs.mean.device) for _ in range(3)]
+        sums = [torch.zeros(k, k, device=self.inputs.mean.device, dtype=torch.float32) for _ in range(3)]
         total = 0.0
         for chunk, weight in self.inputs.tokens() if self.inputs.tokens else ():
             z = state.transform.of_tokens(chunk)
@@ -546,7 +546,7 @@ class _Fit:
         t = state.transform.deflated(x)
         total = 0.0
         for part, q in zip(parts, codes, strict=True):
-            lost, size = torch.zeros(2, len(x), device=x.device)
+            lost, size = torch.zeros(2, len(x), device=x.device, dtype=torch.float32)
             h = None if part.a is None else self._in_16_bit(x @ part.a.T)
             for rows in _row_slices(part.weight):
                 y = x @ part.weight[rows].float().T
@@ -643,7 +643,7 @@ class _Part:
     b: Tensor | None
     out: Tensor | None = None
     bias: Tensor | None = None
-    amax: Tensor = field(default_factory=lambda: torch.tensor(math.nan))
+    amax: Tensor = field(default_factory=lambda: torch.tensor(math.nan, dtype=torch.float32))
     target: Tensor | None = None
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:

@@ -33,7 +33,7 @@ class RowChunks:
 
     def transposed_times(self, left: Tensor) -> Tensor:
         """W^T left (K, C)."""
-        total, start = torch.zeros((), device=left.device), 0
+        total, start = torch.zeros((), device=left.device, dtype=torch.float32), 0
         for chunk in self.chunks():
             total = total + chunk.T @ left[start : start + chunk.shape[0]]
             start += chunk.shape[0]
@@ -74,7 +74,7 @@ def balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _start(rows: int, count: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, min(count + _EXTRA, rows), generator=generator).to(like)
+    return torch.randn(rows, min(count + _EXTRA, rows), generator=generator, dtype=torch.float32).to(like)
 
 
 def _times(gram: Tensor | None, right: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ def hadamard_transform(v: Tensor, size: int) -> Tensor:
     """
     if not size:
         return v
-    rows, done = v.reshape(-1, v.shape[-1]), torch.empty(v.shape, device=v.device)
+    rows, done = v.reshape(-1, v.shape[-1]), torch.empty(v.shape, device=v.device, dtype=torch.float32)
     for start, part in row_chunks(rows):
         done.view(rows.shape)[start : start + len(part)] = _hadamard_rows(part, size)
     return done

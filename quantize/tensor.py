@@ -217,7 +217,7 @@ class _Rounding:
         wide = None
         for start, part in row_chunks(x.detach()):
             rows, k = part.shape
-            wide = torch.empty(part.shape, device=x.device) if wide is None else wide[:rows]
+            wide = torch.empty(part.shape, device=x.device, dtype=torch.float32) if wide is None else wide[:rows]
             wide.copy_(part)
             if steps is not None:
                 steps(wide)

@@ -99,7 +99,7 @@ def rotate(v: Tensor, size: int) -> Tensor:
 
 def sylvester(size: int, device: torch.device | None = None) -> Tensor:
     """The orthonormal Hadamard matrix (size, size), which is its own transpose."""
-    h = torch.ones(1, 1, device=device)
+    h = torch.ones(1, 1, device=device, dtype=torch.float32)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
     return h / size**0.5

@@ -21,6 +21,8 @@ from fluxq.base.files import sha256_file
 from fluxq.base.model import GENERATION_FILE, PICKLES, ModelFolder, resolve_model
 from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.quantize.checkpoint import (
+    ACTIVATIONS,
+    LARGEST,
     PLAN_FILE,
     QUANT_METHOD,
     QuantizationConfig,
@@ -31,7 +33,7 @@ from fluxq.quantize.checkpoint import (
     shapes_of,
 )
 from fluxq.quantize.digests import OTHERS, OWN
-from fluxq.quantize.linear import QuantLinear
+from fluxq.quantize.linear import SCALE_NAMES, QuantLinear
 from fluxq.recipes.formats import Scheme
 
 
@@ -110,18 +112,27 @@ class _Checkpoint:
         return record
 
     @cached_property
-    def models(self) -> list[str]:
-        """The components that have weights."""
-        found = []
+    def classes(self) -> dict[str, type]:
+        """Component -> its class."""
+        found = {}
         for component, class_name in self.folder.components.items():
             library = importlib.import_module(library_of(self.folder, component))
-            component_class = getattr(library, class_name, None)
-            if component_class is None:
+            found[component] = getattr(library, class_name, None)
+            if found[component] is None:
                 what = f"{component or 'config.json'}: {class_name}"
                 raise ValueError(f"{what} is no class of this {library.__name__}; update it")
-            if issubclass(component_class, nn.Module):
-                found.append(component)
         return found
+
+    @property
+    def models(self) -> list[str]:
+        """The components that have weights."""
+        return [name for name, component_class in self.classes.items() if issubclass(component_class, nn.Module)]
+
+    @property
+    def vocabularies(self) -> dict[str, tuple[str, ...]]:
+        """Component -> files that its tokenizer may be made of, one of which is enough."""
+        names = {name: getattr(own, "vocab_files_names", None) for name, own in self.classes.items()}
+        return {component: tuple(sorted(set(own.values()))) for component, own in names.items() if own}
 
     @cached_property
     def quantized(self) -> dict[str, QuantizationConfig]:
@@ -174,7 +185,7 @@ class _Checkpoint:
                 rule = "finite" if tensor.is_floating_point() else None
                 if isinstance(layer, QuantLinear) and parameter == "pre_quant_scale":
                     rule = "positive"
-                most = _LARGEST if rule else None
+                most = LARGEST if rule else None
                 found[name] = _Expected(tuple(tensor.shape), dtypes, rule, id(tensor), most)
         return found
 
@@ -231,11 +242,13 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    """Weights and adapters, where nothing is recorded, beside those that a component's loader takes."""
+    """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
     taken = {file for component in checkpoint.models for file in checkpoint.folder.weight_files(component)}
     for name in _readable(checkpoint):
-        file = checkpoint.path / name
-        if file.name == "adapter_config.json" or (file.suffix == ".safetensors" and file not in taken):
+        file = checkpoint.folder.path / name  # resolved, as `taken` is
+        if file.suffix == ".py":
+            yield Finding(name, "code, of which a checkpoint has none: remove it")
+        elif file.name == "adapter_config.json" or (file.suffix == ".safetensors" and file not in taken):
             yield Finding(name, "beside the model's own weights, and a loader may read it: remove it")
 
 
@@ -276,6 +289,9 @@ def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
             yield Finding(_file(component), "missing, though model_index.json names the model; copy it again")
         else:
             checkpoint.weights(component)
+    for component, names in checkpoint.vocabularies.items():
+        if not any((checkpoint.path / component / name).is_file() for name in names):
+            yield Finding(component, f"none of {', '.join(names)}, though model_index.json names it; copy it again")
 
 
 def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -324,16 +340,29 @@ def _fault(tensor: Tensor, expected: _Expected) -> str:
     if tensor.dtype not in expected.dtypes or tuple(tensor.shape) != expected.shape:
         dtypes = " or ".join(map(str, expected.dtypes))
         return f"{tensor.dtype} {(*tensor.shape,)}, expected {dtypes} {expected.shape}"
-    if expected.rule is None:
+    return _value_fault(tensor, expected.rule, expected.most)
+
+
+def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
+    """What is wrong with the values of a tensor, "" if nothing is. scheme: of the layer that has it, None for none."""
+    if scheme is not None and parameter in ("weight", *SCALE_NAMES):
+        return _value_fault(tensor, _rule(scheme, parameter), _most(scheme, parameter))
+    if not tensor.is_floating_point():
         return ""
-    is_sound, words = RULES[expected.rule]
+    return _value_fault(tensor, "positive" if parameter == "pre_quant_scale" else "finite", LARGEST)
+
+
+def _value_fault(tensor: Tensor, rule: str | None, most: float | None) -> str:
+    if rule is None:
+        return ""
+    is_sound, words = RULES[rule]
     sound = is_sound(tensor)
-    if sound.all():
-        beyond = _numbers(tensor).abs() > expected.most if expected.most else torch.zeros(())
-        return (
-            _first_of(beyond, tensor, f"larger than {expected.most:.4g}, which no model needs") if beyond.any() else ""
-        )
-    return _first_of(~sound, tensor, f"not {words}")
+    if not sound.all():
+        return _first_of(~sound, tensor, f"not {words}")
+    beyond = _numbers(tensor).abs() > most if most else None
+    if beyond is None or not beyond.any():
+        return ""
+    return _first_of(beyond, tensor, f"larger than {most:.4g}, which no model needs")
 
 
 def _first_of(bad: Tensor, tensor: Tensor, words: str) -> str:
@@ -383,18 +412,20 @@ def _rule(scheme: Scheme, parameter: str) -> str | None:
     if parameter == "weight":
         element = scheme.weights.element.name
         return element if element in RULES else None
+    if parameter == "input_scale":
+        return "activations"
     return "e8m0" if parameter == "weight_scale" and scheme.weights.scale == "e8m0" else "positive"
 
 
 def _most(scheme: Scheme, parameter: str) -> float | None:
-    """The largest scale: with it the largest code is `_LARGEST`, of activations the largest number of bf16."""
+    """The largest scale: with it the largest code is `LARGEST`."""
     element = scheme.weights.element
     if parameter == "input_scale":
-        return torch.finfo(torch.bfloat16).max / element.max
+        return None
     if parameter == "weight_scale_2":
-        return _LARGEST / element.max / torch.finfo(torch.float8_e4m3fn).max
+        return LARGEST / element.max / torch.finfo(torch.float8_e4m3fn).max
     is_relative = scheme.weights.two_level or parameter == "weight"
-    return None if is_relative else _LARGEST / element.max
+    return None if is_relative else LARGEST / element.max
 
 
 def _numbers(tensor: Tensor) -> Tensor:
@@ -402,13 +433,13 @@ def _numbers(tensor: Tensor) -> Tensor:
     return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
 
 
-_LARGEST = 2.0**20  # of a weight, a bias or a factor: sixteen times what fp16 holds
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "finite": (torch.isfinite, "finite"),
     "positive": (lambda t: torch.isfinite(t.float()) & (t.float() > 0), "finite and above 0"),
+    "activations": (lambda t: (t >= 1 / ACTIVATIONS) & (t <= ACTIVATIONS), "a scale of any activations"),
     "e4m3": (lambda t: (t.view(torch.uint8) & 0x7F) != 0x7F, "numbers"),
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }

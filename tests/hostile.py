@@ -498,7 +498,8 @@ def fault_of(target: Target, folder: Path, watch: Watch) -> tuple[bool, str]:
         return False, ""
     if target.by_library:
         frames = traceback.extract_tb(error.__traceback__)
-        is_ours = any(Path(frame.filename).is_relative_to(PACKAGE) for frame in frames)
+        # Our from_pretrained is a lock around the library's.
+        is_ours = any(Path(f.filename).is_relative_to(PACKAGE) and f.name != "from_pretrained" for f in frames)
         return True, _told(error) if is_ours and not isinstance(error, (ValueError, OSError)) else ""
     chain, link = [], error
     while link is not None and link not in chain:

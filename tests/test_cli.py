@@ -709,7 +709,9 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
             result = fluxq("quantize", "--recipe", "fp8", *([] if "load" in place else ["--no-check"]))
         assert result.code == 130 and not any("what is done is kept" in said for said in caplog.messages), place
         if "load" in place:
-            assert result.left == [] and result.err.endswith("interrupted; every output is as it was, or whole\n")
+            assert result.left == [] and result.err.endswith(
+                "interrupted; every output, and what interrupted runs had done before, is as it was or whole\n"
+            )
         else:
             (work,) = tmp_path.iterdir()
             kept = f"what is done is kept in {work}: the same command goes on with it"

@@ -22,11 +22,12 @@ from fluxq import judge, tiny
 from fluxq.base import files
 from fluxq.base import output as module
 from fluxq.base.files import atomic_path, clear_parts
-from fluxq.base.output import GENERATOR, PLAN_FILE, Output, put, put_back, remove, sole_writer, writing
+from fluxq.base.output import EXPORT_FILE, GENERATOR, PLAN_FILE, Output, put, put_back, remove, sole_writer, writing
 from fluxq.base.tensors import save_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 
+MARKS = GENERATOR + '"schema_version":'
 JOB = ["a job"]
 
 
@@ -106,6 +107,12 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
         Output(out).require({}, overwrite=True)
     (tmp_path / "empty").mkdir()
     Output(tmp_path / "empty").require({}, overwrite=False)
+    (export := tmp_path / "export").mkdir()
+    (export / EXPORT_FILE).write_text(json.dumps({"files": []}))
+    Output(export).require({}, overwrite=True)
+    (export / "README.md").write_text("mine, since exports come without one")
+    with pytest.raises(ValueError, match=r"fluxq did not write README\.md"):
+        Output(export).require({}, overwrite=True)
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.html"])
@@ -122,6 +129,14 @@ def test_files_beside_are_the_output_too(tmp_path, name):
         (tmp_path / name).write_text(f"<html>{GENERATOR}")
     else:
         save_weights({"a": torch.ones(2)}, tmp_path / name, {"fluxq_version": "1"})
+    with pytest.raises(ValueError, match=r"fluxq did not write x\.json"):
+        output.require({}, overwrite=True)
+    beside.unlink()
+    beside.symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"fluxq did not write x\.json"):
+        output.require({}, overwrite=True)
+    beside.unlink()
+    beside.write_text('{"schema_version": 3}')
     output.require({}, overwrite=True)
     if name.endswith("html"):
         (tmp_path / name).write_text("<html>")
@@ -168,7 +183,7 @@ def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp
     output = Output(tmp_path / "x.html", is_file=True, beside=(".json",)) if is_file else Output(tmp_path / "out")
     if is_file:
         for place in output.places:
-            place.write_text(f"old {GENERATOR}")
+            place.write_text(f"old {MARKS}")
     else:
         checkpoint(output.target, "weights")
     before, rename, left = tree(tmp_path), Path.rename, [1]
@@ -278,7 +293,7 @@ def test_what_is_made_stands_in_its_place_and_nothing_else_is_left(tmp_path, is_
     for text, overwrite in (("first", False), ("second", True)):
         with writing(output, JOB, overwrite=overwrite) as new:
             for name in ("x.json", "x.html") if is_file else ("a", PLAN_FILE):
-                (new / name).write_text(text + GENERATOR if is_file else json.dumps({"files": ["a"], "text": text}))
+                (new / name).write_text(text + MARKS if is_file else json.dumps({"files": ["a"], "text": text}))
         names = ["x.html", "x.json"] if is_file else ["x.html"]
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         assert all(text in content for content in tree(tmp_path).values())
@@ -321,7 +336,7 @@ try:
     output.require({}, overwrite=overwrite)
     with writing(output, ["job"], overwrite=overwrite) as new:
         for name in names if new else ():
-            (new / name).write_text('<meta name="generator" content="fluxq">new' if is_file else text)
+            (new / name).write_text('<meta name="generator" content="fluxq">"schema_version":new' if is_file else text)
 except ValueError as error:
     sys.exit(str(error))
 print("finished" if new is None else "made", left)
@@ -343,8 +358,8 @@ def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_fi
         folder = tmp_path / name
         folder.mkdir()
         if overwrite and is_file == "file":
-            (folder / "x.html").write_text(GENERATOR + "old")
-            (folder / "x.json").write_text("old")
+            (folder / "x.html").write_text(MARKS + "old")
+            (folder / "x.json").write_text(MARKS + "old")
         elif overwrite:
             checkpoint(folder / "x.html", "weights")
         return folder
@@ -467,7 +482,10 @@ fluxq.cli.main()
     words = [sys.executable, "-c", program, *"quantize --recipe fp8 --no-check -o out".split()]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 128 + number and list(tmp_path.iterdir()) == []
-    assert done.stderr.splitlines()[-1] == "interrupted; every output is as it was, or whole"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "interrupted; every output, and what interrupted runs had done before, is as it was or whole"
+    )
 
 
 @pytest.mark.parametrize(
@@ -482,7 +500,7 @@ fluxq.cli.main()
         ("quantize m --recipe fp8 --no-check -o m/transformer --overwrite", "output m/transformer lies in the model"),
         ("quantize --prompts d/p.txt --no-check -o d --overwrite", "output d holds the prompts"),
         ("quantize --recipe d/r.yaml --no-check -o d --overwrite", "output d holds the recipe"),
-        ("quantize --no-check -o d --overwrite", "output d is not replaced: fluxq did not write ck/"),
+        ("quantize --no-check -o d --overwrite", "output d is not replaced: fluxq did not write file.safetensors"),
         ("report d/ck -o d/ck/eval/report.html", "output d/ck/eval/report.html is the report of d/ck"),
         ("report d/ck -o x.html", "x.json exists; give another --output"),
     ],
@@ -516,3 +534,20 @@ def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_pat
     (tmp_path / name).mkdir()
     refused = CliRunner().invoke(cli, ["verify", str(tmp_path / name)]).output
     assert r"\x1b]0;PWNED" in refused and "\x1b" not in refused
+
+
+def test_a_strangers_file_begins_no_line_of_its_own(tmp_path):
+    """Neither by a tensor's name, nor by text in its header, nor by the class that its configuration names."""
+    layer = {"a.weight": torch.ones(16, 16).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(1.0)}
+    for name, tensors, metadata in (
+        ("named", {**layer, "a.x\nnothing is wrong": torch.ones(1)}, {}),
+        ("told", layer, {"by": "x\nnothing is wrong"}),
+    ):
+        save_weights(tensors, tmp_path / f"{name}.safetensors", metadata)
+        said = CliRunner().invoke(cli, ["inspect", str(tmp_path / f"{name}.safetensors")]).output
+        assert "nothing is wrong" in said.replace("as far as", "") and "\nnothing is wrong\n" not in said
+        assert not [line for line in said.splitlines() if line.strip() == "nothing is wrong"]
+    save_weights(layer, tmp_path / "classed.safetensors", {})
+    (tmp_path / "classed.config.json").write_text('{"_class_name": "Flux\\nnothing is wrong"}')
+    refused = CliRunner().invoke(cli, ["inspect", str(tmp_path / "classed.safetensors")])
+    assert refused.exit_code == 2 and "is no name of a class" in refused.output

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import random
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -152,7 +154,8 @@ def test_prompt_comes_before_caption_and_text(tmp_path, model):
         ("p.yaml", "a: [", "p.yaml: not YAML"),
         ("p.yaml", "!!python/object/apply:os.getcwd []", "p.yaml: not YAML"),
         ("p.yaml", "", "p.yaml: expected prompts by name or a list of them, found NoneType"),
-        ("p.csv", "prompt\n" + "x" * 200_000 + "\n", "p.csv:2: field larger than field limit"),
+        ("p.csv", "prompt\n" + "x" * 200_000 + "\n", "p.csv:2: a field of more than 131072 characters"),
+        ("p.csv", 'prompt\n"unclosed\n', "p.csv:2: a quote is opened and never closed"),
         ("p.parquet", "no parquet", "p.parquet: damaged or no parquet file"),
         ("p.doc", "a", f"p.doc: prompt files end in {', '.join(READERS)}, not '.doc'"),
     ],
@@ -219,6 +222,14 @@ def test_a_known_dataset_is_read_from_its_split_and_column(model, monkeypatch, n
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: wrong)
     with pytest.raises(ValueError, match=r"yerevann/coco-karpathy: no column called sentences; found: caption"):
         load_prompts(name, model)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".yaml"])
+def test_a_file_of_many_bytes_is_refused_before_it_is_read(tmp_path, model, suffix):
+    with (tmp_path / f"p{suffix}").open("wb") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(ValueError, match="5120 MiB; at most 256 are read: make it shorter"):
+        load_prompts(str(tmp_path / f"p{suffix}"), model)
 
 
 def test_of_a_known_dataset_only_the_file_with_prompts_is_fetched(model, monkeypatch, tmp_path):
@@ -316,3 +327,10 @@ def test_digest_depends_on_texts_and_order_but_not_on_the_source():
     one = PromptSet("a", TEXTS)
     assert one.digest == PromptSet("b", TEXTS).digest
     assert one.digest != PromptSet("a", TEXTS[::-1]).digest != PromptSet("a", TEXTS[:2]).digest
+
+
+def test_a_fifo_is_refused_before_anything_is_asked_for_it(tmp_path, model) -> None:
+    os.mkfifo(tmp_path / "p.txt")
+    for source in (tmp_path / "p.txt", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="a FIFO or device, which ends nowhere"):
+            load_prompts(str(source), model)

@@ -144,16 +144,47 @@ def folded_elsewhere(factors: Tensor) -> Tensors:
     return here | {ours: there[ours]} | rows | {f"{theirs}.bias": (here[f"{theirs}.bias"].float() / factors).bfloat16()}
 
 
+def folded_modulation(state: Tensors, modulation: str, factors: Tensor, wrong: str = "") -> Tensors:
+    """The weight and bias of a modulation whose first shift and scale are divided by factors.
+
+    wrong: what is done otherwise.
+    """
+    found = {}
+    for part in ("weight", "bias"):
+        value = state[f"{modulation}.{part}"].float()
+        by = factors if value.ndim == 1 else factors[:, None]
+        if wrong != "shift is not folded":
+            value[:128] /= by
+        one = 1.0 if part == "bias" and wrong != "bias without the 1" else 0.0
+        if part == "weight" or wrong != "bias is not folded":
+            value[128:256] = (value[128:256] + one) / by - one
+        found[f"{modulation}.{part}"] = value.bfloat16()
+    return found
+
+
+READERS = [f"transformer_blocks.0.attn.to_{x}.weight" for x in "qkv"]
+TEXT_READERS = [f"transformer_blocks.0.attn.add_{x}_proj.weight" for x in "qkv"]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "shift is not folded", "bias without the 1", "bias is not folded", "for the text"]
+)
+def test_a_modulation_takes_factors_back_as_it_makes_x(wrong: str, base, tmp_path) -> None:
+    """Shift and scale, weights and biases, for the layers that read that very x."""
+    state, factors = dict(base_state()), torch.ones(128)
+    factors[:64] = 0.25
+    readers = TEXT_READERS if wrong == "for the text" else READERS
+    state |= folded_modulation(state, "transformer_blocks.0.norm1.linear", factors, wrong)
+    state |= {name: (state[name].float() * factors).bfloat16() for name in readers}
+    report = inspect_path(made(tmp_path, "modelopt", FP8, state=state), base)[""]
+    assert report.is_sound is (wrong == ""), [fault for fault in report.faults if fault.is_error]
+
+
 def folded_for_one(factors: Tensor) -> Tensors:
     """A modulation divided by what the columns of q carry, and those of k and v do not."""
     state = dict(base_state())
     modulation, q = "transformer_blocks.0.norm1.linear", "transformer_blocks.0.attn.to_q.weight"
-    scale = slice(128, 256)
-    for part, one in (("weight", 0.0), ("bias", 1.0)):
-        value = state[f"{modulation}.{part}"].float()
-        by = factors if value.ndim == 1 else factors[:, None]
-        value[scale] = (value[scale] + one) / by - one
-        state[f"{modulation}.{part}"] = value.bfloat16()
+    state |= folded_modulation(state, modulation, factors)
     return state | {q: (state[q].float() * factors).bfloat16()}
 
 
@@ -176,12 +207,20 @@ def first_is(value: float) -> Callable[[Tensor], Tensor]:
 
 NORM, TABLE = "transformer_blocks.0.attn.norm_q.weight", "x_embedder.weight"
 EXTRA = "transformer_blocks.7.attn.norm_q.weight"
-REFUSED = r"NaN or infinite|damaged|another|missing|lacks|the model has no|asks for|not in the base"
+REFUSED = (
+    r"NaN or infinite|integers|no model needs|damaged|another|missing|lacks|the model has no|asks for|not in the base"
+    "|off by a factor"
+)
 PLAIN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "a norm of integers": (only(NORM, lambda t: torch.full_like(t, 7, dtype=torch.int32)), "integers"),
+    "an embedder of integers": (only(TABLE, lambda t: torch.ones_like(t, dtype=torch.int64)), "integers"),
+    "a norm that is cut to integers": (only(NORM, lambda t: t.long()), "integers"),
+    "a norm larger than any": (only(NORM, lambda t: t * 1e20), "too large"),
     "a norm that is NaN": (only(NORM, first_is(torch.nan)), "no numbers"),
     "an embedder that is infinite": (only(TABLE, first_is(torch.inf)), "no numbers"),
     "a bias that is NaN": (only("x_embedder.bias", first_is(torch.nan)), "no numbers"),
-    "a norm a little off": (only(NORM, lambda t: t * 1.03), "damaged"),
+    "a norm a little off": (only(NORM, lambda t: t * 1.01), "damaged"),
+    "a Linear in 16 bit a little off": (only("proj_out.weight", lambda t: t * 1.01), "scale off by a factor"),
     "one number of a norm off": (only(NORM, lambda t: first_is(float(t[0]) * 1.25)(t)), "damaged"),
     "a norm of another size": (only(NORM, lambda t: t[:-1].clone()), "another value"),
     "a tensor less": (lambda state: {name: t for name, t in state.items() if name != NORM}, "missing"),
@@ -200,7 +239,7 @@ def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
     save_file(broken(load_file(file)), file, {"format": "pt"})
     report = inspect_path(folder, base)[""]
     assert kinds(report)[kind] == 1 and sum(kinds(report).values()) in (1, 2), report.faults
-    for given in (None, base) if kind != "damaged" else (base,):
+    for given in (base,) if kind in ("damaged", "scale off by a factor") else (None, base):
         with pytest.raises(ValueError, match=REFUSED):
             import_model(folder, tmp_path / "out", given)
 
@@ -327,3 +366,17 @@ def test_a_checkpoint_of_fluxq_whose_codes_are_gone_is_unreadable(plain_checkpoi
     save_file(tensors, file, {"format": "pt"})
     assert json.loads((folder / "config.json").read_text())["quantization_config"]
     assert not inspect_path(folder)[""].is_sound
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e30])
+def test_an_input_scale_of_no_activations_is_refused_everywhere(value: float, base, tmp_path) -> None:
+    def broken(module: str, tensors: Tensors) -> None:
+        tensors["input_scale"] = torch.tensor(value)
+
+    folder = made(tmp_path, "modelopt", STATIC, broken)
+    for given in (None, base):
+        report = inspect_path(folder, given)[""]
+        assert {fault.kind for fault in report.faults if fault.is_error} == {"no activations'"}
+        with pytest.raises(ValueError, match=r"not a scale of any activations|no activations'"):
+            import_model(folder, tmp_path / "out", given)
+    assert not (tmp_path / "out").exists()

@@ -177,7 +177,7 @@ VALUES = [
     *((recipe, f"{LAYER}.weight_scale", put(3e38)) for recipe in ("fp8", "int8")),
     ("mxfp8", f"{LAYER}.weight_scale", put_byte(0xFE)),
     ("nvfp4", f"{LAYER}.weight_scale_2", put(1e30)),
-    ("nvfp4", f"{LAYER}.input_scale", put(3e38)),
+    *(("nvfp4", f"{LAYER}.input_scale", put(value)) for value in (3e38, 1e30, 1e-30)),
     ("int4", f"{LAYER}.bias", put(3e38)),
 ]
 
@@ -429,9 +429,20 @@ def test_what_nobody_recorded_and_a_loader_may_read_is_found(plain_checkpoint, t
     assert found.findings[0].what.startswith("recorded by nobody, and a loader may read it: remove it")
 
 
-def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path):
+def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path, monkeypatch):
     folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
     (folder / "fluxq_plan.json").unlink()
     done = CliRunner().invoke(cli, ["verify", str(folder)])
     assert done.exit_code == 1 and "checks could not be made (hashes, plan)" in done.output.splitlines()[-1]
+    (folder / "transformer" / "modeling.py").write_text("")
+    (folder / "tokenizer_2" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert {"modeling.py: code" in found or "tokenizer_2: none of" in found for found in failed(folder).values()} == {
+        True
+    }
+    last = CliRunner().invoke(cli, ["verify", str(folder)]).output.splitlines()[-1]
+    assert last.endswith("2 of 7 checks failed (hashes, files), 1 could not be made (plan)")
+    (folder / "transformer" / "modeling.py").unlink()
+    (tmp_path / "tokenizer.json").rename(folder / "tokenizer_2" / "tokenizer.json")
     assert CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"]).exit_code == 0
+    monkeypatch.chdir(folder.parent)  # a relative path names the same files
+    assert CliRunner().invoke(cli, ["verify", folder.name, "--allow-unrecorded"]).exit_code == 0

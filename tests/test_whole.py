@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import accelerate
@@ -281,3 +282,16 @@ def encoder(root: Path) -> Path:
     """A T5 in fp8, as save_pretrained writes it."""
     t5().save_pretrained(root / "t5")
     return root / "t5"
+
+
+def test_pipelines_load_in_threads_beside_one_another(plain_checkpoint) -> None:
+    """Components that are not quantized too: nothing of any is left on meta, and the default dtype is as it was."""
+    folder, before = plain_checkpoint("fp8"), torch.get_default_dtype()
+    with ThreadPoolExecutor(4) as pool:
+        pipes = list(pool.map(lambda _: diffusers.FluxPipeline.from_pretrained(folder, dtype=torch.bfloat16), range(4)))
+    assert torch.get_default_dtype() == before
+    for pipe in pipes:
+        for name, part in pipe.components.items():
+            if isinstance(part, nn.Module):
+                held = [*part.parameters(), *part.buffers()]
+                assert not any(tensor.is_meta for tensor in held), name

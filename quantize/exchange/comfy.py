@@ -187,8 +187,8 @@ def rotate_back(weight: Tensor, size: Any) -> Tensor:
 
     That matrix is the Kronecker power of a 4 x 4 one with the same sum in each row, and not Sylvester's, which ours is.
     """
-    h4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
-    h = torch.ones(1, 1)
+    h4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32)
+    h = torch.ones(1, 1, dtype=torch.float32)
     while type(size) is int and h.shape[0] < min(size, weight.shape[1]):
         h = torch.kron(h, h4)
     if h.shape[0] != size or weight.shape[1] % size:

@@ -141,7 +141,7 @@ def _read_words(
     if scale.ndim != 2 or scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1]:
         raise ValueError(f"compressed-tensors: weight_scale {(*scale.shape,)} does not divide a weight of {shape}")
     groups, ours = scale.shape[1], scale.bfloat16()
-    group, zero = k // groups, torch.zeros(n, groups)
+    group, zero = k // groups, torch.zeros(n, groups, dtype=torch.float32)
     if "weight_zero_point" in held:  # packed along N, as the codes are along K
         packed = held.take("weight_zero_point", torch.int32, (-(-n * bits // 32), groups))
         zeros = packed.T.reshape(-1).view(torch.uint8).reshape(groups, -1) ^ _HALF[bits]

@@ -190,9 +190,9 @@ class ModelFile:
         if suffix != "weight" or not left:
             return tensor
         n, k = tensor.shape if tensor.ndim == 2 else (0, 0)
-        smooth = left.get("pre_quant_scale", torch.ones(()))
-        a = left.get("svdquant_lora_a", torch.zeros(0, k))
-        b = left.get("svdquant_lora_b", torch.zeros(n, 0))
+        smooth = left.get("pre_quant_scale", torch.ones((), dtype=torch.float32))
+        a = left.get("svdquant_lora_a", torch.zeros(0, k, dtype=torch.float32))
+        b = left.get("svdquant_lora_b", torch.zeros(n, 0, dtype=torch.float32))
         fits = smooth.shape in ((), (k,)) and a.ndim == b.ndim == 2 and (*b.shape, *a.shape) == (n, len(a), len(a), k)
         if not fits or not all(torch.isfinite(part).all() for part in (smooth, a, b)) or not (smooth > 0).all():
             raise ValueError(f"{module}: what ModelOpt had taken out of its weight is damaged; get the file again")

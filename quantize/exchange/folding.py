@@ -1,9 +1,13 @@
 """Is a difference from the base folding, which another layer takes back, or a scale that was lost?
 
 Smoothing that was folded has factors on the columns of the layers that read x, and their inverses on the rows of what
-makes x: a modulation, a norm, or the Linear before, in the same block. All layers that read x carry the factors. A mean
-that was subtracted stands in the bias of what makes x and, times the weight, in the biases of those that read it. What
-nothing takes back changes the images.
+makes x: a modulation, a norm, or the Linear before, in the same block. All layers that read x carry the factors. Where
+the family's row says which chunks of which modulation make x, only those take factors back, and both do:
+
+    x = norm · (1 + scale) + shift        f x: shift' = f shift, scale' = f (1 + scale) - 1, weights and biases
+
+A mean that was subtracted stands in the bias of what makes x and, times the weight, in the biases of those that read
+it. What nothing takes back changes the images.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.exchange.proof import Against
+from fluxq.recipes.family import Modulation
 
 _NEAR = 0.1  # rms: factors, each of which was estimated from a row or column of rounded weights, are the same
 _FEW, _FAR = 0.05, 0.3  # of the rows may be further off, but none by so much
@@ -28,7 +33,8 @@ class Linear:
     """A Linear of the file beside the base's.
 
     block: that it stands in, "" for none. x: what it reads, the same for all that read it. base: reads the base's
-    weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most.
+    weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most. modules: of diffusers
+    that it holds. modulated_by: module that makes shift and scale of x, and which chunks of it; None where no row says.
     """
 
     against: Against
@@ -37,6 +43,8 @@ class Linear:
     x: str
     base: Callable[[], Tensor]
     cast: float
+    modules: tuple[str, ...] = ()
+    modulated_by: tuple[str, Modulation] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,15 +85,21 @@ def _factors_left(
     for name, each in linears.items():
         readers[each.x].append(name)
     for names in readers.values():
-        k = linears[names[0]].shape[1]
-        makers = (maker for maker in rows if blocks[maker] == blocks[names[0]] and maker not in names)
-        parts = [(maker, part) for maker in makers for part in _parts(rows[maker], k)]
+        first, k = linears[names[0]], linears[names[0]].shape[1]
+        known = _modulation_of(first, linears)
+        if first.modulated_by is not None:
+            parts = [(known[0], *known[1])] if known is not None and known[0] in rows else []
+        else:
+            makers = (maker for maker in rows if blocks[maker] == blocks[names[0]] and maker not in names)
+            parts = [(maker, part, part) for maker in makers for part in _parts(rows[maker], k)]
         taken_back = False
-        for maker, part in parts:
+        for maker, shift, part in parts:
             factors = 1 / rows[maker][part]
             undone = [name for name in names if _carries(linears[name].against, factors)]
             if undone:
-                taken[maker][part] = taken_back = True
+                taken[maker][part] = taken[maker][shift] = taken_back = True
+                if _are_others(rows[maker][shift], rows[maker][part]):
+                    found[maker] = "its rows that shift carry other factors than those that scale"
                 columns |= dict.fromkeys(names, factors)
                 lacking = f"its columns carry no factors, though those of {undone[0]} do, which reads the same x"
                 found |= {name: lacking for name in names if name not in undone}
@@ -118,15 +132,57 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
             continue
         for size in {len(columns[reader]) for reader in columns if linears[reader].block == linears[name].block}:
             for part in _parts(own, size):
-                of_scale = not differ(own[part] + 1, (base[part] + 1) / by[part], _FOLDED)  # a modulation adds 1 to it
-                if of_scale or not differ(own[part], base[part] / by[part], _FOLDED):
+                if _is_scaled(own[part], base[part], by[part], 1) or _is_scaled(own[part], base[part], by[part], 0):
                     taken[name][part] = True
-    found = {}
+    found = _of_modulations(linears, columns, pairs, taken)
     for name, (own, base) in wrong.items():
         left = ~taken[name]
         if left.any() and differ(own[left], base[left], linears[name].cast):
             found[name] = "its bias is not the base's, and nothing takes the difference back"
     return found
+
+
+def _of_modulations(
+    linears: Mapping[str, Linear],
+    columns: Mapping[str, Tensor],
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    taken: Mapping[str, Tensor],
+) -> dict[str, str]:
+    """Return the modulations whose biases lack the factors of their rows. A mean may stand in that of the shift."""
+    found = {}
+    for reader in columns:
+        known = _modulation_of(linears[reader], linears)
+        by = _factors(linears[known[0]], "rows") if known is not None else None
+        if known is None or by is None or known[0] not in pairs:
+            continue
+        maker, (shift, scale) = known
+        own, base = pairs[maker]
+        if not _is_scaled(own[scale], base[scale], by[scale], 1):
+            found[maker] = "its bias, of the scale, does not carry the factors of its rows: f (1 + b) - 1"
+        has_mean = maker in taken and bool(taken[maker][shift].all())
+        if not has_mean and not _is_scaled(own[shift], base[shift], by[shift], 0):
+            found[maker] = "its bias, of the shift, does not carry the factors of its rows"
+    return found
+
+
+def _modulation_of(reader: Linear, linears: Mapping[str, Linear]) -> tuple[str, tuple[slice, slice]] | None:
+    """Return what makes shift and scale of the input of a Linear, and its rows for each; None where no row says."""
+    if reader.modulated_by is None:
+        return None
+    path, modulation = reader.modulated_by
+    maker = next((name for name, each in linears.items() if path in each.modules), None)
+    return None if maker is None else (maker, modulation.rows(linears[maker].shape[0], reader.shape[1]))
+
+
+def _is_scaled(own: Tensor, base: Tensor, by: Tensor, one: int) -> bool:
+    """Return whether a bias is the base's over the factors of its rows; a modulation adds `one` to its scale."""
+    return not differ(own + one, (base + one) / by, _FOLDED)
+
+
+def _are_others(factors: Tensor, others: Tensor) -> bool:
+    """Return whether two estimates of the same factors differ by more than rounding does."""
+    off = (factors / others - 1).abs()
+    return not bool((off > _NEAR).float().mean() <= _FEW and off.max() <= _FAR)
 
 
 def _take_means(
@@ -139,7 +195,7 @@ def _take_means(
     """Take the bias of `name` that is the base's and W times the mean that the bias of what makes x lacks, and that."""
     reader, (own, base) = linears[name], wrong[name]
     weight = reader.base()
-    factors = torch.ones(weight.shape[1]) if factors is None else factors
+    factors = torch.ones(weight.shape[1], dtype=torch.float32) if factors is None else factors
     for maker, (theirs, plain) in wrong.items():
         if maker == name or linears[maker].block != reader.block:
             continue

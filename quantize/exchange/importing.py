@@ -45,6 +45,7 @@ from fluxq.quantize.exchange.nunchaku_file import parts_of
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.pointwise import placeholder
+from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined
 
@@ -210,10 +211,12 @@ def _write(
     parts.mkdir()
     files: list[Path] = []
 
-    def put(tensors: Mapping[str, Tensor]) -> None:
+    def put(tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
         for name, tensor in tensors.items():
             if bad := not_finite(tensor):
                 raise ValueError(f"{name}: {bad} of {tensor.numel()} numbers are NaN or infinite; get the file again")
+            if what := stored_fault(tensor, name.rpartition(".")[2], scheme):
+                raise ValueError(f"{name}: {what}; get the file again")
         files.append(parts / f"{len(files)}.safetensors")
         save_weights({name: tensor.contiguous() for name, tensor in tensors.items()}, files[-1], {})
         written.update(tensors)
@@ -236,7 +239,7 @@ def _write(
                 why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
                 if not why and isinstance(part, QuantTensors):
                     schemes[module] = part.scheme
-                    put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()})
+                    put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()}, part.scheme)
                     report.notes += [f"{name}: {_LEFT_OUT.get(what, what)}" for what in part.beside]
                 elif dequantize:
                     report.dequantized[module] = why
@@ -393,6 +396,8 @@ def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model:
     """A tensor that is not quantized, under its names in diffusers."""
     if tensor.element_size() == 1 and tensor.is_floating_point():  # a plain cast to fp8, of which bf16 holds all
         tensor = tensor.bfloat16()
+    if not tensor.is_floating_point() and any(expected[p].is_floating_point() for p in whole.parts if p in expected):
+        raise ValueError(f"{model.path}: {whole.original} holds integers ({tensor.dtype}); get the file again")
     missing = [part for part in whole.parts if part not in expected]
     if missing:
         raise ValueError(f"{model.path}: the model has no {missing[0]}; is its configuration that of another one?")
@@ -415,7 +420,10 @@ def _require_all(model: ModelFile, expected: Mapping[str, Tensor], written: Coll
     tied = {id(expected[held]) for held in written if held in expected}
     missing = [held for held, tensor in expected.items() if held not in written and id(tensor) not in tied]
     if missing:
-        raise ValueError(f"{model.path}: lacks {missing[0]} ({len(missing)} in all) that a {name} has; it is not whole")
+        raise ValueError(
+            f"{model.path}: lacks {missing[0]} ({len(missing)} in all) that a {name} of the configuration given has; "
+            "the file is not whole, or the configuration is of another model"
+        )
 
 
 def _several(found: Mapping[str, str]) -> str:

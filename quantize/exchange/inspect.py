@@ -9,6 +9,7 @@ FAULTS, at the end, has a row for everything that is found wrong: what it is cal
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
+from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_back
 from fluxq.quantize.exchange.layer import Plain, Row, not_finite
 from fluxq.quantize.exchange.layouts import unblock_scales
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN
-from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, prove
+from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, largest_factor, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.recipes.keymaps import Joined
 
@@ -162,7 +164,8 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
     done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
     done.faults += _disabled(model)
-    done.faults += _no_numbers(model)
+    unreadable = {fault.layer for fault in done.faults if fault.kind == "unreadable"}
+    done.faults += [*_no_numbers(model), *_integers(model, unreadable)]
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
     if base is not None:
@@ -208,7 +211,10 @@ def _layer(
             faults.append(Fault("not in the base", layer.name, why))
         else:
             against = prove(model, layer, tensors, truth, orders, _base_bias(base, joined, layer.shape))
-            faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
+            if not (
+                faults and against is not None and math.isnan(against.cosine)
+            ):  # else it is said already what is no number
+                faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
     if error and (against is None or not against.best):  # else it is known what mends it
         faults.append(_cured_by(model, layer, tensors, error))
     bits = 8 * layer.nbytes / max(n * k, 1)
@@ -224,7 +230,7 @@ def _bias_of(joined: Joined) -> Joined:
 def _base_bias(base: Base, joined: Joined, shape: tuple[int, int]) -> Tensor:
     """The base's bias (N,); zeros where it has none, so that a file's own must be too."""
     truth = base.other(_bias_of(joined), shape[1])
-    return truth if truth is not None and truth.shape == shape[:1] else torch.zeros(shape[0])
+    return truth if truth is not None and truth.shape == shape[:1] else torch.zeros(shape[0], dtype=torch.float32)
 
 
 def _linear(
@@ -234,7 +240,18 @@ def _linear(
     module = joined.parts[0].removesuffix(".weight") if joined.parts else joined.original
     located = model.family.locate(module) if model.family else None
     x = f"{located[1]}: {', '.join(located[0].members)}" if located else module
-    return Linear(against, shape, _block(module), x, lambda: _truth(base, shape, joined), _cast_error(bias))
+    by = located[0].modulation if located else None
+    modules = tuple(part.removesuffix(".weight") for part in joined.parts)
+    return Linear(
+        against,
+        shape,
+        _block(module),
+        x,
+        lambda: _truth(base, shape, joined),
+        _cast_error(bias),
+        modules,
+        (f"{located[1]}.{by.linear}", by) if located and by else None,
+    )
 
 
 def _block(name: str) -> str:
@@ -266,7 +283,7 @@ def _compared_16_bit(
 ) -> Linear:
     """A Linear that is not quantized beside the base's."""
     own = f"{name}.bias"
-    bias = model.read(own).float() if own in model.stored else torch.zeros(shape[0])
+    bias = model.read(own).float() if own in model.stored else torch.zeros(shape[0], dtype=torch.float32)
     truth_of_bias = _base_bias(base, joined, shape)
     pair = (bias, truth_of_bias) if bias.shape == truth_of_bias.shape else None
     against = compare(model.read_plain(f"{name}.weight"), truth, orders, pair)
@@ -360,9 +377,24 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
 def _no_numbers(model: ModelFile) -> Iterator[Fault]:
     """NaN and infinite numbers in tensors that are not quantized."""
     for name in model.plain:
-        bad = not_finite(model.read(name))
+        tensor = model.read(name)
+        bad = not_finite(tensor)
         if bad:
             yield Fault("no numbers", name, f"{bad} are NaN or infinite")
+        elif tensor.is_floating_point() and tensor.numel() and float(tensor.float().abs().max()) > LARGEST:
+            yield Fault("too large", name, f"up to {float(tensor.float().abs().max()):.3g}, which no model needs")
+
+
+def _integers(model: ModelFile, unreadable: set[str]) -> Iterator[Fault]:
+    """Weights and biases that are not quantized and hold integers; positions, which classes make themselves, may.
+
+    unreadable: names of layers that are faults already.
+    """
+    for name in model.plain:
+        layer, _, what = name.rpartition(".")
+        if not model.stored[name].dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale"):
+            if layer not in unreadable:
+                yield Fault("integers", name, f"it holds {model.stored[name].dtype}")
 
 
 def _disabled(model: ModelFile) -> Iterator[Fault]:
@@ -410,7 +442,7 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         if against.factors is not None:
             axis, own = against.factors.axis, against.factors.left
             yield "folded factors", f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
-        elif abs(against.factor - 1) > 0.02 and left <= against.bound and against.cosine > 0:
+        elif abs(against.factor - 1) > largest_factor(against.bound) and left <= against.bound and against.cosine > 0:
             yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
         elif not against.cosine >= _ALIKE:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
@@ -431,7 +463,9 @@ def _numbers(model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor]) 
             yield from _scale_numbers(model, layer, suffix, tensor, tensors)
         elif bad := not_finite(tensor):
             kind = "codes that are NaN" if tensor.element_size() == 1 else "scales that are no numbers"
-            yield kind, f"{bad} of {tensor.numel()} in {suffix}"
+            yield "no numbers" if suffix == "bias" else kind, f"{bad} of {tensor.numel()} in {suffix}"
+        elif suffix == "bias" and float(tensor.float().abs().max()) > LARGEST:
+            yield "too large", f"{suffix} is up to {float(tensor.float().abs().max()):.3g}"
 
 
 def _scale_numbers(
@@ -453,6 +487,8 @@ def _scale_numbers(
             yield "scales that are no numbers", f"{int((codes == 255).sum())} of {suffix} are NaN (E8M0 byte 255)"
         if (codes == 0).any():
             yield "E8M0 byte 0", f"{int((codes == 0).sum())} of {codes.numel()} in {suffix}"
+        if ((codes > _E8M0_LARGEST) & (codes < 255)).any():
+            yield "too large", f"{suffix} is up to 2^{int(codes[codes < 255].max()) - 127}"
         return
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e4m3fn)
@@ -468,6 +504,14 @@ def _scale_numbers(
         yield "global scale of 0", f"{suffix} is 0: every weight would be"
     elif zeros:
         yield "zero scales", f"{zeros} of {values.numel()} in {suffix}: their blocks are zeros, whatever the codes"
+    sound = bool(values.numel()) and bool((torch.isfinite(values) & (values > 0)).all())
+    if suffix in _INPUT_SCALES and sound:
+        low, high = (float(v) for v in (values.min(), values.max()))
+        least, most = (1 / high, 1 / low) if suffix == "input_global_scale" else (low, high)
+        if least < 1 / ACTIVATIONS or most > ACTIVATIONS:
+            yield "no activations'", f"{suffix} is {high:.3g}"
+    elif sound and suffix not in _GLOBAL_SCALES and float(values.max()) > LARGEST:
+        yield "too large", f"{suffix} is up to {float(values.max()):.3g}"
     if suffix in _GLOBAL_SCALES and values.numel() and torch.isfinite(values).all():
         decoder = 1 / values.max() if suffix == "weight_global_scale" else values.max()
         largest = float(decoder) * 2688  # 448 · 6, the largest weight where scales are as nvfp4 has them
@@ -664,8 +708,10 @@ _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
 _MATTERS = 0.05  # of the weights
 _ALIKE = 0.9  # the least cosine of a weight that was tuned
 _IN_FP8 = 0.05  # error of a bias or norm that is in fp8, at most
-_CAST = 0.01  # of one that was in another 16-bit dtype
+_CAST = 0.004  # of one that was in another 16-bit dtype: twice the error of bf16
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
+_E8M0_LARGEST = 127 + 20  # 2^20, as LARGEST
+_INPUT_SCALES = ("input_scale", "input_global_scale", "scale_input")
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale"),
@@ -697,6 +743,9 @@ FAULTS: dict[str, Kind] = {
     ),
     "missing": Kind("the base has a tensor that the file lacks", _AGAIN),
     "no numbers": Kind("a weight, bias or norm in 16 bit is NaN or infinite", _AGAIN),
+    "integers": Kind("a weight or bias that is not quantized holds integers", _AGAIN),
+    "too large": Kind("a weight, bias or scale is larger than those of any model", _AGAIN),
+    "no activations'": Kind("an input scale is of activations that no model has", _AGAIN),
     "widened": Kind("in 16 bit, and as far from the base's as if it had been in codes", "none is needed", False),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
     "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),

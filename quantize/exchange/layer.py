@@ -311,7 +311,10 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
     pairs = [layer for layer in layers if layer.scheme.rank]
     if pairs:
         a = [layer.tensors["svdquant_lora_a"] for layer in pairs]
-        b = [layer.tensors.get("svdquant_lora_b", torch.zeros(layer.shape[0], 0)).to(a[0]) for layer in layers]
+        b = [
+            layer.tensors.get("svdquant_lora_b", torch.zeros(layer.shape[0], 0, dtype=torch.float32)).to(a[0])
+            for layer in layers
+        ]
         shared = len(pairs) == len(layers) and _all_equal(a)
         joined["svdquant_lora_a"] = a[0] if shared else torch.cat(a)
         joined["svdquant_lora_b"] = torch.cat(b) if shared else torch.block_diag(*b)

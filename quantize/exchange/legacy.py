@@ -23,7 +23,7 @@ def decode(
     """The layer whose weight is (N, K) = shape. entry: {"scaled_fp8": number of elements of that tensor}, if there."""
     held = Tensors(tensors, "legacy")
     weight = held.take("weight", (torch.float8_e4m3fn, torch.float8_e5m2), shape)
-    scale = torch.ones(())
+    scale = torch.ones((), dtype=torch.float32)
     if "scale_weight" in held:
         scale = held.scale("scale_weight", FLOATS, (), (1,), (shape[0], 1)).float()
         scale = scale if scale.ndim == 2 else scale.reshape(())

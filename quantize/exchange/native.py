@@ -234,7 +234,7 @@ class NativeComponent:
             if any((v is None) != (first is None) or not _same(v, first) for v in held):
                 return "Linears that share its input have other means or factors"
             k = self.shapes[quantized[0]][1]
-            vectors.append(torch.full((k,), neutral) if first is None else first.float())
+            vectors.append(torch.full((k,), neutral, dtype=torch.float32) if first is None else first.float())
         mean, factors = vectors
         if not (torch.isfinite(mean).all() and torch.isfinite(factors).all() and (factors > 0).all()):
             raise ValueError(f"{self.folder.path}: means or factors of {quantized[0]} are damaged; run `fluxq verify`")

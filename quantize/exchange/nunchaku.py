@@ -77,12 +77,12 @@ def encode(
             raise ValueError("nunchaku shifts what follows GELU for int4 alone, this layer is nvfp4")
         tensors["bias"] = _bias_without_shift(layer, -1)
         notes += ("what GELU's shift adds was taken from the bias, which rounds it to 16 bit",)
-    factors, scale = torch.ones(k), tensors["weight_scale"]
+    factors, scale = torch.ones(k, dtype=torch.float32), tensors["weight_scale"]
     if "pre_quant_scale" in tensors:
         factors = 1 / tensors["pre_quant_scale"].float()
     done = {"qweight": pack_codes(tensors["weight"])}
     if precision == "nvfp4":
-        moved = torch.ones(())
+        moved = torch.ones((), dtype=torch.float32)
         if layer.scheme.static_input:
             moved = torch.exp2(torch.log2(tensors["input_scale"]).ceil())
             notes += ("input_scale became a power of two between x and the weight",)
@@ -131,10 +131,14 @@ def decode(
     if row.weights == "nvfp4":
         scale = held.scale("wscales", torch.float8_e4m3fn, (k // 16, n))
         done["weight_scale"] = untile(scale, _FP4_SCALES, (n, k // 16))
-        wc = torch.ones(n)
+        wc = torch.ones(n, dtype=torch.float32)
         if "wcscales" in held:
             wc = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
-        wt = held.scale("wtscale", _HALVES, (1,), ()).float().reshape(()) if "wtscale" in held else torch.ones(())
+        wt = (
+            held.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
+            if "wtscale" in held
+            else torch.ones((), dtype=torch.float32)
+        )
         product = wt * wc
         same = (product == product[0]).all()
         done["weight_scale_2"] = product[0].clone() if same else product.reshape(n, 1)
@@ -291,7 +295,7 @@ def _modulating(layer: QuantTensors | Plain, chunks: int) -> tuple[Tensor, Tenso
     if bias is None or len(bias) % chunks or (not is_plain and layer.scheme.rank):
         said = layer.why if is_plain else layer.scheme
         raise ValueError(f"nunchaku: no modulation of {chunks} chunks with a bias: {said}")
-    ones = torch.zeros(chunks, len(bias) // chunks)
+    ones = torch.zeros(chunks, len(bias) // chunks, dtype=torch.float32)
     ones[[1, chunks - 2]] = 1
     return bias, ones.reshape(-1)
 

@@ -151,7 +151,10 @@ def _low_rank(first: QuantTensors, rest: QuantTensors) -> dict[str, Tensor]:
     dtype = pairs[0].tensors[LOW_RANK[0]].dtype
     a, b = (
         [
-            layer.tensors.get(name, torch.zeros((0, layer.shape[1]) if name == LOW_RANK[0] else (layer.shape[0], 0)))
+            layer.tensors.get(
+                name,
+                torch.zeros((0, layer.shape[1]) if name == LOW_RANK[0] else (layer.shape[0], 0), dtype=torch.float32),
+            )
             for layer in (first, rest)
         ]
         for name in LOW_RANK

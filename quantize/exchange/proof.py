@@ -36,8 +36,10 @@ _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the 
 _OF_A_LINE = 4.0  # the same for one row or column: fitted ones had up to 3.4
 _LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 7.0}
 _IN = {"rows": "row", "columns": "column", "blocks of 16": "row"}
+_FOUR_BITS = 0.1  # the least bound of a format of 4 bits
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
-_SAME = 0.01  # the most error of 16 bit, cast from one kind to the other
+_FACTOR_OF_8_BITS = 0.005  # the same in 8 and 16 bits
+_SAME = 0.004  # the most error of 16 bit, cast from one kind to the other: twice that of bf16
 _CODED = (
     0.05  # of any codes: those of int8 may have been in fp8 before, as a format asked for that was written meanwhile
 )
@@ -195,7 +197,7 @@ class _Rows:
     def smoothing(self, by: Tensor | None = None) -> Tensor:
         """What codes are to be multiplied by, beside their scales, to be the base's: (), (K,) or (N, 1)."""
         own = self.found.tensors.get("pre_quant_scale") if isinstance(self.found, QuantTensors) else None
-        by = torch.ones(()) if by is None else by
+        by = torch.ones((), dtype=torch.float32) if by is None else by
         return by if own is None else by * own.float()
 
     def _rounded(self, truth: Tensor, by: Tensor) -> Tensor:
@@ -266,7 +268,10 @@ def prove(
     done = _against(errors, best, read, against, bound, rows, at)
     if bias is None:
         return done
-    own, truth = torch.zeros(n) if own is None else own, (bias if order is None else bias[order]).float()
+    own, truth = (
+        torch.zeros(n, dtype=torch.float32) if own is None else own,
+        (bias if order is None else bias[order]).float(),
+    )
     if isinstance(rows.found, QuantTensors) and "pre_quant_mean" in rows.found.tensors:
         mean = rows.found.tensors["pre_quant_mean"].float()
         own = own + (read - against) @ mean  # what is stored makes up for the rounding of W, and is itself rounded
@@ -298,10 +303,15 @@ def compare(
     if bias is not None and best != DECLARED:
         bias = bias[0], bias[1][orders[best]]
     error = done.error
-    is_even = error <= _WIDENED and done.factors is None and abs(done.factor - 1) <= max(_FACTOR, error**2)
+    is_even = error <= _WIDENED and done.factors is None and abs(done.factor - 1) <= largest_factor(error)
     if not done.plausible and not done.strays and is_even:
         done = replace(done, widened=_strays(read, against.float(), _MARGIN * error, None, None) is None)
     return replace(done, bias=bias)
+
+
+def largest_factor(error: float) -> float:
+    """Return the most that rounding with a relative error makes all weights larger or smaller."""
+    return max(_FACTOR if error > _FOUR_BITS else _FACTOR_OF_8_BITS, error**2)
 
 
 def _against(
@@ -319,7 +329,7 @@ def _against(
         float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
     )
     factor, cosine = dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
-    plausible = error <= bound and abs(factor - 1) <= max(_FACTOR, bound**2)
+    plausible = error <= bound and abs(factor - 1) <= largest_factor(bound)
     if plausible and rows is not None and at is not None:
         plausible = rows.explains_codes(read, truth, at)
     columns = _factors_of(read, truth, 0)
@@ -351,7 +361,7 @@ def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: T
 
     bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it.
     """
-    unit = rows.smoothing(by).abs() if rows is not None else torch.ones(())
+    unit = rows.smoothing(by).abs() if rows is not None else torch.ones((), dtype=torch.float32)
     unit = unit.mean(0) if unit.ndim == 2 else unit
     rounded = None
     for name, margin in _LINES.items():
@@ -610,7 +620,7 @@ def _without_need(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, in
     """Of nvfp4 without `input_scale`, so that the rest can be read: what it says of x is nothing about W."""
     if dialect != "bfl" or "weight_scale_2" not in tensors or "input_scale" in tensors:
         return None
-    return {**tensors, "input_scale": torch.ones(())}
+    return {**tensors, "input_scale": torch.ones((), dtype=torch.float32)}
 
 
 REPAIRS = {

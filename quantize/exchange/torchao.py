@@ -134,7 +134,7 @@ def _read_nvfp4(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) 
     n, k = shape
     scale = positive(_linear(held.take("scale", torch.float8_e4m3fn), n, k // 16, said), "torchao: scale")
     done = {"weight": held.take("qdata", torch.uint8, (n, k // 2)), "weight_scale": scale}
-    done["weight_scale_2"] = torch.ones(())  # where block scales stand alone
+    done["weight_scale_2"] = torch.ones((), dtype=torch.float32)  # where block scales stand alone
     for part, name in (("per_tensor_scale", "weight_scale_2"), ("act_per_tensor_scale", "input_scale")):
         if part in held:
             done[name] = held.scale(part, torch.float32, ())

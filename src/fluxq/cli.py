@@ -91,7 +91,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt) as error:
-        click.echo(f"interrupted; {_note(error) or 'every output is as it was, or whole'}", err=True)
+        kept = "every output, and what interrupted runs had done before, is as it was or whole"
+        click.echo(f"interrupted; {_note(error) or kept}", err=True)
         sys.exit(_SIGNALLED + (ended or [signal.SIGINT])[0])
 
 

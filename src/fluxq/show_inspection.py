@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from fluxq.base import units
-from fluxq.base.console import visible
+from fluxq.base.console import visible_name
 from fluxq.tables import echo, print_table
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def imported(reports: Iterable[Imported]) -> None:
 
 
 def escape(text: str) -> str:
-    """Text that may be a stranger's, for rich: neither markup nor control characters."""
+    """Text that may be a stranger's, for rich, on one line: neither markup nor control characters."""
     from rich import markup
 
-    return markup.escape(visible(text))
+    return markup.escape(visible_name(text))

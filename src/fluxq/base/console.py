@@ -132,6 +132,11 @@ def visible(text: str) -> str:
     return "".join(char if char in "\n\t" or not _is_control(char) else ascii(char)[1:-1] for char in text)
 
 
+def visible_name(text: str) -> str:
+    """`visible` on one line: a stranger's name cannot begin a line of its own."""
+    return visible(text).replace("\n", r"\x0a").replace("\t", r"\x09")
+
+
 def _is_control(char: str) -> bool:
     return unicodedata.category(char) == "Cc" or char in _BIDIRECTIONAL
 

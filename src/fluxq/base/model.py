@@ -368,6 +368,10 @@ def require_harmless(config: Path) -> None:
 
 def require_harmless_values(values: Mapping[str, Any], config: str) -> None:
     """`require_harmless` of a configuration that stands elsewhere; config: where."""
+    listed = values.get("architectures")
+    for said in (values.get("_class_name"), *(listed if isinstance(listed, list) else ())):
+        if isinstance(said, str) and not said.isidentifier():
+            raise ValueError(f"{config}: {said[:80]!r} is no name of a class; copy it again")
     left: list[tuple[str, Any]] = list(values.items())
     while left:
         key, value = left.pop()

@@ -20,7 +20,7 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def path_near(path: Path) -> str:
     """Return the same for a path that is not there: one of its neighbours."""
     try:
-        names = [each.name for each in path.parent.iterdir()]
+        names = [each.name for each in path.parent.iterdir() if each.name != path.name]  # which is there, but of no use
     except OSError:  # the parent is not there either, or may not be read
         return ""
     return did_you_mean(str(path), (str(path.with_name(name)) for name in names), cutoff=0.8)

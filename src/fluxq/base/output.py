@@ -38,7 +38,12 @@ _LATER = re.compile(  # in a checkpoint beside what its record lists, and what a
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
 _LONGEST_HEADER = 1 << 27  # bytes
-_FIRST_OF_PAGE = 1 << 12  # characters
+_LONGEST_TEXT = 1 << 22  # bytes in which a mark is looked for
+_MARKS = {  # suffix -> what files of fluxq have: pages, their Markdown, reports and models' configurations
+    ".html": (GENERATOR,),
+    ".md": ("\n## Provenance\n",),
+    ".json": ('"schema_version":', '"_class_name":'),
+}
 _NEW, _OLD, _ANY_JOB = "new", "old", "[0-9a-f]" * 16
 Pairs = Sequence[tuple[Path, Path]]  # what was made, and where it goes; the last one is what people look for
 
@@ -83,7 +88,7 @@ class Output:
 
         Where a killed process left its traces, `writing` clears them first and asks then.
         """
-        standing = [place for place in self.places if place.exists() and not _is_empty(place)]
+        standing = [place for place in self.places if os.path.lexists(place) and not _is_empty(place)]
         left = list(self.left_behind())
         if not standing or (left and (not overwrite or any(path.with_suffix(f".{_NEW}").exists() for path in left))):
             return
@@ -147,16 +152,23 @@ def _foreign(output: Output) -> str:
     """Return the name of something at the output that fluxq did not write; "" where there is none."""
     place = output.place
     if output.is_file:
-        standing = [each for each in output.places if each.exists()]
-        return "" if _is_marked(place) else standing[-1].name if standing else ""
+        standing = [each for each in output.places if os.path.lexists(each)]  # a link that leads nowhere is a file too
+        return next((each.name for each in reversed(standing) if not _is_marked(each)), "")
     names = _recorded(place)
-    for path in sorted(place.rglob("*")):
+    is_checkpoint = _is_checkpoint(place)  # only beside those does `fluxq eval` write
+    for path in _files(place):
         name = path.relative_to(place).as_posix()
-        if path.is_dir() and not path.is_symlink():
-            continue
-        if name not in names and (not names or not _LATER.fullmatch(name)):
+        if name not in names and not (names and is_checkpoint and _LATER.fullmatch(name)):
             return name
     return ""
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield what a folder holds, links too, one folder after the other: the first of many is soon there."""
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        yield from (Path(root, name) for name in sorted((*files, *links)))
 
 
 def _recorded(folder: Path) -> set[str]:
@@ -174,11 +186,14 @@ def _recorded(folder: Path) -> set[str]:
 
 
 def _is_marked(file: Path) -> bool:
-    """Return whether fluxq wrote a file: by the header of safetensors, or the head of a page."""
+    """Return whether fluxq wrote a file: by the header of safetensors, or by words of a page and what goes with it."""
     try:
+        if file.is_symlink():
+            return False
         with file.open("rb") as stream:
-            if file.suffix == ".html":
-                return GENERATOR in stream.read(_FIRST_OF_PAGE).decode(errors="replace")
+            if file.suffix in _MARKS:
+                text = stream.read(_LONGEST_TEXT).decode(errors="replace")
+                return any(mark in text for mark in _MARKS[file.suffix])
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length)) if length < _LONGEST_HEADER else {}
     except (OSError, ValueError, RecursionError):

@@ -243,6 +243,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
         raise ValueError("its header is nested too deeply") from None
     for name in value:
         name.encode()  # half of a surrogate pair is no text
+        if not name.isprintable():
+            raise ValueError(f"its header names a tensor {name!r}, with characters that are not printed")
     return value
 
 

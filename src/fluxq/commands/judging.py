@@ -263,9 +263,10 @@ def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> 
         session.start_work()
         session.print([result.describe() for result in results], lambda: show.verified(results))
         failed = [result.check for result in results if result.status == "failed"]
+        unmade = [result.check for result in results if result.status not in ("ok", "failed")]
         if failed:
-            raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)})")
-        unmade = [result.check for result in results if result.status != "ok"]
+            rest = f", {len(unmade)} could not be made ({', '.join(unmade)})" if unmade else ""
+            raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)}){rest}")
         if unmade and not allow_unrecorded:
             raise RuntimeError(
                 f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "

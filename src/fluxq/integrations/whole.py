@@ -3,11 +3,15 @@
 A module is cast layer by layer, and fused attention by attention, so a layer that refuses comes too late: what stands
 before it has been changed by then. Here the libraries' own model classes ask all layers first. That holds for copies
 and unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
+
+Models are loaded one at a time, of both libraries: while one loads, they set torch's default dtype and device for the
+whole process, so that of two in threads one stayed on meta, without an error.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +20,12 @@ from torch import Tensor, nn
 
 from fluxq.quantize.linear import QuantLinear
 
+_LOADING = threading.RLock()
 _FUSED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 
 
 def register_with_diffusers() -> None:
-    """Make diffusers' models ask their quantized layers first, and count weights."""
+    """Make diffusers' models ask their quantized layers first, count weights and load one at a time."""
     from diffusers.models.modeling_utils import ModelMixin
 
     _teach(ModelMixin)
@@ -39,7 +44,7 @@ def register_with_diffusers() -> None:
 
 
 def register_with_transformers() -> None:
-    """Make transformers' models ask their quantized layers first, and count weights."""
+    """Make transformers' models ask their quantized layers first, count weights and load one at a time."""
     from transformers.modeling_utils import PreTrainedModel
 
     _teach(PreTrainedModel)
@@ -62,6 +67,14 @@ def _teach(model_class: Any) -> None:
         return count + sum(layer.weights - sum(t.numel() for t in layer.parameters()) for _, layer in _layers(self))
 
     model_class._apply, model_class.num_parameters = _apply, num_parameters
+    stock_load = model_class.from_pretrained.__func__
+
+    @functools.wraps(stock_load)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        with _LOADING:
+            return stock_load(cls, *args, **kwargs)
+
+    model_class.from_pretrained = classmethod(from_pretrained)
 
 
 def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
