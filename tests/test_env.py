@@ -70,19 +70,20 @@ def test_every_scheme_of_a_checkpoint_has_a_row(checkpoint, recipe):
         assert recipe in rows[str(formats)]["recipes"].split(", "), formats
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("exact", "faster"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("scheme", ["int8-int8", "int8-16bit", "fp8-fp8"])
-def test_what_is_said_to_compute_is_what_computes(monkeypatch, scheme, exact):
-    """`torch._int_mm` is called exactly when it is named."""
+def test_what_is_said_to_compute_is_what_computes(monkeypatch, scheme, exact, faster):
+    """`torch._int_mm` is called exactly when it is named, whatever this CPU is good at."""
     parsed = Scheme.parse(scheme)
     weight = QuantizedTensor.quantize(torch.randn(32, 64), parsed.weights)
     layer = QuantLinear.from_quantized(weight, None, parsed)
     calls, real = [], torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: calls.append(1) or real(a, b))
     monkeypatch.setattr(ops, "int_mm_is_exact", lambda device: exact)
+    monkeypatch.setattr(ops, "int8_seconds", lambda: (1.0, 2.0) if faster else (2.0, 1.0))
     layer(torch.randn(20, 64))
     name, reason = ops.implementation(parsed, "cpu")
-    assert (name == "torch._int_mm") == bool(calls) == (exact and scheme == "int8-int8")
+    assert (name == "torch._int_mm") == bool(calls) == (exact and faster and scheme == "int8-int8")
     assert reason and implementations()[scheme]["implementation"] == name
 
 
