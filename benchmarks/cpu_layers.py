@@ -44,12 +44,12 @@ from fluxq.base.console import logger  # noqa: E402
 from fluxq.base.files import read_json, write_json, write_text  # noqa: E402
 from fluxq.base.processor import flags, instructions  # noqa: E402
 from fluxq.base.provenance import commit, versions  # noqa: E402
-from fluxq.integrations.prepare import Prefer  # noqa: E402
-from fluxq.quantize import ops  # noqa: E402
-from fluxq.quantize.linear import QuantLinear, branch_shapes  # noqa: E402
-from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
+from fluxq.kernels import ops  # noqa: E402
+from fluxq.kernels.linear import QuantLinear, branch_shapes  # noqa: E402
+from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.recipes.formats import Scheme  # noqa: E402
 from fluxq.recipes.recipe import load_recipe, shipped_recipes  # noqa: E402
+from fluxq.runtime.prepare import Prefer  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,16 @@ from full_size import random_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import fluxq  # noqa: E402
+from benchmarks.kernels.tune import tuned_from  # noqa: E402
 from fluxq.base.console import first_line  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.base.provenance import commit, cpu_name  # noqa: E402
-from fluxq.eval.machine import Machine, machine_of  # noqa: E402
-from fluxq.eval.speed import device_row  # noqa: E402
-from fluxq.kernels.timing import describe  # noqa: E402
-from fluxq.kernels.tune import tuned_from  # noqa: E402
-from fluxq.quantize.encode import global_scale_for  # noqa: E402
-from fluxq.quantize.linear import QuantLinear  # noqa: E402
-from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
+from fluxq.eval.speed.machine import Machine, machine_of  # noqa: E402
+from fluxq.eval.speed.speed import device_row  # noqa: E402
+from fluxq.eval.speed.timing import describe  # noqa: E402
+from fluxq.kernels.encode import global_scale_for  # noqa: E402
+from fluxq.kernels.linear import QuantLinear  # noqa: E402
+from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.recipes.cost import forward_pass, in_16_bit  # noqa: E402
 from fluxq.recipes.families import FAMILIES  # noqa: E402
 from fluxq.recipes.plan import LinearShape, Plan, make_plan  # noqa: E402

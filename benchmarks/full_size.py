@@ -42,6 +42,7 @@ import click  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from benchmarks.layers.synthetic import draw  # noqa: E402
 from fluxq.base.files import write_json  # noqa: E402
 from fluxq.base.model import GENERATION_FILE, ModelFolder, resolve_model  # noqa: E402
 from fluxq.base.provenance import commit, cpu_name, versions  # noqa: E402
@@ -50,14 +51,13 @@ from fluxq.calibrate.blocks import Replay, block_names  # noqa: E402
 from fluxq.calibrate.calls import capture_calls  # noqa: E402
 from fluxq.calibrate.inputs import InputsBuilder  # noqa: E402
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights  # noqa: E402
+from fluxq.kernels.linear import QuantLinear  # noqa: E402
+from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, build_on_meta, list_linears  # noqa: E402
 from fluxq.quantize.finished import Outcome  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
-from fluxq.quantize.linear import QuantLinear  # noqa: E402
 from fluxq.quantize.nearest import Rounded, pieces_of, round_pieces, sqnr  # noqa: E402
 from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
-from fluxq.quantize.synthetic import draw  # noqa: E402
-from fluxq.quantize.tensor import QuantizedTensor  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402
 from fluxq.recipes.families import FAMILIES  # noqa: E402
 from fluxq.recipes.family import Maker  # noqa: E402

@@ -38,15 +38,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))  # fluxq need not be installed
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # fluxq need not be installed
 
 import click  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.kernels import tune  # noqa: E402
+from benchmarks.kernels.report import goals, measured_rows, report  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.base.provenance import commit  # noqa: E402
-from fluxq.kernels import timing, tune  # noqa: E402
-from fluxq.kernels.report import goals, measured_rows, report  # noqa: E402
+from fluxq.eval.speed import timing  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def _wait(process: subprocess.Popen, deadline: float) -> int:
 
 
 def _environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Options for another pytest are none of ours: these tests run without conftest.py, which may define them.
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     return os.environ | own
@@ -297,10 +298,10 @@ def gpu_tests() -> list[str]:
 
 
 def _pytest(session: Session, name: str, shards: int, *arguments: str) -> list[Sequence[str]]:
-    """pytest with kernels/on_gpu.py, which writes the outcomes of a shard to a file."""
+    """pytest with benchmarks/kernels/on_gpu.py, which writes the outcomes of a shard to a file."""
     # pyproject.toml's options need a plug-in that runs tests side by side; here the shards do.
     options = ["-o", "addopts=--import-mode=importlib --strict-markers"]
-    options += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "fluxq.kernels.on_gpu"]
+    options += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "benchmarks.kernels.on_gpu"]
     options += ["--on-device", "cpu", "--at-most", "1"] if session.dry_run else ["--on-device", "cuda"]
     return [
         [
@@ -343,7 +344,7 @@ def _same_bits(name: str) -> Callable[[Session, float], list[Sequence[str]]]:
         return [
             _module(
                 session,
-                "fluxq.kernels.same_bits",
+                "benchmarks.kernels.same_bits",
                 *(name, "--shard", f"{shard}/{shards}", "--json", str(session.file(name, shard))),
             )
             for shard in range(shards)
@@ -371,7 +372,7 @@ def _try(session: Session, seconds: float) -> list[Sequence[str]]:
     return [
         _module(
             session,
-            "fluxq.kernels.tune",
+            "benchmarks.kernels.tune",
             *("try", "--shard", f"{shard}/{session.shards}", "--json", str(session.file("try", shard)), *limit),
         )
         for shard in range(session.shards)
@@ -391,7 +392,7 @@ def _judge_try(session: Session) -> dict[str, Any]:
 def _time(session: Session, seconds: float) -> list[Sequence[str]]:
     tried = [str(file) for file in session.files("try")]
     options = ("time", "--json", str(session.file("time")), "--seconds", f"{seconds:.0f}")
-    return [_module(session, "fluxq.kernels.tune", *options, *tried)] if tried else []
+    return [_module(session, "benchmarks.kernels.tune", *options, *tried)] if tried else []
 
 
 def _judge_time(session: Session) -> dict[str, Any]:
@@ -406,7 +407,7 @@ def _bench(session: Session, seconds: float) -> list[Sequence[str]]:
     options = ["--json", str(session.file("bench")), "--minutes", f"{seconds / 60:.2f}"]
     if _read(session.file("time")) and not session.dry_run:
         options += ["--tuned", str(_tuned(session))]
-    return [_module(session, "fluxq.kernels.bench", *options)]
+    return [_module(session, "benchmarks.kernels.bench", *options)]
 
 
 def _judge_bench(session: Session) -> dict[str, Any]:
@@ -463,7 +464,7 @@ def _sanitizer(session: Session, seconds: float) -> list[Sequence[str]]:
     write_json(session.file("sanitizer"), {"why_not": why_not})
     if why_not:
         return []
-    once = _module(session, "fluxq.kernels.same_bits", "once")
+    once = _module(session, "benchmarks.kernels.same_bits", "once")
     checks = ("--tool", "memcheck"), ("--tool", "racecheck")
     return [
         ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", *check, "--error-exitcode", "1", *once]

@@ -24,9 +24,10 @@ import click
 import torch
 from torch import Tensor, nn
 
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.files import write_json
 from fluxq.base.provenance import commit, versions
+from fluxq.jobs import making
 
 HERE = Path(__file__).parent
 WORK = tempfile.TemporaryDirectory()  # checkpoints, made once for each process
@@ -214,8 +215,8 @@ def ours(recipe: str) -> Callable[[], nn.Module]:
         import diffusers
 
         folder = Path(WORK.name) / recipe
-        options = jobs.Options(model="tiny", recipe=recipe, output=str(folder), check=False)
-        jobs.quantize(jobs.prepare(options))
+        options = making.Options(model="tiny", recipe=recipe, output=str(folder), check=False)
+        making.quantize(making.prepare(options))
         return diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
 
     return load

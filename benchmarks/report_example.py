@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fluxq import judge
 from fluxq.base.provenance import commit
-from fluxq.eval.report import write_report
+from fluxq.eval.report.report import write_report
+from fluxq.jobs import judge
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPES = ("nvfp4", "fp8")

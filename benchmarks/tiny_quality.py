@@ -34,15 +34,16 @@ from PIL import Image
 from torch import Tensor, nn
 
 import fluxq
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.provenance import commit, versions
 from fluxq.calibrate.capture import run_pipeline
-from fluxq.eval.fidelity import fidelity
-from fluxq.eval.generate import Generated, generate, items_for
-from fluxq.eval.statistics import Interval, paired_interval, within_item_intervals
-from fluxq.integrations.loading import quant_layers
+from fluxq.eval.images.generate import Generated, generate, items_for
+from fluxq.eval.metrics.fidelity import fidelity
+from fluxq.eval.metrics.statistics import Interval, paired_interval, within_item_intervals
+from fluxq.jobs import making
+from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.record import fitted_db
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
@@ -103,7 +104,7 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
         for label, options in settings(recipes, Path(folder)):
-            record = jobs.quantize(jobs.prepare(options))
+            record = making.quantize(making.prepare(options))
             checkpoint = ModelFolder(label, Path(str(options.output)))
             again = [label + AS_INT8] * (label == REENCODED) + [label + IN_FP8] * (label in ATTENDING)
             again += [label + keeping(*steps) for steps in KEEPING.get(label, ())]
@@ -113,13 +114,13 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
     return judge.reference, measured
 
 
-def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, jobs.Options]]:
+def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making.Options]]:
     """(label, options) of each recipe, and of its formats rounded to nearest where no row before is that."""
     known = set()
     for recipe in recipes:
         for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
-            options = jobs.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
-            layers = [layer for plan in jobs.prepare(options).plans for layer in plan.layers]
+            options = making.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
+            layers = [layer for plan in making.prepare(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:
                 known.add(what)

@@ -89,7 +89,7 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
 
 def all_cells(files: Iterable[str] | None = None) -> list[Cell]:
     """The cells of the given kernel files, by default of all."""
-    return [cell for name in files or KERNEL_FILES for cell in import_module(f"fluxq.kernels.{name}").CELLS]
+    return [cell for name in files or KERNEL_FILES for cell in import_module(f"fluxq.kernels.{name}.kernel").CELLS]
 
 
 def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:

@@ -5,7 +5,7 @@ large that the sum's last bit is the code's last bit. Maxima are taken of the bi
 NaN > infinity > every number. Sums that choose a scale have one order on every chip.
 
 In what follows `tile` counts tiles of COLUMNS columns, and `rows` (ROWS,) are int64. What they must equal is in
-quantize/encode.py and quantize/producers.py.
+kernels/encode.py and kernels/producers.py.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fluxq.kernels.dequantize import decode_e4m3
+from fluxq.kernels.dequantize.kernel import decode_e4m3
 
 TRITON_3_6 = tl.constexpr(triton.__version__.startswith("3.6."))
 

@@ -26,9 +26,7 @@ from fluxq.base.console import logger
 from fluxq.kernels.aot import Row, accepted_files
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.interpreter import PROVEN
-from fluxq.kernels.weight_only_matmul import LARGEST_GEMV
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.prepare import Origin, add_row_scale, reencode_layer, swizzle
+from fluxq.kernels.weight_only_matmul.kernel import LARGEST_GEMV
 from fluxq.recipes.formats import FORMATS, Scheme
 
 
@@ -72,7 +70,7 @@ class Choice:
 @functools.cache
 def offer(op: str, format: str, chip: str) -> Offer:
     """What the accepted rows of this Triton version say of an op's kernel on a chip."""
-    row = _kernel(op)
+    row = kernel_row(op)
     if format not in row.formats:
         return Offer(None, f"{op} has no {format}")
     if chip not in CHIPS:
@@ -117,13 +115,13 @@ def _candidates(scheme: Scheme, row_scale: bool) -> list[Choice]:
     found = []
     if weights == activations == "fp8":
         found.append(Choice("F.scaled_mm", "fp8", "the library's product with a scale per row"))
-    if weights == activations and weights in _kernel("scaled_matmul").formats:
+    if weights == activations and weights in kernel_row("scaled_matmul").formats:
         found.append(Choice("scaled_matmul", weights, f"{weights} matrix units"))
     if weights == activations == "int8":
         found.append(Choice("torch._int_mm", "int8", "the library's exact integer product"))
-    if weights == activations and weights in _kernel("block_scaled_matmul").formats:
+    if weights == activations and weights in kernel_row("block_scaled_matmul").formats:
         found.append(Choice("block_scaled_matmul", weights, f"{weights} matrix units"))
-    if row_scale and f"{weights}-{activations}" in _kernel("w4a8_matmul").formats:
+    if row_scale and f"{weights}-{activations}" in kernel_row("w4a8_matmul").formats:
         found.append(Choice("w4a8_matmul", activations, f"4-bit weights become {activations} in the kernel"))
     found.append(Choice("weight_only_matmul", None, "weights are decoded in the kernel, activations keep 16 bit"))
     return found
@@ -169,31 +167,6 @@ def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int
     return replace(ranked[0], reason=f"{ranked[0].reason}; {measured}")
 
 
-def prepare(layer: QuantLinear, chip: str, prefer: str, origin: Origin | None) -> bool:
-    """Lay a layer's tensors out for a chip, once; whether anything was to be done.
-
-    prefer: "speed" encodes anew what the chip's matrix units do not know, as int8 or fp8, with the least added error;
-    "memory" keeps 4-bit weights in 4 bits. origin: where the stored tensors can be read again, for saving.
-    """
-    scheme = layer.scheme
-    if scheme.activations is None:
-        return False  # the recipe asked for 16-bit activations
-    weights = scheme.weights.name
-    own = "scaled_matmul" if weights in _kernel("scaled_matmul").formats else "block_scaled_matmul"
-    if weights == scheme.activations.name and weights in _kernel(own).formats and offer(own, weights, chip).how:
-        swizzled = own == "block_scaled_matmul" and chip in SWIZZLED
-        if swizzled:
-            swizzle(layer)
-        return swizzled
-    targets = tuple(name for name in ("int8", "fp8") if offer("scaled_matmul", name, chip).how)
-    decodable = tuple(name for name in targets if offer("w4a8_matmul", f"{weights}-{name}", chip).how)
-    if prefer == "memory" and decodable:
-        add_row_scale(layer, decodable)
-    elif targets:
-        reencode_layer(layer, targets, origin)
-    return bool(targets)
-
-
 def table() -> Iterator[tuple[str, str, dict[str, Offer]]]:
     """(op, format, chip -> Offer) of everything in KERNELS: the table in kernels/README.md."""
     for kernel in KERNELS:
@@ -212,7 +185,7 @@ def compiled_with() -> str:
     return newest
 
 
-def _kernel(op: str) -> Kernel:
+def kernel_row(op: str) -> Kernel:
     return next(row for row in KERNELS if row.op == op)
 
 

@@ -1,4 +1,4 @@
-"""What the ops of fluxq do on a GPU, in the place of their torch references (integrations/gpu.py sees to that).
+"""What the ops of fluxq do on a GPU, in the place of their torch references (device.py sees to that).
 
 `quantized_linear` asks dispatch.py, which always finds a way. The other ops are one kernel each, and ValueError names
 the chip that it is not for. Called with `chip`, all of them also run on the interpreter.
@@ -19,26 +19,26 @@ from torch.utils._pytree import tree_map
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
-from fluxq.kernels import adaln_quantize as adaln
-from fluxq.kernels import attention, dispatch
-from fluxq.kernels import qk_norm_rope as rope
-from fluxq.kernels.block_scaled_matmul import block_scaled_matmul
+from fluxq.kernels import dispatch, ops
+from fluxq.kernels.adaln_quantize import kernel as adaln
+from fluxq.kernels.attention import kernel as attention
+from fluxq.kernels.attention.op import check_attention
+from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.chips import chip_of
-from fluxq.kernels.dequantize import dequantize
+from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.dispatch import Choice, choose
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
-from fluxq.kernels.quantize_activation import quantize_activation as quantizer
-from fluxq.kernels.quantize_activation import tuned_name
-from fluxq.kernels.reencode import reencode
-from fluxq.kernels.scaled_matmul import scaled_matmul
-from fluxq.kernels.swizzle_scales import swizzle_scales
+from fluxq.kernels.qk_norm_rope import kernel as rope
+from fluxq.kernels.quantize_activation.kernel import quantize_activation as quantizer
+from fluxq.kernels.quantize_activation.kernel import tuned_name
+from fluxq.kernels.reencode.kernel import reencode
+from fluxq.kernels.reencode.op import stored_matrix
+from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
+from fluxq.kernels.swizzle_scales.kernel import swizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile, find_tile
-from fluxq.kernels.w4a8_matmul import w4a8_matmul
-from fluxq.kernels.weight_only_matmul import LARGEST_GEMV, weight_only_matmul
-from fluxq.quantize import ops
-from fluxq.quantize.attention import check_attention
-from fluxq.quantize.reencode import stored_matrix
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul
+from fluxq.kernels.weight_only_matmul.kernel import LARGEST_GEMV, weight_only_matmul
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 
 

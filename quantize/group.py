@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from fluxq.calibrate.inputs import GroupInputs
-from fluxq.quantize import encode, lowrank
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.ops import quantize_activation
+from fluxq.kernels import encode
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.ops import quantize_activation
+from fluxq.kernels.tensor import QuantizedTensor, largest, quantize_blocks
+from fluxq.kernels.transforms import InputTransform, rotate
+from fluxq.quantize import lowrank
 from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_nearest, round_with_feedback
-from fluxq.quantize.tensor import QuantizedTensor, largest, quantize_blocks
-from fluxq.quantize.transforms import InputTransform, rotate
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device
 from fluxq.recipes.family import Maker

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fluxq.base import memory
-from fluxq.quantize import encode
+from fluxq.kernels import encode
+from fluxq.kernels.tensor import QuantizedTensor, largest
 from fluxq.quantize.checkpoint import SourceWeights
-from fluxq.quantize.tensor import QuantizedTensor, largest
 from fluxq.recipes.plan import LayerPlan
 
 _MOST_WORKERS = 4  # each holds a few hundred MB of a large model

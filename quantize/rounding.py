@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fluxq.quantize import encode
-from fluxq.quantize.encode import SCALE_DTYPES, decode_scale, round_to
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels import encode
+from fluxq.kernels.encode import SCALE_DTYPES, decode_scale, round_to
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Format
 
 DAMPING = 0.01  # of the mean diagonal, added to the diagonal

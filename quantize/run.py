@@ -30,7 +30,9 @@ from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.blocks import LiveBlock, Replay
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.statistics import Statistics
-from fluxq.quantize import encode
+from fluxq.kernels import encode
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.pointwise import in_place_of
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.finished import (
     GroupOutcome,
@@ -42,9 +44,7 @@ from fluxq.quantize.finished import (
     read_parts,
 )
 from fluxq.quantize.group import FittedGroup, GroupLayer, fit_group, price_on
-from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.nearest import Rounded, pieces_of, require_finite, round_pieces, sqnr, weight_matrix
-from fluxq.quantize.pointwise import in_place_of
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan, with_method

@@ -20,6 +20,7 @@ from fluxq.base.console import progress
 from fluxq.base.files import sha256_file
 from fluxq.base.model import GENERATION_FILE, PICKLES, ModelFolder, resolve_model
 from fluxq.base.tensors import TensorFile, by_tensor
+from fluxq.kernels.linear import SCALE_NAMES, QuantLinear
 from fluxq.quantize.checkpoint import (
     ACTIVATIONS,
     LARGEST,
@@ -33,7 +34,6 @@ from fluxq.quantize.checkpoint import (
     shapes_of,
 )
 from fluxq.quantize.digests import OTHERS, OWN
-from fluxq.quantize.linear import SCALE_NAMES, QuantLinear
 from fluxq.recipes.formats import Scheme
 
 

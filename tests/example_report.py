@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from fluxq.eval.pictures import wall
-from fluxq.eval.report import compare_runs
-from fluxq.eval.schema import (
+from fluxq.eval.metrics.pictures import wall
+from fluxq.eval.metrics.schema import (
     Card,
     Curve,
     Debug,
@@ -33,7 +32,8 @@ from fluxq.eval.schema import (
     Times,
     Verdict,
 )
-from fluxq.eval.statistics import clustered_interval
+from fluxq.eval.metrics.statistics import clustered_interval
+from fluxq.eval.report.report import compare_runs
 
 NAMES = ("schnell-nvfp4", "schnell-int8", "schnell-int4-svd", "schnell-fp8")
 OUTCOMES = ("inconclusive", "comparable", "worse", "comparable")

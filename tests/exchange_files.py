@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from test_families import on_meta
 from torch import Tensor
 
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, nunchaku, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import QuantTensors
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined, original_names

@@ -9,12 +9,12 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fluxq.quantize import fused
-from fluxq.quantize.linear import QuantLinear, branch_shapes
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.linear import QuantLinear, branch_shapes
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
+from fluxq.runtime import fused
 
 FUSABLE = {name: family for name, family in FAMILIES.items() if family.fusable}
 FULL = "nvfp4-nvfp4-static-center-smooth-h16-46-r4"

@@ -185,7 +185,7 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def read_subject(folder: Path) -> None:
-    from fluxq import judge
+    from fluxq.jobs import judge
 
     judge.subject(folder / "quantized", judge.Options(model=str(folder / "model"), local_files_only=True))
 
@@ -232,7 +232,7 @@ def read_recipe(folder: Path) -> None:
 
 
 def read_report(folder: Path) -> None:
-    from fluxq.eval import schema
+    from fluxq.eval.metrics import schema
 
     schema.read_report(folder / "report.json")
 
@@ -240,7 +240,7 @@ def read_report(folder: Path) -> None:
 def read_generation(folder: Path) -> None:
     from fluxq.base.model import resolve_model
     from fluxq.calibrate.capture import images_per_batch
-    from fluxq.requirements import require_call
+    from fluxq.jobs.requirements import require_call
 
     model = resolve_model(str(folder / "model"), local_files_only=True)
     call = model.generation_defaults
@@ -309,8 +309,8 @@ def read_levels(folder: Path) -> None:
     from types import SimpleNamespace
     from typing import cast
 
-    from fluxq import jobs
     from fluxq.base.ranks import ALONE
+    from fluxq.jobs import making
 
     class Damaged(ValueError):
         """It would be measured again."""
@@ -318,15 +318,15 @@ def read_levels(folder: Path) -> None:
     def measured(*_: object) -> dict[int, float]:
         raise Damaged("levels.json: measured again")
 
-    prepared, jobs.noise_level_weights = cast(Any, SimpleNamespace(ranks=ALONE, call={})), measured
-    jobs._level_weights(prepared, None, [], {}, folder / "work" / "levels.json")
+    prepared, making.noise_level_weights = cast(Any, SimpleNamespace(ranks=ALONE, call={})), measured
+    making._level_weights(prepared, None, [], {}, folder / "work" / "levels.json")
 
 
 def read_job(folder: Path) -> None:
     from types import SimpleNamespace
     from typing import cast
 
-    from fluxq import work_folder
+    from fluxq.jobs import work_folder
 
     output = folder / "begun" / "out"
     options = SimpleNamespace(overwrite=False, parallel_blocks=False)

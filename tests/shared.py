@@ -17,8 +17,9 @@ from filelock import FileLock
 from peft import LoraConfig
 from torch import nn
 
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base import devices
+from fluxq.jobs import making
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -89,8 +90,8 @@ def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable
         with FileLock(root / f"{recipe}.lock"):
             if not folder.exists():
                 path = quick(recipe, root, fitted)
-                asked = jobs.Options(model="tiny", recipe=str(path), output=str(folder), check=False)
-                jobs.quantize(jobs.prepare(asked))
+                asked = making.Options(model="tiny", recipe=str(path), output=str(folder), check=False)
+                making.quantize(making.prepare(asked))
         return folder
 
     return make
@@ -106,8 +107,8 @@ def tested_recipes(pytestconfig) -> list[str]:
 def statistics_file(tmp_path_factory) -> Path:
     """What `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
     folder = tmp_path_factory.mktemp("statistics")
-    options = jobs.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
-    return jobs.calibrate(jobs.prepare(options, writes=False))
+    options = making.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
+    return making.calibrate(making.prepare(options, writes=False))
 
 
 @pytest.fixture

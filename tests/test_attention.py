@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize import attention
-from fluxq.quantize.attention import Operands
+from fluxq.kernels.attention import op as attention
+from fluxq.kernels.attention.op import Operands
 
 SHAPES = [(1, 1, 1, 1, 64), (2, 17, 130, 3, 64), (1, 130, 257, 2, 128), (1, 5, 128, 1, 16)]  # B, S, Skv, H, D
 

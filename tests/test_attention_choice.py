@@ -21,14 +21,15 @@ from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
-from fluxq import FluxqConfig, jobs, tiny
+from fluxq import FluxqConfig, tiny
 from fluxq.base import settings
-from fluxq.integrations import attention as choice
+from fluxq.jobs import making
 from fluxq.kernels import chips
-from fluxq.quantize.attention import BACKEND, attention_fp8, attention_of
+from fluxq.kernels.attention.op import BACKEND, attention_fp8, attention_of
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
+from fluxq.runtime import attention_choice as choice
 
 TRANSFORMERS = [family for family in FAMILIES.values() if family.kind == "transformer"]
 REPLACEABLE = [family for family in TRANSFORMERS if family.self_attention]
@@ -264,8 +265,8 @@ def written(tmp_path_factory) -> Path:
     """The embedded pipeline under RECIPE, as `fluxq quantize` writes it."""
     root = tmp_path_factory.mktemp("written")
     (root / "mine.yaml").write_text(RECIPE, encoding="utf-8")
-    options = jobs.Options(model="tiny", recipe=str(root / "mine.yaml"), output=str(root / "tiny"), check=False)
-    jobs.quantize(jobs.prepare(options))
+    options = making.Options(model="tiny", recipe=str(root / "mine.yaml"), output=str(root / "tiny"), check=False)
+    making.quantize(making.prepare(options))
     return root / "tiny"
 
 
@@ -289,7 +290,7 @@ def test_a_checkpoint_says_it_and_its_model_computes_it(written: Path, plain_che
     assert torch.equal(output(in_fp8), output(in_16_bit))
     card = (written / "README.md").read_text(encoding="utf-8")
     assert "of the transformer are quantized, its self-attention is computed in fp8" in card
-    (model,) = jobs.quantized_models(str(written))
+    (model,) = making.quantized_models(str(written))
     assert attention_of(model) == "fp8"
 
 
@@ -318,11 +319,11 @@ def test_quantizing_on_the_fly_sets_it_and_dequantizing_takes_it_back(written: P
 
 
 def test_plan_and_cost_say_it(written: Path, capsys) -> None:
-    from fluxq import show
+    from fluxq.commands import show
 
-    options = jobs.Options(model="tiny", recipe=str(written.parent / "mine.yaml"))
-    prepared = jobs.prepare(options, writes=False)
-    show.plan(prepared, jobs.model_costs(prepared, "h200", "speed", None, 1))
+    options = making.Options(model="tiny", recipe=str(written.parent / "mine.yaml"))
+    prepared = making.prepare(options, writes=False)
+    show.plan(prepared, making.model_costs(prepared, "h200", "speed", None, 1))
     shown = capsys.readouterr().out
     assert "bits per weight, attention in fp8" in shown and "\nattention: fp8\n" in shown
     assert "efficiency of attention: 0.50 (assumed" in shown
@@ -331,7 +332,7 @@ def test_plan_and_cost_say_it(written: Path, capsys) -> None:
 SCRIPTS = {
     "diffusers first": "import diffusers.models.attention_dispatch as d, fluxq",
     "fluxq first": "import fluxq; fluxq.set_attention; import diffusers.models.attention_dispatch as d",
-    "the module alone": "import fluxq.integrations.attention; import diffusers.models.attention_dispatch as d",
+    "the module alone": "import fluxq.runtime.attention_choice; import diffusers.models.attention_dispatch as d",
 }
 
 

@@ -9,10 +9,12 @@ import torch
 import triton
 from click.testing import CliRunner
 
-from fluxq.kernels import bench, dispatch, report, timing, workloads
-from fluxq.kernels.report import GOALS, Figures
+from benchmarks.kernels import bench, report, workloads
+from benchmarks.kernels.report import GOALS, Figures
+from benchmarks.kernels.workloads import BASELINE, Case
+from fluxq.eval.speed import timing
+from fluxq.kernels import dispatch
 from fluxq.kernels.tiles import NoTile
-from fluxq.kernels.workloads import BASELINE, Case
 from fluxq.recipes.formats import Scheme
 
 CPU = torch.device("cpu")
@@ -331,7 +333,7 @@ def test_only_right_results_of_a_gpu_are_in_the_readme(tmp_path):
 @pytest.mark.skipif(not triton.__version__.startswith("3.9."), reason="the table is of the newest Triton's rows")
 def test_the_tables_of_the_readme_are_the_generated_ones():
     text = report.README.read_text(encoding="utf-8")
-    assert report.with_tables(text) == text, "python -m fluxq.kernels.bench --write-tables"
+    assert report.with_tables(text) == text, "python -m benchmarks.kernels.bench --write-tables"
 
 
 def test_a_readme_without_a_place_for_tables_is_named():

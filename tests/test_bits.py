@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fluxq.cli import cli
-from fluxq.eval.schema import read_report
+from fluxq.eval.metrics.schema import read_report
 from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 

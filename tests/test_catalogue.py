@@ -15,9 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fluxq import catalogue
-from fluxq.catalogue import Model
 from fluxq.cli import cli
+from fluxq.jobs import catalogue
+from fluxq.jobs.catalogue import Model
 from fluxq.quantize.checkpoint import convolutions_of, shapes_of
 from fluxq.recipes.cost import activation_bytes, cost
 from fluxq.recipes.devices import DEVICES

@@ -13,11 +13,12 @@ from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.files import atomic_path
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.base.output import atomic_folder, recover
 from fluxq.calibrate.statistics import Statistics
+from fluxq.jobs import making
 from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, list_linears
 from fluxq.quantize.run import quantize_component
@@ -190,8 +191,8 @@ def test_other_layers_have_scales_of_their_own(checkpoint):
 def test_two_runs_give_the_same_bytes(checkpoint, tmp_path, quick_recipe, statistics_file):
     folders, recipe = [tmp_path / "1", tmp_path / "2"], str(quick_recipe("nvfp4", fitted=False))
     for folder in folders:
-        options = jobs.Options("tiny", recipe, output=str(folder), check=False, statistics=str(statistics_file))
-        jobs.quantize(jobs.prepare(options))
+        options = making.Options("tiny", recipe, output=str(folder), check=False, statistics=str(statistics_file))
+        making.quantize(making.prepare(options))
     files = [{p.relative_to(f): p for p in f.rglob("*") if p.is_file()} for f in folders]
     assert files[0].keys() == files[1].keys()
     for name, path in files[0].items():
@@ -207,7 +208,7 @@ def test_two_runs_give_the_same_bytes(checkpoint, tmp_path, quick_recipe, statis
 
 def write(target, max_shard_bytes, statistics_file, recipe):
     folder = resolve_model("tiny")
-    prepared = jobs.prepare(jobs.Options(model="tiny", recipe=str(recipe)), writes=False)
+    prepared = making.prepare(making.Options(model="tiny", recipe=str(recipe)), writes=False)
     plan = prepared.plans[0]
     source = SourceWeights(folder, "transformer")
     files = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, target / "work")
@@ -280,8 +281,8 @@ def test_the_rest_of_the_pipeline_travels_along_but_no_code(tiny_folder, tmp_pat
         (tiny_folder / name).write_text(name)
     (tiny_folder / "stranger").mkdir()
     (tiny_folder / "stranger" / "file").write_text("")
-    jobs.quantize(
-        jobs.prepare(jobs.Options(model=str(tiny_folder), recipe="fp8", output=str(tmp_path / "out"), check=False))
+    making.quantize(
+        making.prepare(making.Options(model=str(tiny_folder), recipe="fp8", output=str(tmp_path / "out"), check=False))
     )
     written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     source = {str(path.relative_to(tiny_folder)) for path in tiny_folder.rglob("*") if path.is_file()}

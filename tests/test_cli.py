@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from fluxq import __version__
 from fluxq.cli import cli, main
 from fluxq.commands.options import PROTOCOL_NAMES, RECIPES
-from fluxq.eval.protocols import PROTOCOLS
+from fluxq.eval.images.protocols import PROTOCOLS
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "transformer_blocks.0.attn.to_k"
@@ -320,7 +320,7 @@ def test_quiet_is_quiet_and_json_is_json(fluxq):
 
 
 def test_rtn_needs_no_data_and_its_scales_are_dynamic(fluxq, monkeypatch, tmp_path):
-    monkeypatch.setattr("fluxq.prepared.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
+    monkeypatch.setattr("fluxq.jobs.prepared.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
     assert fluxq("quantize", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out").code == 0
     said = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())["quantization_config"]
     assert "nvfp4-nvfp4" in said["layers"] and said["required_features"] == []
@@ -342,15 +342,15 @@ def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
 
 
 def test_white_images_fail_the_closing_check_whatever_the_gates(fluxq, tmp_path, monkeypatch):
-    from fluxq import jobs
+    from fluxq.jobs import making
 
     def white(pipe, items, call, *, description):
         made = jobs_generate(pipe, items, call, description=description)
         is_quantized = description == "Quantized pipeline"
         return replace(made, images=torch.full_like(made.images, 255)) if is_quantized else made
 
-    jobs_generate = jobs.generate
-    monkeypatch.setattr(jobs, "generate", white)
+    jobs_generate = making.generate
+    monkeypatch.setattr(making, "generate", white)
     (tmp_path / "ungated.yaml").write_text("extends: fp8\ngates: []\n")
     result = fluxq("quantize", "--recipe", "ungated.yaml", *FEW_STEPS)
     assert result.code == 1 and "tiny-ungated: 4 of 4 images are of one colour (paired PSNR" in result.err
@@ -691,7 +691,7 @@ def test_verbose_shows_the_traceback_and_the_message(fluxq):
 
 
 def test_a_fault_of_our_own_is_not_hidden(fluxq, monkeypatch, tmp_path):
-    monkeypatch.setattr("fluxq.jobs.prepare", lambda *a, **k: {}["bug"])
+    monkeypatch.setattr("fluxq.jobs.making.prepare", lambda *a, **k: {}["bug"])
     monkeypatch.setattr(sys, "argv", ["fluxq", "plan"])
     with pytest.raises(KeyError):
         main()
@@ -703,7 +703,11 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    for place in ("fluxq.prepared.load_pipeline", "fluxq.jobs.write_text", "fluxq.quantize.checkpoint.copy_rest"):
+    for place in (
+        "fluxq.jobs.prepared.load_pipeline",
+        "fluxq.jobs.making.write_text",
+        "fluxq.quantize.checkpoint.copy_rest",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             result = fluxq("quantize", "--recipe", "fp8", *([] if "load" in place else ["--no-check"]))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.layers import compare, peers
 from fluxq.base.model import resolve_model
-from fluxq.quantize import compare, peers
 from fluxq.recipes.devices import find_device
 
 K = 128

@@ -13,14 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base import units
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.calibrate.capture import capture_statistics
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
+from fluxq.jobs import making
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import SourceWeights, library_of, list_linears, write_component
-from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.nearest import quantize_weight
 from fluxq.quantize.run import quantize_component
 from fluxq.recipes.families import FAMILIES
@@ -33,8 +34,8 @@ TINY = ModelFolder("tiny", Path(tiny.path()))
 
 def quantized(recipe, output, components, model="tiny") -> Path:
     """A checkpoint folder, made without the closing check."""
-    asked = jobs.Options(model=str(model), recipe=str(recipe), output=str(output), components=components, check=False)
-    jobs.quantize(jobs.prepare(asked))
+    asked = making.Options(model=str(model), recipe=str(recipe), output=str(output), components=components, check=False)
+    making.quantize(making.prepare(asked))
     return Path(output)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxq.quantize import ops
-from fluxq.quantize.linear import QuantLinear, branch_shapes
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels import ops
+from fluxq.kernels.linear import QuantLinear, branch_shapes
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 
 N, K = 96, 256

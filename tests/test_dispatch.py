@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fluxq.base import settings
-from fluxq.integrations import gpu
-from fluxq.kernels import dispatch, launch
+from fluxq.kernels import device, dispatch, launch, norms, ops, producers, products
+from fluxq.kernels.attention import op as attention
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.dispatch import KERNELS, Offer, choose
 from fluxq.kernels.interpreter import interpreting
-from fluxq.quantize import attention, norms, ops, producers, products, reencode
-from fluxq.quantize.reencode import row_scales
-from fluxq.quantize.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.reencode import op as reencode
+from fluxq.kernels.reencode.op import row_scales
+from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
@@ -400,7 +400,7 @@ def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
 
 def test_every_op_of_the_table_has_a_form_for_a_gpu() -> None:
     assert launch.ON_GPU.keys() == {row.op for row in KERNELS} | {"quantized_linear"}
-    assert launch.ON_GPU.keys() == {name.removesuffix("_op") for names in gpu.OPS.values() for name in names}
+    assert launch.ON_GPU.keys() == device.OPS.keys()
 
 
 def test_what_is_compiled_offers_every_shipped_recipe_a_kernel_of_its_own_on_blackwell() -> None:
@@ -486,7 +486,12 @@ def test_another_triton_takes_the_newest_rows_and_says_so(monkeypatch, caplog) -
     dispatch.compiled_with.cache_clear()
 
 
-IMPORTED_FIRST = ["fluxq.kernels.launch", "fluxq.kernels.bench", "fluxq.quantize.norms", "fluxq.environment"]
+IMPORTED_FIRST = [
+    "fluxq.kernels.launch",
+    "benchmarks.kernels.bench",
+    "fluxq.kernels.norms",
+    "fluxq.jobs.environment",
+]
 
 
 IN_ITS_OWN_PROCESS = f"""
@@ -498,14 +503,11 @@ for module in {IMPORTED_FIRST}:
         assert os.waitpid(child, 0)[1] == 0, module
         continue
     importlib.import_module(module)
-    from fluxq.integrations.gpu import OPS
+    from fluxq.kernels.device import OPS
 
-    for name in OPS:
-        if name in sys.modules:
-            for op in OPS[name]:
-                short = getattr(sys.modules[name], op)._qualname
-                assert torch._C._dispatch_has_kernel_for_dispatch_key(short, 'CUDA'), short
-                print(module, short)
+    for op in OPS.values():
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op._qualname, 'CUDA'), op._qualname
+        print(module, op._qualname)
     sys.exit()
 """
 

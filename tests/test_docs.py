@@ -200,7 +200,7 @@ def test_the_readme_snippet_makes_an_image(checkpoint, tmp_path, monkeypatch) ->
 
 
 def test_the_cards_snippet_names_the_dtype(checkpoint) -> None:
-    from fluxq.eval.card import model_card
+    from fluxq.eval.report.card import model_card
 
     record = json.loads((checkpoint("fp8") / "fluxq_plan.json").read_text(encoding="utf-8"))
     assert "dtype=torch.bfloat16" in model_card(record)
@@ -214,8 +214,8 @@ def rows_of(page: Path, heading: str) -> list[list[str]]:
 
 
 def test_every_metric_has_its_row_and_margin() -> None:
-    from fluxq.eval.metrics import METRICS
-    from fluxq.eval.verdict import GUARDS, TOLERANCE
+    from fluxq.eval.metrics.metrics import METRICS
+    from fluxq.eval.metrics.verdict import GUARDS, TOLERANCE
 
     rows = rows_of(ROOT / "docs" / "evaluation.md", "Metrics")
     said = {key: margin for keys, _, margin, _ in rows for key in re.findall(r"`(\w+)`", keys)}
@@ -232,7 +232,7 @@ def test_every_metric_has_its_row_and_margin() -> None:
 
 def published_table() -> str:
     """The table of docs/evaluation.md: what the best published quantizers reach."""
-    from fluxq.eval.verdict import FEW_STEPS, PUBLISHED
+    from fluxq.eval.metrics.verdict import FEW_STEPS, PUBLISHED
 
     lines = ["| bits | steps | model | by | PSNR, dB | LPIPS | CLIP score | ImageReward |", "|" + "---|" * 8]
     for row in sorted(PUBLISHED, key=lambda row: (-row.bits, row.steps <= FEW_STEPS)):
@@ -258,7 +258,7 @@ def test_the_gates_that_the_page_quotes_are_the_shipped_ones() -> None:
 
 
 def test_every_protocol_has_its_row() -> None:
-    from fluxq.eval.protocols import PROTOCOLS
+    from fluxq.eval.images.protocols import PROTOCOLS
 
     rows = rows_of(ROOT / "docs" / "evaluation.md", "Protocols")
     assert [name.strip("`") for name, *_ in rows] == list(PROTOCOLS)
@@ -269,8 +269,8 @@ def test_every_protocol_has_its_row() -> None:
 
 
 def test_the_report_that_is_shown_can_be_drawn_again() -> None:
-    from fluxq.eval.report import render
-    from fluxq.eval.schema import read_report
+    from fluxq.eval.metrics.schema import read_report
+    from fluxq.eval.report.report import render
 
     report = read_report(ROOT / "docs" / "report.json")
     assert report.protocol.count == 256 and {run.recipe for run in report.runs} == {"nvfp4", "fp8"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fluxq.quantize import encode
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks
+from fluxq.kernels import encode
+from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks
 from fluxq.recipes.formats import ELEMENTS, FORMATS
 
 NAN_CODES = {"e4m3": (0x7F, 0xFF), "e8m0": (0xFF,)}

@@ -11,13 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fluxq import environment as env
 from fluxq.base.processor import instructions
 from fluxq.cli import cli
-from fluxq.kernels import dispatch
-from fluxq.quantize import ops
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.jobs import environment as env
+from fluxq.kernels import dispatch, ops
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
 

@@ -3,8 +3,8 @@
 import example_report
 import pytest
 
-from fluxq.eval.advice import advice
-from fluxq.eval.schema import Verdict
+from fluxq.eval.metrics.schema import Verdict
+from fluxq.eval.report.advice import advice
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from fluxq import tiny
 from fluxq.base.files import sha256_file
-from fluxq.eval.alignment import ClipScorer
+from fluxq.eval.metrics.alignment import ClipScorer
 
 CONFIG = {
     "model_cfg": {

@@ -7,11 +7,11 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from fluxq.base.files import write_text
-from fluxq.eval.card import eval_results, model_card, with_evaluation
-from fluxq.eval.schema import Verdict
+from fluxq.commands.show import _facts
+from fluxq.eval.metrics.schema import Verdict
+from fluxq.eval.report.card import eval_results, model_card, with_evaluation
 from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.verify import verify
-from fluxq.show import _facts
 
 
 @pytest.fixture(scope="module")

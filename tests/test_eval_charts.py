@@ -4,8 +4,9 @@ import xml.etree.ElementTree as xml
 import example_report
 import pytest
 
-from fluxq.eval import charts
-from fluxq.eval.charts import (
+from fluxq.eval.metrics.schema import Curve, Estimate, Image, Report
+from fluxq.eval.report import charts
+from fluxq.eval.report.charts import (
     cost_charts,
     damage_charts,
     dominated,
@@ -16,7 +17,6 @@ from fluxq.eval.charts import (
     javascript,
     stage_chart,
 )
-from fluxq.eval.schema import Curve, Estimate, Image, Report
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from fluxq import judge
 from fluxq.base.processor import instructions
 from fluxq.cli import cli
-from fluxq.eval.advice import advice
-from fluxq.eval.schema import SCHEMA_VERSION, read_report
-from fluxq.eval.summary import summary
-from fluxq.quantize.ops import int_mm_is_exact
+from fluxq.eval.metrics.schema import SCHEMA_VERSION, read_report
+from fluxq.eval.report.advice import advice
+from fluxq.eval.report.summary import summary
+from fluxq.jobs import judge
+from fluxq.kernels.ops import int_mm_is_exact
 
 FEW = ("--count", 6, "--num-inference-steps", 2, "--metrics", "psnr,latent_sqnr", "--backends", "native")
 

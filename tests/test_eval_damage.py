@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fluxq import tiny
-from fluxq.eval.damage import Damages, blocks_of, locate, measure_damage, replaced, squared_error
-from fluxq.eval.sides import Side, quantized_layers
+from fluxq.eval.debug.damage import Damages, blocks_of, locate, measure_damage, replaced, squared_error
+from fluxq.eval.images.sides import Side, quantized_layers
 
 X = torch.tensor([[1.0, 2.0]])
 ERRORS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 0.5}

@@ -10,14 +10,14 @@ import torch
 
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
-from fluxq.eval.arithmetic import KERNEL_TOLERANCE
-from fluxq.eval.debug import debug, debug_pipelines
-from fluxq.eval.generate import items_for
-from fluxq.eval.schema import Debug
-from fluxq.eval.sides import Side, quantized_layers
-from fluxq.quantize import ops
+from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE
+from fluxq.eval.debug.debug import debug, debug_pipelines
+from fluxq.eval.images.generate import items_for
+from fluxq.eval.images.sides import Side, quantized_layers
+from fluxq.eval.metrics.schema import Debug
+from fluxq.kernels import ops
+from fluxq.kernels.encode import decode
 from fluxq.quantize.checkpoint import list_linears, read_plan_file
-from fluxq.quantize.encode import decode
 from fluxq.quantize.record import bits_per_weight
 from fluxq.recipes.families import family_of
 from fluxq.recipes.formats import FORMATS

@@ -9,8 +9,8 @@ import scipy.linalg
 import torch
 from torch import nn
 
-from fluxq.eval import distribution
-from fluxq.eval.distribution import (
+from fluxq.eval.metrics import distribution
+from fluxq.eval.metrics.distribution import (
     RESIZES,
     FeatureNetwork,
     Features,

@@ -12,13 +12,13 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
 from fluxq import tiny
-from fluxq.eval import drift as drift_module
-from fluxq.eval.denoiser import denoisers, hooked, prediction, with_prediction
-from fluxq.eval.drift import drift, floor_attention, follow, with_floor
-from fluxq.eval.fidelity import sqnr
-from fluxq.eval.generate import generate, items_for
-from fluxq.eval.schema import Drift
-from fluxq.eval.sides import Side
+from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
+from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.sides import Side
+from fluxq.eval.metrics import drift as drift_module
+from fluxq.eval.metrics.drift import drift, floor_attention, follow, with_floor
+from fluxq.eval.metrics.fidelity import sqnr
+from fluxq.eval.metrics.schema import Drift
 
 STEPS = 4
 ITEMS = [("a", 0), ("b", 1), ("a", 2), ("c", 3), ("d", 4)]

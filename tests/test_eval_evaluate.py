@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.eval.evaluate import Candidate, judge_gates, measure_floor, measure_runs
-from fluxq.eval.fidelity import psnr
-from fluxq.eval.generate import Generated, generate, items_for
-from fluxq.eval.metrics import METRICS
-from fluxq.eval.networks import Networks
-from fluxq.eval.schema import Size
-from fluxq.eval.sides import Side
-from fluxq.eval.statistics import clustered_interval
+from fluxq.eval.images.generate import Generated, generate, items_for
+from fluxq.eval.images.sides import Side
+from fluxq.eval.metrics.evaluate import Candidate, judge_gates, measure_floor, measure_runs
+from fluxq.eval.metrics.fidelity import psnr
+from fluxq.eval.metrics.metrics import METRICS
+from fluxq.eval.metrics.networks import Networks
+from fluxq.eval.metrics.schema import Size
+from fluxq.eval.metrics.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 ITEMS = items_for(tiny.PROMPTS, 5, seed=3)

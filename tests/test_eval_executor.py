@@ -26,10 +26,10 @@ from PIL import Image
 from fluxq import tiny
 from fluxq.base.model import load_pipeline, resolve_model
 from fluxq.base.output import sole_writer
-from fluxq.eval import executor
-from fluxq.eval.executor import WORK_FILE, Work, audit, ensure_images, open_engine
-from fluxq.eval.generate import generate, items_for
-from fluxq.eval.sides import Side
+from fluxq.eval.images import executor
+from fluxq.eval.images.executor import WORK_FILE, Work, audit, ensure_images, open_engine
+from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.sides import Side
 
 COUNT, BATCH = 11, 2
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}

@@ -5,17 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from fluxq.eval.fidelity import (
-    Fidelity,
-    compare,
-    cosine,
-    fidelity,
-    flat_images,
-    psnr,
-    sqnr,
-)
-from fluxq.eval.generate import Generated, images_digest, items_for
-from fluxq.eval.statistics import paired_interval, within_item_intervals
+from fluxq.eval.images.generate import Generated, images_digest, items_for
+from fluxq.eval.metrics.fidelity import Fidelity, compare, cosine, fidelity, flat_images, psnr, sqnr
+from fluxq.eval.metrics.statistics import paired_interval, within_item_intervals
 
 
 def generated(images, latents=None, finite=None, seed=0):

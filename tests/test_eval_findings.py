@@ -2,8 +2,8 @@
 
 import pytest
 
-from fluxq.eval.findings import about_patch, about_shares
-from fluxq.eval.schema import LayerDamage, Patch
+from fluxq.eval.debug.findings import about_patch, about_shares
+from fluxq.eval.metrics.schema import LayerDamage, Patch
 
 PATCH = Patch(
     layers=("a", "b"),

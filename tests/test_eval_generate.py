@@ -5,7 +5,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from fluxq import tiny
-from fluxq.eval.generate import generate, generate_batch, images_digest, items_for, to_uint8
+from fluxq.eval.images.generate import generate, generate_batch, images_digest, items_for, to_uint8
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fluxq.eval.machine import HARDWARE, POWER_LIMIT, REASONS, THERMAL, Cpu, Gpu, Sensors, machine_of
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, REASONS, THERMAL, Cpu, Gpu, Sensors, machine_of
 
 
 class NVMLError(Exception):

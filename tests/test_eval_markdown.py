@@ -1,9 +1,9 @@
 import example_report
 import pytest
 
-from fluxq.eval.figures import both, count, duration, figure, limits, mark, share, size
-from fluxq.eval.markdown import escaped, markdown
-from fluxq.eval.schema import Estimate, Verdict
+from fluxq.eval.metrics.figures import both, count, duration, figure, limits, mark, share, size
+from fluxq.eval.metrics.schema import Estimate, Verdict
+from fluxq.eval.report.markdown import escaped, markdown
 
 
 @pytest.fixture(scope="module")

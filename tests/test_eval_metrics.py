@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.eval import metrics as module
-from fluxq.eval import plugins
-from fluxq.eval.distribution import Moments
-from fluxq.eval.fidelity import psnr
-from fluxq.eval.generate import Generated, to_uint8
-from fluxq.eval.metrics import METRICS, Measured, MetricRow, Sample, Unmeasured, metric_rows, missing
-from fluxq.eval.networks import NEEDS, Networks
-from fluxq.eval.perceptual import Lpips
-from fluxq.eval.plugins import Offer
-from fluxq.eval.statistics import clustered_interval
+from fluxq.eval.images.generate import Generated, to_uint8
+from fluxq.eval.metrics import metrics as module
+from fluxq.eval.metrics import plugins
+from fluxq.eval.metrics.distribution import Moments
+from fluxq.eval.metrics.fidelity import psnr
+from fluxq.eval.metrics.metrics import METRICS, Measured, MetricRow, Sample, Unmeasured, metric_rows, missing
+from fluxq.eval.metrics.networks import NEEDS, Networks
+from fluxq.eval.metrics.perceptual import Lpips
+from fluxq.eval.metrics.plugins import Offer
+from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.recipes.recipe import GATE_METRICS
 
 COUNT = 100  # more than the 64 features of the embedded network

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from fluxq import tiny
-from fluxq.eval import networks as module
-from fluxq.eval.distribution import Moments
-from fluxq.eval.networks import (
+from fluxq.eval.metrics import networks as module
+from fluxq.eval.metrics.distribution import Moments
+from fluxq.eval.metrics.networks import (
     WEIGHTS,
     ImageFiles,
     Networks,
@@ -22,7 +22,7 @@ from fluxq.eval.networks import (
     find_weights,
     read_weights,
 )
-from fluxq.eval.perceptual import Lpips
+from fluxq.eval.metrics.perceptual import Lpips
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import shutil
 import example_report
 import pytest
 
-from fluxq.eval.report import write_report
+from fluxq.eval.report.report import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra `test`")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fluxq import tiny
-from fluxq.eval.damage import Damages
-from fluxq.eval.patch import (
+from fluxq.eval.debug.damage import Damages
+from fluxq.eval.debug.patch import (
     Candidate,
     _left_out,
     _reason,
@@ -21,10 +21,10 @@ from fluxq.eval.patch import (
     make_patch,
     patched_recipe,
 )
-from fluxq.eval.served import stored_bits
-from fluxq.eval.sides import Side, quantized_layers
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.eval.images.sides import Side, quantized_layers
+from fluxq.eval.speed.served import stored_bits
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import load_recipe
 

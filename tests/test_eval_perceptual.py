@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fluxq.eval.perceptual import Lpips, feature_distance, ssim, structural_similarity
+from fluxq.eval.metrics.perceptual import Lpips, feature_distance, ssim, structural_similarity
 
 
 def images(count, size, seed=0):

@@ -6,10 +6,10 @@ import pytest
 
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
-from fluxq.eval.distribution import RESIZES
-from fluxq.eval.generate import items_for
-from fluxq.eval.metrics import METRICS
-from fluxq.eval.protocols import PROTOCOLS, items_of
+from fluxq.eval.images.generate import items_for
+from fluxq.eval.images.protocols import PROTOCOLS, items_of
+from fluxq.eval.metrics.distribution import RESIZES
+from fluxq.eval.metrics.metrics import METRICS
 from fluxq.recipes.recipe import GATE_METRICS, gate_holds, parse_gate
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from fluxq.eval import charts, report
-from fluxq.eval.advice import advice
-from fluxq.eval.markdown import markdown
-from fluxq.eval.pictures import choose, wall
-from fluxq.eval.report import compare_runs, merge, render, write_report
-from fluxq.eval.schema import Estimate, Margin, Timed, Verdict, read_report
-from fluxq.eval.summary import summary
-from fluxq.eval.words import GLOSSARY
+from fluxq.eval.metrics.pictures import choose, wall
+from fluxq.eval.metrics.schema import Estimate, Margin, Timed, Verdict, read_report
+from fluxq.eval.report import charts, report
+from fluxq.eval.report.advice import advice
+from fluxq.eval.report.markdown import markdown
+from fluxq.eval.report.report import compare_runs, merge, render, write_report
+from fluxq.eval.report.summary import summary
+from fluxq.eval.report.words import GLOSSARY
 
 VOID = {"meta", "img", "br", "input"}
 

@@ -8,13 +8,12 @@ from torch import nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.eval.figures import ARITHMETICS, computed
-from fluxq.eval.served import model_bytes, served, stored_bits
-from fluxq.eval.sides import BACKENDS, NATIVE, Side, quantized_layers
-from fluxq.integrations.prepare import prepare
-from fluxq.kernels import chips, dispatch
-from fluxq.quantize import ops
+from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, quantized_layers
+from fluxq.eval.metrics.figures import ARITHMETICS, computed
+from fluxq.eval.speed.served import model_bytes, served, stored_bits
+from fluxq.kernels import chips, dispatch, ops
 from fluxq.quantize.record import bits_per_weight, read_record
+from fluxq.runtime.prepare import prepare
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import run_pipeline
-from fluxq.eval.sides import BACKENDS, Side, quantized_layers, reencode_pipeline, variants
+from fluxq.eval.images.sides import BACKENDS, Side, quantized_layers, reencode_pipeline, variants
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 ITEMS = [(tiny.PROMPTS[0], 7), (tiny.PROMPTS[1], 8)]

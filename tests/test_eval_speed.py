@@ -9,18 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from fluxq import show, tiny
+from fluxq import tiny
 from fluxq.base.processor import Instructions
-from fluxq.eval import charts, markdown, speed
-from fluxq.eval.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
-from fluxq.eval.report import render
-from fluxq.eval.sides import Side
-from fluxq.eval.speed import STEP, TEXT, VAE, WHOLE, Setting, device_row, measure_speed, step_at_peak, summarize
-from fluxq.quantize import graphs
+from fluxq.commands import show
+from fluxq.eval.images.sides import Side
+from fluxq.eval.report import charts, markdown
+from fluxq.eval.report.report import render
+from fluxq.eval.speed import speed
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
+from fluxq.eval.speed.speed import STEP, TEXT, VAE, WHOLE, Setting, device_row, measure_speed, step_at_peak, summarize
 from fluxq.recipes.cards import CONTEXT
 from fluxq.recipes.cost import LEVELS, cost, forward_pass
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.families import FAMILIES
+from fluxq.runtime import graphs
 
 CALL = {"height": 8, "width": 8, "num_inference_steps": 4}
 GIB = 2**30

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from fluxq.eval.statistics import (
+from fluxq.eval.metrics.statistics import (
     Case,
     Decision,
     Interval,

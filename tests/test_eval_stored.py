@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from fluxq.eval.stored import code_step, stored_fault
-from fluxq.quantize.encode import decode, decode_scale, encode, pack
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.prepare import reencode_layer
+from fluxq.eval.debug.stored import code_step, stored_fault
+from fluxq.kernels.encode import decode, decode_scale, encode, pack
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.run import quantize_linear
-from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.quantize.transforms import rotate
 from fluxq.recipes.formats import ELEMENTS, FORMATS, Scheme
 from fluxq.recipes.recipe import Component, Operand, Rounding
+from fluxq.runtime.layout import reencode_layer
 
 N, K = 128, 256
 

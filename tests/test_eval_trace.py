@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fluxq import tiny
-from fluxq.eval.arithmetic import KERNEL_TOLERANCE, health, kernel_error
-from fluxq.eval.generate import items_for
-from fluxq.eval.trace import Outputs, Powers, Seen, decibels, watch
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, health, kernel_error
+from fluxq.eval.debug.trace import Outputs, Powers, Seen, decibels, watch
+from fluxq.eval.images.generate import items_for
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 
 ITEMS = tuple(items_for(list(tiny.PROMPTS[:3]), 3, 0))

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.eval import verdict as module
-from fluxq.eval.fidelity import psnr
-from fluxq.eval.schema import Curve, Drift, Estimate, Image, Item, Margin, Metric, Run, Size, Verdict
-from fluxq.eval.statistics import clustered_interval
-from fluxq.eval.verdict import FEW_STEPS, LEAST_PROMPTS, PUBLISHED, published, reached, with_verdicts
+from fluxq.eval.metrics import verdict as module
+from fluxq.eval.metrics.fidelity import psnr
+from fluxq.eval.metrics.schema import Curve, Drift, Estimate, Image, Item, Margin, Metric, Run, Size, Verdict
+from fluxq.eval.metrics.statistics import clustered_interval
+from fluxq.eval.metrics.verdict import FEW_STEPS, LEAST_PROMPTS, PUBLISHED, published, reached, with_verdicts
 from fluxq.recipes.recipe import gate_holds, load_recipe, shipped_recipes
 
 NAMES = {
@@ -135,7 +135,7 @@ def test_nothing_is_asked_that_16_bit_does_not_reach_itself() -> None:
 
 
 def test_every_row_has_a_source_and_only_metrics_that_exist() -> None:
-    from fluxq.eval.metrics import METRICS
+    from fluxq.eval.metrics.metrics import METRICS
 
     assert {(row.bits, row.steps <= FEW_STEPS) for row in PUBLISHED} == {(8, True), (8, False), (4, True), (4, False)}
     for row in PUBLISHED:

@@ -13,16 +13,16 @@ from PIL import Image
 from torch import nn
 
 from fluxq import tiny
-from fluxq.eval.distribution import FeatureNetwork
-from fluxq.eval.evaluate import Candidate, measure_floor, measure_frame_floor, measure_runs
-from fluxq.eval.fidelity import flat_images, frame_psnr, over_frames, psnr, sqnr
-from fluxq.eval.generate import Generated, pictures
-from fluxq.eval.metrics import METRICS, Sample, Unmeasured, metric_rows, missing
-from fluxq.eval.networks import WEIGHTS, Networks, find_networks
-from fluxq.eval.pictures import wall
-from fluxq.eval.schema import Size
-from fluxq.eval.sides import Side
-from fluxq.eval.video import VIDEO_FRAMES, Frames, all_frames, by_video, mean_change, temporal_psnr
+from fluxq.eval.images.generate import Generated, pictures
+from fluxq.eval.images.sides import Side
+from fluxq.eval.metrics.distribution import FeatureNetwork
+from fluxq.eval.metrics.evaluate import Candidate, measure_floor, measure_frame_floor, measure_runs
+from fluxq.eval.metrics.fidelity import flat_images, frame_psnr, over_frames, psnr, sqnr
+from fluxq.eval.metrics.metrics import METRICS, Sample, Unmeasured, metric_rows, missing
+from fluxq.eval.metrics.networks import WEIGHTS, Networks, find_networks
+from fluxq.eval.metrics.pictures import wall
+from fluxq.eval.metrics.schema import Size
+from fluxq.eval.metrics.video import VIDEO_FRAMES, Frames, all_frames, by_video, mean_change, temporal_psnr
 
 COUNT, FRAMES, SIDE = 4, 9, 16
 WHITE = 255**2
@@ -201,8 +201,8 @@ def test_per_frame_metrics_are_means_of_what_images_have(networks):
 
 
 def test_a_plug_in_scores_frames(networks, monkeypatch):
-    from fluxq.eval import metrics
-    from fluxq.eval.plugins import Offer
+    from fluxq.eval.metrics import metrics
+    from fluxq.eval.metrics.plugins import Offer
 
     class Brightness:
         name, unit, digits, better, how = "Brightness", "", ".2f", "higher", "mean colour"
@@ -247,7 +247,7 @@ class Motion(nn.Module):
 
 
 def test_the_video_distance_is_of_whole_videos(monkeypatch):
-    monkeypatch.setattr("fluxq.eval.metrics.VIDEO_FRAMES", FRAMES)
+    monkeypatch.setattr("fluxq.eval.metrics.metrics.VIDEO_FRAMES", FRAMES)
     found = Networks()
     found.__dict__.update(
         video=object(), video_features=FeatureNetwork(Motion(), "S3D", "v", lambda v: v.movedim(0, 1))
@@ -257,7 +257,7 @@ def test_the_video_distance_is_of_whole_videos(monkeypatch):
     same, far = (METRICS["video_distance"].measure(Sample(some(before), some(x), found)) for x in (before, frozen))
     assert same.value.mean == pytest.approx(0, abs=1e-6) and far.value.mean > 100
     assert far.value.n == COUNT and "4 videos to 4 16-bit videos" in far.how and "FVD" in far.how
-    monkeypatch.setattr("fluxq.eval.metrics.VIDEO_FRAMES", FRAMES + 1)
+    monkeypatch.setattr("fluxq.eval.metrics.metrics.VIDEO_FRAMES", FRAMES + 1)
     with pytest.raises(Unmeasured, match="at least 10 frames, the videos have 9"):
         METRICS["video_distance"].measure(Sample(some(before), some(frozen), found))
 

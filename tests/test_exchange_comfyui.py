@@ -23,10 +23,10 @@ from torch import Tensor
 
 import fluxq
 from fluxq.base.model import resolve_model
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange import comfy
 from fluxq.quantize.exchange.dialects import READERS
 from fluxq.quantize.exchange.export import export
-from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.denoisers import DENOISERS
 from fluxq.recipes.keymaps import original_names
 from fluxq.recipes.recipe import find_recipe

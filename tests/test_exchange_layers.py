@@ -11,11 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fluxq.kernels.linear import branch_shapes
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
-from fluxq.quantize.linear import branch_shapes
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -19,7 +19,7 @@ from test_exchange_layers import quantized, same_bytes, with_needs
 from torch import Tensor
 
 from fluxq.cli import cli
-from fluxq.exchange import FORMATS
+from fluxq.jobs.exchange import FORMATS
 from fluxq.quantize.exchange.containers import WRITERS
 from fluxq.quantize.exchange.dialects import DIALECTS, READERS, Reader
 from fluxq.quantize.exchange.layer import QuantTensors

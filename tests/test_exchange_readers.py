@@ -26,12 +26,12 @@ from test_exchange_layers import (
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
-from fluxq.quantize.encode import input_scale_for
+from fluxq.kernels.encode import input_scale_for
+from fluxq.kernels.ops import quantize_activation
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS, READERS
 from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
-from fluxq.quantize.ops import quantize_activation
 from fluxq.recipes.formats import FORMATS
 
 

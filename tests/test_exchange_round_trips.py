@@ -24,8 +24,10 @@ from test_exchange_page import found_formats, no_reciprocal
 from torch import Tensor
 
 import fluxq
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.jobs import making
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import (
     WEIGHTS_NAME,
     QuantizationConfig,
@@ -39,7 +41,6 @@ from fluxq.quantize.exchange.export import MOST_ADDED, Exported, export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme, find_format
@@ -150,10 +151,10 @@ def nvfp4_with_rank(tmp_path_factory) -> Path:
         "components: {transformer: {transforms: [smooth], low_rank: {rank: 16, deflate: false}, "
         "modulation: {format: int4, group_size: 64}}}\n"
     )
-    asked = jobs.Options(
+    asked = making.Options(
         model="tiny", recipe=str(folder / "ranked.yaml"), output=str(folder / "tiny-ranked"), check=False
     )
-    jobs.quantize(jobs.prepare(asked))
+    making.quantize(making.prepare(asked))
     return folder / "tiny-ranked"
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from shared import quick, said_by
 
 import fluxq
-from fluxq import jobs
 from fluxq.base.model import resolve_model
+from fluxq.jobs import making
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange.dialects import READERS
 from fluxq.quantize.exchange.export import export
-from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.denoisers import DENOISERS
 
 PYTHON = os.environ.get("FLUXQ_VLLM_OMNI_PYTHON", "")
@@ -138,7 +138,9 @@ def exported(family: str, recipe: str, exclude: tuple[str, ...], folder: Path) -
     (row,) = [row for row in DENOISERS if row.name == family]
     kind = getattr(diffusers, row.model)
     if family == "flux":  # a pipeline, which calibrates
-        jobs.quantize(jobs.prepare(jobs.Options("tiny", recipe=str(file), output=str(folder / "model"), check=False)))
+        making.quantize(
+            making.prepare(making.Options("tiny", recipe=str(file), output=str(folder / "model"), check=False))
+        )
         model = kind.from_pretrained(folder / "model" / "transformer", dtype=torch.bfloat16)
     else:
         torch.manual_seed(0)

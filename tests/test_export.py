@@ -20,16 +20,17 @@ from shared import copy_of, said_by
 from torch import Tensor, nn
 
 import fluxq
-from fluxq import catalogue, cli, exchange, jobs, tiny
+from fluxq import cli, tiny
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.commands import exchanging
+from fluxq.jobs import catalogue, exchange, making
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange import containers, native
 from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.export import MOST_ADDED, export, plan_of
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
-from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.keymaps import ORIGINALS, diffusers_names
 from fluxq.recipes.plan import MODULATION_ROLE
@@ -115,14 +116,14 @@ def read_by_diffusers(exported, tmp_path_factory):
     """Key of BFL -> what stock diffusers made of that file."""
     root = tmp_path_factory.mktemp("read")
     save_file(given(), root / "given.safetensors")
-    jobs, found = [], {}
+    orders, found = [], {}
     for name, how in BFL.items():
         file = Path(exported(name.split(",")[0], "bfl", **how)[0].target)
         config = file.with_name(file.stem + ".config.json")
-        jobs.append([str(file), str(config), str(root / f"{name}.safetensors")])
-    command = [sys.executable, "-c", READ_BFL, str(root / "given.safetensors"), json.dumps(jobs)]
+        orders.append([str(file), str(config), str(root / f"{name}.safetensors")])
+    command = [sys.executable, "-c", READ_BFL, str(root / "given.safetensors"), json.dumps(orders)]
     said_by(command, root)
-    for name, job in zip(BFL, jobs, strict=True):
+    for name, job in zip(BFL, orders, strict=True):
         found[name] = load_file(job[2])
     return found
 
@@ -466,16 +467,16 @@ def test_nunchaku_files_have_no_room_for_modulation_of_another_format(exported, 
 def with_text_encoder(tmp_path_factory) -> Path:
     """The embedded pipeline with transformer and T5 in fp8."""
     folder = tmp_path_factory.mktemp("encoder") / "both"
-    options = jobs.Options(
+    options = making.Options(
         model="tiny", recipe="fp8", output=str(folder), check=False, components=("transformer", "text_encoder_2")
     )
-    jobs.quantize(jobs.prepare(options))
+    making.quantize(making.prepare(options))
     return folder
 
 
 def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder, tmp_path) -> None:
-    options = jobs.Options("tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",))
-    jobs.quantize(jobs.prepare(options))
+    options = making.Options("tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",))
+    making.quantize(making.prepare(options))
     words = "stock transformers does not load a T5 with 4-bit layers"
     done = exchange.export_checkpoint(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit")
     assert sum(note.startswith(words) for note in done.notes) == 1

@@ -16,7 +16,7 @@ from torch import nn
 from fluxq import QuantLinear, tiny
 from fluxq.base.linears import linears_of
 from fluxq.cli import cli
-from fluxq.eval.schema import read_report
+from fluxq.eval.metrics.schema import read_report
 from fluxq.recipes.families import FAMILIES
 
 SMALL = {"num_inference_steps": 2, "height": 16, "width": 16}

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.quantize import fused_forms, norms, prepare
+from fluxq.kernels import norms
+from fluxq.runtime import fused_forms, layout
 
 BLOCKS = 3
 SCHEMES = (
@@ -148,7 +149,7 @@ def test_other_vectors_or_scales_are_not_shared() -> None:
 def test_weights_of_four_bits_under_codes_of_eight(activations: str) -> None:
     model = quantized("nvfp4-nvfp4-static-smooth")
     for layer in layers(model):
-        prepare.add_row_scale(layer, (activations,))
+        layout.add_row_scale(layer, (activations,))
     want = output(model)
     fluxq.optimize(model)
     assert ops(model)["w4a8_matmul"] == 6 + 2 + 2 + 2 * 5
@@ -527,7 +528,7 @@ def test_on_a_gpu_attention_is_read_beside_the_feed_forward_where_a_kernel_can(
         chip = "sm_90"
         monkeypatch.setattr(dispatch, "offer", without_beside)
     monkeypatch.setattr("fluxq.kernels.chips.chip_of", lambda device: chip)
-    monkeypatch.setattr("fluxq.kernels.quantize_activation.LARGEST_RANK", 4)
+    monkeypatch.setattr("fluxq.kernels.quantize_activation.kernel.LARGEST_RANK", 4)
     rows = {row.part: row for row in fluxq.optimize(quantized(scheme), device="cuda")}
     row = rows["mixed_out"]
     assert row.fused == ("" if said else "attention beside gelu + int8 codes") and said in row.why_not

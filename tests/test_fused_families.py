@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fluxq
-from fluxq.quantize import fused, fused_forms
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.families import FAMILIES
+from fluxq.runtime import fused, fused_forms
 
 OTHERS = [name for name in FUSABLE if name != "flux"]
 SCHEMES = ("16 bit", "int8-int8", "fp8-fp8", "nvfp4-nvfp4-static", FULL)

@@ -28,19 +28,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fluxq
-from fluxq.kernels import attention as attention_kernels
-from fluxq.kernels import launch
-from fluxq.kernels import quantize_activation as producer
+from fluxq.kernels import launch, norms, ops, producers
+from fluxq.kernels.attention import kernel as attention_kernels
+from fluxq.kernels.attention import op as attention
+from fluxq.kernels.attention.op import Operands
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.quantize_activation import kernel as producer
+from fluxq.kernels.reencode.op import reencode, stored_matrix
+from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
-from fluxq.quantize import attention, norms, ops, prepare, producers
-from fluxq.quantize.attention import Operands
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.reencode import reencode, stored_matrix
-from fluxq.quantize.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme, find_format
+from fluxq.runtime import layout
 
 
 def sibling(name: str) -> ModuleType:
@@ -337,7 +338,7 @@ def check_activated(kernels: Kernels, found, tile: Tile, x, act, down, beside, *
 
 
 def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
-    """Within the bound that quantize/attention.py states for the codes that the kernel makes, head by head."""
+    """Within the bound that kernels/attention/op.py states for the codes that the kernel makes, head by head."""
     operands = kernels.quantized_heads(q, k, v)
     how = q.shape[1], k.shape[1], attention.logit_scale(q, scale), q.dtype
     exact, bound = attention.bounds(operands, *how)
@@ -510,9 +511,9 @@ def block_of(
             is_modulation = name.endswith(".linear")
             layer = quantized(module, Scheme.parse(MODULATION if is_modulation else scheme))
             if decoded and not is_modulation:
-                prepare.add_row_scale(layer, (decoded,))
+                layout.add_row_scale(layer, (decoded,))
             if swizzled and not is_modulation:
-                prepare.swizzle(layer)
+                layout.swizzle(layer)
             model.set_submodule(name, layer)
     if fp8_attention:
         fluxq.set_attention(model, "fp8")

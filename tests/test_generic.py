@@ -14,10 +14,11 @@ from click.testing import CliRunner
 from torch import nn
 
 import fluxq
-from fluxq import QuantLinear, jobs, tiny
+from fluxq import QuantLinear, tiny
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.sharing import watch_shared_inputs
 from fluxq.cli import cli
+from fluxq.jobs import making
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.structure import component_family, denoisers_of, model_family, tree_of
 from fluxq.recipes.families import FAMILIES, family_of
@@ -500,11 +501,11 @@ def test_a_pipeline_whose_names_mislead_is_refused_before_it_is_fitted(lumina, t
     monkeypatch.setattr(processor, "__call__", forward)
     options = {"model": str(lumina), "recipe": str(quick_recipe("nvfp4")), "check": False}
     with pytest.raises(ValueError, match=r"attn\.to_k and \S*attn\.to_q read different values") as caught:
-        jobs.quantize(jobs.prepare(jobs.Options(output=str(tmp_path / "out"), **options)))
-    jobs.quantize(jobs.prepare(jobs.Options(output=str(tmp_path / "rtn"), profile="rtn", **options)))
+        making.quantize(making.prepare(making.Options(output=str(tmp_path / "out"), **options)))
+    making.quantize(making.prepare(making.Options(output=str(tmp_path / "rtn"), profile="rtn", **options)))
     excluded = re.findall("--exclude '(.*?)'", str(caught.value))
     assert excluded and excluded[0].endswith(".*.attn.to_k")
     stacks = ("layers", "context_refiner", "noise_refiner")  # of which the message names the first that ran
     everywhere = tuple(f"{stack}.*.attn.to_k" for stack in stacks)
     assert excluded[0] in everywhere
-    jobs.quantize(jobs.prepare(jobs.Options(output=str(tmp_path / "out"), exclude=everywhere, **options)))
+    making.quantize(making.prepare(making.Options(output=str(tmp_path / "out"), exclude=everywhere, **options)))

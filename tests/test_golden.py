@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluxq.quantize import encode
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels import encode
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS
 
 N, K = 160, 192

@@ -21,11 +21,12 @@ from click.testing import CliRunner
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fluxq.kernels import on_gpu, same_bits, tiles, tune, workloads
+from benchmarks.kernels import on_gpu, same_bits, tune, workloads
+from benchmarks.kernels.on_gpu import launching_on
+from fluxq.kernels import tiles
 from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.on_gpu import launching_on
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, find_tile
-from fluxq.quantize.tensor import QuantizedTensor
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu_session.py"
@@ -173,7 +174,7 @@ def test_codes_of_blocks_of_nan_may_be_any_and_others_not() -> None:
 
 
 def _mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from fluxq.quantize import ops
+    from fluxq.kernels import ops
 
     q = ops.quantize_activation(x, same_bits.FORMATS["mxfp8"])
     return q.codes, q.scale

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
 
 import fluxq
 from fluxq import tiny
-from fluxq.quantize import graphs
-from fluxq.quantize.modulation import hoist_modulation
+from fluxq.runtime import graphs
+from fluxq.runtime.modulation import hoist_modulation
 
 STEPS = 2
 ADAPTED = ("to_q", "to_k", "proj_mlp", "ff.net.2", "proj_out")

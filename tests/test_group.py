@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.layers.synthetic import draw
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.quantize import group as fitting
 from fluxq.quantize.group import GroupLayer, fit_group
-from fluxq.quantize.synthetic import draw
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import Method
 
@@ -72,7 +72,7 @@ def test_all_stages_together_gain_much_and_say_so(layer, inputs, name):
 
 
 def test_plain_method_is_rounding_to_nearest(layer, inputs):
-    from fluxq.quantize.tensor import QuantizedTensor
+    from fluxq.kernels.tensor import QuantizedTensor
 
     group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], inputs, Method())
     q = QuantizedTensor.quantize(layer.weight, "nvfp4")

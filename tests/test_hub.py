@@ -7,9 +7,10 @@ import huggingface_hub
 import pytest
 from shared import copy_of
 
-from fluxq import hub, jobs, judge, tiny
+from fluxq import tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.cli import cli
+from fluxq.jobs import hub, judge, making
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -36,7 +37,7 @@ def downloads(tmp_path, monkeypatch) -> list[tuple[str, str | None]]:
 def quantized(tmp_path: Path, model: str, **how: object) -> dict:
     """The record of a checkpoint in tmp_path/out."""
     options = {"recipe": "fp8", "output": str(tmp_path / "out"), "check": False, **how}
-    return jobs.quantize(jobs.prepare(jobs.Options(model=model, **options)))
+    return making.quantize(making.prepare(making.Options(model=model, **options)))
 
 
 def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(downloads, tmp_path):

@@ -15,16 +15,16 @@ from test_exchange_layers import same_bytes
 from test_inspect import change, drop, gguf_bytes, made
 
 import fluxq
-from fluxq import judge
 from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
-from fluxq.eval.card import model_card
+from fluxq.eval.report.card import model_card
+from fluxq.jobs import judge
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.layouts import swap_nibbles
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.quantize.verify import CHECKS, verify
 from fluxq.recipes.keymaps import original_names
 

@@ -18,10 +18,12 @@ from test_import import q8_0
 from test_inspect import gguf_bytes
 from torch import Tensor
 
-from fluxq import judge, tiny
+from fluxq import tiny
 from fluxq.base.files import sha256_file
 from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
+from fluxq.jobs import judge
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, list_linears
 from fluxq.quantize.exchange import comfy, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.dialects import DIALECTS
@@ -35,7 +37,6 @@ from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.proof import window
 from fluxq.quantize.record import read_record
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.quantize.verify import verify
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme

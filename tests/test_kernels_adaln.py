@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import adaln_quantize, quantize_activation
+from fluxq.kernels import norms
+from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.quantize_activation import kernel as quantize_activation
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile
-from fluxq.quantize import norms
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS
 
 TILE = Tile(rows=4, columns=512, warps=4)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import attention as kernels_attention
+from fluxq.kernels.attention import kernel as kernels_attention
+from fluxq.kernels.attention import op as reference
+from fluxq.kernels.attention.op import KEY_BLOCK, Operands
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import MatmulTile, Tile
-from fluxq.quantize import attention as reference
-from fluxq.quantize.attention import KEY_BLOCK, Operands
 
 QUANTIZE = Tile(rows=64, columns=64, warps=4)
 TILE = MatmulTile(m=64, n=KEY_BLOCK, k=64, warps=4, stages=2)

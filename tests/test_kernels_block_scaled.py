@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import block_scaled_matmul, quantize_activation
+from fluxq.kernels import encode, ops, products
+from fluxq.kernels.block_scaled_matmul import kernel as block_scaled_matmul
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.quantize_activation import kernel as quantize_activation
+from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile
-from fluxq.quantize import encode, ops, products
-from fluxq.quantize.tensor import QuantizedTensor, swizzle_scales
 from fluxq.recipes.formats import FORMATS
 
 

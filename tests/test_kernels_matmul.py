@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import scaled_matmul
+from fluxq.kernels import ops
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile
-from fluxq.quantize import ops
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import qk_norm_rope
+from fluxq.kernels import norms
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.qk_norm_rope import kernel as qk_norm_rope
 from fluxq.kernels.tiles import Tile
-from fluxq.quantize import norms
 
 TILE = Tile(rows=4, columns=64, warps=4)
 EPS = 1e-6

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import dequantize, quantize_activation
+from fluxq.kernels import encode, ops, producers
+from fluxq.kernels.dequantize import kernel as dequantize
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.producers import PRODUCED
+from fluxq.kernels.quantize_activation import kernel as quantize_activation
+from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
 from fluxq.kernels.tiles import Tile
-from fluxq.quantize import encode, ops, producers
-from fluxq.quantize.producers import PRODUCED
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
 from fluxq.recipes.formats import FORMATS, find_format
 
 TILE = Tile(rows=16, columns=256, warps=4)

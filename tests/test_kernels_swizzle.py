@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import swizzle_scales as kernels
+from fluxq.kernels import tensor
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.swizzle_scales import kernel as kernels
 from fluxq.kernels.tiles import Tile, find_memory_tile
-from fluxq.quantize import tensor
 
 
 def sibling(name: str) -> ModuleType:

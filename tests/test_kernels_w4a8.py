@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import reencode, scaled_matmul, w4a8_matmul
+from fluxq.kernels import ops
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.reencode import kernel as reencode
+from fluxq.kernels.reencode import op as reference
+from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile
-from fluxq.quantize import ops
-from fluxq.quantize import reencode as reference
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.w4a8_matmul import kernel as w4a8_matmul
 from fluxq.recipes.formats import FORMATS
 
 

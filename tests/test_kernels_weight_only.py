@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import weight_only_matmul
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.weight_only_matmul import kernel as weight_only_matmul
 from fluxq.recipes.formats import FORMATS
 
 

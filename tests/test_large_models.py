@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from published_models import PIPELINES, ROWS, published
 
-from fluxq import footprint, jobs, serving
 from fluxq.base.model import ModelFolder
-from fluxq.catalogue import Model
 from fluxq.cli import cli
+from fluxq.jobs import footprint, making, serving
+from fluxq.jobs.catalogue import Model
 from fluxq.recipes.cards import holding
 from fluxq.recipes.devices import DEVICES
 
@@ -26,8 +26,8 @@ def line_of(name: str, folder: Path) -> str:
     """The model's line of the page: GiB on the CPU and on a GPU, for each recipe."""
     model, cells = str(published(folder / name, name)), []
     for recipe in RECIPES:
-        prepared = jobs.prepare(jobs.Options(model, recipe), writes=False)
-        asked = [jobs.demand(prepared, device, writes=True) for device in ("cpu", "cuda")]
+        prepared = making.prepare(making.Options(model, recipe), writes=False)
+        asked = [making.demand(prepared, device, writes=True) for device in ("cpu", "cuda")]
         cells.append(" / ".join(f"{math.ceil(10 * each.least / (1 << 30)) / 10:g}" for each in asked if each) or "any")
     return f"| {name} | {' | '.join(cells)} |"
 
@@ -50,8 +50,8 @@ def test_the_page_says_the_least_that_a_model_can_be_given(name, tmp_path, reque
 def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     """By hand, of FLUX.1-dev under fp8: one image of a megapixel, through the transformer and through the VAE."""
     model = str(published(tmp_path / "model", "FLUX.1-dev"))
-    prepared = jobs.prepare(jobs.Options(model, "fp8"), writes=False)
-    found = jobs.demand(prepared, "cpu", writes=True)
+    prepared = making.prepare(making.Options(model, "fp8"), writes=False)
+    found = making.demand(prepared, "cpu", writes=True)
     assert found is not None
     itemsize, tokens, widest = 2, 4096 + 512, 3 * (18432 + 3072)
     largest = {"transformer": 18432 * (3072 + 1), "vae": 512 * (512 * 9 + 1)}
@@ -62,14 +62,17 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     with pytest.raises(ValueError, match=r"--max-memory 1GiB: running vae on 1 image needs 2\.1GiB; give at least"):
         found.bound(1 << 30)
     assert found.bound(found.least).limit == found.least
-    assert jobs.demand(jobs.prepare(jobs.Options(model, "fp8", check=False), writes=False), "cpu", writes=True) is None
+    assert (
+        making.demand(making.prepare(making.Options(model, "fp8", check=False), writes=False), "cpu", writes=True)
+        is None
+    )
 
 
 def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
     """By hand: what a VAE takes, of the short videos of the closing check, in numbers of 2 bytes."""
     model = published(tmp_path / "model", "Wan2.2-T2V-A14B")
-    prepared = jobs.prepare(jobs.Options(str(model), "fp8"), writes=False)
-    found = jobs.demand(prepared, "cpu", writes=True)
+    prepared = making.prepare(making.Options(str(model), "fp8"), writes=False)
+    found = making.demand(prepared, "cpu", writes=True)
     assert found is not None and f"running vae on {ONE}" in found.needs
     assert found.working["vae"] == 2 * 4 * 256 * 5 * 1024 * 1024  # of a latent frame, and what is kept of the last
     wan, folder = (footprint.Size(1, 64, 64, frames, None) for frames in (9, 25)), ModelFolder("m", model)

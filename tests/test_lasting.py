@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from shared import copy_of
 
 import fluxq  # noqa: F401  registers the quantizer
-from fluxq import jobs, judge, tiny
+from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile
 from fluxq.calibrate import prompts
 from fluxq.calibrate.prompts import load_prompts
+from fluxq.jobs import judge, making
 from fluxq.quantize import finished, run
 from fluxq.quantize.checkpoint import SourceWeights
 
@@ -40,12 +41,12 @@ def model(folder: Path, factor: float = 1.0) -> Path:
     return folder
 
 
-def options(source: Path, out: Path, **more) -> jobs.Options:
-    return jobs.Options(str(source), "fp8", "rtn", str(out), check=False, **more)
+def options(source: Path, out: Path, **more) -> making.Options:
+    return making.Options(str(source), "fp8", "rtn", str(out), check=False, **more)
 
 
 def quantize(source: Path, out: Path, **more) -> Path:
-    jobs.quantize(jobs.prepare(options(source, out, **more)))
+    making.quantize(making.prepare(options(source, out, **more)))
     return out / "transformer" / WEIGHTS
 
 
@@ -99,20 +100,20 @@ def test_touched_weights_are_the_same_model(tmp_path, monkeypatch, caplog):
     source = model(tmp_path / "m")
     work = stopped(monkeypatch, source, tmp_path / "out")
     (source / "transformer" / WEIGHTS).touch()
-    prepared = jobs.prepare(options(source, tmp_path / "out"))
-    assert jobs.work_folder(prepared) == work
-    jobs.quantize(prepared)
+    prepared = making.prepare(options(source, tmp_path / "out"))
+    assert making.work_folder(prepared) == work
+    making.quantize(prepared)
     assert "going on" in caplog.text and "made again" not in caplog.text
 
 
 def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path):
     source, other = model(tmp_path / "m"), model(tmp_path / "other", 1.02)
-    prepared = jobs.prepare(options(source, tmp_path / "out"))
+    prepared = making.prepare(options(source, tmp_path / "out"))
     file = Path("transformer", WEIGHTS)
     os.utime(other / file, ns=((source / file).stat().st_mtime_ns,) * 2)
     (other / file).rename(source / file)
     with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
-        jobs.quantize(prepared)
+        making.quantize(prepared)
     assert not (tmp_path / "out").exists()
 
 
@@ -170,8 +171,8 @@ def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypat
 
 def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeypatch, quick_recipe):
     def fitted(out: Path) -> bytes:
-        asked = jobs.Options("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
-        jobs.quantize(jobs.prepare(asked))
+        asked = making.Options("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
+        making.quantize(making.prepare(asked))
         return (out / "transformer" / WEIGHTS).read_bytes()
 
     clean = fitted(tmp_path / "clean")
@@ -251,7 +252,7 @@ def test_a_pipe_is_no_file_to_wait_for(tmp_path):
     config.unlink()
     os.mkfifo(config)
     with pytest.raises(ValueError, match="no regular file, which could be waited for without end; remove it"):
-        jobs.prepare(options(folder, tmp_path / "out"))
+        making.prepare(options(folder, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_a_model_does_not_say_what_fluxq_asks_of_a_call(tmp_path, said):
     folder = copy_of(tiny.path(), tmp_path / "m")
     (folder / "fluxq_generation.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=f"{next(iter(said))} is .*, which is not for this file to say; remove it"):
-        jobs.prepare(options(folder, tmp_path / "out"))
+        making.prepare(options(folder, tmp_path / "out"))
 
 
 def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path):

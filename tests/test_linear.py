@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluxq.quantize import encode, ops
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes
+from fluxq.kernels import encode, ops
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 
 N, K = 24, 256
@@ -372,7 +372,7 @@ def test_an_unknown_scheme_is_refused(text):
 
 LARGEST_CODES = """
 import torch
-from fluxq.quantize.ops import int8_product
+from fluxq.kernels.ops import int8_product
 for m, k, n in ((1, 3072, 64), (17, 64, 48), (64, 3100, 256)):
     a = torch.full((m, k), 127, dtype=torch.int8)
     b = torch.full((n, k), 127, dtype=torch.int8)
@@ -473,8 +473,8 @@ def test_which_int8_product_is_taken_changes_no_bit(clock, scheme, monkeypatch):
 ONLY_WHEN_IT_RUNS = """
 import torch, fluxq
 from fluxq.quantize import ops
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme
 w = QuantizedTensor.quantize(torch.randn(32, 64), "int8")
 layer = QuantLinear.from_quantized(w, None, Scheme.parse("int8-int8"))

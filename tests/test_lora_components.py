@@ -11,9 +11,10 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fluxq import jobs, judge, tiny
+from fluxq import tiny
 from fluxq.base.model import resolve_model
-from fluxq.eval.sides import Side
+from fluxq.eval.images.sides import Side
+from fluxq.jobs import judge, making
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, of_component, updates_of
 from fluxq.quantize.structure import denoisers_of
@@ -166,10 +167,10 @@ def test_the_part_of_a_text_encoder_is_refused_with_the_way_out(sdxl, tmp_path):
 def test_a_checkpoint_of_a_unet_holds_the_fused_weights_and_is_judged_against_them(sdxl, tmp_path):
     file = tmp_path / "style.safetensors"
     save_file({f"unet.{name}": t for name, t in factors(unet_of(sdxl), UNET_LAYERS).items()}, file)
-    options = jobs.Options(
+    options = making.Options(
         model=str(sdxl), recipe="int8", profile="rtn", output=str(tmp_path / "out"), lora=(f"{file}:0.5",), check=False
     )
-    record = jobs.quantize(jobs.prepare(options))
+    record = making.quantize(making.prepare(options))
     assert [lora["component"] for lora in record["loras"]] == ["unet"]
     assert "`style.safetensors` at weight 0.5 in `unet`" in (tmp_path / "out" / "README.md").read_text()
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
@@ -213,27 +214,27 @@ def test_of_two_experts_a_file_changes_the_first_or_the_one_that_is_named(wan, m
 
 
 def test_each_expert_takes_its_own_files_and_the_checkpoint_tells_them_apart(wan, motion, tmp_path):
-    def options(*loras: str, output: str = "out") -> jobs.Options:
-        return jobs.Options(
+    def options(*loras: str, output: str = "out") -> making.Options:
+        return making.Options(
             model=str(wan), recipe="fp8", output=str(tmp_path / output), lora=loras, check=False, profile="rtn"
         )
 
     both = (f"{motion}:1", f"transformer_2={motion}:0.5")
-    record = jobs.quantize(jobs.prepare(options(*both)))
+    record = making.quantize(making.prepare(options(*both)))
     assert [(lora["component"], lora["weight"]) for lora in record["loras"]] == [
         ("transformer", 1),
         ("transformer_2", 0.5),
     ]
-    prepared = jobs.prepare(options(*both))
+    prepared = making.prepare(options(*both))
     assert prepared.finished is not None
-    plain = jobs.prepare(options(output="other"))
-    one = jobs.prepare(options(both[1], output="other"))
+    plain = making.prepare(options(output="other"))
+    one = making.prepare(options(both[1], output="other"))
     assert one.digest("transformer") == plain.digest("transformer")
     assert one.digest("transformer_2") != plain.digest("transformer_2")
-    weaker = jobs.prepare(options(both[0], f"transformer_2={motion}:0.4", output="other"))
+    weaker = making.prepare(options(both[0], f"transformer_2={motion}:0.4", output="other"))
     assert weaker.digest("transformer") == prepared.digest("transformer") != plain.digest("transformer")
     with pytest.raises(ValueError, match="differs in loras"):
-        jobs.prepare(options(f"{motion}:1", f"{motion}:0.5"))
+        making.prepare(options(f"{motion}:1", f"{motion}:0.5"))
     side = Side(
         "16-bit",
         str(wan),
@@ -264,7 +265,7 @@ def test_a_component_that_runs_once_takes_no_file(wan, motion, text, message):
 def test_a_file_for_what_is_not_quantized_is_refused(wan, motion, tmp_path):
     options = {"model": str(wan), "recipe": "fp8", "check": False, "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=r"motion\.safetensors: changes the transformer, which is not among"):
-        jobs.prepare(jobs.Options(lora=(str(motion),), components=("transformer_2",), **options))
+        making.prepare(making.Options(lora=(str(motion),), components=("transformer_2",), **options))
 
 
 def test_a_file_with_keys_of_both_is_refused(wan, motion, tmp_path):

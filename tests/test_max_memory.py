@@ -23,13 +23,14 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluxq import jobs, memory, tiny
+from fluxq import tiny
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.residence import Residence, device_of, residence_of
 from fluxq.base.tensors import write_weights
 from fluxq.cli import cli
-from fluxq.eval.generate import generate
+from fluxq.eval.images.generate import generate
 from fluxq.integrations.bounded import load_bounded
+from fluxq.jobs import making, memory
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.families import FAMILIES
 
@@ -295,8 +296,8 @@ def pictures(pipe: Any) -> tuple[Tensor, Tensor]:
 
 def test_a_quantized_pipeline_paints_the_same_image(tmp_path):
     """Also with a text encoder whose codes are filed with another shape."""
-    options = jobs.Options("tiny", "int4", "rtn", str(tmp_path / "out"), check=False)
-    jobs.quantize(jobs.prepare(jobs.replace(options, components=("transformer", "text_encoder_2"))))
+    options = making.Options("tiny", "int4", "rtn", str(tmp_path / "out"), check=False)
+    making.quantize(making.prepare(making.replace(options, components=("transformer", "text_encoder_2"))))
     for path in (tmp_path / "out", Path(tiny.path())):
         folder = ModelFolder("out", path)
         want = pictures(load_pipeline(folder))
@@ -358,11 +359,11 @@ def tight(monkeypatch) -> list[Residence]:
 )
 def test_the_checkpoint_has_the_same_bytes(tmp_path, recipe, tight, lora_file, how):
     loras = (f"{lora_file('one.safetensors', ('single_transformer_blocks.1.attn.to_q',))}:0.7",) if not how else ()
-    options = jobs.Options("tiny", recipe, lora=loras, call={"num_inference_steps": 2}, **how)
+    options = making.Options("tiny", recipe, lora=loras, call={"num_inference_steps": 2}, **how)
     records = []
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
-        chosen = jobs.replace(options, output=str(tmp_path / name), max_memory=limit)
-        records.append(jobs.quantize(jobs.prepare(chosen)))
+        chosen = making.replace(options, output=str(tmp_path / name), max_memory=limit)
+        records.append(making.quantize(making.prepare(chosen)))
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")
     assert records[0]["check"] == records[1]["check"] and (records[0]["check"] is None) == bool(how)
     assert len(tight) == (1 if how else 2) and all(residence.held == 0 for residence in tight)
@@ -371,8 +372,8 @@ def test_the_checkpoint_has_the_same_bytes(tmp_path, recipe, tight, lora_file, h
 def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monkeypatch):
     from fluxq.quantize import run
 
-    options = jobs.Options("tiny", recipe, output=str(tmp_path / "out"), check=False, call={"num_inference_steps": 2})
-    whole = jobs.quantize(jobs.prepare(jobs.replace(options, output=str(tmp_path / "whole"))))
+    options = making.Options("tiny", recipe, output=str(tmp_path / "out"), check=False, call={"num_inference_steps": 2})
+    whole = making.quantize(making.prepare(making.replace(options, output=str(tmp_path / "whole"))))
     own, fitted = run._fit_block, []
 
     def stops(live: Any, *rest: Any) -> Any:
@@ -382,17 +383,17 @@ def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monk
 
     monkeypatch.setattr(run, "_fit_block", stops)
     with pytest.raises(KeyboardInterrupt):
-        jobs.quantize(jobs.prepare(options))
+        making.quantize(making.prepare(options))
     monkeypatch.setattr(run, "_fit_block", lambda live, *rest: fitted.append(live.index) or own(live, *rest))
-    record = jobs.quantize(jobs.prepare(jobs.replace(options, max_memory=1 << 30)))
+    record = making.quantize(making.prepare(making.replace(options, max_memory=1 << 30)))
     assert fitted == [3, 4] and record["components"][0]["groups"] == whole["components"][0]["groups"]
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_statistics_are_the_same(tmp_path, recipe, tight):
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
-        options = jobs.Options("tiny", recipe, output=str(tmp_path / name), call={"num_inference_steps": 2})
-        jobs.calibrate(jobs.prepare(jobs.replace(options, max_memory=limit), writes=False))
+        options = making.Options("tiny", recipe, output=str(tmp_path / name), call={"num_inference_steps": 2})
+        making.calibrate(making.prepare(making.replace(options, max_memory=limit), writes=False))
     assert len(tight) == 1 and (tmp_path / "bounded").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
@@ -404,20 +405,20 @@ def test_too_little_is_refused_with_the_least_that_does(recipe, tmp_path):
     assert result.exit_code == 2 and found and found.groups()[:2] == ("transformer_blocks.0", "512")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     least = int(float(found[3]) * (1 << 20))
-    options = jobs.Options("tiny", recipe, output=str(tmp_path / "out"), max_memory=least)
-    bound = jobs.prepare(options).bound
+    options = making.Options("tiny", recipe, output=str(tmp_path / "out"), max_memory=least)
+    bound = making.prepare(options).bound
     assert bound and bound.fitting["transformer"] < least - (64 << 20) < 2 * bound.fitting["transformer"]
     with pytest.raises(ValueError, match=f"needs {found[3]}MiB; give at least"):
-        jobs.prepare(jobs.replace(options, max_memory=least - (1 << 18)))
+        making.prepare(making.replace(options, max_memory=least - (1 << 18)))
 
 
 def test_images_that_are_too_large_for_it_are_refused(recipe):
-    options = jobs.Options("tiny", recipe, "rtn", max_memory=300 << 20, call={"height": 1024, "width": 1024})
+    options = making.Options("tiny", recipe, "rtn", max_memory=300 << 20, call={"height": 1024, "width": 1024})
     with pytest.raises(
         ValueError, match=r"running transformer on 1 image of 1024x1024 needs .*, or a smaller --height"
     ):
-        jobs.prepare(options)
-    assert jobs.prepare(jobs.replace(options, check=False)).bound is None  # no pipeline is run
+        making.prepare(options)
+    assert making.prepare(making.replace(options, check=False)).bound is None  # no pipeline is run
 
 
 @pytest.mark.parametrize("size", ["8", "lots", "0GB"])
@@ -439,12 +440,12 @@ def test_running_out_of_memory_names_the_option(tmp_path, monkeypatch, error):
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(jobs, "generate", fails)
-    options = jobs.Options("tiny", "fp8", "rtn", str(tmp_path / "out"))
+    monkeypatch.setattr(making, "generate", fails)
+    options = making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"))
     with pytest.raises(RuntimeError, match=r"out of memory on cpu .*: --max-memory SIZE"):
-        jobs.quantize(jobs.prepare(options))
+        making.quantize(making.prepare(options))
     with pytest.raises(RuntimeError, match="more was needed than --max-memory 1GiB"):
-        jobs.quantize(jobs.prepare(jobs.replace(options, max_memory=1 << 30)))
+        making.quantize(making.prepare(making.replace(options, max_memory=1 << 30)))
     with pytest.raises(RuntimeError, match=r"^something else$"):
         with memory.within(None, "cpu"):
             raise RuntimeError("something else")
@@ -507,12 +508,12 @@ def test_a_process_stays_within_the_bound(process, tmp_path, recipe, blocks, bou
 @pytest.mark.gpu
 def test_a_gpu_stays_within_the_bound(tmp_path, recipe):
     model = wide_model(tmp_path / "model", 2, 8)
-    options = jobs.Options(str(model), recipe, include=(LAYER,), device="cuda", call={"num_inference_steps": 2})
+    options = making.Options(str(model), recipe, include=(LAYER,), device="cuda", call={"num_inference_steps": 2})
     peaks = []
     for name, limit in (("whole", None), ("bounded", 250 << 20)):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        jobs.quantize(jobs.prepare(jobs.replace(options, output=str(tmp_path / name), max_memory=limit)))
+        making.quantize(making.prepare(making.replace(options, output=str(tmp_path / name), max_memory=limit)))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[0] > 400e6 and peaks[1] < 250 << 20
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")

@@ -13,13 +13,13 @@ from diffusers.models.normalization import AdaLayerNormZeroSingle
 from torch import Tensor, nn
 
 from fluxq import tiny
-from fluxq.integrations.optimize import optimize, restore
-from fluxq.quantize import modulation
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.modulation import HoistedModulation, hoist_modulation
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
+from fluxq.runtime import modulation
+from fluxq.runtime.modulation import HoistedModulation, hoist_modulation
+from fluxq.runtime.optimize import optimize, restore
 
 STEPS = 4
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fluxq.quantize import encode, ops
+from fluxq.kernels import encode, ops
 from fluxq.recipes.formats import FORMATS
 
 

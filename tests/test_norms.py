@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxq.quantize import norms, producers
+from fluxq.kernels import norms, producers
 
 STEPS = ("layer", 1e-6, "", 0, False, False)  # norm to swizzled
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import T5EncoderModel
 
 import fluxq
-from fluxq import FluxqConfig, jobs, tiny
+from fluxq import FluxqConfig, tiny
 from fluxq.integrations.loading import Arrivals
-from fluxq.quantize.linear import QuantLinear
+from fluxq.jobs import making
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.nearest import sqnr
 from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
@@ -41,10 +42,10 @@ def written(tmp_path_factory) -> Callable[..., Path]:
     def make(recipe: str, profile: str | None = None) -> Path:
         folder = root / recipe
         if not folder.exists():
-            options = jobs.Options(
+            options = making.Options(
                 model="tiny", recipe=recipe, profile=profile, components=PARTS, output=str(folder), check=False
             )
-            jobs.quantize(jobs.prepare(options))
+            making.quantize(making.prepare(options))
         return folder
 
     return make
@@ -109,7 +110,9 @@ def test_two_scales_for_blocks_of_weights_need_no_data(tmp_path):
     recipe = tmp_path / "two-scales.yaml"
     plain = "transforms: [], rounding: {method: rtn, scales: amax}, activations: null"
     recipe.write_text(f"extends: nvfp4\ncalibration: null\ncomponents: {{transformer: {{{plain}}}}}\n")
-    jobs.quantize(jobs.prepare(jobs.Options(model="tiny", recipe=str(recipe), output=str(tmp_path / "o"), check=False)))
+    making.quantize(
+        making.prepare(making.Options(model="tiny", recipe=str(recipe), output=str(tmp_path / "o"), check=False))
+    )
     written = stored(tmp_path / "o" / "transformer")
     loaded = transformer(FluxqConfig(recipe=recipe))
     assert same_bits(loaded.state_dict(), written)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from example_report import example
 from shared import copy_of
 
-from fluxq import judge, tiny
+from fluxq import tiny
 from fluxq.base import files
 from fluxq.base import output as module
 from fluxq.base.files import atomic_path, clear_parts
@@ -26,6 +26,7 @@ from fluxq.base.output import EXPORT_FILE, GENERATOR, PLAN_FILE, Output, put, pu
 from fluxq.base.tensors import save_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
+from fluxq.jobs import judge
 
 MARKS = GENERATOR + '"schema_version":'
 JOB = ["a job"]
@@ -433,7 +434,7 @@ def test_what_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch
 def test_a_report_appears_with_its_json_and_markdown_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(example().model_dump_json())
     with monkeypatch.context() as patch:
-        patch.setattr("fluxq.eval.report.render", lambda _: (_ for _ in ()).throw(OSError("full")))
+        patch.setattr("fluxq.eval.report.report.render", lambda _: (_ for _ in ()).throw(OSError("full")))
         with pytest.raises(OSError, match="full"):
             judge.report([tmp_path / "run.json"], tmp_path / "x.html")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
@@ -473,7 +474,7 @@ def test_what_a_killed_process_left_of_a_file_is_cleared(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_end_a_command_as_ctrl_c_does(tmp_path, number):
     program = f"""
-import os, signal, fluxq.cli, fluxq.jobs as jobs
+import os, signal, fluxq.cli, fluxq.jobs.making as jobs
 jobs.prepare = lambda *a, **k: os.kill(os.getpid(), {number})
 plain = signal.default_int_handler if {number} == signal.SIGINT else signal.SIG_DFL
 signal.signal({number}, plain)  # below nohup, or in the background, it is ignored, which a command leaves so

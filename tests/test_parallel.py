@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluxq import tiny
-from fluxq.quantize import ops
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.prepare import add_row_scale, reencode_layer, swizzle
-from fluxq.quantize.reencode import reencode
-from fluxq.quantize.shard import ColumnParallel, RowParallel, shard
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels import ops
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
+from fluxq.runtime.layout import add_row_scale, reencode_layer, swizzle
+from fluxq.runtime.shard import ColumnParallel, RowParallel, shard
 
 RANKS = 2
 SCHEMES = (

@@ -364,7 +364,7 @@ def test_other_adapters_are_not_merged_into_codes(checkpoint, method):
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_a_lora_of_a_quantized_text_encoder_loads_fuses_and_leaves_no_trace(recipe, lora_file, tmp_path):
-    import fluxq.jobs as jobs
+    import fluxq.jobs.making as jobs
 
     out, parts = tmp_path / "out", ("transformer", "text_encoder")
     jobs.quantize(

@@ -9,19 +9,19 @@ import torch
 from diffusers import DiffusionPipeline
 from torch.utils.flop_counter import FlopCounterMode
 
-from fluxq import forecast, jobs, placement, preparing
 from fluxq.base import devices
 from fluxq.base.model import resolve_model
-from fluxq.eval.sides import Side
-from fluxq.forecast import Forecast, in_words
-from fluxq.memory import Demand
-from fluxq.prepared import Prepared
+from fluxq.eval.images.sides import Side
+from fluxq.jobs import forecast, making, placement, preparing
+from fluxq.jobs.forecast import Forecast, in_words
+from fluxq.jobs.memory import Demand
+from fluxq.jobs.prepared import Prepared
 
 MIB = 1 << 20
 
 
 def prepared(device: str = "auto", recipe: str = "nvfp4", **options: object) -> Prepared:
-    return jobs.prepare(jobs.Options(recipe=recipe, device=device, **options), writes=False)
+    return making.prepare(making.Options(recipe=recipe, device=device, **options), writes=False)
 
 
 def settled(device: str, free: dict[str, int], monkeypatch, asked: str = "auto") -> Prepared:
@@ -74,23 +74,23 @@ def test_a_device_of_ones_own_choice_is_kept_or_refused(monkeypatch):
 
 def test_nothing_has_to_fit_where_nothing_runs(monkeypatch):
     monkeypatch.setattr(placement, "free_bytes", lambda place: 1)
-    job = jobs.prepare(jobs.Options(recipe="fp8"), writes=False, runs=False)
+    job = making.prepare(making.Options(recipe="fp8"), writes=False, runs=False)
     assert job.bound is None
-    job = jobs.prepare(jobs.Options(recipe="fp8", profile="rtn", check=False, output="not-made"))
+    job = making.prepare(making.Options(recipe="fp8", profile="rtn", check=False, output="not-made"))
     assert job.bound is None
 
 
 def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_path, quick_recipe):
     recipe = str(quick_recipe("nvfp4", fitted=False))
     outputs = []
-    job = jobs.prepare(jobs.Options(recipe=recipe, output=str(tmp_path / "all"), check=False))
+    job = making.prepare(making.Options(recipe=recipe, output=str(tmp_path / "all"), check=False))
     demand = preparing.demand(job, "cpu", writes=True)
     between = (demand.least + demand.unbounded(placement.weight_bytes(job.folder, "bfloat16"))) / 2
     for name, free in (("all", 1 << 40), ("turn", round(between / 0.9))):
         monkeypatch.setattr(placement, "free_bytes", lambda place, free=free: free)
-        job = jobs.prepare(jobs.Options(recipe=recipe, output=str(tmp_path / name), check=False))
+        job = making.prepare(making.Options(recipe=recipe, output=str(tmp_path / name), check=False))
         assert (job.bound is None) == (name == "all")
-        jobs.quantize(job)
+        making.quantize(job)
         outputs.append((tmp_path / name / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
 

@@ -16,24 +16,23 @@ from fluxq.base.linears import channels_last, is_linear, is_pixelwise, linear_si
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
 from fluxq.calibrate.capture import _Recorder
-from fluxq.eval.patch import improved
-from fluxq.eval.trace import Health, Local, Outputs, Seen
+from fluxq.eval.debug.patch import improved
+from fluxq.eval.debug.trace import Health, Local, Outputs, Seen
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
-from fluxq.kernels import launch
+from fluxq.kernels import launch, ops
 from fluxq.kernels.interpreter import interpreting
-from fluxq.quantize import ops
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
-from fluxq.quantize.linear import QuantLinear
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
 from fluxq.quantize.nearest import pieces_of, round_pieces, sqnr, weight_matrix
-from fluxq.quantize.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.quantize.run import quantize_linear
-from fluxq.quantize.shard import shard
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
+from fluxq.runtime.shard import shard
 
 SANA = FAMILIES["sana"]
 UP, DOWN = "transformer_blocks.0.ff.conv_inverted", "transformer_blocks.0.ff.conv_point"
@@ -308,7 +307,7 @@ def test_evaluation_sees_pixels_as_tokens():
 
 def test_a_watched_run_shows_the_channels_last(folder):
     """`watch` itself, on a pipeline of as much as it calls."""
-    from fluxq.eval import trace
+    from fluxq.eval.debug import trace
 
     model, shapes = sana(folder), {}
 

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.integrations import prepare as integration
-from fluxq.integrations.loading import quant_layers
-from fluxq.kernels import chips, dispatch
+from fluxq.kernels import chips, dispatch, ops
 from fluxq.kernels.dispatch import Offer
-from fluxq.quantize import ops
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.prepare import Origin, add_decoded, add_row_scale, as_stored, reencode_layer, swizzle
-from fluxq.quantize.tensor import QuantizedTensor
+from fluxq.kernels.linear import QuantLinear, quant_layers
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
+from fluxq.runtime import prepare as integration
+from fluxq.runtime.layout import Origin, add_decoded, add_row_scale, as_stored, reencode_layer, swizzle
 
 
 def load(folder: Path) -> diffusers.FluxTransformer2DModel:

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize import ops, producers
-from fluxq.quantize.producers import PRODUCED
-from fluxq.quantize.tensor import QuantizedTensor, unswizzle_scales
+from fluxq.kernels import ops, producers
+from fluxq.kernels.producers import PRODUCED
+from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.recipes.formats import FORMATS
 
 M, K = 6, 256

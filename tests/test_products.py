@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize import ops, products, reencode
-from fluxq.quantize.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
+from fluxq.kernels import ops, products
+from fluxq.kernels.reencode import op as reencode
+from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, find_format
 
 M, N, K = 6, 10, 128

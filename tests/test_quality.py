@@ -14,9 +14,9 @@ import torch
 
 from fluxq import tiny
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
-from fluxq.eval.fidelity import fidelity
-from fluxq.eval.generate import generate, items_for
-from fluxq.eval.statistics import paired_interval, within_item_intervals
+from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.metrics.fidelity import fidelity
+from fluxq.eval.metrics.statistics import paired_interval, within_item_intervals
 from fluxq.recipes.recipe import shipped_recipes
 
 COMMITTED = json.loads((Path(__file__).parent.parent / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import reencode as kernels
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.reencode import kernel as kernels
+from fluxq.kernels.reencode import op as reencode
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzle_scales
 from fluxq.kernels.tiles import Tile
-from fluxq.quantize import reencode
-from fluxq.quantize.tensor import QuantizedTensor, stored_shapes, swizzle_scales
 from fluxq.recipes.formats import FORMATS
 
 

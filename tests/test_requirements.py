@@ -9,7 +9,7 @@ import diffusers
 import pytest
 
 from fluxq.base.model import ModelFolder
-from fluxq.requirements import (
+from fluxq.jobs.requirements import (
     BINNED,
     call_of,
     makes_pictures,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fluxq.quantize import encode
+from fluxq.kernels import encode
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.rounding import feedback, round_nearest, round_with_feedback, search_scales
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import ELEMENTS, FORMATS, find_format
 
 FOUR_BIT = ("nvfp4", "mxfp4", "int4")

@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from torch import nn
 
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import Calls, capture_calls
@@ -30,6 +30,7 @@ from fluxq.calibrate.capture import (
 from fluxq.calibrate.prompts import ARGUMENTS, Row, load_prompts
 from fluxq.calibrate.sensitivity import noise_level_weights
 from fluxq.calibrate.statistics import Statistics
+from fluxq.jobs import making
 from fluxq.recipes.families import FAMILIES
 
 
@@ -547,16 +548,16 @@ def test_a_row_s_noise_is_its_own_whatever_shares_its_call(folder):
 # A whole job
 
 
-def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> jobs.Prepared:
+def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> making.Prepared:
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = jobs.Options(
+    asked = making.Options(
         model="tiny", recipe=recipe, prompts=str(folder / "p.jsonl"), output=str(output), overwrite=True, **options
     )
-    return jobs.prepare(asked)
+    return making.prepare(asked)
 
 
 def test_a_job_refuses_columns_before_anything_is_computed(folder, quick_recipe, monkeypatch):
-    monkeypatch.setattr("fluxq.prepared.load_pipeline", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("fluxq.jobs.prepared.load_pipeline", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"column 'image' is the argument image, which FluxPipeline does not take"):
         prepared(folder, [{"prompt": "a", "image": "one.png"}], str(quick_recipe("nvfp4")), folder / "out")
 
@@ -565,7 +566,7 @@ def test_a_job_with_sizes_is_calibrated_checked_and_says_so(folder, quick_recipe
     rows = [{"prompt": p, "height": h} for p, h in zip(tiny.PROMPTS[:4], (16, 24, 16, 24), strict=True)]
     recipe = str(quick_recipe("nvfp4", fitted=False))
     job = prepared(folder, rows, recipe, folder / "out", call={"num_inference_steps": 2})
-    record = jobs.quantize(job)
+    record = making.quantize(job)
     assert record["check"]["finite"] and record["check"]["images"] == 4
     assert [item[2] for item in record["trajectory"]["items"]] == [{"height": row["height"]} for row in rows * 2]
     assert prepared(folder, rows, recipe, folder / "out").identity != job.identity  # two steps, not eight

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import fluxq
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize import nearest
 from fluxq.quantize.nearest import sqnr, weight_sqnr
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 # Gaussian weights and inputs, both quantized: dB that a sound implementation reaches with room to spare.

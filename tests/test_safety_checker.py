@@ -12,9 +12,10 @@ import transformers
 from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from shared import copy_of
 
-from fluxq import QuantLinear, jobs, tiny
+from fluxq import QuantLinear, tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.base.model import load_pipeline, module_of, resolve_model
+from fluxq.jobs import making
 from fluxq.quantize.checkpoint import library_of, model_on_meta
 from fluxq.quantize.verify import verify
 from fluxq.recipes.families import FAMILIES
@@ -60,8 +61,8 @@ def test_the_checker_is_carried_over_and_works(made, tmp_path):
     index = read_json(made / "model_index.json")
     assert index["safety_checker"] == ["stable_diffusion", "StableDiffusionSafetyChecker"]
     assert index["requires_safety_checker"] is True and index["image_encoder"] == [None, None]
-    options = jobs.Options(model=str(made), recipe="fp8", output=str(tmp_path / "out"), check=False)
-    jobs.quantize(jobs.prepare(options))
+    options = making.Options(model=str(made), recipe="fp8", output=str(tmp_path / "out"), check=False)
+    making.quantize(making.prepare(options))
     assert read_json(tmp_path / "out" / "model_index.json") == index
     for name in (CHECKED, "feature_extractor/preprocessor_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (made / name).read_bytes()
@@ -105,9 +106,9 @@ def test_it_is_of_a_library_and_no_layer_of_it_has_a_row(made):
     model = resolve_model(str(made))
     assert library_of(model, "safety_checker") == "diffusers.pipelines.stable_diffusion"
     assert type(model_on_meta(model, "safety_checker")) is StableDiffusionSafetyChecker
-    options = jobs.Options(model=str(made), recipe="fp8", components=("safety_checker",))
+    options = making.Options(model=str(made), recipe="fp8", components=("safety_checker",))
     with pytest.raises(ValueError, match="StableDiffusionSafetyChecker"):
-        jobs.prepare(options)
+        making.prepare(options)
 
 
 STRANGERS = (

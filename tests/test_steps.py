@@ -22,19 +22,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 import fluxq
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.base.memory import free_bytes
-from fluxq.eval.card import model_card
-from fluxq.eval.sides import Side
-from fluxq.quantize import graphs, originals, steps
-from fluxq.quantize.attention import attention_of
+from fluxq.eval.images.sides import Side
+from fluxq.eval.report.card import model_card
+from fluxq.jobs import making
+from fluxq.kernels.attention.op import attention_of
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, SourceWeights
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.modulation import hoist_modulation
-from fluxq.quantize.originals import Originals
-from fluxq.quantize.steps import KeptSteps, keep_steps, require_followed
 from fluxq.recipes.recipe import Steps, load_recipe
+from fluxq.runtime import graphs, originals, steps
+from fluxq.runtime.modulation import hoist_modulation
+from fluxq.runtime.originals import Originals
+from fluxq.runtime.steps import KeptSteps, keep_steps, require_followed
 
 CPU = torch.device("cpu")
 COUNT = 5  # steps of a call
@@ -67,8 +68,8 @@ def folder(tmp_path_factory) -> Path:
     """A checkpoint whose layers do to their input all that there is, and which keeps steps."""
     root = tmp_path_factory.mktemp("steps")
     (root / "kept.yaml").write_text(RECIPE)
-    options = jobs.Options(model="tiny", recipe=str(root / "kept.yaml"), output=str(root / "out"), check=False)
-    jobs.quantize(jobs.prepare(options))
+    options = making.Options(model="tiny", recipe=str(root / "kept.yaml"), output=str(root / "out"), check=False)
+    making.quantize(making.prepare(options))
     return root / "out"
 
 
@@ -312,7 +313,7 @@ def test_a_model_with_such_a_scheduler_is_refused_before_it_is_quantized(tiny_fo
     write_json(tiny_folder / "model_index.json", {**index, "scheduler": ["diffusers", "PNDMScheduler"]})
     (tmp_path / "kept.yaml").write_text("extends: fp8\nsteps: {first: 1}\n")
     with pytest.raises(ValueError, match=r"PNDMScheduler cannot be followed"):
-        jobs.prepare(jobs.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
+        making.prepare(making.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
 
 
 # --- where the weights are
@@ -711,8 +712,8 @@ def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_pa
 
 def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     (tmp_path / "all.yaml").write_text("extends: fp8\nsteps: {first: 8}\n")
-    options = jobs.Options(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
-    check = jobs.quantize(jobs.prepare(options))["check"]
+    options = making.Options(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
+    check = making.quantize(making.prepare(options))["check"]
     assert check["steps"] == 8 and check["psnr_db"] == [None] * 4  # the same images
 
 
@@ -733,9 +734,9 @@ def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path,
 
 def test_fused_lora_files_are_in_the_16_bit_weights(tmp_path, lora_file) -> None:
     file = lora_file("style.safetensors", ADAPTED)
-    options = jobs.Options(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
-    prepared = jobs.prepare(options)
-    jobs.quantize(prepared)
+    options = making.Options(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
+    prepared = making.prepare(options)
+    making.quantize(prepared)
     pipe, original = tiny.load(folder=tmp_path / "out"), prepared.load_reference().transformer
     other = copy.deepcopy(pipe.transformer)
     with keep_steps(pipe, first=1):

@@ -29,12 +29,12 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from fluxq import jobs, work_folder
 from fluxq.base import console
 from fluxq.base.files import atomic_path
 from fluxq.base.model import resolve_model
 from fluxq.base.output import sole_writer
 from fluxq.base.tensors import TensorFile
+from fluxq.jobs import making, work_folder
 from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
@@ -216,8 +216,8 @@ def beside(folder: Path) -> list[str]:
 
 
 def tiny_plan(recipe: str = "nvfp4") -> Any:
-    options = jobs.Options(model="tiny", recipe=recipe, profile="rtn")
-    return jobs.prepare(options, writes=False).plans[0]
+    options = making.Options(model="tiny", recipe=recipe, profile="rtn")
+    return making.prepare(options, writes=False).plans[0]
 
 
 # A process that is killed
@@ -228,8 +228,8 @@ POINTS = {  # where a process is killed -> blocks that are done by then
     "before the fourth block": (*FINISH, 4, 3),
     "in the middle of writing one": ("fluxq.base.files", "make_readable", 6, None),
     "before a shard": ("fluxq.quantize.checkpoint", "join_weights", 1, 10),
-    "before the check of files": ("fluxq.jobs", "hash_files", 1, 10),
-    "before it is put in place": ("fluxq.jobs", "write_text", 1, 10),
+    "before the check of files": ("fluxq.jobs.making", "hash_files", 1, 10),
+    "before it is put in place": ("fluxq.jobs.making", "write_text", 1, 10),
 }
 
 
@@ -361,7 +361,7 @@ def interrupted(tmp_path, monkeypatch) -> Callable[..., Path]:
 
     def begin(model: str, recipe: str) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(jobs, "hash_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(making, "hash_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 quantize(tmp_path, model, recipe)
         (work,) = tmp_path.glob(".out.*.work")
@@ -372,7 +372,7 @@ def interrupted(tmp_path, monkeypatch) -> Callable[..., Path]:
 
 def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: Any) -> dict[str, Any]:
     how = {"profile": "rtn", "check": False, **changes}
-    return jobs.quantize(jobs.prepare(jobs.Options(model, recipe, output=str(folder / "out"), **how)))
+    return making.quantize(making.prepare(making.Options(model, recipe, output=str(folder / "out"), **how)))
 
 
 def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrupted, caplog):
@@ -423,7 +423,7 @@ def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, 
 
 def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path, interrupted):
     manifest = json.loads((interrupted("tiny", "fp8") / "job.json").read_text())
-    prepared = jobs.prepare(jobs.Options("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))
+    prepared = making.prepare(making.Options("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))
     assert manifest["recipe"] == prepared.recipe.digest and manifest["prompts"] == prepared.prompts.digest
     assert manifest["model"] == {"transformer": prepared.folder.stamp("transformer")}
     (work,) = tmp_path.glob(".out.*.work")
@@ -458,7 +458,7 @@ def test_statistics_that_were_gathered_are_not_gathered_again(tmp_path, quick_re
         patch.setattr(run, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             quantize(tmp_path, recipe=recipe, profile=None)
-    monkeypatch.setattr(jobs, "capture_statistics", lambda *_, **__: pytest.fail("gathered again"))
+    monkeypatch.setattr(making, "capture_statistics", lambda *_, **__: pytest.fail("gathered again"))
     record = quantize(tmp_path, recipe=recipe, profile=None)
     assert record["statistics_digest"] and record["trajectory"]
 
@@ -475,10 +475,10 @@ def test_the_second_writer_is_refused_with_the_first_one_s_number(process, tmp_p
 
 
 def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path, monkeypatch):
-    prepared = jobs.prepare(jobs.Options("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
+    prepared = making.prepare(making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
     first = quantize(tmp_path)
-    monkeypatch.setattr(jobs, "_quantize", lambda *_: pytest.fail("quantized again"))
-    assert jobs.quantize(prepared) == json.loads((tmp_path / "out" / PLAN).read_text())
+    monkeypatch.setattr(making, "_quantize", lambda *_: pytest.fail("quantized again"))
+    assert making.quantize(prepared) == json.loads((tmp_path / "out" / PLAN).read_text())
     assert first["identity"] == work_folder.with_digests(prepared)
 
 
@@ -489,7 +489,7 @@ def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, t
     """However its tensors are cut into files; only the first of these runs may read the model before it begins."""
     folder = resolve_model(str(tiny_folder))
     digest = folder.digest("transformer")
-    fitted = jobs.prepare(jobs.Options(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
+    fitted = making.prepare(making.Options(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
     assert fitted.identity["model"] == {"transformer": digest}
     fingerprint = TensorFile.fingerprint
 
@@ -674,13 +674,13 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
         return {}
 
     if slack < 1.1:
-        options = jobs.Options("tiny", recipe, "rtn", str(tmp_path / "out"), check=False)
+        options = making.Options("tiny", recipe, "rtn", str(tmp_path / "out"), check=False)
     else:
-        options = jobs.Options("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
-    prepared = jobs.prepare(options)
+        options = making.Options("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
+    prepared = making.prepare(options)
     needed = work_folder._space_needed(prepared, tmp_path / "nothing")
-    monkeypatch.setattr(jobs, "hash_files", measured)
-    jobs.quantize(prepared)
+    monkeypatch.setattr(making, "hash_files", measured)
+    making.quantize(prepared)
     headers = 100_000  # and the small files
     assert most < needed + headers and needed < slack * most + headers
     assert half[0] < 0.75 * needed  # with all blocks done

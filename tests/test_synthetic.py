@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fluxq.quantize.synthetic import FAMILIES, LEVELS, draw
+from benchmarks.layers.synthetic import FAMILIES, LEVELS, draw
 
 K = 512
 

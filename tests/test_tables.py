@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from fluxq import tables
 from fluxq.base import console
+from fluxq.commands import tables
 
 HEADER = ("layer", "N", "reason")
 NAME = "transformer_blocks.0.attn.to_out.0"

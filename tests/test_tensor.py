@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fluxq.quantize import encode, tensor
-from fluxq.quantize.tensor import QuantizedTensor, quantize_blocks, stored_shapes
+from fluxq.kernels import encode, tensor
+from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, stored_shapes
 from fluxq.recipes.formats import ELEMENTS, FORMATS, Format, find_format
 
 ALL_FORMATS = [*FORMATS.values(), find_format("int4_g128")]

@@ -18,6 +18,7 @@ import torch
 from diffusers import DiffusionPipeline, FluxPipeline
 from safetensors import safe_open
 
+from benchmarks.tiny import drawing
 from fluxq import tiny
 from fluxq.tiny import data
 
@@ -154,7 +155,7 @@ def test_generated_images_show_their_prompts(pipe, network):
 
 
 def test_reconstructions_show_their_captions(pipe, network):
-    from fluxq.tiny import stages
+    from benchmarks.tiny import stages
 
     images, captions = tiny.held_out()
     images, captions = images[:256], captions[:256]
@@ -168,7 +169,7 @@ def test_held_out_images():
     images, captions = tiny.held_out()
     assert images.shape == (1024, 3, 16, 16) and images.dtype == torch.uint8
     assert len(captions) == 1024 and set(captions) <= set(tiny.PROMPTS)
-    again = data.draw(1024, seed=1000, held_out=True)
+    again = drawing.draw(1024, seed=1000, held_out=True)
     assert again.captions() == captions
     assert torch.equal(torch.from_numpy(again.pixels), images)
 
@@ -236,7 +237,7 @@ def test_log_tells_how_the_weights_were_made():
 
 
 def test_training_script_runs_and_writes_a_pipeline(tmp_path):
-    from fluxq.tiny import train
+    from benchmarks.tiny import train
 
     train.main(["--smoke", "--minutes", "1", "--output", str(tmp_path / "out")])  # too short to compile for
     pipe = tiny.load(folder=tmp_path / "out" / "pipeline")

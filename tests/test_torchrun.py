@@ -23,11 +23,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxq import jobs
 from fluxq.base.ranks import ALONE, Ranks, launched, ranks_of_launch
 from fluxq.calibrate import calls, capture
 from fluxq.calibrate.blocks import Replay
 from fluxq.cli import cli
+from fluxq.jobs import making
 from fluxq.quantize import run
 from fluxq.recipes.plan import LayerPlan, Method
 
@@ -214,7 +214,7 @@ def test_a_killed_process_ends_all_and_one_alone_goes_on(shared, single, tmp_pat
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder), contextlib.redirect_stdout(None):
         note(patch, made, run, "finish", "blocks", lambda file, *_: file.name)
         (work,) = folder.glob(".killed.*.work")
-        patch.setattr(jobs, "capture_calls", without_a_pipeline(jobs.capture_calls))
+        patch.setattr(making, "capture_calls", without_a_pipeline(making.capture_calls))
         cli.main([*arguments("parallel")[:-1], "killed"], standalone_mode=False)
     assert sorted(made["blocks"]) == [f"{i:04}.safetensors" for i in range(10) if f"{i:04}.safetensors" not in there]
     assert files_of(folder / "killed") == single("parallel") and not work.exists()

@@ -28,18 +28,17 @@ from torch import Tensor, nn
 import fluxq
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
-from fluxq.kernels import dispatch, launch
+from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.transforms import InputTransform
 from fluxq.quantize import checkpoint as ckpt
-from fluxq.quantize import ops
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.prepare import Origin, add_row_scale, as_stored, reencode_layer, swizzle
-from fluxq.quantize.shard import RowParallel, shard
-from fluxq.quantize.tensor import QuantizedTensor
-from fluxq.quantize.transforms import InputTransform
 from fluxq.quantize.verify import verify
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
+from fluxq.runtime.layout import Origin, add_row_scale, as_stored, reencode_layer, swizzle
+from fluxq.runtime.shard import RowParallel, shard
 
 N, K = 48, 128
 GLOBAL = 0.004  # the static global scale of these tests

@@ -15,9 +15,10 @@ from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
-from fluxq import jobs, tiny
+from fluxq import tiny
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
+from fluxq.jobs import making
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, write_component
 from fluxq.quantize.run import quantize_component
 from fluxq.recipes.families import FAMILIES
@@ -315,8 +316,8 @@ def test_a_transformers_that_would_cast_codes_is_refused(text_encoder, monkeypat
 def test_a_pipeline_loads_its_text_encoders(tmp_path):
     """`fluxq quantize tiny --recipe fp8 --components …`, then the stock pipeline classes."""
     parts = ("transformer", "text_encoder", "text_encoder_2")
-    options = jobs.Options(model="tiny", recipe="fp8", components=parts, output=str(tmp_path / "out"), check=False)
-    jobs.quantize(jobs.prepare(options))
+    options = making.Options(model="tiny", recipe="fp8", components=parts, output=str(tmp_path / "out"), check=False)
+    making.quantize(making.prepare(options))
     pipes = [
         c.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
         for c in (diffusers.FluxPipeline, diffusers.DiffusionPipeline)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fluxq.kernels.transforms import InputTransform, rotate, sylvester
 from fluxq.quantize import lowrank
-from fluxq.quantize.transforms import InputTransform, rotate, sylvester
 
 K, N = 256, 64
 

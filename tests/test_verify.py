@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from shared import copy_of
 from torch import Tensor
 
-from fluxq import jobs
 from fluxq.base.files import sha256_file
 from fluxq.cli import cli, main
+from fluxq.jobs import making
 from fluxq.quantize.digests import OTHERS, OWN
 from fluxq.quantize.verify import CHECKS, verify
 from fluxq.recipes.recipe import shipped_recipes
@@ -130,8 +130,8 @@ def test_a_model_that_was_saved_alone_says_its_digest_whatever_its_shards(checkp
 def test_quantized_text_encoders_pass_and_codes_without_their_last_axis_do_not(tmp_path):
     """T5's tied embedding is in the file under one of its two names; codes are stored (N, K, 1)."""
     components = ("text_encoder", "text_encoder_2")
-    options = jobs.Options("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
-    jobs.quantize(jobs.prepare(options))
+    options = making.Options("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
+    making.quantize(making.prepare(options))
     assert failed(tmp_path / "out") == {}
     layer = "encoder.block.0.layer.0.SelfAttention.q.weight"
     file = "text_encoder_2/model.safetensors"

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from test_family_pipelines import hunyuan_video, ltx, wan
 
-from fluxq import jobs, judge
 from fluxq.cli import cli
-from fluxq.eval.executor import read_video
-from fluxq.eval.schema import Report, read_report
+from fluxq.eval.images.executor import read_video
+from fluxq.eval.metrics.schema import Report, read_report
+from fluxq.jobs import judge, making
 
 FEW = ("--count", 2, "--backends", "native")
 SHORT = {"num_frames": 5}
@@ -107,7 +107,7 @@ def test_videos_are_short_and_few_where_nobody_says_otherwise(made, tmp_path):
     prompts.write_text("a\nb\n")
     standard = judge.subject(out, judge.Options(model=str(model), protocol="standard", prompts=str(prompts), count=2))
     assert standard.call["num_frames"] == 81
-    prepared = jobs.prepare(jobs.Options(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
+    prepared = making.prepare(making.Options(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
     assert prepared.call["num_frames"] == 81 and prepared.check_call["num_frames"] == 25
     assert len(prepared.check_items) == 2
 

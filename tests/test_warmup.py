@@ -5,17 +5,18 @@ import torch
 from click.testing import CliRunner
 
 import fluxq
-from fluxq import jobs
 from fluxq.cli import cli
-from fluxq.kernels import dispatch, launch, warmup
+from fluxq.jobs import making
+from fluxq.kernels import dispatch, launch
 from fluxq.kernels.dispatch import Offer
 from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.warmup import AttentionKind, LayerKind, kinds_of
 from fluxq.recipes.formats import Scheme
+from fluxq.runtime import warmup
+from fluxq.runtime.warmup import AttentionKind, LayerKind, kinds_of
 
 
 def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
-    (model,) = jobs.quantized_models(str(checkpoint("nvfp4")))
+    (model,) = making.quantized_models(str(checkpoint("nvfp4")))
     kinds = kinds_of(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert len(kinds) == len(set(kinds)) > 2
@@ -23,7 +24,7 @@ def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
 
 
 def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, monkeypatch) -> None:
-    (model,) = jobs.quantized_models(str(plain_checkpoint("fp8")))
+    (model,) = making.quantized_models(str(plain_checkpoint("fp8")))
     assert not any(isinstance(kind, AttentionKind) for kind in kinds_of(model))
     fluxq.set_attention(model, "fp8")
     kinds = [kind for kind in kinds_of(model) if isinstance(kind, AttentionKind)]
@@ -87,10 +88,10 @@ def test_without_a_gpu_the_command_says_where_to_run_it(checkpoint):
 
 def test_a_16_bit_folder_has_nothing_to_compile():
     with pytest.raises(ValueError, match="tiny holds no component that fluxq quantized"):
-        jobs.quantized_models("tiny")
+        making.quantized_models("tiny")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_second_launch_is_compiled(checkpoint):
-    rows = jobs.warm_up(str(checkpoint("int8")), "cuda", (64,), "speed", "bfloat16")
+    rows = making.warm_up(str(checkpoint("int8")), "cuda", (64,), "speed", "bfloat16")
     assert rows and all(row["again_s"] < 0.1 for row in rows)

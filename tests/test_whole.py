@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fluxq
 from fluxq import FluxqConfig, tiny
 from fluxq.integrations import diffusers as backend
-from fluxq.quantize.pointwise import placeholder
+from fluxq.kernels.pointwise import placeholder
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 

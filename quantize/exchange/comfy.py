@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.quantize.encode import unpack
+from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize.encode import unpack
+from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,

@@ -28,6 +28,7 @@ from fluxq.base.console import progress
 from fluxq.base.model import ModelFolder
 from fluxq.base.output import Output, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
 from fluxq.quantize.exchange import containers, modelopt, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.containers import Contents
@@ -36,7 +37,6 @@ from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.structure import denoisers_of
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymaps import Order, original_names
 from fluxq.recipes.patterns import compact

@@ -23,6 +23,7 @@ from torch import Tensor
 from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder, require_harmless
 from fluxq.base.tensors import Stored, TensorFile, by_tensor
+from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange import nunchaku_file
 from fluxq.quantize.exchange.bnb import STATE, shape_of, state_of
@@ -46,7 +47,6 @@ from fluxq.quantize.exchange.marks import (
     other_program,
     said_by_comfy,
 )
-from fluxq.quantize.tensor import stored_shapes
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme

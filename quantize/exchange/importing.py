@@ -26,6 +26,7 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
 from fluxq.base.output import Output, writing
 from fluxq.base.tensors import save_weights
+from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
     QuantizationConfig,
@@ -44,7 +45,6 @@ from fluxq.quantize.exchange.marks import NATIVE, PLAIN, json_object
 from fluxq.quantize.exchange.nunchaku_file import parts_of
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
-from fluxq.quantize.pointwise import placeholder
 from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined

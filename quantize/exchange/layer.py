@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fluxq.kernels.linear import LOW_RANK, QuantLinear
+from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange.layouts import as_bytes
-from fluxq.quantize.linear import LOW_RANK, QuantLinear
-from fluxq.quantize.tensor import stored_shapes
 from fluxq.recipes.formats import Format, Scheme, find_format
 
 Names = tuple[str, ...]

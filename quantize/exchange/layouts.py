@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.quantize.tensor import swizzle_scales, swizzled_size, unswizzle_scales
+from fluxq.kernels.tensor import swizzle_scales, swizzled_size, unswizzle_scales
 
 BLOCK = 128
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.quantize.encode import pack, unpack
+from fluxq.kernels.encode import pack, unpack
+from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
@@ -36,7 +37,6 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.tensor import stored_shapes
 from fluxq.recipes.formats import ELEMENTS, find_format
 
 

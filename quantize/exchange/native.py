@@ -23,10 +23,10 @@ from torch import Tensor
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.pointwise import QuantPointwise
 from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
 from fluxq.quantize.exchange.layer import QuantTensors
-from fluxq.quantize.linear import QuantLinear
-from fluxq.quantize.pointwise import QuantPointwise
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.families import family_of
 from fluxq.recipes.family import Family, Modulation

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.quantize.encode import pack, unpack
+from fluxq.kernels.encode import pack, unpack
 from fluxq.quantize.exchange.layer import (
     Encoded,
     Plain,

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
-from fluxq.quantize.linear import LOW_RANK
 
 MODEL_CLASS = "NunchakuFluxTransformer2dModel"
 

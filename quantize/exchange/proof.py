@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.files import FileLayer, ModelFile
 from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, padded, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.keymaps import Joined
 
 WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places

@@ -10,25 +10,23 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fluxq.integrations.gpu import OPS
-from fluxq.integrations.gpu import register as register_kernels
 from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
     from fluxq import tiny
     from fluxq.base.settings import configure
-    from fluxq.integrations.attention import set_attention
     from fluxq.integrations.config import FluxqConfig
-    from fluxq.integrations.optimize import optimize, restore
-    from fluxq.integrations.prepare import prepare
-    from fluxq.quantize.graphs import capture
-    from fluxq.quantize.linear import QuantLinear
-    from fluxq.quantize.modulation import hoist_modulation
+    from fluxq.kernels.linear import QuantLinear
+    from fluxq.kernels.tensor import QuantizedTensor
     from fluxq.quantize.run import quantize_linear
-    from fluxq.quantize.steps import keep_steps
-    from fluxq.quantize.tensor import QuantizedTensor
     from fluxq.recipes.families import FAMILIES
     from fluxq.recipes.formats import FORMATS
+    from fluxq.runtime.attention_choice import set_attention
+    from fluxq.runtime.graphs import capture
+    from fluxq.runtime.modulation import hoist_modulation
+    from fluxq.runtime.optimize import optimize, restore
+    from fluxq.runtime.prepare import prepare
+    from fluxq.runtime.steps import keep_steps
 
 __version__ = "0.1.0"
 
@@ -55,17 +53,17 @@ _HOMES = {
     "FAMILIES": "fluxq.recipes.families",
     "FORMATS": "fluxq.recipes.formats",
     "FluxqConfig": "fluxq.integrations.config",
-    "QuantLinear": "fluxq.quantize.linear",
-    "QuantizedTensor": "fluxq.quantize.tensor",
-    "capture": "fluxq.quantize.graphs",
+    "QuantLinear": "fluxq.kernels.linear",
+    "QuantizedTensor": "fluxq.kernels.tensor",
+    "capture": "fluxq.runtime.graphs",
     "configure": "fluxq.base.settings",
-    "hoist_modulation": "fluxq.quantize.modulation",
-    "keep_steps": "fluxq.quantize.steps",
-    "optimize": "fluxq.integrations.optimize",
-    "prepare": "fluxq.integrations.prepare",
+    "hoist_modulation": "fluxq.runtime.modulation",
+    "keep_steps": "fluxq.runtime.steps",
+    "optimize": "fluxq.runtime.optimize",
+    "prepare": "fluxq.runtime.prepare",
     "quantize_linear": "fluxq.quantize.run",
-    "restore": "fluxq.integrations.optimize",
-    "set_attention": "fluxq.integrations.attention",
+    "restore": "fluxq.runtime.optimize",
+    "set_attention": "fluxq.runtime.attention_choice",
 }
 
 
@@ -88,7 +86,7 @@ def _register(function: str) -> None:
 
 # What is told about fluxq, and by which function, once a library's module is imported.
 _REGISTRATIONS = (
-    ("diffusers.models.attention_dispatch", "fluxq.integrations.attention:register"),
+    ("diffusers.models.attention_dispatch", "fluxq.runtime.attention_choice:register"),
     ("diffusers.models.modeling_utils", "fluxq.integrations.saving:register_with_diffusers"),
     ("diffusers.models.modeling_utils", "fluxq.integrations.whole:register_with_diffusers"),
     ("diffusers.quantizers.auto", "fluxq.integrations.diffusers:register"),
@@ -101,5 +99,3 @@ _REGISTRATIONS = (
 )
 for _module, _function in _REGISTRATIONS:
     when_imported(_module, functools.partial(_register, _function))
-for _module in OPS:
-    when_imported(_module, functools.partial(register_kernels, _module))

@@ -52,11 +52,11 @@ def warm_up() -> None:
     import transformers  # noqa: F401
 
     import fluxq.cli
-    import fluxq.exchange
-    import fluxq.jobs
-    import fluxq.judge
-    import fluxq.show
-    from fluxq.eval import charts
+    import fluxq.commands.show
+    import fluxq.jobs.exchange
+    import fluxq.jobs.judge
+    import fluxq.jobs.making
+    from fluxq.eval.report import charts
 
     charts._svg = lambda *_, **__: "<svg></svg>"  # its threads do not live on in a fork
     ticks = itertools.count()  # seconds are written down, and two runs are compared byte for byte

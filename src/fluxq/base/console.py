@@ -158,3 +158,19 @@ def set_verbosity(level: int) -> None:
     logger.setLevel(logging.ERROR if level < 0 else logging.WARNING if level == 0 else logging.INFO)
     if level < 1:  # what diffusers says of its own imports, which no user can mend
         warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated", category=FutureWarning)
+
+
+@contextmanager
+def without_loading_bars() -> Iterator[None]:
+    """Keep diffusers and transformers from drawing a bar for each component, even where no terminal is."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    for log in libraries:
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log in libraries:
+            log.enable_progress_bar()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger, say_once
+from fluxq.base.console import first_line, logger, say_once, without_loading_bars
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
 from fluxq.base.near import did_you_mean
@@ -273,22 +272,6 @@ def load_pipeline(
     say_once("diffusers", _CUT_PROMPT)
     say_once("transformers", _LONG_PROMPT)
     return pipeline.to(device) if models is None else pipeline
-
-
-@contextmanager
-def without_loading_bars() -> Iterator[None]:
-    """Keep diffusers and transformers from drawing a bar for each component, even where no terminal is."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    libraries = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
-    for log in libraries:
-        log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for log in libraries:
-            log.enable_progress_bar()
 
 
 def check_weights(folder: ModelFolder) -> None:

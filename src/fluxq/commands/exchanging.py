@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fluxq import show
+from fluxq.commands import show
 from fluxq.commands.options import PATH, bytes_in, common_options, output_option, overwrite_option
 from fluxq.commands.session import session_of
 
@@ -31,7 +31,8 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
     with session_of(arguments) as session:
         session.given.require_path(path)
         session.given.require_base(base)
-        from fluxq import inspecting, show_inspection
+        from fluxq.commands import show_inspection
+        from fluxq.jobs import inspecting
 
         found = inspecting.inspect(path, base)
         session.start_work()
@@ -83,7 +84,7 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
     """
     with session_of(arguments) as session:
         session.given.require_checkpoint(output)
-        from fluxq import exchange
+        from fluxq.jobs import exchange
 
         done = exchange.export_checkpoint(output, format, target, on_start=session.start_work, **session.arguments)
         session.print(done.describe(), lambda: show.exported(done))
@@ -110,7 +111,8 @@ def import_file(
     with session_of(arguments) as session:
         session.given.require_path(path)
         session.given.require_base(base)
-        from fluxq import inspecting, show_inspection
+        from fluxq.commands import show_inspection
+        from fluxq.jobs import inspecting
 
         how = {"dequantize": dequantize, "overwrite": overwrite, "on_start": session.start_work}
         reports = inspecting.import_(path, base, output, **how)

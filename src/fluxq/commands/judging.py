@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fluxq import show
+from fluxq.commands import show
 from fluxq.commands.options import (
     FOLDER,
     PATH,

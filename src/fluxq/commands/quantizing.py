@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from fluxq import show
+from fluxq.commands import show
 from fluxq.commands.options import (
     bytes_in,
     common_options,
@@ -142,7 +142,7 @@ def quantize(**arguments: Any) -> None:
         if record["check"] and not record["check"]["passed"]:
             raise RuntimeError(show.why_failed(prepared, record["check"]))
         if repo:
-            from fluxq.hub import push
+            from fluxq.jobs.hub import push
 
             click.echo(f"uploaded: {push(prepared.output, record, repo, private)}", err=True)
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fluxq import show
 from fluxq.base.console import visible
 from fluxq.base.ranks import launched
+from fluxq.commands import show
 
 if TYPE_CHECKING:
-    from fluxq.forecast import Forecast
+    from fluxq.jobs.forecast import Forecast
 
 _EXPECTED = (ValueError, RuntimeError, OSError)
 
@@ -52,19 +52,19 @@ class Session:
 
     @cached_property
     def given(self) -> Any:
-        from fluxq import given
+        from fluxq.jobs import given
 
         return given
 
     @cached_property
     def jobs(self) -> Any:
-        from fluxq import jobs
+        from fluxq.jobs import making
 
-        return jobs
+        return making
 
     @cached_property
     def judge(self) -> Any:
-        from fluxq import judge
+        from fluxq.jobs import judge
 
         return judge
 
@@ -169,7 +169,7 @@ class Session:
         """Say how long the job will take and how much memory, before it starts. of: a function of forecast.py."""
         if self.quiet or self.as_json or self.who or prepared.finished is not None:
             return
-        from fluxq import forecast
+        from fluxq.jobs import forecast
 
         show.forecast(getattr(forecast, of)(prepared))
 

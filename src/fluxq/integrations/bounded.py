@@ -22,12 +22,13 @@ from transformers import PreTrainedModel
 from fluxq.base.model import ModelFolder, check_weights, load_pipeline
 from fluxq.base.residence import Residence, put_tensor
 from fluxq.base.tensors import DTYPES, TensorFile
-from fluxq.integrations.attention import set_attention
 from fluxq.integrations.config import FluxqConfig
-from fluxq.integrations.loading import lacking, put_layers, quant_layers, refuse_unannounced
+from fluxq.integrations.loading import lacking, put_layers, refuse_unannounced
 from fluxq.integrations.transformers import FluxqHfQuantizer
+from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, is_model, library_of, model_class_of
 from fluxq.quantize.lora import Updates, fused
+from fluxq.runtime.attention_choice import set_attention
 
 _Tensors = Mapping[str, Callable[[], Tensor]]  # name in the model -> reads it
 

@@ -14,9 +14,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxq.quantize.attention import attention_of
+from fluxq.kernels.attention.op import attention_of
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
-from fluxq.quantize.linear import QuantLinear
 from fluxq.recipes.recipe import Steps
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.integrations.attention import set_attention
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
     Arrivals,
@@ -34,11 +33,12 @@ from fluxq.integrations.loading import (
     set_tensor,
     with_stored_tensors,
 )
-from fluxq.quantize.attention import attention_of
+from fluxq.kernels.attention.op import attention_of
+from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.quantize.checkpoint import QUANT_METHOD
-from fluxq.quantize.linear import SCALE_NAMES
-from fluxq.quantize.steps import tell
 from fluxq.recipes.recipe import Attention, Steps
+from fluxq.runtime.attention_choice import set_attention
+from fluxq.runtime.steps import tell
 
 
 class FluxqQuantizer(DiffusersQuantizer):

@@ -21,8 +21,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.integrations.loading import quant_layers
 from fluxq.integrations.whole import refuse_casting
+from fluxq.kernels.linear import quant_layers
 
 _CODERS = ("encode", "decode")  # what pipelines call of a VAE
 _CODED = ("x", "z", "sample")  # the first argument of those

@@ -17,16 +17,16 @@ from fluxq.base.console import logger
 from fluxq.base.linears import is_linear, linear_size
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.whole import guard_fusing
+from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, quant_layers
+from fluxq.kernels.pointwise import placeholder
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import shapes_of
-from fluxq.quantize.linear import BRANCHES, SCALE_NAMES, QuantLinear
 from fluxq.quantize.nearest import joined_scale, quantize_weight
-from fluxq.quantize.pointwise import placeholder
-from fluxq.quantize.prepare import as_stored
 from fluxq.quantize.structure import model_family
-from fluxq.quantize.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
+from fluxq.runtime.layout import as_stored
 
 
 def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -100,11 +100,6 @@ def require_present(model: nn.Module, asked: object = None) -> None:
             f"loading left tensors without values, on the meta device: {named}. Something else made modules on that "
             "device meanwhile (accelerate.init_empty_weights, torch.device): load the model again, outside of it"
         )
-
-
-def quant_layers(model: nn.Module) -> list[tuple[str, QuantLinear]]:
-    """(name, layer) of every QuantLinear."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
 
 
 def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:

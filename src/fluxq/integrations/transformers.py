@@ -37,8 +37,8 @@ from fluxq.integrations.loading import (
     set_tensor,
     with_stored_tensors,
 )
+from fluxq.kernels.linear import stored_dtype
 from fluxq.quantize.checkpoint import QUANT_METHOD
-from fluxq.quantize.linear import stored_dtype
 
 
 class FluxqHfQuantizer(HfQuantizer):

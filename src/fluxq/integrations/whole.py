@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.quantize.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear
 
 _LOADING = threading.RLock()
 _FUSED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")

@@ -4,7 +4,7 @@
     images = pipe(list(fluxq.tiny.PROMPTS[:4]), **fluxq.tiny.CALL_KWARGS).images
 
 It draws one object on one background, 16 x 16 pixels, from captions such as "a red three on black". With it
-come the networks that judge its images and images that no training saw. `python -m fluxq.tiny.train` made
+come the networks that judge its images and images that no training saw. `python -m benchmarks.tiny.train` made
 all of it.
 """
 
@@ -41,12 +41,12 @@ def load(dtype: str = "bfloat16", folder: Path | None = None) -> FluxPipeline:
     """The pipeline on the CPU, without progress bars.
 
     `dtype` is the name of a floating torch dtype; the weights are stored in bfloat16. `folder` is another
-    pipeline written by `fluxq.tiny.train`.
+    pipeline written by `benchmarks.tiny.train`.
     """
     import torch
     from diffusers import FluxPipeline
 
-    from fluxq.base.model import without_loading_bars
+    from fluxq.base.console import without_loading_bars
 
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:

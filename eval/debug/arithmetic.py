@@ -1,0 +1,126 @@
+"""What one quantized layer's arithmetic does to an input: what rounding loses, and whether the device computes it.
+
+health      NaN and infinity, values beyond what codes can say, values that become 0
+kernel      what the device computes against the torch reference, of the same input and codes: an error here is a
+            fault of the kernel, everything else is quantization
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fluxq.kernels import ops
+from fluxq.kernels.encode import decode, unpack
+from fluxq.kernels.linear import TRANSFORMS, QuantLinear
+from fluxq.recipes.formats import FORMATS, Scheme
+
+KERNEL_TOLERANCE = 0.02  # far above the rounding of 16-bit outputs and what a code that falls the other way adds
+_TILE = 64
+
+
+def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    """What a quantized layer does to x (…, K) and what comes out, y (…, N), as shares of their numbers.
+
+    not_finite: of y. input_not_finite: of x, another layer's doing. Where x is rounded to codes also largest: codes of
+    the largest magnitude. clipped: values beyond the largest code, as a static scale, or a scale at its own limit,
+    leaves them. underflow: values other than 0 whose code is 0. range: of a static scale, and no share: the largest
+    value over the largest that it can say; above 1 is too much.
+    """
+    counts = {"not_finite": _share(~torch.isfinite(y)), "input_not_finite": _share(~torch.isfinite(x))}
+    if not isinstance(layer, QuantLinear) or layer.scheme.activations is None or not x.numel():
+        return counts
+    scheme, row = layer.scheme, layer.scheme.activations
+    z = _rounded_by(layer, x)
+    static = layer.stored("input_scale") if scheme.static_input else None
+    q = ops.quantize_activation(z, row, static, scheme.four_over_six)
+    codes, magnitude = decode(unpack(q.codes, row.element), row.element), z.float().abs()
+    at_limit = codes.abs() >= row.element.max
+    counts |= {
+        "largest": _share(at_limit),
+        "clipped": _share(at_limit & (magnitude > q.dequantize().abs() * _BEYOND[row.element.name])),
+        "underflow": _share((codes == 0) & (magnitude > 0)),
+    }
+    if static is not None:
+        most = static * row.element.max * (_LARGEST_SCALE if row.two_level else 1.0)
+        counts["range"] = float(magnitude.nan_to_num(0, 0, 0).amax() / most)
+    return counts
+
+
+def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
+    """How far y = layer(x) is from the torch reference in the same arithmetic: the worst tile of 64 x 64, relative.
+
+    ‖y - r‖ over ‖r‖ of the tile, or over the mean tile's where that is larger. On a GPU the arithmetic is what dispatch
+    chose there. A CPU has no kernels and the reference itself runs, but for int8: there the library's product is held
+    against one in fp64, which is exact. Infinite where one of both alone is not finite.
+    """
+    operands, scheme = list(layer.operands), layer.scheme
+    if x.device.type == "cuda":
+        scheme = _arithmetic_on(x, layer)
+        operands[_SCHEME] = str(scheme)
+        operands[_INPUT_SCALE] = layer.stored("input_scale") if scheme.static_input else None
+    with torch.no_grad():
+        worst = _worst_tile(y, ops.quantized_linear_reference(x, *operands))
+        if multiplies_integers(layer):
+            codes = ops.quantize_activation(_rounded_by(layer, x), FORMATS["int8"]).codes
+            weight = layer.quantized_weight.codes
+            worst = max(worst, _worst_tile(ops.int8_product(codes, weight), codes.double() @ weight.double().T))
+    return worst
+
+
+def multiplies_integers(layer: QuantLinear) -> bool:
+    """Whether the layer's product is one of int8 codes, which a library computes on a CPU too."""
+    return layer.scheme.weights is FORMATS["int8"] and layer.scheme.activations is FORMATS["int8"]
+
+
+def _rounded_by(layer: QuantLinear, x: Tensor) -> Tensor:
+    """What the layer rounds to codes, (M, K)."""
+    mean, smooth, basis, _ = (getattr(layer, name, None) for name in TRANSFORMS)
+    return ops.transformed(x.reshape(-1, x.shape[-1]), layer.scheme, mean, smooth, basis)[0]
+
+
+def _arithmetic_on(x: Tensor, layer: QuantLinear) -> Scheme:
+    """The scheme as this GPU computes it: activations may keep 16 bit where it has no units for them."""
+    from fluxq.kernels.chips import chip_of  # needs Triton
+    from fluxq.kernels.dispatch import choose
+
+    scheme, (n, k) = layer.scheme, (layer.out_features, layer.in_features)
+    row_scale = layer.stored("weight_row_scale")
+    m = x.numel() // k
+    activations = choose(scheme, chip_of(x.device), m, n, k, x.dtype, row_scale is not None).activations
+    if scheme.activations is not None and activations == scheme.activations.name:
+        return scheme
+    row = FORMATS[activations] if activations else None
+    return replace(scheme, activations=row, static_input=False, four_over_six=False)
+
+
+def _worst_tile(y: Tensor, reference: Tensor) -> float:
+    """Of matrices (…, N)."""
+    r = reference.reshape(-1, reference.shape[-1]).float()
+    difference = y.reshape(r.shape).float() - r
+    if torch.equal(torch.isnan(y), torch.isnan(reference)):
+        difference, r = difference.nan_to_num(0), r.nan_to_num(0)  # NaN goes in, NaN comes out: the kernel is right
+    off, size = (_tile_means(value.square()) for value in (difference, r))
+    smallest = torch.finfo(torch.float32).tiny
+    worst = (off / torch.maximum(size, r.square().mean()).clamp(min=smallest)).amax().sqrt()
+    return float(worst) if torch.isfinite(worst) else math.inf
+
+
+def _tile_means(values: Tensor) -> Tensor:
+    """Mean of each tile of (M, N), flat; tiles at the edges are smaller."""
+    return F.avg_pool2d(values[None, None], _TILE, ceil_mode=True, count_include_pad=False).flatten()
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.float().mean()) if mask.numel() else 0.0
+
+
+_LARGEST_SCALE = 448.0  # of E4M3, which nvfp4's block scales are
+_INPUT_SCALE, _SCHEME = 3, 7  # among `QuantLinear.operands`
+
+# element -> where, in units of its largest code, the code that would follow begins: nearer values are only rounded.
+_BEYOND = {"e2m1": 7 / 6, "e4m3": 464 / 448, "int8": 127.5 / 127, "int4": 7.5 / 7}

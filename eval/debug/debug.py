@@ -1,0 +1,354 @@
+"""Where a quantized model breaks: what `fluxq debug` asks, in the order in which an answer would make the rest idle.
+
+    stored.py    is each stored weight its source, rounded?                        a damaged file, a wrong scale
+    trace.py     does each kernel compute what the torch reference does?           a fault of a kernel, not of rounding
+                 NaN, values beyond the codes, values lost, at each step           a scale that does not fit
+                 error of each layer, fed with 16-bit input and running free       where it begins
+    damage.py    what is each layer's share of the error of the final latents?     what to keep in a better format
+    patch.py     and what does that gain?
+
+Two pipelines lie in memory, one of them at a time on the device. A first divergence is measured against the noise
+floor: a second 16-bit run whose attention is computed another way, with another number of images in a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fluxq.base.console import progress
+from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, number_of_steps, spread
+from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, multiplies_integers
+from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, squared_error
+from fluxq.eval.debug.findings import findings, listed
+from fluxq.eval.debug.patch import BETTER_FORMATS, make_patch
+from fluxq.eval.debug.stored import stored_fault
+from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
+from fluxq.eval.images.sides import Side, quantized_layers
+from fluxq.eval.metrics.schema import Debug, LayerDamage, number
+from fluxq.kernels.linear import QuantLinear
+from fluxq.quantize.checkpoint import read_plan_file
+from fluxq.quantize.structure import model_family
+from fluxq.recipes.recipe import Recipe
+
+NOISE_FACTOR = 3.0  # an error so many times the floor's has left it
+_CLIPPED = 1e-3  # share of a layer's input that is worth a finding
+
+
+def debug(
+    reference: Side,
+    quantized: Side,
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    steps: int = 4,
+    budget: int = 256,
+    batch_size: int | None = None,
+    growth: float | None = 0.05,
+    better: str = "fp8",
+) -> Debug:
+    """Find out which layers of `quantized` make it differ from `reference`, and why.
+
+    items: (prompt, seed), a few. call: pipeline arguments. steps: denoising steps whose layers are looked at. budget:
+    runs of these items for the damages, see `measure_damage`. growth: bits that a patch may add, as a share; None
+    makes no patch. better: the patch's format, of BETTER_FORMATS. Raises ValueError for a side with a step cache, one
+    without quantized layers, no items, and a 16-bit model whose latents are not finite.
+    """
+    if quantized.cache is not None or reference.cache is not None:
+        raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
+    if growth is not None and (not growth > 0 or better not in BETTER_FORMATS):
+        raise ValueError(
+            f"a patch of {growth} more bits in {better!r}: give a share above 0 and one of {', '.join(BETTER_FORMATS)}"
+        )
+    record = read_plan_file(Path(quantized.folder))
+    recipe = None
+    if record is not None and growth is not None and "imported" not in record:  # which no recipe made
+        said = dict(record["recipe"])
+        recipe = str(said.pop("name")), Recipe.model_validate(said)
+    return debug_pipelines(
+        reference.open(),
+        quantized.open(),
+        items,
+        call,
+        device=device,
+        steps=steps,
+        budget=budget,
+        batch_size=batch_size,
+        recipe=recipe,
+        growth=growth or 0.0,
+        better=better,
+    )
+
+
+def debug_pipelines(
+    reference: Any,
+    quantized: Any,
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    steps: int = 4,
+    budget: int = 256,
+    batch_size: int | None = None,
+    recipe: tuple[str, Recipe] | None = None,
+    growth: float = 0.05,
+    better: str = "fp8",
+) -> Debug:
+    """`debug` of pipelines that are open, on the CPU. recipe: name and content, without one there is no patch."""
+    if not items:
+        raise ValueError("nothing to run: the list of (prompt, seed) is empty")
+    every = quantized_layers(quantized)
+    layers = {name: layer for name, layer in every.items() if _makes_latents(quantized, name)}
+    if not layers:
+        raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
+    seen = spread(steps, number_of_steps(reference, call))
+    size = min(batch_size or images_per_batch(call), len(items))
+    traces = _trace(reference, quantized, layers, items, call, seen, size, device)
+
+    def run(pipe: Any) -> Tensor:
+        return watch(pipe, (), items, call, (), size)
+
+    blocks = blocks_of(quantized, traces.order)
+    faults = _faults(reference, layers, traces, seen, device)
+    damages = measure_damage(
+        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=budget
+    )
+    patch, why_not = None, ""
+    if recipe is not None:
+        try:
+            patch = make_patch(
+                reference,
+                quantized,
+                layers,
+                damages,
+                recipe,
+                run,
+                traces.latents,
+                growth=growth,
+                better=better,
+                device=device,
+            )
+        except ValueError as error:
+            why_not = str(error)
+    rows = [
+        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, seen, faults.get(name, ""))
+        for name in traces.order
+    ]
+    rows = _ranked(rows, list(faults))
+    divergence = _first_divergence(traces, seen)
+    said = findings(rows, faults, damages, seen, divergence, patch)
+    said += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(layers, every, traces, blocks, damages, device)
+    return Debug(
+        prompts=len(items),
+        steps=seen,
+        sigmas=tuple(traces.sigmas[step] for step in seen),
+        blocks=tuple(_block_row(block, unit, layers, damages) for block, unit in blocks.items()),
+        layers=tuple(rows),
+        first_divergence=divergence,
+        additivity=damages.sum_of_damages if math.isfinite(damages.above_floor) and damages.above_floor else None,
+        findings=tuple(said),
+        sqnr_db=decibels(damages.total / damages.signal),
+        floor_sqnr_db=decibels(traces.floor_error / damages.signal),
+        patch=patch,
+    )
+
+
+@dataclass
+class _Traces:
+    """What three watched runs have shown. order: layers as they ran. floor_error: squared, of the second 16-bit run."""
+
+    latents: Tensor
+    order: tuple[str, ...]
+    sigmas: tuple[float, ...]
+    floor_error: float
+    resolution: float
+    local: Powers
+    free: Powers
+    floor: Powers
+    kernel_errors: dict[str, float]
+    health: Health
+
+
+def _trace(
+    reference: Any,
+    quantized: Any,
+    layers: Mapping[str, QuantLinear],
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    steps: Sequence[int],
+    size: int,
+    device: str,
+) -> _Traces:
+    names, outputs, again, ours = list(layers), Outputs(), Outputs(), Outputs()
+    local, health = Local(layers), Health()
+    with placed(reference, device):
+        latents = watch(reference, names, items, call, steps, size, outputs, local)
+        if not torch.isfinite(latents).all():
+            raise ValueError("the latents of the 16-bit model hold NaN or infinity: choose another --dtype")
+        sigmas = noise_levels(reference)
+        others = 2 if size == 1 and frames_in(call) == 1 else 1  # two videos may be more than there is room for
+        with sdpa_kernel(_other_attention(device), set_priority=True):
+            other = watch(reference, names, items, call, steps, others, again)
+    with placed(quantized, device):
+        watch(quantized, names, items, call, steps, size, ours, health)
+    return _Traces(
+        latents=latents,
+        order=outputs.order,
+        sigmas=sigmas,
+        floor_error=squared_error(other, latents),
+        resolution=(torch.finfo(reference.dtype).eps / 4) ** 2,  # about what rounding a result once adds
+        local=local.powers,
+        free=ours.against(outputs),
+        floor=again.against(outputs),
+        kernel_errors=local.kernel_errors,
+        health=health,
+    )
+
+
+def _other_attention(device: str) -> list[SDPBackend]:
+    """Of the second 16-bit run: not what PyTorch takes by itself, and on a GPU what has room for a video's tokens."""
+    is_gpu = torch.device(device).type == "cuda"
+    return [*([SDPBackend.EFFICIENT_ATTENTION] if is_gpu else []), SDPBackend.MATH]
+
+
+def _makes_latents(pipe: Any, name: str) -> bool:
+    return model_family(getattr(pipe, name.partition(".")[0])).kind != "vae"
+
+
+def _faults(
+    reference: Any, layers: Mapping[str, QuantLinear], traces: _Traces, steps: Sequence[int], device: str
+) -> dict[str, str]:
+    """Layer -> what is wrong with it and is not rounding: NaN first, then kernels, stored weights, static scales."""
+    faults: dict[str, str] = {}
+
+    def add(name: str, fault: str) -> None:
+        faults[name] = f"{faults[name]}; {fault}" if name in faults else fault
+
+    for name, step in _first_not_finite(traces, steps):
+        add(name, f"at step {step} NaN or infinity comes out of it, from an input that is finite")
+    for name, error in traces.kernel_errors.items():
+        if not error <= KERNEL_TOLERANCE:
+            off = f"{error:.1%} off" if math.isfinite(error) else "not finite like"
+            add(name, f"its kernel is {off} the torch reference on the same input, which is no quantization error")
+    for name in progress(traces.order, "Comparing stored weights"):
+        with moved(layers[name], torch.device(device)) as layer:
+            fault = stored_fault(layer, module_of(reference, name).weight.detach().flatten(1).to(device))
+        if fault:
+            add(name, fault)
+    for name in traces.order:
+        counts = traces.health.of(name, steps)
+        used, clipped = max(counts.get("range", (0.0,))), max(counts.get("clipped", (0.0,)))
+        if used > 1 and clipped > _CLIPPED:
+            add(
+                name,
+                f"its input is up to {used:.2f} times what its static input scale reaches, {clipped:.1%} is clipped",
+            )
+    return faults
+
+
+def _first_not_finite(traces: _Traces, steps: Sequence[int]) -> list[tuple[str, int]]:
+    """Each layer that makes NaN or infinity of a finite input, with the step at which it does so first."""
+    found: dict[str, int] = {}
+    for step in steps:
+        for name in traces.order:
+            counts = traces.health.counts.get((name, step), {})
+            if counts.get("not_finite") and not counts.get("input_not_finite"):
+                found.setdefault(name, step)
+    return list(found.items())
+
+
+def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
+    """The first layer, by step and in the order in which layers run, whose error is not the noise floor's."""
+    for step in steps:
+        for name in traces.order:
+            noise, floor = traces.free.noise(name, step), traces.floor.noise(name, step)
+            if noise is None or floor is None:
+                continue
+            floor = max(floor, traces.resolution)
+            if not noise <= NOISE_FACTOR**2 * floor:
+                error = "is not finite" if math.isnan(noise) else f"has an SQNR of {decibels(noise):.1f} dB"
+                return (
+                    f"step {step}, {name}: its output {error}, two 16-bit runs agree to {decibels(floor):.1f} dB there"
+                )
+    return None
+
+
+def _layer_row(
+    name: str, role: str, layer: QuantLinear, found: Damages, traces: _Traces, steps: Sequence[int], fault: str
+) -> LayerDamage:
+    error = traces.kernel_errors.get(name)
+    return LayerDamage(
+        name=name,
+        role=role,
+        scheme=str(layer.scheme),
+        weights=layer.in_features * layer.out_features,
+        local_sqnr_db=traces.local.sqnr_db(name, steps),
+        free_sqnr_db=traces.free.sqnr_db(name, steps),
+        damage=found.damage((name,)),
+        gain=found.gain((name,)),
+        kernel_error=number(error),
+        health=traces.health.of(name, steps),
+        fault=fault,
+    )
+
+
+def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], found: Damages) -> LayerDamage:
+    return LayerDamage(
+        name=block,
+        role="block",
+        scheme=", ".join(dict.fromkeys(str(layers[name].scheme) for name in unit)),
+        weights=sum(layers[name].in_features * layers[name].out_features for name in unit),
+        damage=found.damage(unit),
+        gain=found.gain(unit),
+    )
+
+
+def _ranked(rows: Sequence[LayerDamage], faults: Sequence[str]) -> list[LayerDamage]:
+    """Faulty layers first, then by damage; those that were not measured follow, by local error."""
+
+    def place(row: LayerDamage) -> tuple[int, float, float]:
+        fault = faults.index(row.name) if row.name in faults else len(faults)
+        local = min((value for value in row.local_sqnr_db if value is not None), default=math.inf)
+        return fault, 1.0 if row.damage is None else -row.damage, local
+
+    return sorted(rows, key=place)
+
+
+def _not_looked_at(
+    layers: Mapping[str, QuantLinear],
+    every: Mapping[str, QuantLinear],
+    traces: _Traces,
+    blocks: Mapping[str, Unit],
+    damages: Damages,
+    device: str,
+) -> list[str]:
+    """What the findings do not cover."""
+    said = []
+    if torch.device(device).type == "cpu":
+        integers = any(map(multiplies_integers, layers.values()))
+        said.append("kernels were not run, a CPU has none" + "; its int8 products were checked" * integers)
+    reencoded = [
+        layer for layer in layers.values() if layer.prepared is not None and layer.prepared.kind == "re-encoded"
+    ]
+    if reencoded:
+        said.append(
+            f"stored weights of {len(reencoded)} layers were not compared with their source: they are re-encoded"
+        )
+    closed = [block for block, unit in blocks.items() if any((name,) not in damages.only for name in unit)]
+    if closed:
+        said.append(f"layers of {len(closed)} of {len(blocks)} blocks were not measured one by one: the budget is used")
+    silent = sorted(layers.keys() - set(traces.order))
+    if silent:
+        said.append(f"{listed(silent)}: did not run at the steps that were looked at")
+    later = sorted({name.partition(".")[0] for name in every.keys() - layers.keys()})
+    if later:
+        said.append(f"{', '.join(later)}: not looked at, it runs after the final latents")
+    return said

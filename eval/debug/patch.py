@@ -1,0 +1,264 @@
+"""A recipe that keeps some layers in a better format, where a few more bits bring most.
+
+Layers that share an input change together: what rounds one input in two ways can be neither transformed nor fused. Of
+these groups those are taken that together do most damage and add no more bits than were allowed:
+
+    maximize Σ damage of a group, over sets of groups with Σ bits that a group adds <= growth · all that is stored
+
+That is a knapsack, solved exactly, of groups that bring at least half as much for a bit as all do on average: room that
+is left is not filled with what does no harm. A single bad layer may be left out, where those that share its input make
+it dear, and a harmless one be taken with the others of its group; the findings say so.
+
+    predicted error = floor + (error - floor) · (1 - damage of the chosen / damage of all)
+    measured error  = that of a run with the chosen layers rounded to nearest in the better format
+
+Damages of single layers do not add up exactly, so the two differ by some dB. The recipe's checkpoint is calibrated and
+fitted anew, and other prompts weigh layers otherwise: what was measured says roughly what to expect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from torch import Tensor, nn
+
+from fluxq.eval.debug.damage import Damages, Run, locate, placed, replaced, squared_error
+from fluxq.eval.debug.trace import decibels, module_of
+from fluxq.eval.metrics.schema import Patch
+from fluxq.eval.speed.served import stored_bits
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.pointwise import in_place_of
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.quantize.structure import model_family
+from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.plan import component_recipe
+from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
+
+BETTER_FORMATS = ("fp8", "int8", "mxfp8")  # scales of activations follow from each token: nothing to calibrate
+SIXTEEN_BIT = "16 bit"
+_LEAST_WORTH = 0.5  # of the mean damage per added bit
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Quantized layers that share an input. schemes: layer -> what it would be then, None is 16 bit."""
+
+    schemes: Mapping[str, Scheme | None]
+    damage: float
+    extra_bits: int
+
+
+def make_patch(
+    reference: Any,
+    quantized: Any,
+    layers: Mapping[str, QuantLinear],
+    found: Damages,
+    recipe: tuple[str, Recipe],
+    run: Run,
+    latents: Tensor,
+    *,
+    growth: float = 0.05,
+    better: str = "fp8",
+    device: Any = "cpu",
+) -> Patch:
+    """Choose layers, write the recipe, and measure what it gains.
+
+    layers: the quantized ones of the denoiser and text encoders, "component.path". recipe: the checkpoint's, with its
+    name. growth: bits that may be added, as a share of all that is stored for Linears. better: of BETTER_FORMATS, for
+    layers of less than 8 bits; 8-bit ones go to 16. The rest as in `measure_damage`. ValueError where no group of
+    layers fits, or the recipe cannot hold such layers.
+    """
+    before, weights = stored_bits(quantized)
+    groups = candidates(quantized, layers, found, better)
+    chosen = choose(groups, growth * before)
+    if not chosen:
+        raise ValueError(f"no layers that do damage can be kept in a better format for {growth:.1%} more bits")
+    schemes = {name: scheme for candidate in chosen for name, scheme in candidate.schemes.items()}
+    reasons = {name: _reason(name, group, found) for group in chosen for name in group.schemes}
+    about = f"with the layers in a better format that bring most for {growth:.1%} more bits"
+    text = patched_recipe(*recipe, quantized, schemes, reasons, about)
+    share = math.fsum(candidate.damage for candidate in chosen) / found.sum_of_damages
+    kept = {name: improved(module_of(reference, name), scheme) for name, scheme in schemes.items()}
+    with placed(quantized, device), replaced(quantized, kept):
+        measured = squared_error(run(quantized), latents)
+    return Patch(
+        layers=tuple(schemes),
+        format=", ".join(sorted({scheme.weights.name if scheme else SIXTEEN_BIT for scheme in schemes.values()})),
+        growth=growth,
+        damage=math.fsum(candidate.damage for candidate in chosen),
+        left_out=_left_out(groups, chosen, layers, found, before),
+        bits_before=before / weights,
+        bits_after=(before + sum(candidate.extra_bits for candidate in chosen)) / weights,
+        predicted_sqnr_db=decibels((found.floor + found.above_floor * (1 - share)) / found.signal),
+        measured_sqnr_db=decibels(measured / found.signal),
+        before_sqnr_db=decibels(found.total / found.signal),
+        recipe=text,
+    )
+
+
+def candidates(pipe: Any, layers: Mapping[str, QuantLinear], found: Damages, better: str) -> list[Candidate]:
+    """The groups of transformers whose layers were all measured and do damage."""
+    groups: dict[str, list[str]] = {}
+    for name in layers:
+        if model_family(getattr(pipe, name.partition(".")[0])).kind == "transformer":
+            groups.setdefault(locate(pipe, name)[2], []).append(name)
+    made = []
+    for names in groups.values():
+        damages = [found.damage((name,)) for name in names]
+        known = [damage for damage in damages if damage is not None]
+        if len(known) < len(names) or not math.fsum(known) > 0:
+            continue
+        schemes = {name: better_scheme(layers[name], better) for name in names}
+        extra = sum(
+            _bits(layers[name], scheme) - _bits(layers[name], layers[name].stored_scheme)
+            for name, scheme in schemes.items()
+        )
+        made.append(Candidate(schemes, math.fsum(known), extra))
+    return made
+
+
+def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
+    """An 8-bit scheme for a layer of fewer bits, None (16 bit) for one that has 8 or cannot be held in it."""
+    if better not in BETTER_FORMATS:
+        raise ValueError(f"format {better!r}: a patch keeps layers in one of {', '.join(BETTER_FORMATS)}")
+    row = find_format(better)
+    try:
+        row.check_shape(layer.out_features, layer.in_features, "layer")
+    except ValueError:
+        return None
+    if layer.stored_scheme.weights.element.bits >= row.element.bits:
+        return None
+    return Scheme(row, row if layer.stored_scheme.activations else None)
+
+
+def choose(groups: Sequence[Candidate], bits: float) -> list[Candidate]:
+    """The groups that together do most damage and add at most `bits`, those that bring most for a bit first."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    groups = _worthwhile(groups)
+    if not groups:
+        return []
+    found = milp(
+        [-group.damage for group in groups],
+        integrality=[1] * len(groups),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint([[group.extra_bits / bits for group in groups]], ub=1.0),
+        options={"mip_rel_gap": 0.0},
+    )
+    chosen = [group for group, taken in zip(groups, found.x, strict=True) if taken > 0.5]
+    return sorted(chosen, key=_worth, reverse=True)
+
+
+def _worthwhile(groups: Sequence[Candidate]) -> list[Candidate]:
+    average = math.fsum(group.damage for group in groups) / max(sum(group.extra_bits for group in groups), 1)
+    return [group for group in groups if _worth(group) >= _LEAST_WORTH * average]
+
+
+def _worth(group: Candidate) -> float:
+    return group.damage / max(group.extra_bits, 1)
+
+
+def _left_out(
+    groups: Sequence[Candidate],
+    chosen: Sequence[Candidate],
+    layers: Mapping[str, QuantLinear],
+    found: Damages,
+    stored: float,
+) -> str:
+    """Why the single layer that does most damage is not among the chosen, "" if it is."""
+    damages = {name: damage for name in layers if (damage := found.damage((name,))) is not None}
+    worst = max(damages, key=damages.__getitem__)
+    if any(worst in group.schemes for group in chosen):
+        return ""
+    opening = f"{worst}, the worst single layer ({damages[worst]:.1%} of the error), is not among them: "
+    group = next((group for group in groups if worst in group.schemes), None)
+    if group is None:
+        return f"{opening}not all layers that share its input were measured"
+    added = sum(each.extra_bits for each in chosen)
+    taken = math.fsum(each.damage for each in chosen)
+    cost = f"{_with_others(group, 'makes')} and would add {group.extra_bits / stored:.1%} more bits"
+    if group not in _worthwhile(groups):
+        return f"{opening}{cost}, for each of which it brings less than half as much as layers do on average"
+    enough = math.ceil(1000 * (added + group.extra_bits) / stored) / 1000
+    return (
+        f"{opening}{cost}, those taken make {taken:.1%} and add {added / stored:.1%}; --growth {enough:g} has room for "
+        "both"
+    )
+
+
+def _with_others(group: Candidate, makes: str) -> str:
+    others = len(group.schemes) - 1
+    company = "" if not others else f"with the {others} that share{'s' * (others == 1)} its input "
+    return f"{company}it {makes} {group.damage:.1%}"
+
+
+def _reason(name: str, group: Candidate, found: Damages) -> str:
+    """Why a layer is taken, for the recipe."""
+    own = f"quantized alone it made {found.damage((name,)) or 0.0:.1%} of the error"
+    return f"{own}; {_with_others(group, 'made')}" if len(group.schemes) > 1 else own
+
+
+def improved(linear: nn.Linear | nn.Conv2d, scheme: Scheme | None) -> nn.Linear | nn.Conv2d:
+    """A 16-bit layer rounded to nearest under a scheme; itself under None."""
+    if scheme is None:
+        return linear
+    weight = QuantizedTensor.quantize(linear.weight.detach().flatten(1), scheme.weights)
+    bias = None if linear.bias is None else linear.bias.detach()
+    return in_place_of(linear, QuantLinear.from_quantized(weight, bias, scheme))
+
+
+def patched_recipe(
+    recipe_name: str,
+    recipe: Recipe,
+    pipe: Any,
+    schemes: Mapping[str, Scheme | None],
+    reasons: Mapping[str, str],
+    about: str,
+) -> str:
+    """The recipe in YAML with an override for each layer ("component.path") and its reason. about: for the first line.
+
+    It extends a shipped recipe where the checkpoint's is one, and says everything itself otherwise. ValueError if it
+    cannot hold such layers.
+    """
+    is_shipped = recipe_name in shipped_recipes() and load_recipe(recipe_name)[1].digest == recipe.digest
+    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
+    entries: dict[str, Any] = {}
+    for component in dict.fromkeys(layer.partition(".")[0] for layer in schemes):
+        family = model_family(getattr(pipe, component))
+        entry = component_recipe(recipe, component, family).model_dump(mode="json", exclude_defaults=True)
+        overrides = [
+            *entry.get("overrides", ()),
+            *(
+                _override(layer, schemes[layer], reasons[layer])
+                for layer in schemes
+                if layer.startswith(f"{component}.")
+            ),
+        ]
+        is_named = component in recipe.components
+        entries[component] = {"overrides": overrides} if is_shipped and is_named else entry | {"overrides": overrides}
+    whole["components"] |= {c: whole["components"].get(c, {}) | entry for c, entry in entries.items()}
+    Recipe.model_validate(whole)
+    document = {"extends": recipe_name, "components": entries} if is_shipped else whole
+    body = yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None)
+    return f"# {recipe_name}, {about}.\n{body}"
+
+
+def _override(layer: str, scheme: Scheme | None, reason: str) -> dict[str, Any]:
+    override: dict[str, Any] = {"match": layer.partition(".")[2]}
+    if scheme is not None:
+        override["weights"] = {"format": scheme.weights.name}
+        if scheme.activations is not None:
+            override["activations"] = {"format": scheme.activations.name}
+    return override | {"reason": reason}
+
+
+def _weights(layer: nn.Linear) -> int:
+    return layer.out_features * layer.in_features
+
+
+def _bits(layer: nn.Linear, scheme: Scheme | None) -> int:
+    return 16 * _weights(layer) if scheme is None else scheme.stored_bits(layer.out_features, layer.in_features)

@@ -1,0 +1,204 @@
+"""What happens in each quantized layer along a run.
+
+    free-running    rows of a layer's output in one run against the same rows in another, same prompts and noise
+    local           the 16-bit layer's own input through the quantized layer, against what the 16-bit layer made of it
+    health          what rounding does to its input in the quantized run (arithmetic.py)
+
+A run is watched through hooks, at a few denoising steps. Of each output some rows per image are kept, on the CPU: all
+of them would be terabytes for 57 blocks of FLUX.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.linears import channels_last
+from fluxq.calibrate.capture import batches, images_per_batch, run_pipeline
+from fluxq.eval.debug.arithmetic import health, kernel_error
+from fluxq.kernels.linear import QuantLinear
+
+L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
+
+ROWS = 32  # of each image's output that are kept
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call of a layer, in the batch number `batch` of so many images: x (…, K) and y (…, N), channels last."""
+
+    name: str
+    step: int
+    batch: int
+    images: int
+    layer: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+def watch(
+    pipe: Any,
+    names: Sequence[str],
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    steps: Sequence[int],
+    batch_size: int | None,
+    *observers: Callable[[Seen], None],
+) -> Tensor:
+    """Run the pipeline and show `observers` every call of the layers `names` ("component.path") at `steps`.
+
+    What runs before the denoiser counts to step 0. Returns the final latents, (images, …) fp64 on the CPU.
+    """
+    size = batch_size or images_per_batch(call)
+    counts = [len(batch) for batch in batches(items, size)]
+    now = {"step": 0, "batch": -1}
+
+    def on_step(step: int) -> None:
+        now["step"] = step
+        now["batch"] += step == 0
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+        def see(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+            if now["step"] in steps:
+                x, y = channels_last(layer, args[0]), channels_last(layer, y)
+                seen = Seen(name, now["step"], now["batch"], counts[now["batch"]], layer, x, y)
+                for observer in observers:
+                    observer(seen)
+
+        return see
+
+    handles = [module_of(pipe, name).register_forward_hook(hook(name)) for name in names]
+    try:
+        with torch.no_grad():
+            run = run_pipeline(pipe, items, call, batch_size=size, on_step=on_step)
+            return torch.cat([latents.double().cpu() for _, latents in run])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def module_of(pipe: Any, name: str) -> Any:
+    """The module `component.path` of a pipeline."""
+    component, _, path = name.partition(".")
+    return getattr(pipe, component).get_submodule(path)
+
+
+class Powers:
+    """Σ y² and Σ (y' - y)² of a layer's output y and another, y', at a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def add(self, name: str, step: int, y: Tensor, other: Tensor) -> None:
+        """Both of one shape, on one device."""
+        signal, noise = self._sums.get((name, step), (0.0, 0.0))
+        y = y.double()
+        self._sums[name, step] = signal + float(y.square().sum()), noise + float((other - y).square().sum())
+
+    def noise(self, name: str, step: int) -> float | None:
+        """Noise over signal, NaN where it is not finite; None where nothing was compared."""
+        signal, noise = self._sums.get((name, step), (0.0, 0.0))
+        return noise / signal if signal else None
+
+    def sqnr_db(self, name: str, steps: Sequence[int]) -> tuple[float | None, ...]:
+        """At each step; None where nothing was compared, nothing was lost, or it is not finite."""
+        return tuple(decibels(self.noise(name, step)) for step in steps)
+
+
+def decibels(noise: float | None) -> float | None:
+    """Noise over signal as SQNR in dB; None where that is no number: no noise, no end of it, or not known."""
+    return -10 * math.log10(noise) if noise and math.isfinite(noise) else None
+
+
+class Outputs:
+    """Keeps some rows of what the layers put out."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, int], dict[int, list[Tensor]]] = {}  # batch -> calls (images, R, N)
+
+    def __call__(self, seen: Seen) -> None:
+        batches = self._rows.setdefault((seen.name, seen.step), {})
+        batches.setdefault(seen.batch, []).append(_some_rows(seen.y, seen.images).cpu())
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The layers in the order in which they ran first."""
+        return tuple(dict.fromkeys(name for name, _ in self._rows))
+
+    def against(self, reference: Outputs) -> Powers:
+        """These outputs as another run's beside the reference's; the batches may be cut in other ways."""
+        powers = Powers()
+        for name, step in reference._rows.keys() & self._rows.keys():
+            y, other = reference._joined(name, step), self._joined(name, step)
+            if y.shape == other.shape:  # not where a layer's rows are of no single image
+                powers.add(name, step, y, other)
+        return powers
+
+    def _joined(self, name: str, step: int) -> Tensor:
+        """(images, R, N), the rows of an image's calls one after the other."""
+        return torch.cat([torch.cat(calls, 1) for _, calls in sorted(self._rows[name, step].items())])
+
+
+class Local:
+    """Feeds each quantized layer with what the 16-bit one of that name reads, and holds up its kernel once.
+
+    powers: of the layers' outputs. kernel_errors: layer -> see `kernel_error`.
+    """
+
+    def __init__(self, layers: Mapping[str, QuantLinear]) -> None:
+        self.layers, self.powers = layers, Powers()
+        self.kernel_errors: dict[str, float] = {}
+
+    def __call__(self, seen: Seen) -> None:
+        with moved(self.layers[seen.name], seen.x.device) as layer:
+            y = layer.of_tokens(seen.x)
+            if seen.name not in self.kernel_errors:
+                self.kernel_errors[seen.name] = kernel_error(layer, seen.x, y)
+        self.powers.add(seen.name, seen.step, seen.y, y)
+
+
+class Health:
+    """Worst counts of each quantized layer and step, see `health`."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, int], dict[str, float]] = {}
+
+    def __call__(self, seen: Seen) -> None:
+        counts = self.counts.setdefault((seen.name, seen.step), {})
+        for kind, value in health(seen.layer, seen.x, seen.y).items():
+            counts[kind] = max(counts.get(kind, 0.0), value)
+
+    def of(self, name: str, steps: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Kind -> its share at each step."""
+        kinds = dict.fromkeys(kind for step in steps for kind in self.counts.get((name, step), {}))
+        return {kind: tuple(self.counts.get((name, step), {}).get(kind, 0.0) for step in steps) for kind in kinds}
+
+
+@contextmanager
+def moved(layer: L, device: torch.device) -> Iterator[L]:
+    """The layer on another device, and then back where it was."""
+    home = layer.weight.device
+    try:
+        yield layer.to(device)
+    finally:
+        layer.to(home)
+
+
+def _some_rows(y: Tensor, images: int) -> Tensor:
+    """(images, R, N): rows spread over each image's; where the first axis is not of images, over all of them."""
+    if y.shape[0] % images:
+        rows = y.reshape(1, -1, y.shape[-1])
+    else:  # several of each image, as with guidance, are a whole batch each
+        rows = y.reshape(y.shape[0] // images, images, -1, y.shape[-1]).transpose(0, 1).flatten(1, 2)
+    chosen = (
+        torch.linspace(0, rows.shape[1] - 1, min(ROWS, rows.shape[1]), device=y.device, dtype=torch.float32)
+        .round()
+        .long()
+    )
+    return rows[:, chosen]

@@ -1,0 +1,148 @@
+"""A side of a comparison: one pipeline, and everything about it that decides the bits of its images.
+
+The 16-bit model is a side, a checkpoint is one, and the same checkpoint in another arithmetic, with a step cache or
+with another attention backend is another one. Sides are plain data, so that another process can open one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.model import ModelFolder, load_pipeline
+from fluxq.eval.images.denoiser import denoisers
+from fluxq.kernels.linear import QuantLinear
+from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
+from fluxq.runtime.layout import Origin, reencode_layer
+
+
+@dataclass(frozen=True)
+class Side:
+    """name: what the report calls it. folder: of the pipeline. digest: of all its weights, LoRA files included.
+
+    loras: (file, weight, component) of adapters that are fused first. backend: a key of BACKENDS. cache: threshold of
+    diffusers' FirstBlockCache, None without. attention: an attention backend of diffusers by name, None for its
+    default. source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit. offload: on a GPU its
+    parts take turns, because they do not fit together.
+    """
+
+    name: str
+    folder: str
+    digest: str
+    dtype: str = "bfloat16"
+    loras: tuple[tuple[str, float, str], ...] = ()
+    backend: str = "native"
+    cache: float | None = None
+    attention: str | None = None
+    source: str | None = None
+    offload: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the bits of its images, for hashing: neither its name nor where its files lie."""
+        facts = asdict(self)
+        del facts["name"], facts["folder"], facts["source"], facts["offload"]
+        facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
+        return facts
+
+    def open(self, device: str = "cpu") -> Any:
+        """The pipeline, ready to be called. ValueError for a backend, cache or attention that it cannot have."""
+        from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # which imports torch's compiler
+
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
+        folder = ModelFolder(self.name, Path(self.folder))
+        with about_to_keep():
+            pipe: Any = load_pipeline(folder, self.dtype, "cpu" if self.offload else device)
+        loras = (LoraFile(Path(file), weight, component) for file, weight, component in self.loras)
+        for component, updates in updates_of(loras, folder).items():
+            fuse_into(getattr(pipe, component), updates)
+        if BACKENDS[self.backend]:
+            reencode_pipeline(pipe, BACKENDS[self.backend], folder)
+        if self.attention is not None:
+            _set_attention(pipe, self.attention)
+        if self.cache is not None:
+            _cache_steps(pipe, self.cache)
+        keep_recorded_steps(pipe, self.source)
+        return self.placed(pipe, device)
+
+    def placed(self, pipe: Any, device: str) -> Any:
+        """Return its pipeline where it is to run."""
+        if self.offload and device != "cpu":
+            pipe.enable_model_cpu_offload(device=device)
+            return pipe
+        return pipe.to(device)
+
+
+def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[Side]:
+    """`side` in each arithmetic, and with `cache` each of those again with a step cache, named after what differs."""
+    arithmetics = [
+        side if backend == "native" else replace(side, name=f"{side.name} as {backend}", backend=backend)
+        for backend in backends
+    ]
+    cached = [replace(each, name=f"{each.name}, cached", cache=cache) for each in arithmetics] if cache else []
+    return [*arithmetics, *cached]
+
+
+def quantized_layers(pipe: Any) -> dict[str, QuantLinear]:
+    """`component.path` -> layer, of all components of a pipeline."""
+    parts = {name: part for name, part in pipe.components.items() if hasattr(part, "named_modules")}
+    found = {f"{name}.{path}": layer for name, part in parts.items() for path, layer in part.named_modules()}
+    return {name: layer for name, layer in found.items() if isinstance(layer, QuantLinear)}
+
+
+def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) -> int:
+    """As `fluxq.prepare` does with layers whose activations are quantized, but to no target; returns how many."""
+    chosen = {name: layer for name, layer in quantized_layers(pipe).items() if _changes(layer, targets)}
+    for name, layer in chosen.items():
+        component, _, path = name.partition(".")
+        reencode_layer(layer, targets, Origin(folder.path / component, path))
+    return len(chosen)
+
+
+def _changes(layer: QuantLinear, targets: tuple[str, ...]) -> bool:
+    scheme = layer.scheme
+    return scheme.activations is not None and scheme.activations.name not in targets
+
+
+def _set_attention(pipe: Any, backend: str) -> None:
+    """Of these models alone: diffusers would also make it the default of all models of this process.
+
+    Without its warning that the way to choose one is experimental, which no user of fluxq chose.
+    """
+    from diffusers.models import attention_dispatch
+
+    registry = attention_dispatch._AttentionBackendRegistry
+    default = registry.get_active_backend()[0]
+    log = logging.getLogger("diffusers.models.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        models: dict[str, Any] = denoisers(pipe)
+        for model in models.values():
+            model.set_attention_backend(backend)
+    finally:
+        log.setLevel(level)
+        registry.set_active_backend(default)
+
+
+def _cache_steps(pipe: Any, threshold: float) -> None:
+    from diffusers.hooks import FirstBlockCacheConfig
+
+    models: dict[str, Any] = denoisers(pipe)
+    for model in models.values():
+        if not hasattr(model, "enable_cache"):
+            raise ValueError(f"{type(model).__name__} takes no step cache in this diffusers: leave out --cache")
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+
+
+NATIVE = "native"
+
+# name -> what 8-bit formats layers are re-encoded to, each to what adds the least error; none: computed as stored.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    NATIVE: (),
+    "int8": ("int8",),  # what fluxq.prepare makes of a checkpoint for Ampere
+    "8bit": ("int8", "fp8"),  # for Ada and Hopper
+}

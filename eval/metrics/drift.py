@@ -1,0 +1,285 @@
+"""How far a pipeline is from the 16-bit one at each denoising step, and how far two 16-bit runs are from each other.
+
+    velocity error  |v̂ - v| / |v|                          both transformers at the 16-bit pipeline's latents
+    SQNR            10 log10(Σ x² / Σ (x - x̂)²)  dB         of latents, each pipeline on its own path
+    cosine          Σ x x̂ / (|x| |x̂|)                      of the same
+
+`follow` runs the 16-bit pipeline once and keeps what its transformer said and the latents after each step. `drift` runs
+another pipeline on the same prompts and noise twice: once on its own, and once steered (teacher forcing): its
+transformer's outputs are noted and then replaced by the recorded ones, so that the scheduler takes it along the 16-bit
+path and each step's error stands alone. What the transformer is called with besides latents (text, guidance, a step
+cache's memory) comes from the pipeline itself: an error of quantized text encoders is in the velocity error too.
+
+The noise floor is the drift of a second 16-bit pipeline, with another batch size and another attention backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import progress
+from fluxq.calibrate.capture import images_per_batch, noise_levels, run_pipeline
+from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
+from fluxq.eval.metrics.fidelity import cosine, sqnr
+from fluxq.eval.metrics.schema import Curve, Drift, Estimate
+from fluxq.eval.metrics.statistics import clustered_interval
+
+_ASTRAY = 1e-2  # relative distance of steered latents from the recorded ones that no rounding explains
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The path of the 16-bit pipeline, on the CPU in the dtypes that it computed in.
+
+    velocities: image, step, call of the transformer within the step -> (rows of this image, ...), two rows or two calls
+    where guidance asks twice. latents: image, step -> latents after it. sigmas: noise level of each step.
+
+    Bytes: images x steps x (latents + velocities). FLUX.1 at 1024 x 1024, 28 steps and 8 prompts: 235 MB, with true
+    guidance 352 MB; Wan 2.1 at 480 x 832 and 81 frames, 50 steps, guided, 8 prompts: about 7 GB.
+    """
+
+    items: tuple[tuple[str, int], ...]
+    call: Mapping[str, Any]
+    sigmas: tuple[float, ...]
+    velocities: tuple[tuple[tuple[Tensor, ...], ...], ...]
+    latents: tuple[tuple[Tensor, ...], ...]
+    batch_size: int
+
+
+def follow(
+    pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None = None
+) -> Followed:
+    """Run the 16-bit pipeline on a few (prompt, seed) and keep its path; ValueError where that is not finite."""
+    if not items:
+        raise ValueError("nothing to follow: the list of (prompt, seed) is empty")
+    size = batch_size or images_per_batch(call)
+    velocities: list[list[list[Tensor]]] = [[] for _ in items]
+    latents: list[list[Tensor]] = [[] for _ in items]
+
+    def see_velocity(image: int, step: int, _call: int, v: Tensor) -> None:
+        while len(velocities[image]) <= step:
+            velocities[image].append([])
+        velocities[image][step].append(_kept(v, "velocity", items[image], step))
+
+    def see_latents(image: int, step: int, x: Tensor) -> None:
+        latents[image].append(_kept(x, "latents", items[image], step))
+
+    _walk(pipe, items, call, size, see_latents, see_velocity, description="Following the 16-bit model")
+    return Followed(
+        items=tuple(items),
+        call=dict(call),
+        sigmas=noise_levels(pipe)[: len(latents[0])],
+        velocities=tuple(tuple(map(tuple, steps)) for steps in velocities),
+        latents=tuple(map(tuple, latents)),
+        batch_size=size,
+    )
+
+
+def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift:
+    """How far `pipe` is from what was followed, with intervals that resample prompts.
+
+    batch_size: by default that of the followed run. ValueError if the pipeline takes other steps, asks its transformer
+    another number of times or, steered, still leaves the path: another scheduler, guidance or model.
+    """
+    size = batch_size or followed.batch_size
+    velocity = _velocity_errors(followed, pipe, size)
+    decibels, cosines = _latent_errors(followed, pipe, size)
+    prompts = [prompt for prompt, _ in followed.items]
+
+    def interval(values: Sequence[float]) -> Estimate:
+        return Estimate.of(clustered_interval(values, prompts))
+
+    steps = range(len(followed.sigmas))
+    found = {"velocity_error": velocity, "latent_sqnr": decibels, "latent_cosine": cosines}
+    curves = {
+        key: curve.model_copy(update={"values": tuple(interval([row[step] for row in found[key]]) for step in steps)})
+        for key, curve in CURVES.items()
+    }
+    return Drift(
+        steps=tuple(steps),
+        sigmas=followed.sigmas,
+        images=len(followed.items),
+        curves=curves,
+        velocity_error=interval([math.fsum(row) / len(row) for row in velocity]),
+    )
+
+
+def with_floor(found: Drift, floor: Drift) -> Drift:
+    """`found` beside the drift of a second 16-bit pipeline; ValueError if the two followed another path."""
+    if (found.steps, found.sigmas, found.images) != (floor.steps, floor.sigmas, floor.images):
+        raise ValueError("the noise floor was measured on other images or steps: take both from one `follow`")
+    curves = {key: curve.model_copy(update={"floor": floor.curves[key].values}) for key, curve in found.curves.items()}
+    return found.model_copy(update={"curves": curves, "velocity_floor": floor.velocity_error})
+
+
+def floor_attention(device: str) -> str:
+    """The attention backend of diffusers for the second 16-bit run: PyTorch's, but not the one it takes by itself."""
+    return "_native_efficient" if torch.device(device).type == "cuda" else "_native_math"
+
+
+def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[float]]:
+    """Image, step -> |v̂ - v| / |v| over all calls of the step."""
+    lost = [[0.0 for _ in steps] for steps in followed.velocities]
+    whole = [[0.0 for _ in steps] for steps in followed.velocities]
+
+    def see(image: int, step: int, at: int, found: Tensor) -> Tensor:
+        v = _recorded(followed, image, step, at)
+        if v.shape != found.shape:
+            raise ValueError(
+                f"step {step}: the transformer returned {tuple(found.shape)}, the 16-bit one {tuple(v.shape)}: "
+                "give both pipelines one size and guidance"
+            )
+        lost[image][step] += float((found.cpu().double() - v.double()).square().sum())
+        whole[image][step] += float(v.double().square().sum())
+        return v
+
+    def stays(image: int, step: int, found: Tensor) -> None:
+        x = _recorded_latents(followed, image, step, found)
+        away = float((found.cpu().double() - x.double()).norm() / x.double().norm())
+        if not away <= _ASTRAY:
+            raise ValueError(
+                f"step {step}: fed with the 16-bit model's velocities the latents still differ by {away:.1%}: the two "
+                "pipelines differ in scheduler, steps or guidance, so their images cannot be compared"
+            )
+
+    _walk(pipe, followed.items, followed.call, size, stays, see, description="Steering")
+    return [
+        [math.sqrt(a / b) if b else math.nan for a, b in zip(*rows, strict=True)]
+        for rows in zip(lost, whole, strict=True)
+    ]
+
+
+def _latent_errors(followed: Followed, pipe: Any, size: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Image, step -> SQNR in dB, and cosine."""
+    decibels: list[list[float]] = [[] for _ in followed.items]
+    cosines: list[list[float]] = [[] for _ in followed.items]
+
+    def see(image: int, step: int, found: Tensor) -> None:
+        pair = [_recorded_latents(followed, image, step, found)], [found.cpu()]
+        decibels[image] += sqnr(*pair).tolist()
+        cosines[image] += cosine(*pair).tolist()
+
+    _walk(pipe, followed.items, followed.call, size, see, description="Running free")
+    short = [len(row) for row in decibels if len(row) != len(followed.sigmas)]
+    if short:
+        raise ValueError(f"the pipeline takes {short[0]} steps, the 16-bit one {len(followed.sigmas)}: give both one")
+    return decibels, cosines
+
+
+def _recorded(followed: Followed, image: int, step: int, at: int) -> Tensor:
+    try:
+        return followed.velocities[image][step][at]
+    except IndexError:
+        raise ValueError(
+            f"step {step}, call {at}: the 16-bit pipeline did not call its transformer there: the two pipelines differ "
+            "in steps or guidance"
+        ) from None
+
+
+def _recorded_latents(followed: Followed, image: int, step: int, found: Tensor) -> Tensor:
+    steps = followed.latents[image]
+    if step >= len(steps) or steps[step].shape != found.shape:
+        raise ValueError(
+            f"step {step}: latents {tuple(found.shape)}, the 16-bit pipeline made {len(steps)} steps of "
+            f"{tuple(steps[0].shape)}: give both one size and number of steps"
+        )
+    return steps[step]
+
+
+def _kept(tensor: Tensor, what: str, item: tuple[str, int], step: int) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        prompt, seed = item
+        raise ValueError(f"the 16-bit model's {what} at step {step} holds NaN or infinity for {prompt!r}, seed {seed}")
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _let_pass(_image: int, _step: int, _call: int, _v: Tensor) -> None:
+    """Leaves a transformer's output as it is."""
+
+
+def _walk(
+    pipe: Any,
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    size: int,
+    see_latents: Callable[[int, int, Tensor], None],
+    see_velocity: Callable[[int, int, int, Tensor], Tensor | None] = _let_pass,
+    *,
+    description: str,
+) -> None:
+    """Run `pipe` on all items and look at each image alone.
+
+    see_latents(image, step, latents). see_velocity(image, step, call, rows of this image): what it returns, unless it
+    is None, goes on in their place.
+    """
+    starts = range(0, len(items), size)
+    for first in progress(starts, description, len(starts)):
+        batch = items[first : first + size]
+        listener = _Listener(range(first, first + len(batch)), see_velocity)
+
+        def each_latent(step: int, latents: Tensor, first=first) -> None:
+            for row, x in enumerate(latents):
+                see_latents(first + row, step, x)
+
+        hooks = {"on_step": listener.at_step, "on_latents": each_latent}
+        with hooked(denoisers(pipe).values(), after=listener.hook):
+            for _ in run_pipeline(pipe, batch, call, batch_size=len(batch), **hooks):
+                pass
+
+
+class _Listener:
+    """Looks at, and may replace, what transformers return in one run of the pipeline.
+
+    Row r of an output belongs to image r mod B, however many rows guidance makes of an image.
+    """
+
+    def __init__(self, images: range, see: Callable[[int, int, int, Tensor], Tensor | None]) -> None:
+        self.images, self.see = images, see
+        self.step = self.calls = 0
+
+    def at_step(self, step: int) -> None:
+        self.step, self.calls = step, 0
+
+    def hook(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        v, count = prediction(output, model), len(self.images)
+        if len(v) % count:
+            raise ValueError(f"{type(model).__name__} returned {len(v)} rows for {count} images")
+        rows = v.unflatten(0, (-1, count))  # (rows of an image, B, ...)
+        seen = [self.see(image, self.step, self.calls, rows[:, at]) for at, image in enumerate(self.images)]
+        self.calls += 1
+        instead = [each for each in seen if each is not None]
+        return with_prediction(output, torch.stack(instead, 1).flatten(0, 1).to(v)) if instead else None
+
+
+CURVES = {
+    "velocity_error": Curve(
+        name="Velocity error",
+        unit="",
+        digits=".3g",
+        better="lower",
+        how="|v̂ - v| / |v| of the transformer's output, both at the 16-bit latents",
+        values=(),
+    ),
+    "latent_sqnr": Curve(
+        name="SQNR of the latents",
+        unit="dB",
+        digits=".2f",
+        better="higher",
+        how="after the step, against the 16-bit latents, each pipeline on its own path; mean of per-image values",
+        values=(),
+    ),
+    "latent_cosine": Curve(
+        name="Cosine of the latents",
+        unit="",
+        digits=".5f",
+        better="higher",
+        how="after the step, to the 16-bit latents, each pipeline on its own path; mean of per-image values",
+        values=(),
+    ),
+}

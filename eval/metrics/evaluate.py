@@ -1,0 +1,275 @@
+"""One evaluation: the images of quantized sides beside those of the 16-bit one become the runs of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fluxq.eval.images.sides import Side
+from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
+from fluxq.eval.metrics.networks import Networks
+from fluxq.eval.metrics.pictures import wall
+from fluxq.eval.metrics.schema import (
+    Curve,
+    Drift,
+    Estimate,
+    Gate,
+    Image,
+    Item,
+    Metric,
+    Run,
+    Served,
+    Size,
+    Verdict,
+    number,
+)
+from fluxq.eval.metrics.statistics import Interval, clustered_interval
+from fluxq.eval.metrics.verdict import with_verdicts
+from fluxq.recipes.recipe import gate_holds, parse_gate
+
+# Of the 16-bit model's error against itself, which has to be known roughly: a run's own needs more images.
+FLOOR_IMAGES = 64
+DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # whose latents and velocities at each step are held at once
+VELOCITY_ERROR = "velocity_error"  # a metric that is taken on the way, not of images
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A quantized side, and what its report says besides its images.
+
+    checkpoint: name of its folder. served: what computes it. gates: conditions such as `psnr>=30`.
+    """
+
+    side: Side
+    checkpoint: str
+    recipe: str
+    recipe_digest: str
+    size: Size
+    served: Served | None = None
+    gates: tuple[str, ...] = ()
+    provenance: Mapping[str, str] | None = None
+
+
+def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> dict[str, Interval]:
+    """Paired metrics between two 16-bit runs that differ in batch size and attention backend only.
+
+    again: the second run, of the first items of `reference`. A metric without values per image has no floor.
+    """
+    sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
+    measured = {key: _take(rows[key], sample) for key in keys}
+    return {
+        key: taken.value
+        for key, taken in measured.items()
+        if isinstance(taken, Measured) and taken.per_image is not None and taken.value and taken.baseline is None
+    }
+
+
+def measure_runs(
+    candidates: Sequence[Candidate],
+    reference: Any,
+    sets: Sequence[Any],
+    *,
+    keys: Sequence[str],
+    networks: Networks,
+    floor: Mapping[str, Interval],
+    drifts: Mapping[str, Drift],
+    frame_floor: Sequence[Estimate] | None = None,
+) -> tuple[Run, ...]:
+    """All metrics of every side, judged together.
+
+    sets: the images or videos of each candidate. floor: see `measure_floor`. drifts: side's name -> errors along its
+    steps. frame_floor: see `measure_frame_floor`.
+    Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
+    """
+    for images in sets:
+        _require_comparable(reference, images)
+    runs = [
+        _measure(
+            candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name), frame_floor
+        )
+        for candidate, images in zip(candidates, sets, strict=True)
+    ]
+    shown = _worst_of(runs)
+    runs = [
+        run.model_copy(update={"wall": wall(reference, images, shown)}) for run, images in zip(runs, sets, strict=True)
+    ]
+    return with_verdicts(runs, [Item(prompt=prompt, seed=seed) for prompt, seed in reference.items])
+
+
+def _worst_of(runs: Sequence[Run]) -> list[float]:
+    """The least PSNR of each image over all runs, so that all of them show the same images; NaN where one has none."""
+    table = [[_psnr_of(image) for image in run.images] for run in runs]
+    return [math.nan if any(map(math.isnan, values)) else min(values) for values in zip(*table, strict=True)]
+
+
+def _psnr_of(image: Image) -> float:
+    value = image.values.get("psnr")
+    return math.inf if image.identical else math.nan if value is None else value
+
+
+def _measure(
+    candidate: Candidate,
+    sample: Sample,
+    keys: Sequence[str],
+    floor: Mapping[str, Interval],
+    drift: Drift | None,
+    frame_floor: Sequence[Estimate] | None,
+) -> Run:
+    rows = metric_rows()
+    taken = {key: _take(rows[key], sample) for key in keys}
+    status = _status(sample, taken)
+    is_video = sample.frames is not None
+    metrics = {key: _row(rows[key], found, floor.get(key), is_video) for key, found in taken.items()}
+    if drift is not None:
+        metrics[VELOCITY_ERROR] = _velocity_error(drift)
+    side = candidate.side
+    return Run(
+        name=side.name,
+        checkpoint=candidate.checkpoint,
+        recipe=candidate.recipe,
+        recipe_digest=candidate.recipe_digest,
+        backend=side.backend,
+        cache=side.cache,
+        status=status,
+        size=candidate.size,
+        verdict=Verdict(outcome="inconclusive", text="not judged yet"),
+        gates=judge_gates(candidate.gates, _means(taken, drift)),
+        metrics=metrics,
+        images=_images(sample, taken),
+        frames=_frame_curve(sample, frame_floor),
+        drift=drift,
+        served=candidate.served,
+        wall=None,
+        provenance=dict(candidate.provenance or {}),
+    )
+
+
+def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple[Estimate, ...] | None:
+    """PSNR of each frame between two 16-bit runs, over videos; None for images. again: as in `measure_floor`."""
+    sample = Sample(reference.head(len(again.items)), again, networks)
+    return None if sample.frames is None else _by_frame(sample)
+
+
+def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[Gate, ...]:
+    """Every gate against its metric's mean; one that was not measured does not pass."""
+    return tuple(
+        Gate(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
+        for gate in gates
+    )
+
+
+def _means(taken: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
+    found = {key: each.value for key, each in taken.items() if isinstance(each, Measured)}
+    means = {key: value.mean for key, value in found.items() if value is not None}
+    if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
+        means[VELOCITY_ERROR] = drift.velocity_error.mean
+    return means
+
+
+def _require_comparable(reference: Any, quantized: Any) -> None:
+    if not reference.finite.all():
+        prompt, seed = reference.items[int((~reference.finite).nonzero()[0])]
+        raise ValueError(f"the 16-bit model gives NaN or infinity for {prompt!r}, seed {seed}: nothing to compare with")
+    if tuple(reference.items) != tuple(quantized.items):
+        raise ValueError(
+            f"{len(reference.items)} 16-bit images and {len(quantized.items)} quantized ones come from different "
+            "prompts or seeds: generate both from one list"
+        )
+
+
+def _take(row: MetricRow, sample: Sample) -> Measured | str:
+    """What was measured, or why nothing was."""
+    try:
+        return row.measure(sample)
+    except Unmeasured as reason:
+        return str(reason)
+
+
+def _status(sample: Sample, taken: Mapping[str, Measured | str]) -> Any:
+    if not sample.quantized.finite.all():
+        return "broken"
+    return "identical" if all(math.isinf(value) for value in _values(taken["psnr"])) else "measured"
+
+
+def _values(found: Measured | str) -> tuple[float, ...]:
+    return () if isinstance(found, str) else found.per_image or ()
+
+
+def _row(row: MetricRow, found: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
+    name = row.called(is_video)
+    fixed: dict[str, Any] = {"name": name, "unit": row.unit, "digits": row.digits, "better": row.better}
+    if isinstance(found, str):
+        return Metric(**fixed, how=row.taken(None, is_video), missing=found)
+    return Metric(
+        **fixed,
+        how=row.taken(found.how, is_video),
+        value=_estimate(found.value),
+        baseline=_estimate(found.baseline),
+        change=_estimate(found.change),
+        floor=_estimate(floor),
+        notes=found.notes,
+        missing=None if found.value is not None else found.broken,
+    )
+
+
+def _estimate(interval: Interval | None) -> Estimate | None:
+    return None if interval is None else Estimate.of(interval)
+
+
+def _velocity_error(drift: Drift) -> Metric:
+    curve = drift.curves[VELOCITY_ERROR]
+    return Metric(
+        name=curve.name,
+        unit=curve.unit,
+        digits=curve.digits,
+        better=curve.better,
+        how=f"{curve.how}; mean over {len(drift.steps)} steps",
+        value=drift.velocity_error,
+        floor=drift.velocity_floor,
+    )
+
+
+def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
+    """PSNR along a video; None for images."""
+    if sample.frames is None:
+        return None
+    return Curve(
+        name="PSNR of each frame",
+        unit="dB",
+        digits=".2f",
+        better="higher",
+        how="to the same frame of the 16-bit videos, mean over videos",
+        values=_by_frame(sample),
+        floor=None if floor is None else tuple(floor),
+    )
+
+
+def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
+    """Over whole videos, for each frame."""
+    finite = sample.reference.finite & sample.quantized.finite
+    whole = [index for index in range(len(sample.prompts)) if finite[index]]
+    prompts = [sample.prompts[index] for index in whole]
+    values = [sample.frame_psnr[index].tolist() for index in whole]
+    return tuple(
+        Estimate.of(clustered_interval([each[frame] for each in values], prompts))
+        for frame in range(sample.frames or 0)
+    )
+
+
+def _images(sample: Sample, taken: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+    quantized, frames = sample.quantized, sample.frames
+    per_image = {key: values for key, found in taken.items() if (values := _values(found))}
+    measured = {key: found for key, found in taken.items() if isinstance(found, Measured)}
+    changes = {key: found.change_per_image for key, found in measured.items() if found.change_per_image}
+    return tuple(
+        Image(
+            finite=bool(quantized.finite[index]),
+            identical=per_image["psnr"][index] == math.inf,
+            values={key: number(values[index]) for key, values in per_image.items()},
+            changes={key: number(values[index]) for key, values in changes.items()},
+            frame_psnr=() if frames is None else tuple(map(number, sample.frame_psnr[index].tolist())),
+        )
+        for index in range(len(quantized.items))
+    )

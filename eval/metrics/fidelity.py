@@ -1,0 +1,192 @@
+"""How far a quantized pipeline drifts from the 16-bit one when both start from the same prompts and noise.
+
+    PSNR = 10 log10(255² / mean (a - b)²)  dB, of one image, or of one frame of a video
+    SQNR = 10 log10(Σ a² / Σ (a - b)²)     dB, of its final latents, of a video all of them
+
+These paired figures rank recipes: the same noise on both sides cancels most of what differs between images.
+All are kept per image; a mean is a mean of decibels over images (pooling squared errors first is another
+metric). A video counts as one image: its value is the mean over its frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.eval.images.generate import images_digest
+from fluxq.eval.metrics.statistics import Interval, paired_interval
+
+_LAST_BITS = 2  # levels of 255
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Per-image agreement with the 16-bit pipeline, in the order of `items`.
+
+    psnr_db: over uint8 pixels, infinite for identical images. latent_sqnr_db, latent_cosine: over final
+    latents. All are NaN for an image that was not finite. reference: SHA-256 of the 16-bit images.
+    """
+
+    items: tuple[tuple[str, int], ...]
+    psnr_db: tuple[float, ...]
+    latent_sqnr_db: tuple[float, ...]
+    latent_cosine: tuple[float, ...]
+    reference: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two recipes on the same images: `difference` is first minus second in dB, image by image.
+
+    wins, losses, ties: on how many images the first is closer to 16 bit, farther from it, or equally close.
+    """
+
+    difference: Interval
+    wins: int
+    losses: int
+    ties: int
+
+    @property
+    def decided(self) -> bool:
+        """Whether the interval of the mean difference leaves out 0."""
+        return self.difference.low > 0 or self.difference.high < 0
+
+
+def fidelity(reference: Any, quantized: Any) -> Fidelity:
+    """Compare two image sets (as `generate.Generated`) image by image.
+
+    Raises ValueError if the two were not made from the same items at the same size.
+    """
+    if tuple(reference.items) != tuple(quantized.items):
+        raise ValueError("the images to compare come from different prompts or seeds: generate both from one list")
+    return Fidelity(
+        items=tuple(reference.items),
+        psnr_db=whole_only(psnr(reference.images, quantized.images), reference, quantized),
+        latent_sqnr_db=whole_only(sqnr(reference.latents, quantized.latents), reference, quantized),
+        latent_cosine=whole_only(cosine(reference.latents, quantized.latents), reference, quantized),
+        reference=images_digest(reference.images),
+    )
+
+
+def compare(first: Fidelity, second: Fidelity) -> Comparison:
+    """Compare two recipes by PSNR; ValueError unless both were measured against the same 16-bit images."""
+    if first.items != second.items or first.reference != second.reference:
+        raise ValueError("these recipes were not measured on the same 16-bit images: evaluate both with one seed")
+    pairs = list(zip(first.psnr_db, second.psnr_db, strict=True))
+    differences = [0.0 if a == b else a - b for a, b in pairs]  # two identical images differ by 0, not by inf - inf
+    return Comparison(
+        difference=paired_interval(differences),
+        wins=sum(d > 0 for d in differences),
+        losses=sum(d < 0 for d in differences),
+        ties=sum(d == 0 for d in differences),
+    )
+
+
+def flat_images(reference: Any, quantized: Any) -> int:
+    """Return how many quantized images, or videos with such a frame, are of one colour where the 16-bit one is not.
+
+    A picture on a white ground can be nearer to a white one, by PSNR, than two pictures of one model are to each other.
+    """
+    pairs = zip(reference.images, quantized.images, strict=True)
+    return sum(bool((_is_flat(after) & ~_is_flat(before)).any()) for before, after in pairs)
+
+
+def _is_flat(image: Tensor) -> Tensor:
+    """Whether all pixels of a uint8 image (3, H, W) are the same but for their last bits; of each frame of a video."""
+    pixels = image.flatten(-2).int()
+    return (pixels.amax(-1) - pixels.amin(-1) <= _LAST_BITS).all(-1)
+
+
+def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+    """dB per pair of uint8 images (3, H, W) or videos (F, 3, H, W) with peak 255, float64 (N,).
+
+    Infinite where the two are identical; identical frames of a video that has others are left out of its mean.
+    """
+    return over_frames(frame_psnr(reference, other))
+
+
+def frame_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """dB of each frame of each pair, float64 (F,); of images F is 1."""
+
+    def measure(a: Tensor, b: Tensor) -> Tensor:
+        if a.dtype != torch.uint8 or b.dtype != torch.uint8:
+            raise ValueError(f"PSNR is taken of uint8 images, got {a.dtype} and {b.dtype}")
+        return 10 * torch.log10(255**2 / (a.double() - b.double()).square().mean())
+
+    return per_frame(reference, other, measure)
+
+
+def sqnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+    """Signal to noise ratio in dB per pair of latents, float64 (N,)."""
+
+    def measure(a: Tensor, b: Tensor) -> Tensor:
+        return 10 * torch.log10(a.double().square().sum() / (a.double() - b.double()).square().sum())
+
+    return per_pair(reference, other, measure)
+
+
+def cosine(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+    """Cosine similarity per pair of latents, float64 (N,)."""
+
+    def measure(a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.double(), b.double()
+        return (a * b).sum() / (a.norm() * b.norm())
+
+    return per_pair(reference, other, measure)
+
+
+def per_pair(
+    reference: Sequence[Tensor] | Tensor,
+    other: Sequence[Tensor] | Tensor,
+    measure: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """`measure` of each pair, float64 (N,), one pair at a time to bound memory; ValueError unless shapes agree."""
+    values = [measure(a, b).double() for a, b in _pairs(reference, other)]
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+
+
+def per_frame(
+    reference: Sequence[Tensor] | Tensor,
+    other: Sequence[Tensor] | Tensor,
+    measure: Callable[[Tensor, Tensor], Tensor],
+) -> list[Tensor]:
+    """`measure` of each frame of each pair, float64 (F,), one frame at a time; of images F is 1."""
+    return [
+        torch.stack([measure(x, y).double() for x, y in zip(frames_of(a), frames_of(b), strict=True)])
+        for a, b in _pairs(reference, other)
+    ]
+
+
+def over_frames(values: Sequence[Tensor]) -> Tensor:
+    """Mean of each video's values (F,) that are not infinite, float64 (N,); infinite if all are, NaN if one is."""
+    means = [_mean(each) for each in values]
+    return torch.stack(means) if means else torch.zeros(0, dtype=torch.float64)
+
+
+def _mean(values: Tensor) -> Tensor:
+    finite = values[~values.isinf()]
+    return (finite if len(finite) else values).mean()
+
+
+def _pairs(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if len(reference) != len(other):
+        raise ValueError(f"cannot compare {len(reference)} images with {len(other)}: generate both from one list")
+    for a, b in zip(reference, other, strict=True):
+        if a.shape != b.shape:
+            raise ValueError(f"cannot compare {tuple(a.shape)} with {tuple(b.shape)}: generate at one size")
+        yield a, b
+
+
+def frames_of(image: Tensor) -> Tensor:
+    """(F, 3, H, W) of a video, or of an image as a video of one frame."""
+    return image if image.ndim == 4 else image[None]
+
+
+def whole_only(values: Tensor, *sides: Any) -> tuple[float, ...]:
+    """The values as numbers, NaN where the image of a side was not finite."""
+    finite = torch.stack([side.finite for side in sides]).all(0)
+    return tuple(torch.where(finite, values, torch.nan).tolist())

@@ -1,0 +1,613 @@
+"""The metrics: a row each, with what it needs and how it is taken. What counts as good enough: verdict.py.
+
+METRICS is at the end of the file; evaluation, report and gates iterate it. A metric returns a value per image wherever
+one exists, so that recipes can be compared image by image and the worst ones looked at. A set in which an image is not
+finite has no means: what can be said of its whole images is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from fluxq.eval.metrics import distribution, perceptual
+from fluxq.eval.metrics.alignment import ClipScorer
+from fluxq.eval.metrics.distribution import (
+    Features,
+    Fid,
+    Incomparable,
+    Moments,
+    extract,
+    fid,
+    fid_difference,
+    fid_infinity,
+)
+from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
+from fluxq.eval.metrics.networks import Networks
+from fluxq.eval.metrics.plugins import ADAPTERS, Offer, PluginError, find_offers, load_class, open_plugin, scores
+from fluxq.eval.metrics.statistics import Interval, clustered_interval
+from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
+
+_Distance = TypeVar("_Distance")
+_KID_SCALE = 1000
+_OF_VIDEOS = "it is taken of videos, and this model makes images"
+
+
+class Unmeasured(Exception):
+    """Raised by a metric that cannot be taken; its text names the cure and goes into the report."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a metric says of one quantized set.
+
+    value: of its images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per
+    image. per_image, change_per_image: in the order of the items, None for a metric that has none, NaN for an image
+    that was not finite. how: replaces the row's. broken: why there is no value although there are values per image.
+    """
+
+    value: Interval | None
+    baseline: Interval | None = None
+    change: Interval | None = None
+    per_image: tuple[float, ...] | None = None
+    change_per_image: tuple[float, ...] | None = None
+    notes: tuple[str, ...] = ()
+    how: str | None = None
+    broken: str | None = None
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One metric. digits: a format specification. better: which way is good. how: variant and implementation.
+
+    take: measures it. needs: keys of `networks.NEEDS`. of_video: what
+    it is called where videos are compared, None for the name with "videos" in the place of "images". only_video: an
+    image does not have it. by_frame: of a video it is the mean over frames.
+    """
+
+    name: str
+    unit: str
+    digits: str
+    better: Literal["higher", "lower"]
+    how: str
+    take: Callable[[Sample], Measured]
+    needs: tuple[str, ...] = ()
+    of_video: str | None = None
+    only_video: bool = False
+    by_frame: bool = False
+
+    def called(self, is_video: bool) -> str:
+        """Its name in a report."""
+        return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
+
+    def taken(self, how: str | None, is_video: bool) -> str:
+        """How it was measured, in words. how: what replaces the row's."""
+        how = how or self.how
+        return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
+
+    def measure(self, sample: Sample) -> Measured:
+        """Take it; Unmeasured if that is impossible, with a reason that names the cure."""
+        if self.only_video and sample.frames is None:
+            raise Unmeasured(_OF_VIDEOS)
+        for need in self.needs:
+            reason = sample.networks.lacks(need)
+            if reason is not None:
+                raise Unmeasured(reason)
+        try:
+            return self.take(sample)
+        except (Incomparable, PluginError) as error:
+            raise Unmeasured(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What metrics look at: two sets of images or videos of the same items (as `generate.Generated`), and networks.
+
+    What networks saw of a set is kept in `networks.seen` and shared by all metrics and by all samples that hold it.
+    """
+
+    reference: Any
+    quantized: Any
+    networks: Networks
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompt of each image."""
+        return [prompt for prompt, _ in self.quantized.items]
+
+    @cached_property
+    def frames(self) -> int | None:
+        """Of each video; None for images."""
+        return frames_in_each(self.quantized.images)
+
+    @property
+    def noun(self) -> str:
+        """What is compared."""
+        return "images" if self.frames is None else "videos"
+
+    @cached_property
+    def frame_psnr(self) -> list[Tensor]:
+        """dB of each frame of each item, float64 (F,); of images F is 1."""
+        return frame_psnr(self.reference.images, self.quantized.images)
+
+    @property
+    def broken(self) -> str | None:
+        """Why no mean over these images means anything, or None."""
+        bad = int((~self.quantized.finite).sum())
+        return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
+
+    def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
+        """What the feature network sees of images, or of the frames of videos.
+
+        owner: the set they belong to, if it is not themselves.
+        """
+        network, device = self.networks.features, self.networks.device
+        if network is None:
+            raise Unmeasured(str(self.networks.lacks("features")))
+        what = f"features by {network.name}, {network.variant}"
+        return self.networks.seen.get(
+            images if owner is None else owner, what, lambda: extract(all_frames(images), network, device=device)
+        )
+
+    def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:
+        """CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
+        what = f"embeddings by {scorer.network}"
+        return self.networks.seen.get(
+            images if owner is None else owner, what, lambda: scorer.embed(all_frames(images))
+        )
+
+
+def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | None:
+    """Why the metric cannot be taken whatever the images or videos, or None; ValueError for an unknown metric."""
+    rows = metric_rows()
+    if key not in rows:
+        raise ValueError(f"metric {key!r} is unknown; known: {', '.join(rows)}")
+    if rows[key].only_video and not is_video:
+        return _OF_VIDEOS
+    reasons = (networks.lacks(need) for need in rows[key].needs)
+    return next((reason for reason in reasons if reason is not None), None) or _missing_plugin(key)
+
+
+def metric_rows() -> dict[str, MetricRow]:
+    """METRICS and the metrics of installed plug-ins; ValueError where a plug-in takes the key of another."""
+    rows = dict(METRICS)
+    for key, offer in find_offers().items():
+        if key in ADAPTERS:
+            continue
+        if key in rows:
+            raise ValueError(f"{offer.origin} offers a metric {key!r}, which is one of fluxq's own: uninstall it")
+        rows[key] = _foreign_row(offer)
+    return rows
+
+
+def _foreign_row(offer: Offer) -> MetricRow:
+    take = _plugin(offer)
+    try:
+        found = load_class(offer)
+    except PluginError as error:
+        return MetricRow(offer.key, "", ".4g", "higher", str(error), take, by_frame=True)
+    how = f"{found.how}; {offer.origin}"
+    return MetricRow(found.name, found.unit, found.digits, found.better, how, take, by_frame=True)
+
+
+def _missing_plugin(key: str) -> str | None:
+    """Why a plug-in cannot be imported, or None; its weights are its own affair."""
+    offer = find_offers().get(key)
+    if offer is None or offer.absent:
+        return offer and offer.absent
+    try:
+        load_class(offer)
+    except PluginError as error:
+        return str(error)
+    return None
+
+
+def _psnr(sample: Sample) -> Measured:
+    return _paired(sample, over_frames(sample.frame_psnr), notes=_same_frames(sample))
+
+
+def _same_frames(sample: Sample) -> tuple[str, ...]:
+    """That frames were left out, which are the best there are."""
+    differing = [values for values in sample.frame_psnr if not values.isinf().all()]
+    same, whole = sum(int(values.isinf().sum()) for values in differing), sum(map(len, differing))
+    return (f"{same} of {whole} frames are identical and left out of their videos' means",) if same else ()
+
+
+def _worst_frame_psnr(sample: Sample) -> Measured:
+    return _paired(sample, _stack(values.min() for values in sample.frame_psnr))
+
+
+def _temporal_psnr(sample: Sample) -> Measured:
+    _require_changes(sample)
+    return _paired(sample, temporal_psnr(sample.reference.images, sample.quantized.images))
+
+
+def _flicker(sample: Sample) -> Measured:
+    _require_whole(sample)
+    _require_changes(sample)
+    seen = sample.networks.seen
+    before, after = (
+        seen.get(side, "changes", lambda side=side: mean_change(side.images))
+        for side in (sample.reference, sample.quantized)
+    )
+    still = int((before == 0).sum())
+    if still:
+        raise Unmeasured(f"{still} of the {len(before)} 16-bit videos stand still: there is nothing to divide by")
+    return _paired(sample, after / before, notes=(f"mean change of the 16-bit videos: {before.mean():.3g} of 255",))
+
+
+def _video_distance(sample: Sample) -> Measured:
+    _require_whole(sample)
+    network: Any = sample.networks.video_features
+    if (sample.frames or 1) < VIDEO_FRAMES:
+        raise Unmeasured(f"S3D reads at least {VIDEO_FRAMES} frames, the videos have {sample.frames}")
+    seen, device = sample.networks.seen, sample.networks.device
+    before, after = (
+        seen.get(side, "video features", lambda side=side: extract(side.images, network, device=device, batch_size=1))
+        for side in (sample.reference, sample.quantized)
+    )
+    found = fid(after, before, "16-bit videos")
+    note = "both sides share prompts and noise, so far below what two independent sets would give"
+    how = f"{_fid_how(found, 'videos')}; FVD is defined with I3D and does not compare"
+    return Measured(_alone(found.value, found.n), notes=(note, found.bias.replace("images", "videos")), how=how)
+
+
+def _require_changes(sample: Sample) -> None:
+    if (sample.frames or 1) < 2:
+        raise Unmeasured("a video of one frame has no change in time")
+
+
+def _stack(values: Iterable[Tensor]) -> Tensor:
+    found = list(values)
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def _ssim(sample: Sample) -> Measured:
+    height, width = sample.reference.images[0].shape[-2:]
+    window = perceptual.SSIM_WINDOW
+    if min(height, width) < window:
+        raise Unmeasured(f"its window is {window} pixels wide, the images are {width} x {height}")
+    places = (height - window + 1) * (width - window + 1)
+    images = sample.reference.images, sample.quantized.images
+    notes = (f"an image of {width} x {height} has {places} places for the window",) if places < 1000 else ()
+    return _paired(sample, perceptual.ssim(*images, sample.networks.device), notes=notes)
+
+
+def _latent_sqnr(sample: Sample) -> Measured:
+    return _paired(sample, sqnr(sample.reference.latents, sample.quantized.latents))
+
+
+def _latent_cosine(sample: Sample) -> Measured:
+    return _paired(sample, cosine(sample.reference.latents, sample.quantized.latents))
+
+
+def _feature_distance(sample: Sample) -> Measured:
+    before = sample.features(sample.reference.images, sample.reference)
+    after = sample.features(sample.quantized.images, sample.quantized)
+    values = by_video(perceptual.feature_distance(before.values, after.values), sample.frames)
+    return _paired(sample, values, how=f"|f(b) - f(a)| / |f(a)|, {_through(before)}")
+
+
+def _lpips(sample: Sample) -> Measured:
+    height, width = sample.reference.images[0].shape[-2:]
+    if min(height, width) < perceptual.LPIPS_PIXELS:
+        raise Unmeasured(f"AlexNet needs {perceptual.LPIPS_PIXELS} pixels a side, the images are {width} x {height}")
+    network: Any = sample.networks.lpips_network
+    return _paired(sample, network.distance(sample.reference.images, sample.quantized.images))
+
+
+def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: str | None = None) -> Measured:
+    """A value for each pair of images."""
+    whole = whole_only(values, sample.reference, sample.quantized)
+    value = None if sample.broken else clustered_interval(whole, sample.prompts)
+    return Measured(value, per_image=whole, notes=notes, how=how, broken=sample.broken)
+
+
+def _fid(sample: Sample) -> Measured:
+    label = sample.networks.reference_name
+    before, after = _against_reference(sample, "FID", lambda side, reference: fid(side, reference, label))
+    return Measured(
+        value=_alone(after.value, after.n),
+        baseline=_alone(before.value, before.n),
+        change=_alone(fid_difference(after, before), after.n),
+        notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
+        how=_fid_how(after, _seen(sample)),
+    )
+
+
+def _fid_to_16bit(sample: Sample) -> Measured:
+    before, after = _sides(sample)
+    found = fid(after, before, f"16-bit {_seen(sample)}")
+    note = "both sides share prompts and noise, so far below what two independent sets would give"
+    notes = (note, found.bias, *_frames_alike(sample))
+    return Measured(_alone(found.value, found.n), notes=notes, how=_fid_how(found, _seen(sample)))
+
+
+def _fid_infinity(sample: Sample) -> Measured:
+    first, second = _against_reference(sample, "FID∞", fid_infinity)
+    after = _sides(sample)[1]
+    count, width = after.values.shape
+    notes = [
+        *_frames_alike(sample),
+        f"standard error of the fit {second.error:.2g} (16 bit: {first.error:.2g}); subsets share images, so the true "
+        "error is larger",
+        *_unchecked(sample),
+    ]
+    if second.sizes[0] <= width:
+        notes.append(f"its smallest subsets, of {second.sizes[0]}, are too few for {width} features: a rough value")
+    if isinstance(_reference(sample), Moments):
+        notes.append("the bias of the reference's own number of images stays in it")
+    return Measured(
+        value=_alone(second.value, count),
+        baseline=_alone(first.value, count),
+        change=_alone(second.value - first.value, count),
+        notes=tuple(notes),
+        how=f"line over 1/N through {len(second.sizes)} subsets of {second.sizes[0]} to {count}, {_through(after)}; "
+        f"to {sample.networks.reference_name}",
+    )
+
+
+def _kid(sample: Sample) -> Measured:
+    before, after = _against_reference(sample, "KID", distribution.kid)
+    reference, features = _reference(sample), _sides(sample)[1]
+    others = len(reference.values) if isinstance(reference, Features) else reference.n
+    count = len(features.values)
+    spread = (
+        f"standard deviation {_KID_SCALE * after.sd:.3g} over {after.subsets} subsets of {after.subset_size} images"
+    )
+    return Measured(
+        value=_alone(_KID_SCALE * after.value, count),
+        baseline=_alone(_KID_SCALE * before.value, count),
+        change=_alone(_KID_SCALE * (after.value - before.value), count),
+        notes=(*(() if math.isnan(after.sd) else (spread,)), *_frames_alike(sample)),
+        how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {others} "
+        f"{sample.networks.reference_name}",
+    )
+
+
+def _cmmd(sample: Sample) -> Measured:
+    _require_whole(sample)
+    networks = sample.networks
+    scorer: Any = networks.cmmd_scorer
+    real: Any = networks.reference_images
+    reference = sample.embeddings(real, scorer)
+    before, after = (
+        distribution.cmmd(sample.embeddings(side.images, scorer, side), reference)
+        for side in (sample.reference, sample.quantized)
+    )
+    count = len(sample.quantized.items) * (sample.frames or 1)
+    few = f"the estimator is biased upwards by a finite number of images: compare only at N = {count}"
+    return Measured(
+        value=_alone(after, count),
+        baseline=_alone(before, count),
+        change=_alone(after - before, count),
+        notes=(few, *_frames_alike(sample), *scorer.warnings),
+        how=f"1000 × biased MMD², Gaussian kernel of sigma 10, CLIP {scorer.network} (published values: ViT-L-14-336); "
+        f"to {len(real)} {networks.reference_name}",
+    )
+
+
+def _clip_score(sample: Sample) -> Measured:
+    _require_whole(sample)
+    scorer: Any = sample.networks.clip_scorer
+    before, after = (  # the mean of frames' cosines is the cosine of their mean
+        scorer.align(by_video(sample.embeddings(side.images, scorer, side), sample.frames), sample.prompts)
+        for side in (sample.reference, sample.quantized)
+    )
+    count = f"{after.truncated} of {len(sample.prompts)}"
+    cut = f"{count} prompts are longer than the text encoder reads: their ends do not count"
+    notes = (*((cut,) if after.truncated else ()), *after.warnings)
+    how = f"100 × cosine of image and prompt, CLIP {after.network}"
+    return _scored(sample, before.scores, after.scores, notes, how)
+
+
+def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
+    """A metric that another package takes."""
+
+    def take(sample: Sample) -> Measured:
+        _require_whole(sample)
+        seen, device = sample.networks.seen, sample.networks.device
+        plugin = seen.get(offer, "plug-in", lambda: open_plugin(offer, device))
+        what, frames = f"scores by {offer.key}", sample.frames
+        prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
+
+        def score(side: Any) -> tuple[float, ...]:
+            found = scores(offer, plugin, all_frames(side.images), prompts)
+            return tuple(by_video(torch.tensor(found, dtype=torch.float64), frames).tolist())
+
+        before, after = (
+            seen.get(side, what, lambda side=side: score(side)) for side in (sample.reference, sample.quantized)
+        )
+        return _scored(sample, before, after)
+
+    return take
+
+
+def _scored(
+    sample: Sample,
+    before: tuple[float, ...],
+    after: tuple[float, ...],
+    notes: tuple[str, ...] = (),
+    how: str | None = None,
+) -> Measured:
+    """A value for each image of either side."""
+    change = tuple(b - a for a, b in zip(before, after, strict=True))
+    value, baseline, difference = (clustered_interval(each, sample.prompts) for each in (after, before, change))
+    return Measured(value, baseline, difference, after, change, notes, how)
+
+
+def _against_reference(
+    sample: Sample, what: str, measure: Callable[[Features, Any], _Distance]
+) -> tuple[_Distance, _Distance]:
+    """A distance of either side to the reference; that of the 16-bit images is the same in every run."""
+    reference = _reference(sample)
+    before, after = (
+        sample.networks.seen.get(side, f"{what} to {reference.digest}", lambda side=side: measure(side, reference))
+        for side in _sides(sample)
+    )
+    return before, after
+
+
+def _sides(sample: Sample) -> tuple[Features, Features]:
+    """Features of the 16-bit and of the quantized images, enough of them and all of whole images."""
+    _require_whole(sample)
+    count = len(sample.quantized.items) * (sample.frames or 1)
+    if count < 2:
+        raise Unmeasured(f"needs at least two images on either side, got {count}")
+    return (
+        sample.features(sample.reference.images, sample.reference),
+        sample.features(sample.quantized.images, sample.quantized),
+    )
+
+
+def _reference(sample: Sample) -> Features | Moments:
+    """Features, or their moments, of the images that generated ones are held against."""
+    networks = sample.networks
+    if networks.reference_statistics is not None:
+        return networks.reference_statistics
+    real: Any = networks.reference_images
+    if len(real) < 2:
+        raise Unmeasured(f"needs at least two images on either side, got {len(real)} {networks.reference_name}")
+    return sample.features(real)
+
+
+def _unchecked(sample: Sample) -> tuple[str, ...]:
+    """What a statistics file does not say, and could therefore not be checked."""
+    known = sample.networks.reference_statistics
+    if known is None:
+        return ()
+    unsaid = [word for word, value in (("network", known.extractor), ("resize", known.variant)) if value is None]
+    name = sample.networks.reference_name
+    return (f"{name} does not say which {' and '.join(unsaid)} it was made with",) if unsaid else ()
+
+
+def _require_whole(sample: Sample) -> None:
+    if sample.broken:
+        raise Unmeasured(sample.broken)
+
+
+def _alone(value: float, count: int) -> Interval:
+    """One number about all images: it has no per-image values to take an interval of."""
+    return Interval(value, math.nan, math.nan, count)
+
+
+def _through(features: Features) -> str:
+    return f"{features.network} ({features.values.shape[1]} features; {features.variant})"
+
+
+def _seen(sample: Sample) -> str:
+    """What a network that looks at pictures has seen of a set."""
+    return "images" if sample.frames is None else "frames"
+
+
+def _frames_alike(sample: Sample) -> tuple[str, ...]:
+    """Why a number of frames says less than as many images would."""
+    if sample.frames is None:
+        return ()
+    return (f"of frames one by one, {sample.frames} of each of {len(sample.quantized.items)} videos, which are alike",)
+
+
+def _fid_how(found: Fid, seen: str) -> str:
+    count = "an unknown number of" if found.n_reference is None else str(found.n_reference)
+    network = f"{found.network} ({found.features} features; {found.variant})"
+    return f"{network}; {found.n} {seen} to {count} {found.reference}"
+
+
+def _minus(value: float) -> str:
+    return f"{value:g}".replace("-", "−")
+
+
+METRICS: dict[str, MetricRow] = {
+    "psnr": MetricRow(
+        *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values", _psnr),
+        by_frame=True,
+    ),
+    "ssim": MetricRow(
+        *("SSIM to the 16-bit images", "", ".4f", "higher"),
+        *("torchmetrics, Gaussian window of 11 pixels, sigma 1.5", _ssim),
+        by_frame=True,
+    ),
+    "worst_frame_psnr": MetricRow(
+        *("PSNR of the worst frame", "dB", ".2f", "higher", "uint8, peak 255, least of each video's frames"),
+        _worst_frame_psnr,
+        only_video=True,
+    ),
+    "temporal_psnr": MetricRow(
+        *("Temporal PSNR", "dB", ".2f", "higher"),
+        *("of x[t + 1] - x[t], peak 255, all changes of a video together", _temporal_psnr),
+        only_video=True,
+    ),
+    "flicker": MetricRow(
+        *("Flicker against 16 bit", "", ".4f", "lower"),
+        *("mean |x[t + 1] - x[t]| over the 16-bit video's: 1 is as much, less is too still", _flicker),
+        only_video=True,
+    ),
+    "latent_sqnr": MetricRow(
+        *("SQNR of the final latents", "dB", ".2f", "higher"),
+        *("against the 16-bit latents, mean of per-image values", _latent_sqnr),
+    ),
+    "latent_cosine": MetricRow(
+        *("Cosine of the final latents", "", ".5f", "higher"),
+        *("to the 16-bit latents, mean of per-image values", _latent_cosine),
+    ),
+    "feature_distance": MetricRow(
+        *("Feature distance to the 16-bit images", "", ".4f", "lower", "|f(b) - f(a)| / |f(a)|", _feature_distance),
+        needs=("features",),
+        by_frame=True,
+    ),
+    "lpips": MetricRow(
+        *("LPIPS to the 16-bit images", "", ".4f", "lower", "AlexNet, full resolution, torchmetrics", _lpips),
+        needs=("lpips",),
+        by_frame=True,
+    ),
+    "fid": MetricRow(
+        *("FID", "", ".4g", "lower", "see its variant", _fid),
+        needs=("features", "reference"),
+        of_video="FID of frames",
+    ),
+    "fid_to_16bit": MetricRow(
+        *("FID to the 16-bit images", "", ".4g", "lower", "see its variant", _fid_to_16bit),
+        needs=("features",),
+        of_video="FID of frames to the 16-bit frames",
+    ),
+    "fid_infinity": MetricRow(
+        *("FID at infinitely many images", "", ".4g", "lower", "line over 1/N through FIDs of subsets", _fid_infinity),
+        needs=("features", "reference"),
+        of_video="FID at infinitely many frames",
+    ),
+    "kid": MetricRow(
+        *("KID × 1000", "", ".4g", "lower", "1000 × unbiased MMD², cubic kernel, all images", _kid),
+        needs=("features", "reference_features"),
+        of_video="KID of frames × 1000",
+    ),
+    "cmmd": MetricRow(
+        *("CMMD", "", ".4g", "lower", "1000 × biased MMD², Gaussian kernel of sigma 10, CLIP embeddings", _cmmd),
+        needs=("cmmd_clip", "reference_images"),
+        of_video="CMMD of frames",
+    ),
+    "video_distance": MetricRow(
+        *("Video distance to the 16-bit videos", "", ".4g", "lower"),
+        *("Fréchet distance of whole videos in S3D's features", _video_distance),
+        needs=("video_features",),
+        only_video=True,
+    ),
+    "clip_score": MetricRow(
+        *("CLIP score", "", ".2f", "higher", "100 × cosine of image and prompt, open_clip", _clip_score),
+        needs=("clip",),
+        by_frame=True,
+    ),
+    "image_reward": MetricRow(
+        *("ImageReward", "", ".3f", "higher", "ImageReward-v1.0, image-reward", _plugin(ADAPTERS["image_reward"])),
+        by_frame=True,
+    ),
+    "hpsv2": MetricRow(
+        *("HPSv2.1", "", ".2f", "higher", "100 × HPSv2.1, hpsv2", _plugin(ADAPTERS["hpsv2"])),
+        by_frame=True,
+    ),
+}

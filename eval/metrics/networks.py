@@ -1,0 +1,345 @@
+"""Networks and images that metrics compare with, and where their weights come from.
+
+A file of weights is looked for in the folder that was given (`--weights`), then in torch hub's checkpoints, and is
+read only if its SHA-256 begins as published. Nothing is downloaded unasked, and random weights never stand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.files import sha256_file
+from fluxq.eval.metrics import distribution
+from fluxq.eval.metrics.alignment import ClipScorer, locate
+from fluxq.eval.metrics.distribution import FeatureNetwork, Features, Moments
+from fluxq.eval.metrics.perceptual import Lpips
+from fluxq.eval.metrics.video import s3d
+
+DEFAULT_RESIZE = "clean"  # what tables of quantized diffusion models are made with
+
+_Found = TypeVar("_Found")
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A published file of weights. files: its names. sha256: how its SHA-256 begins. url: where it is published."""
+
+    files: tuple[str, ...]
+    sha256: str
+    what: str
+    url: str
+
+
+class Seen:
+    """What networks saw of image sets that are compared more than once, so that it is computed once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}
+
+    def get(self, images: Any, what: str, compute: Callable[[], _Found]) -> _Found:
+        """`compute()`, or what it gave before for the same object and word."""
+        key = id(images), what
+        if key not in self._kept:
+            self._kept[key] = (images, compute())  # the set is kept, so that no other object takes its id
+        return self._kept[key][1]
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What metrics may use beside two sets of images; what is None is said in the report, never replaced.
+
+    feature_network: uint8 (B, 3, H, W) -> (B, D); feature_name: what reports call it. clip: what scores images for
+    their prompts, as `ClipScorer` takes it; cmmd_clip: what CMMD's embeddings are of, `clip` unless given.
+    reference_images: other images than the model's, uint8 (3, H, W) each; reference_name: what they are.
+    reference_statistics: of such images' features, in their place. lpips, inception: checked files of weights.
+    video: the same of what looks at whole videos. weights: the folder that was searched. fid_resize: a key of
+    `distribution.RESIZES`.
+    """
+
+    feature_network: nn.Module | None = None
+    feature_name: str = ""
+    clip: str | None = None
+    cmmd_clip: str | None = None
+    reference_images: Sequence[Tensor] | Tensor | None = None
+    reference_name: str = "held-out images"
+    reference_statistics: Features | Moments | None = None
+    lpips: Path | None = None
+    inception: Path | None = None
+    video: Path | None = None
+    fid_resize: str = DEFAULT_RESIZE
+    weights: Path | None = None
+    device: str = "cpu"
+    seen: Seen = field(default_factory=Seen, repr=False, compare=False)
+
+    @cached_property
+    def features(self) -> FeatureNetwork | None:
+        """What FID, KID and feature distance look through: Inception where its weights are, else the model's own."""
+        if self.inception is not None:
+            return distribution.inception(
+                read_weights(self.inception, WEIGHTS["inception"]), self.fid_resize, sha256_file(self.inception)
+            )
+        if self.feature_network is not None:
+            return FeatureNetwork(self.feature_network, self.feature_name)
+        return None
+
+    @cached_property
+    def video_features(self) -> FeatureNetwork | None:
+        """What the video distance looks through: uint8 videos (F, 3, H, W), prepared -> features (B, D)."""
+        return None if self.video is None else s3d(read_weights(self.video, WEIGHTS["video"]), sha256_file(self.video))
+
+    @cached_property
+    def clip_scorer(self) -> ClipScorer | None:
+        """CLIP as scores are taken with it."""
+        return ClipScorer(self.clip, self.device) if self.clip else None
+
+    @cached_property
+    def cmmd_scorer(self) -> ClipScorer | None:
+        """CLIP as CMMD embeds images with it."""
+        if self.cmmd_clip is None or self.cmmd_clip == self.clip:
+            return self.clip_scorer
+        return ClipScorer(self.cmmd_clip, self.device)
+
+    @cached_property
+    def lpips_network(self) -> Lpips | None:
+        """LPIPS on the given AlexNet."""
+        return None if self.lpips is None else Lpips(read_weights(self.lpips, WEIGHTS["lpips"]), self.device)
+
+    def lacks(self, need: str) -> str | None:
+        """Why `need` (a key of NEEDS) is not there, naming file and cure, or None."""
+        return NEEDS[need](self)
+
+
+def find_networks(
+    own: Networks,
+    *,
+    weights: Path | None = None,
+    clip: str | None = None,
+    fid_resize: str | None = None,
+    fid_reference: Path | None = None,
+    device: str = "cpu",
+    download: bool = False,
+    is_video: bool = False,
+) -> Networks:
+    """`own` with what can be found: files of WEIGHTS, CLIP folders, and images or statistics to hold images against.
+
+    weights: a folder that may hold files of WEIGHTS and folders `clip` and `cmmd_clip` for open_clip's `local-dir:`.
+    clip: as `ClipScorer` takes it. fid_reference: a folder of images, or an npz of statistics. download: fetch files
+    of WEIGHTS that are not there into torch hub's checkpoints. is_video: whether videos are compared. A model's own
+    feature network stays in use unless `weights` holds Inception. Raises FileNotFoundError and ValueError naming what
+    was asked for and cannot be had.
+    """
+    if weights is not None and not weights.is_dir():
+        raise FileNotFoundError(f"--weights {weights}: no such folder")
+    resize = fid_resize or own.fid_resize
+    distribution.inception_variant(resize)  # refuses an unknown one
+    wanted = [key for key in WEIGHTS if key != "video" or is_video]
+    found = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
+    folders = {key: str(weights / name) for key, name in _CLIP_FOLDERS.items() if weights and (weights / name).is_dir()}
+    given = weights is not None and found["inception"] is not None and found["inception"].parent == weights
+    networks = replace(
+        own,
+        clip=clip or folders.get("clip") or own.clip,
+        cmmd_clip=folders.get("cmmd_clip") or own.cmmd_clip,
+        lpips=found["lpips"] or own.lpips,
+        video=found.get("video") or own.video,
+        inception=found["inception"] if given or download or own.feature_network is None else own.inception,
+        fid_resize=resize,
+        weights=weights,
+        device=device,
+    )
+    for source in {networks.clip, networks.cmmd_clip} - {None}:
+        locate(str(source))  # a wrong name is an error now, not after hours of images
+    return networks if fid_reference is None else _with_reference(networks, fid_reference)
+
+
+def find_weights(key: str, folder: Path | None) -> Path | None:
+    """The file of WEIGHTS[key] in `folder` or torch hub's checkpoints, checked; None if it is in neither."""
+    row = WEIGHTS[key]
+    for place in _places(folder):
+        for name in row.files:
+            if (place / name).is_file():
+                check_weights(place / name, row)
+                return place / name
+    return None
+
+
+def fetch_weights(key: str) -> Path:
+    """Download the file of WEIGHTS[key] to torch hub's checkpoints, checked by its hash."""
+    row = WEIGHTS[key]
+    target = _hub() / row.files[0]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.hub.download_url_to_file(row.url, str(target), hash_prefix=row.sha256, progress=False)
+    except (OSError, RuntimeError) as error:
+        raise FileNotFoundError(f"{row.url} cannot be had ({error}); {_cure(row, None)}") from None
+    return target
+
+
+def check_weights(path: Path, row: Weights) -> None:
+    """ValueError naming the file unless its SHA-256 begins as published."""
+    digest = sha256_file(path)
+    if not digest.startswith(row.sha256):
+        raise ValueError(
+            f"{path}: its SHA-256 is {digest[:16]}…, that of the {row.what} begins with {row.sha256}: another file, or "
+            f"a damaged one; get it from {row.url}"
+        )
+
+
+def read_weights(path: Path, row: Weights) -> dict[str, Tensor]:
+    """The tensors in a published file, after its hash was checked; nothing but tensors is unpickled."""
+    check_weights(path, row)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class ImageFiles(Sequence[Tensor]):
+    """The images in a folder as uint8 (3, H, W), in the order of their names, read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
+        if not self.paths:
+            raise ValueError(f"{folder} holds no images; known are {', '.join(_IMAGE_SUFFIXES)}")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            with Image.open(self.paths[index]) as image:
+                pixels = np.array(image.convert("RGB"))
+        except (OSError, UnidentifiedImageError) as error:
+            raise ValueError(f"{self.paths[index]}: not a readable image ({error})") from None
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _with_reference(networks: Networks, path: Path) -> Networks:
+    if path.is_dir():
+        return replace(
+            networks,
+            reference_images=ImageFiles(path),
+            reference_name=f"images of {path.name}",
+            reference_statistics=None,
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"--fid-reference {path}: no such folder of images or npz file")
+    statistics = distribution.read_statistics(path)
+    return replace(networks, reference_images=None, reference_name=path.name, reference_statistics=statistics)
+
+
+def _places(folder: Path | None) -> list[Path]:
+    return [*([folder] if folder else []), _hub()]
+
+
+def _hub() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints"
+
+
+def _cure(row: Weights, folder: Path | None) -> str:
+    places = " or ".join(_shown(place) for place in _places(folder))
+    other = "" if folder else ", or into a folder that you give as --weights"
+    return f"put {row.files[0]} (SHA-256 {row.sha256}…), published at {row.url}, into {places}{other}"
+
+
+def _shown(place: Path) -> str:
+    """Reports are passed on: nobody's home folder is in them."""
+    return f"~/{place.relative_to(Path.home())}" if place.is_relative_to(Path.home()) else str(place)
+
+
+def _no_features(networks: Networks) -> str | None:
+    if networks.inception is not None and find_spec("torch_fidelity") is None:
+        return "FID's Inception needs torch-fidelity: pip install 'fluxq[fid]'"
+    if networks.inception is None and networks.feature_network is None:
+        cure = _cure(WEIGHTS["inception"], networks.weights)
+        return f"no feature network was given and FID's Inception is missing: {cure}"
+    return None
+
+
+def _no_lpips(networks: Networks) -> str | None:
+    if networks.lpips is None:
+        return f"its AlexNet is missing: {_cure(WEIGHTS['lpips'], networks.weights)}"
+    return None
+
+
+def _no_video_features(networks: Networks) -> str | None:
+    if networks.video is None:
+        return f"no network that looks at whole videos was given: {_cure(WEIGHTS['video'], networks.weights)}"
+    return None
+
+
+def _no_clip(networks: Networks) -> str | None:
+    if networks.clip is None:
+        return "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
+    return None
+
+
+def _no_cmmd_clip(networks: Networks) -> str | None:
+    return None if networks.cmmd_clip else _no_clip(networks)
+
+
+def _no_reference(networks: Networks) -> str | None:
+    if networks.reference_images is None and networks.reference_statistics is None:
+        return "no images to compare with were given: --fid-reference takes a folder of them, or an npz of statistics"
+    if networks.reference_statistics is not None and networks.features is not None:
+        made = networks.features
+        return distribution.unlike(made.name, made.variant, made.digest, networks.reference_statistics)
+    return None
+
+
+def _no_reference_features(networks: Networks) -> str | None:
+    if networks.reference_images is None and isinstance(networks.reference_statistics, Moments):
+        return f"{networks.reference_name} holds a mean and a covariance only: give the images, or their features too"
+    return _no_reference(networks)
+
+
+def _no_reference_images(networks: Networks) -> str | None:
+    if networks.reference_images is None and networks.reference_statistics is not None:
+        return f"{networks.reference_name} holds no images: --fid-reference takes a folder of them"
+    return _no_reference(networks)
+
+
+# need -> why it is not there.
+NEEDS: dict[str, Callable[[Networks], str | None]] = {
+    "features": _no_features,
+    "lpips": _no_lpips,
+    "video_features": _no_video_features,
+    "clip": _no_clip,
+    "cmmd_clip": _no_cmmd_clip,
+    "reference": _no_reference,
+    "reference_features": _no_reference_features,
+    "reference_images": _no_reference_images,
+}
+
+WEIGHTS: dict[str, Weights] = {
+    "lpips": Weights(
+        ("alexnet-owt-7be5be79.pth",),
+        "7be5be79",
+        "AlexNet of LPIPS",
+        "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth",
+    ),
+    "inception": Weights(
+        ("weights-inception-2015-12-05-6726825d.pth", "pt_inception-2015-12-05-6726825d.pth"),
+        "6726825d",
+        "Inception of FID",
+        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+    ),
+    "video": Weights(
+        ("s3d-d76dad2f.pth",),
+        "d76dad2f",
+        "S3D of the video distance",
+        "https://download.pytorch.org/models/s3d-d76dad2f.pth",
+    ),
+}

@@ -1,0 +1,508 @@
+"""`report.json`: what an evaluation found, as plain data that every picture and page of a report is made from.
+
+A number that does not exist (an interval of one image, the PSNR of identical images) is null, never NaN. Files of
+another schema version, with unknown keys or without one that belongs there are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from fluxq.base.files import read_json
+from fluxq.eval.metrics.statistics import Interval
+
+SCHEMA_VERSION = 3
+JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
+Digits = Annotated[str, StringConstraints(pattern=r"^(\.[0-9][efg])?$")]  # a format specification
+SPREAD = 0.05  # of times, interquartile range over median: above it no speed-up is given and no time is drawn
+
+
+class Strict(BaseModel):
+    """Unknown keys, NaN and infinity are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Estimate(Strict):
+    """An `Interval` in JSON. mean: null if there is none, or if all values are infinite, which `infinite` counts."""
+
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int
+    infinite: int = 0
+
+    @classmethod
+    def of(cls, interval: Interval) -> Self:
+        """What is not finite becomes null."""
+        mean, low, high = (number(value) for value in (interval.mean, interval.low, interval.high))
+        return cls(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
+
+
+def number(value: float | None) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Margin(Strict):
+    """Where a metric has to lie for a run to count as good as 16 bit: its value, or its change against 16 bit.
+
+    None: no limit on that side.
+    """
+
+    on: Literal["value", "change"]
+    low: float | None = None
+    high: float | None = None
+
+    def describe(self, unit: str) -> str:
+        """For people: `at least 30 dB`, `within ±0.3`."""
+        unit = f" {unit}" if unit else ""
+        if self.high is None:
+            return f"at least {self.low:g}{unit}"
+        if self.low is None:
+            return f"at most {self.high:g}{unit}"
+        if self.low == -self.high:
+            return f"within ±{self.high:g}{unit}"
+        return f"{self.low:g} to {self.high:g}{unit}"
+
+
+class Metric(Strict):
+    """One row of a run's table.
+
+    digits: a format specification. better: which way is good. how: variant and implementation. value: of the
+    quantized images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per image.
+    floor: the same metric between two 16-bit runs. margin: what the verdict holds it against; None: nothing. missing:
+    why there is no value.
+    """
+
+    name: str
+    unit: str
+    digits: Digits
+    better: Literal["higher", "lower"]
+    how: str
+    value: Estimate | None = None
+    baseline: Estimate | None = None
+    change: Estimate | None = None
+    floor: Estimate | None = None
+    margin: Margin | None = None
+    notes: tuple[str, ...] = ()
+    missing: str | None = None
+
+
+class Image(Strict):
+    """One image of a run, in the order of the report's items.
+
+    values: metric -> its value for this image; changes: of those that 16-bit images have too, value minus theirs.
+    frame_psnr: of each frame of a video in dB, null where it is identical.
+    """
+
+    finite: bool
+    identical: bool
+    values: dict[str, float | None]
+    changes: dict[str, float | None] = {}
+    frame_psnr: tuple[float | None, ...] = ()
+
+
+class Verdict(Strict):
+    """Whether a run is good enough; see verdict.py. text: a sentence or two. more_images: about how many would decide.
+
+    outcome: "equivalent" is to 16 bit, "comparable" to the best that is published of as many bits; "alike" and "unlike"
+    are looks at few images and no judgements.
+    """
+
+    outcome: Literal["identical", "equivalent", "comparable", "alike", "unlike", "worse", "inconclusive", "broken"]
+    text: str
+    more_images: int | None = None
+
+
+class Gate(Strict):
+    """A condition that was asked for. value: null where the metric was not measured, which does not pass."""
+
+    gate: str
+    value: float | None
+    passed: bool
+
+
+class Curve(Strict):
+    """A paired figure at each denoising step, or frame. floor: between two 16-bit runs, where it was measured."""
+
+    name: str
+    unit: str
+    digits: Digits
+    better: Literal["higher", "lower"]
+    how: str
+    values: tuple[Estimate, ...]
+    floor: tuple[Estimate, ...] | None = None
+
+
+class Drift(Strict):
+    """Errors along the denoising steps. sigmas: noise level of each step. images: how many were followed.
+
+    velocity_error: over all steps, from each image's mean of the curve of that name. velocity_floor: between two
+    16-bit runs, where it was measured.
+    """
+
+    steps: tuple[int, ...]
+    sigmas: tuple[float, ...]
+    images: int
+    curves: dict[str, Curve]
+    velocity_error: Estimate | None = None
+    velocity_floor: Estimate | None = None
+
+
+class Picture(Strict):
+    """One shown image. index: among the report's items. The rest are data URIs.
+
+    Of a video they show some of its frames, one below the other. frames: which; the last has the lowest PSNR. motion:
+    the whole video as an animation, 16 bit at the left, where it is kept.
+    """
+
+    index: int
+    reference: str
+    quantized: str
+    difference: str
+    frames: tuple[int, ...] = ()
+    motion: str | None = None
+
+
+class Wall(Strict):
+    """Pictures by why they were chosen. gain: of |difference|. encoding: how shown pictures are stored."""
+
+    gain: int
+    height: int
+    width: int
+    shown_pixels: int
+    encoding: str
+    groups: dict[str, tuple[Picture, ...]]
+
+
+class Size(Strict):
+    """Weights on disk of the quantized components.
+
+    bits_per_weight: all that is stored for all their Linears, as `fluxq quantize` prints it. bits_per_quantized_weight:
+    of the quantized ones alone.
+    """
+
+    components: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    bits_per_quantized_weight: float
+
+
+class Served(Strict):
+    """A quantized pipeline in memory, as it computes: what quality and times were taken of; see served.py.
+
+    arithmetic: a key of BACKENDS ("native" as stored), or in words what was done to its layers. layers: what they
+    compute as -> how many. digest: SHA-256 of layer -> what it computes as. bits_per_weight: as of `Size`, in memory.
+    resident_bytes: of the quantized components, pipeline_bytes: of all; parameters and buffers. beside: what else lies
+    in memory for the same arithmetic, in words.
+    """
+
+    arithmetic: str
+    layers: dict[str, int]
+    digest: str
+    bits_per_weight: float
+    resident_bytes: int
+    pipeline_bytes: int
+    beside: str = ""
+
+
+class Times(Strict):
+    """Seconds of one stage. values: every round, in the order in which they ran."""
+
+    n: int
+    p50: float
+    p95: float
+    iqr: float
+    values: tuple[float, ...]
+
+
+def in_words(reference: str) -> str:
+    """An unquantized side for people: "16 bit", "fp32"."""
+    return reference.replace("16-bit", "16 bit")
+
+
+class SpeedRow(Strict):
+    """One pipeline in one mode at one size. frames: of a video, null for images.
+
+    stages: "text encoders", "denoiser step" (mean over an image's steps), "VAE", "end to end". missing: why there are
+    no times, for example what compiling said. resident_bytes: parameters and buffers. peak_bytes: those and all that
+    else was allocated, of a GPU. compile_seconds: what the first run took longer than the median; little where an equal
+    graph had been compiled. energy_joules: of one image. flops: of one denoiser step, modelled. roofline_share: time
+    that the data sheet's peaks allow for a step over the time it took, where the device has a row. slowed_by: why the
+    device lowered its clocks meanwhile.
+    """
+
+    side: str
+    is_reference: bool
+    mode: Literal["eager", "compiled", "cuda graph", "captured"]
+    batch: int
+    height: int
+    width: int
+    frames: int | None = None
+    stages: dict[str, Times] = {}
+    peak_bytes: int | None = None
+    resident_bytes: int | None = None
+    compile_seconds: float | None = None
+    energy_joules: float | None = None
+    flops: float | None = None
+    roofline_share: float | None = None
+    slowed_by: tuple[str, ...] = ()
+    missing: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What people read for the side."""
+        return in_words(self.side) if self.is_reference else self.side
+
+
+class Speedup(Strict):
+    """Time of the unquantized baseline over quantized time of rounds that ran in turn, or why none is given.
+
+    mode: of the quantized side. over: the baseline's side, "16-bit", or "fp32" where a CPU is as fast with it. against:
+    its mode, the fastest that was measured.
+    """
+
+    side: str
+    stage: str
+    mode: str
+    batch: int
+    height: int
+    width: int
+    frames: int | None = None
+    over: str = "16-bit"
+    against: str | None = None
+    ratio: Estimate | None = None
+    refused: str | None = None
+
+    @property
+    def baseline(self) -> str:
+        """In words, with its mode: "16 bit (compiled)"."""
+        return in_words(self.over) + (f" ({self.against})" if self.against else "")
+
+
+class Card(Strict):
+    """Whether a side runs on a card of so many gigabytes, beside what driver and libraries keep of it.
+
+    needed: bytes. basis: of what; the weights alone where no GPU has shown the peak.
+    """
+
+    side: str
+    gigabytes: int
+    needed: int
+    fits: bool
+    basis: str = "peak"
+
+
+class Speed(Strict):
+    """What `fluxq bench` measured. measured_on says in words on what, and that a CPU is no GPU where it is none.
+
+    speedups: over the baseline first; what else stands beside it follows.
+    first_image_seconds: from the start of loading to the first image. served: what the quantized side computed with;
+    None if it could not be loaded.
+    """
+
+    device: str
+    measured_on: str
+    load_seconds: dict[str, float]
+    first_image_seconds: dict[str, float]
+    rows: tuple[SpeedRow, ...]
+    speedups: tuple[Speedup, ...]
+    cards: tuple[Card, ...]
+    conditions: dict[str, str]
+    warnings: tuple[str, ...] = ()
+    served: Served | None = None
+
+
+class LayerDamage(Strict):
+    """One quantized layer, or one block of them.
+
+    local_sqnr_db: output, fed with the 16-bit model's input; at each step that was looked at. free_sqnr_db: in the
+    running quantized model. damage: share of the whole latents' error when only this is quantized. gain: share that
+    goes when only this is kept in 16 bit. kernel_error: relative, of the kernel's output to the torch reference's on
+    the same input. health: what `trace.health` counts, at each step. fault: what is wrong with it beyond rounding, ""
+    if nothing. None: not measured, not finite, or in dB no error at all.
+    """
+
+    name: str
+    role: str
+    scheme: str
+    weights: int
+    local_sqnr_db: tuple[float | None, ...] = ()
+    free_sqnr_db: tuple[float | None, ...] = ()
+    damage: float | None = None
+    gain: float | None = None
+    kernel_error: float | None = None
+    health: dict[str, tuple[float, ...]] = {}
+    fault: str = ""
+
+
+class Patch(Strict):
+    """A recipe that keeps some layers in a better format. SQNR is of the final latents, in dB.
+
+    format: what the layers are in then. growth: bits that it might add, as a share. damage: sum of its layers' own, as
+    a share of the whole error. left_out: why the worst layer is not among them, "" if it is. bits: per weight, as of
+    `Size`. recipe: YAML.
+    """
+
+    layers: tuple[str, ...]
+    format: str
+    growth: float
+    damage: float
+    left_out: str
+    bits_before: float
+    bits_after: float
+    predicted_sqnr_db: float | None
+    measured_sqnr_db: float | None
+    before_sqnr_db: float | None
+    recipe: str
+
+
+class Debug(Strict):
+    """What `fluxq debug` found. blocks: in the order in which they run. layers, findings: the worst first.
+
+    sqnr_db: of the final latents; floor_sqnr_db: of those of a second 16-bit run. additivity: sum of the layers' own
+    damages, of a block's where its layers were not measured, over the damage of all together.
+    """
+
+    prompts: int
+    steps: tuple[int, ...]
+    sigmas: tuple[float, ...]
+    blocks: tuple[LayerDamage, ...]
+    layers: tuple[LayerDamage, ...]
+    first_divergence: str | None
+    additivity: float | None
+    findings: tuple[str, ...]
+    sqnr_db: float | None = None
+    floor_sqnr_db: float | None = None
+    patch: Patch | None = None
+
+
+class Run(Strict):
+    """One quantized side.
+
+    checkpoint: name of its folder. recipe_digest: SHA-256 of the recipe. backend: which arithmetic was asked for, a key
+    of BACKENDS; served: which computed its layers, and what it takes of memory. speed: of that same arithmetic.
+    frames: of videos, PSNR at each frame; null for images.
+    """
+
+    name: str
+    checkpoint: str
+    recipe: str
+    recipe_digest: str
+    backend: str
+    cache: float | None
+    status: Literal["broken", "identical", "measured"]
+    size: Size
+    verdict: Verdict
+    gates: tuple[Gate, ...]
+    metrics: dict[str, Metric]
+    images: tuple[Image, ...]
+    drift: Drift | None
+    wall: Wall | None
+    served: Served | None = None
+    frames: Curve | None = None
+    speed: Speed | None = None
+    debug: Debug | None = None
+    provenance: dict[str, str] = {}
+
+    @property
+    def noun(self) -> str:
+        """What a thing that it made is called."""
+        return "image" if self.frames is None else "video"
+
+    @property
+    def in_memory(self) -> Served | None:
+        """What its layers take: where it was timed, as then, else as it was evaluated. The arithmetic is the same."""
+        return self.speed.served if self.speed and self.speed.served else self.served
+
+
+class Timed(Strict):
+    """A checkpoint in an arithmetic that was timed and not evaluated. name: as a run of it would be called."""
+
+    name: str
+    checkpoint: str
+    recipe: str
+    size: Size
+    speed: Speed
+
+
+class Comparison(Strict):
+    """Two runs on the same images. p: two-sided, of the paired bootstrap; p_holm: corrected for all comparisons."""
+
+    first: str
+    second: str
+    metric: str
+    difference: Estimate
+    p: float
+    p_holm: float
+
+
+class Protocol(Strict):
+    """What was asked for. seeds: noise per prompt. dataset: hub id of the set that the prompts are of, if of one."""
+
+    name: str
+    prompts: str
+    prompts_digest: str
+    count: int
+    seeds: int
+    dataset: str | None = None
+
+
+class Item(Strict):
+    """One image to make."""
+
+    prompt: str
+    seed: int
+
+
+class Report(Strict):
+    """All of it. reference: what decides the 16-bit images' bits, and their digest, label -> text; runs compare only
+    within one. timed: speeds of an arithmetic that no run has. time: seconds by what they were spent on; `created` and
+    `time` are all that two equal runs differ in.
+    """
+
+    schema_version: Literal[3] = SCHEMA_VERSION
+    created: str
+    model: str
+    license: str
+    call: dict[str, Any]
+    reference: dict[str, str]
+    noise_floor: str
+    protocol: Protocol
+    items: tuple[Item, ...]
+    runs: tuple[Run, ...]
+    comparisons: tuple[Comparison, ...]
+    warnings: tuple[str, ...]
+    timed: tuple[Timed, ...] = ()
+    provenance: dict[str, str]
+    versions: dict[str, str]
+    command: str
+    time: dict[str, Any]
+
+    @property
+    def noun(self) -> str:
+        """What a thing that all runs made is called."""
+        return self.runs[0].noun if self.runs else "image"
+
+
+def read_report(path: Path) -> Report:
+    """The report in a file; ValueError naming what is wrong with it."""
+    value = read_json(path, longest=1 << 28)  # a line for every image of every run
+    found = value.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its checkpoint "
+            "again, which makes no image twice"
+        )
+    try:
+        return Report.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {where}: {first['msg']}; the file is damaged, evaluate again") from None

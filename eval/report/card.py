@@ -1,0 +1,322 @@
+"""The model card of a checkpoint: what it is, what it cost, under which licence; made from fluxq_plan.json alone.
+
+An evaluation is added to it afterwards: a section for people, a `model-index` for hubs, and the `.eval_results` files
+that benchmark pages read.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fluxq.base.download import HUB_ID
+from fluxq.eval.metrics.figures import amount, limits, mark
+from fluxq.eval.metrics.schema import Metric, Report, Run
+from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
+from fluxq.quantize.record import bits_per_weight, fitted_db
+from fluxq.recipes.plan import KEPT_ROLE
+from fluxq.recipes.recipe import Steps
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+TASKS = {"image": ("text-to-image", "Text to image"), "video": ("text-to-video", "Text to video")}
+_BEGIN, _END = "<!-- fluxq eval: begin -->", "<!-- fluxq eval: end -->"
+_NEXT_SECTION = "## How it was made"
+
+
+def model_card(record: dict[str, Any]) -> str:
+    """README.md with the front matter that hubs read."""
+    recipe, model, check = record["recipe"], record["model"], record["check"]
+    parts = record["components"]
+    lines = [
+        *_front_matter(record),
+        f"# {escaped(model['name'])}, {_title(record)}",
+        "",
+        f"{_scope(parts)}. Base model: {_base(model)}; licence: "
+        f"{escaped(license_text(model['license'])) or 'not stated by the base model, check before you share this'}.",
+        "",
+        "It loads with fluxq, installed from its source (`python -m pip install .` in its folder); without `import "
+        "fluxq` diffusers does not know the format.",
+        "",
+        "```python",
+        *_loading(record),
+        *(["fluxq.keep_steps(pipe)"] if recipe.get("steps") else []),
+        "```",
+        "",
+        "## Size",
+        "",
+        "| component | before | after | bits per weight (all Linears) |",
+        "|---|---|---|---|",
+        *(_size_row(part) for part in parts),
+        "",
+        "## Scope",
+        "",
+        "| component | role | weights-activations | layers | bits per weight | outputs' SQNR | weights' SQNR |",
+        "|---|---|---|---|---|---|---|",
+        *(row for part in parts for row in _scope_rows(part)),
+        *_about_fitting(parts),
+        "",
+        *(line for part in parts for note in part.get("notes", ()) for line in (f"`{_of(part)}`: {note}", "")),
+        "## Measured quality",
+        "",
+        *_check_lines(check),
+        "",
+        "## How it was made",
+        "",
+        *(_imported_lines(record["imported"]) if "imported" in record else _recipe_lines(record)),
+        f"- versions: {', '.join(f'{name} {value}' for name, value in record['versions'].items())}",
+        "",
+        "Every layer with its reason is in `fluxq_plan.json`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _loading(record: dict[str, Any]) -> list[str]:
+    """Of a pipeline, or of the one model that was imported without one."""
+    part = record["components"][0]
+    library, name, loaded = "diffusers", "DiffusionPipeline", "pipe"
+    if not part["component"]:
+        library, name, loaded = part["library"], part["class_name"], "model"
+    call = f'{loaded} = {name}.from_pretrained("path/to/this/folder", dtype=torch.{record["identity"]["dtype"]})'
+    return ["import fluxq", "import torch", f"from {library} import {name}", "", call]
+
+
+def _of(part: dict[str, Any]) -> str:
+    return part["component"] or "model"
+
+
+def _tag(record: dict[str, Any]) -> str:
+    return "imported" if "imported" in record else record["recipe"]["name"]
+
+
+def _title(record: dict[str, Any]) -> str:
+    name = escaped(record["recipe"]["name"])
+    return name if "imported" in record else f"quantized with fluxq ({name})"
+
+
+def _recipe_lines(record: dict[str, Any]) -> list[str]:
+    recipe, digest = record["recipe"], record["identity"]["recipe"][:16]
+    return [
+        f"- recipe `{code(recipe['name'])}`, profile `{recipe['profile']}`, SHA-256 `{digest}`",
+        *_steps_lines(recipe.get("steps")),
+        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
+        f"- prompts: {escaped(record['prompts']['source'])}, SHA-256 `{record['prompts']['digest'][:16]}`",
+        f"- calibration: {_calibration(record)}",
+    ]
+
+
+def _imported_lines(parts: list[dict[str, Any]]) -> list[str]:
+    """Which files of which program, and what was done to them."""
+    lines = []
+    for part in parts:
+        of = f"`{part['component']}`" if part["component"] else "the model"
+        files = ", ".join(f"`{code(name)}` (SHA-256 `{digest[:16]}`)" for name, digest in part["files"].items())
+        lines.append(f"- {of} was imported by `fluxq import` from {files}: {part['about']}")
+        faults = sorted({fault for layer in part["mended"].values() for fault in layer})
+        lines += [f"- mended in it: {', '.join(faults)}"] if faults else []
+    return lines
+
+
+def with_evaluation(card_text: str, report: Report) -> str:
+    """The card with what was measured; what an earlier evaluation said is replaced, everything else stays.
+
+    The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
+    arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
+    that is not a table.
+    """
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(_with_section(card_text, "\n".join(_section(report))))
+    card.data["model_name"] = report.runs[0].name
+    card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
+    return str(card)
+
+
+def eval_results(report: Report) -> dict[str, str]:
+    """File name in `.eval_results/` -> YAML, of the run that computes its layers as they are stored.
+
+    These files name a data set of the hub, so an evaluation on other prompts has none.
+    """
+    import yaml
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    dataset = report.protocol.dataset
+    run = next((run for run in report.runs if run.backend == "native" and run.cache is None), None)
+    if dataset is None or run is None:
+        return {}
+    entries = [
+        EvalResultEntry(
+            dataset_id=dataset,
+            task_id=key,
+            value=metric.value.mean,
+            date=report.created,
+            notes=f"{run.recipe}, protocol {report.protocol.name}, {_note(metric, run)}",
+        )
+        for key, metric in _measured(run)
+        if metric.value is not None
+    ]
+    if not entries:
+        return {}
+    text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True, width=120)
+    return {f"{dataset.split('/')[-1].lower()}.yaml": text}
+
+
+def _results(run: Run, report: Report) -> list[EvalResult]:
+    from huggingface_hub import EvalResult
+
+    protocol = report.protocol
+    return [
+        EvalResult(
+            task_type=TASKS[run.noun][0],
+            task_name=TASKS[run.noun][1],
+            dataset_type=protocol.dataset or protocol.name,
+            dataset_name=f"{protocol.prompts}, {protocol.count} prompts × {protocol.seeds} seeds",
+            metric_type=key,
+            metric_name=metric.name,
+            metric_value=metric.value.mean,
+            metric_config=run.backend if run.cache is None else f"{run.backend}, step cache {run.cache:g}",
+            metric_args={"n": metric.value.n, "interval": limits(metric.value, metric.digits), "how": metric.how},
+        )
+        for key, metric in _measured(run)
+        if metric.value is not None
+    ]
+
+
+def _measured(run: Run) -> list[tuple[str, Metric]]:
+    return [(key, each) for key, each in run.metrics.items() if each.value is not None and each.value.mean is not None]
+
+
+def _note(metric: Metric, run: Run) -> str:
+    between = f"95 % interval {limits(metric.value, metric.digits)}, " if limits(metric.value, metric.digits) else ""
+    return f"{between}{metric.value.n if metric.value else 0} {run.noun}s; {metric.how}"
+
+
+def _section(report: Report) -> list[str]:
+    lines = [_BEGIN, "## Evaluation", ""]
+    for run in report.runs:
+        lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
+        lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
+    lines += [*summary_table(report), "", *metric_table(report.runs), ""]
+    made = f"{len(report.items)} {report.noun}s of each run"
+    lines += [f"{made} against 16 bit, with the same prompts and noise; 95 % intervals."]
+    return [*lines, f"Made by `{code(report.command)}`; all of it is in `eval/report.html`.", _END]
+
+
+def _with_section(text: str, section: str) -> str:
+    """In the place of an earlier section, else before how the checkpoint was made, else at the end."""
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if begin and end:
+        return before + section + after
+    before, heading, after = text.partition(f"\n{_NEXT_SECTION}\n")
+    if heading:
+        return f"{before}\n{section}\n{heading}{after}"
+    return f"{text.rstrip()}\n\n{section}\n"
+
+
+def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
+    if steps is None:
+        return []
+    kept = Steps.model_validate(steps)
+    return [f"- kept in 16 bit: {kept} of every call, by `fluxq.keep_steps(pipe)` and the base model's weights"]
+
+
+def _lora(lora: dict[str, Any]) -> str:
+    into = lora.get("component", "transformer")
+    return f"`{code(PurePath(lora['file']).name)}` at weight {lora['weight']:g} in `{into}`"
+
+
+def _base(model: dict[str, Any]) -> str:
+    name = escaped(model["name"])
+    return f"{name} at revision `{code(model['revision'])}`" if model["revision"] else name
+
+
+def license_text(fields: dict[str, str]) -> str:
+    """A licence for people: its own name where the id is just "other"; empty if nothing is known."""
+    return fields.get("license_name") or fields.get("license", "")
+
+
+def _front_matter(record: dict[str, Any]) -> list[str]:
+    model = record["model"]
+    first = record["components"][0]
+    library = "diffusers" if first["component"] else first["library"]
+    fields = {"library_name": library, "tags": ["quantization", "fluxq", _tag(record)], **model["license"]}
+    if HUB_ID.fullmatch(model["name"]):  # a local folder's name would point at a stranger's model
+        fields |= {"base_model": model["name"], "base_model_relation": "quantized"}
+    written = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 16)
+    return ["---", *written.splitlines(), "---", ""]
+
+
+def _scope(parts: list[dict[str, Any]]) -> str:
+    counts = []
+    for part in parts:
+        done = sum(layer["scheme"] != "16bit" for layer in part["layers"])
+        attention = part.get("attention", "16bit")
+        counts.append(
+            f"{done} of {len(part['layers'])} Linears of the {_of(part)} are quantized"
+            + (f", its self-attention is computed in {attention}" if attention != "16bit" else "")
+        )
+    return "; ".join(counts)
+
+
+def _size_row(part: dict[str, Any]) -> str:
+    before, after = part["bytes_before"], part["bytes_after"]
+    sizes = f"{before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({after / before:.0%})"
+    return f"| {_of(part)} | {sizes} | {part['bits_per_weight']:.2f} |"
+
+
+def _scope_rows(part: dict[str, Any]) -> list[str]:
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for layer in part["layers"]:
+        kinds.setdefault((layer["role"], layer["scheme"]), []).append(layer)
+    return [_scope_row(part, role, scheme, layers) for (role, scheme), layers in kinds.items()]
+
+
+def _scope_row(part: dict[str, Any], role: str, scheme: str, layers: list[dict[str, Any]]) -> str:
+    names = {layer["name"] for layer in layers}
+    gained = fitted_db([group for group in part["groups"] if names.intersection(group["layers"])])
+    outputs = f"{gained[0]:.1f} → {gained[1]:.1f} dB" if gained else "–"
+    errors = [layer["weight_sqnr_db"] for layer in layers if layer["weight_sqnr_db"] is not None]
+    weights = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
+    bits = bits_per_weight([{"layers": [layer], "bits_per_weight": layer["bits_per_weight"]} for layer in layers])
+    role = "16 bit" if role == KEPT_ROLE else role
+    return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits:.2f} | {outputs} | {weights} |"
+
+
+def _about_fitting(parts: list[dict[str, Any]]) -> list[str]:
+    """Why fitted weights look worse than rounded ones, said where some were fitted."""
+    if not any(fitted_db(part["groups"]) for part in parts):
+        return []
+    return [
+        "",
+        "SQNR of outputs: on tokens that nothing was fitted to, rounded to nearest → as stored. Fitting moves weights "
+        "away from the originals so that outputs come nearer, so the last column falls where the one before it rises.",
+    ]
+
+
+def _check_lines(check: dict[str, Any] | None) -> list[str]:
+    if check is None:
+        return ["Not measured (the closing check was skipped)."]
+    frames = check.get("frames")
+    made = f"{amount(check['images'], frames)}{' of' if frames is None else ' and'} {check['steps']} steps"
+    images = f"{made}, same prompts and noise as the 16-bit pipeline"
+    if not check["finite"]:
+        return [f"**FAILED: NaN or infinity** in {images}."]
+    if check.get("flat"):
+        return [f"**FAILED: {check['flat']} images of one colour** among {images}."]
+    psnr = "identical" if check["mean_psnr_db"] is None else f"{check['mean_psnr_db']:.2f} dB"
+    verdict = f"**FAILED: {', '.join(check['missed'])}**" if check["missed"] else "passed"
+    gates = f"; gates {', '.join(check['gates'])}: {verdict}" if check["gates"] else ""
+    few = "images" if frames is None else "videos"
+    return [f"Paired PSNR {psnr} over {images}{gates}. A few {few} are a smoke test, not an evaluation."]
+
+
+def _calibration(record: dict[str, Any]) -> str:
+    trajectory = record["trajectory"]
+    if trajectory is None:
+        return "none; this recipe needs no data"
+    steps = ", ".join(map(str, trajectory["steps_seen"]))
+    return f"{len(trajectory['items'])} images, steps {steps} of {trajectory['scheduler']['class']}"

@@ -1,0 +1,719 @@
+"""The report's charts, drawn with altair: a static SVG for every reader, and its specification for a live one.
+
+Colours are CSS variables of the page, so that one drawing serves light, dark and paper. All text that a reader or a
+prompt brought in travels as data, never as part of an expression.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from fluxq.eval.metrics.figures import duration, plain, shape, share
+from fluxq.eval.metrics.schema import (
+    SPREAD,
+    Curve,
+    Debug,
+    Drift,
+    Estimate,
+    LayerDamage,
+    Metric,
+    Report,
+    Run,
+    Speed,
+    SpeedRow,
+)
+
+FLOOR = "noise floor"
+_WIDTH, _HEIGHT = 360, 240
+_MAX_DOTS = 300
+_MAX_LAYERS = 30
+_MAX_TEXT = 90
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One chart. text: what it shows, in words, for who cannot see it. note: what everyone should read beside it.
+
+    choices: values of its `metric` parameter, and their names.
+    """
+
+    key: str
+    title: str
+    text: str
+    note: str
+    spec: dict[str, Any]
+    svg: str
+    wide: bool = False
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+def javascript() -> str:
+    """Vega, Vega-Lite and vega-embed as one script without external references, about 0.9 MB."""
+    return _bundle().replace("</script", "<\\/script")
+
+
+def cost_charts(report: Report) -> list[Drawing]:
+    """Quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
+    metrics = _comparable(report.runs)
+    drawn = [_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()] if metrics else []
+    return [chart for chart in drawn if chart is not None]
+
+
+def image_chart(report: Report) -> Drawing | None:
+    """PSNR of each image or video, worst to best, a line for each run."""
+    rows = [row for run in report.runs for row in _ranked(run, report)]
+    if not rows:
+        return None
+    import altair as alt
+
+    few, noun = len(rows) <= _MAX_DOTS, report.noun
+    names = [run.name for run in report.runs]
+    marks = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("rank:Q", title=f"{noun}s, worst to best (%)", scale=alt.Scale(domain=[0, 100], nice=False)),
+        y=alt.Y("value:Q", title="PSNR, dB", scale=alt.Scale(zero=False)),
+        color=_run_colour(names),
+        tooltip=[_tip("run"), _tip("PSNR"), _tip("prompt"), _tip("seed")],
+    )
+    dots = marks.mark_point(filled=True, size=28 if few else 10, opacity=1)
+    lines = marks.mark_line(strokeWidth=1.25, opacity=0.6).encode(tooltip=alt.value(None))
+    lost = len(report.runs) * len(report.items) - sum(_finite_values(run) for run in report.runs)
+    text = f"PSNR of every {noun} against the 16-bit model's, sorted, a line for each run."
+    note = f"{lost} identical or broken {noun}s have no finite PSNR and are not drawn." if lost else ""
+    return _drawing("images", f"PSNR of each {noun}", text, (lines + dots), note=note, wide=True)
+
+
+def frame_chart(report: Report) -> Drawing | None:
+    """PSNR along the frames of videos, with a line for each run and the noise floor dashed; None for images."""
+    shown = [(run.name, _Along(_numbered(run.frames), run.frames)) for run in report.runs if run.frames is not None]
+    return _curve_chart("frames", "frame", shown, wide=True) if shown else None
+
+
+def drift_charts(report: Report) -> list[Drawing]:
+    """A chart for each curve along the denoising steps, with a line for each run and the noise floor dashed."""
+    drifting = [(run.name, run.drift) for run in report.runs if run.drift is not None]
+    keys = dict.fromkeys(key for _, drift in drifting for key in drift.curves)
+    shown = {
+        key: [(name, _Along(_steps(drift), drift.curves[key])) for name, drift in drifting if key in drift.curves]
+        for key in keys
+    }
+    charts = (_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
+    return [chart for chart in charts if chart is not None]
+
+
+def damage_charts(index: int, debug: Debug) -> list[Drawing]:
+    """Of one run: what each block costs, and the local SQNR of its worst layers at each step."""
+    return [chart for chart in (_blocks_chart(index, debug), _layers_chart(index, debug)) if chart is not None]
+
+
+def stage_chart(index: int, speed: Speed) -> Drawing | None:
+    """Where an image's time goes, 16 bit and quantized, in every mode at the first size."""
+    timed = _first_size(speed)
+    rows = [row for each in timed for row in _stage_rows(each)]
+    if not rows:
+        return None
+    noun = "image" if timed[0].frames is None else "video"
+    import altair as alt
+
+    stages = [STEPS, *(name for name in ("text encoders", "VAE") if any(row["stage"] == name for row in rows))]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("side:N", title=None, sort=None, axis=alt.Axis(labelLimit=180)),
+            x=alt.X("seconds:Q", title=f"seconds per {noun} (p50)"),
+            color=alt.Color("stage:N", title=None, scale=alt.Scale(domain=stages, range=_palette(len(stages)))),
+            order=alt.Order("order:Q"),
+            tooltip=[_tip("side"), _tip("stage"), _tip("time")],
+        )
+    )
+    words = [f"{row['side']}: {row['stage']} {row['time']}" for row in rows]
+    return _drawing(
+        f"stages-{index}",
+        "Where the time goes",
+        "; ".join(words) + ".",
+        chart,
+        height=_rows({row["side"] for row in rows}, 26),
+        wide=True,
+    )
+
+
+def alike(metrics: Sequence[Metric]) -> bool:
+    """Whether one metric of several runs may be compared.
+
+    It was measured in one way, and those without values per image (a FID) of equally many, on which their bias depends.
+    """
+    counts = {metric.value.n for metric in metrics if metric.value is not None and metric.value.low is None}
+    return len({metric.how for metric in metrics}) <= 1 and len(counts) <= 1
+
+
+def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
+    """For each (cost, quality), whether another one is at least as good in both and better in one."""
+    sign = 1 if better == "higher" else -1
+
+    def beats(first: tuple[float, float], second: tuple[float, float]) -> bool:
+        cheaper, closer = first[0] <= second[0], sign * first[1] >= sign * second[1]
+        return cheaper and closer and first != second
+
+    return [any(beats(other, point) for other in points) for point in points]
+
+
+def first_speed(speed: Speed | None, *, reference: bool, side: str = "") -> SpeedRow | None:
+    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of the baseline.
+
+    side: of the unquantized model only this one, "16-bit" or "fp32".
+    """
+    timed = [row for row in _first_size(speed) if row.is_reference == reference and END in row.stages]
+    over = side or next((each.over for each in speed.speedups if each.stage == END), "") if speed else ""
+    if reference and (side or any(row.side == over for row in timed)):
+        timed = [row for row in timed if row.side == over]
+    return min(timed, key=lambda row: row.stages[END].p50, default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# quality against cost
+
+
+def _bits(run: Run, reference: bool) -> float | None:
+    """In memory: what a file of 4 bits is re-encoded to costs more than the file says."""
+    if reference:
+        return 16.0
+    return run.in_memory.bits_per_weight if run.in_memory else run.size.bits_per_weight
+
+
+def _seconds(run: Run, reference: bool) -> float | None:
+    """None too where times spread by more than a speed-up may be given for."""
+    row = first_speed(run.speed, reference=reference, side=_SIXTEEN_BIT)
+    if row is None or row.stages[END].iqr > SPREAD * row.stages[END].p50:
+        return None
+    return row.stages[END].p50 / row.batch
+
+
+def _gigabytes(run: Run, reference: bool) -> float | None:
+    row = first_speed(run.speed, reference=reference, side=_SIXTEEN_BIT)
+    return row.peak_bytes / 1e9 if row and row.peak_bytes is not None else None
+
+
+def _comparable(runs: Sequence[Run]) -> dict[str, Metric]:
+    """Metrics with a finite mean for two runs or more, which all measured it alike."""
+    found: dict[str, list[Metric]] = {}
+    for run in runs:
+        for key, metric in run.metrics.items():
+            if metric.value is not None and metric.value.mean is not None:
+                found.setdefault(key, []).append(metric)
+    return {key: metrics[0] for key, metrics in found.items() if len(metrics) >= 2 and alike(metrics)}
+
+
+def _cost_chart(
+    runs: Sequence[Run],
+    metrics: Mapping[str, Metric],
+    key: str,
+    title: str,
+    axis: str,
+    digits: str,
+    cost: Callable[[Run, bool], float | None],
+) -> Drawing | None:
+    costs = {run.name: cost(run, False) for run in runs}
+    if sum(value is not None for value in costs.values()) < 2:
+        return None
+    import altair as alt
+
+    before = next((value for run in runs if (value := cost(run, True)) is not None), None)
+    points, floors, references = [], [], []
+    for name, metric in metrics.items():
+        points += _labelled(_cost_points(name, metric, runs, costs, digits))
+        floor = next((run.metrics[name].floor for run in runs if name in run.metrics and run.metrics[name].floor), None)
+        floors += _floor_rows(name, floor)
+        if before is not None:
+            references.append({"metric": name, "cost": before, "run": "16 bit"})
+            baseline = next((run.metrics[name].baseline for run in runs if name in run.metrics), None)
+            points += _reference_point(name, metric, baseline, before, digits)
+    axis = axis.format(noun=runs[0].noun)
+    names = {name: f"{metric.name}{f', {metric.unit}' if metric.unit else ''}" for name, metric in metrics.items()}
+    first = "psnr" if "psnr" in names else next(iter(names))
+    lower = [name for name, metric in metrics.items() if metric.better == "lower"]
+
+    metric = alt.param(name="metric", value=first)
+    spans = {name: _span(row for row in [*points, *floors] if row["metric"] == name) for name in names}
+    low, high = (
+        alt.ExprRef(f"{json.dumps({name: span[end] for name, span in spans.items()})}[metric]") for end in (0, 1)
+    )
+    reverse = alt.ExprRef(f"indexof({json.dumps(lower)}, metric) >= 0")
+    across = alt.Scale(domain=_padded([row["cost"] for row in [*points, *references]]), nice=False)
+    upward = alt.Scale(domain=[low, high], reverse=reverse, nice=True, zero=False)
+    x = alt.X("cost:Q", title=axis, scale=across)
+    y, y_low = alt.Y("value:Q", title=None, scale=upward), alt.Y("low:Q", title=None, scale=upward)
+    domain, range_ = ["yes", "no", "16 bit"], ["var(--accent)", "var(--before)", "var(--quiet)"]
+    colour = alt.Color("front:N", legend=None, scale=alt.Scale(domain=domain, range=range_))
+    shape = alt.Shape("front:N", legend=None, scale=alt.Scale(domain=domain, range=["circle", "circle", "square"]))
+
+    def chosen(rows: list[dict[str, Any]]) -> Any:
+        return alt.Chart(alt.Data(values=rows)).transform_filter("datum.metric === metric")
+
+    base, floor, sixteen = chosen(points).encode(x=x), chosen(floors), chosen(references).encode(x=x)
+    names_beside = [
+        base.transform_filter(f"datum.side === '{side}'")
+        .mark_text(align=side, dx=9 if side == "left" else -9, dy=-9, fontSize=11, color="var(--ink)", limit=190)
+        .encode(y=y, text="label:N")
+        for side in ("left", "right")
+    ]
+    layers = [
+        floor.mark_rect(color="var(--quiet)", opacity=0.16).encode(y=y_low, y2="high:Q"),
+        floor.mark_rule(color="var(--quiet)", strokeDash=[4, 3]).encode(y=y, tooltip=[_tip("remark")]),
+        sixteen.mark_rule(color="var(--before)", strokeDash=[2, 3]),
+        sixteen.mark_text(align="right", dx=-4, y=8, color="var(--quiet)", fontSize=11).encode(text="run:N"),
+        base.transform_filter("datum.front === 'yes'")
+        .mark_line(interpolate="step-after", color="var(--accent)", strokeWidth=1, opacity=0.5)
+        .encode(y=y),
+        base.transform_filter("isValid(datum.low)")
+        .mark_rule(strokeWidth=1.5)
+        .encode(y=y_low, y2="high:Q", color=colour),
+        base.mark_point(filled=True, size=70, opacity=1).encode(
+            y=y, color=colour, shape=shape, tooltip=[_tip("run"), _tip("quality"), _tip("at"), _tip("remark")]
+        ),
+        *names_beside,
+    ]
+    headings = {key: f"{text}, {_DIRECTIONS[metrics[key].better]}" for key, text in names.items()}
+    heading = alt.ExprRef(f"{json.dumps(headings)}[metric]")
+    chart = alt.layer(*layers, title=alt.Title(text=heading)).add_params(metric)
+    greyed = sorted({row["run"] for row in points if row["metric"] == first and row["front"] == "no"})
+    note = f"Dominated by {names[first]}: {', '.join(greyed)}." if greyed else ""
+    choices = {name: names[name] for name in (first, *_rest(names, first))}
+    return _drawing(
+        f"cost-{key}", title, f"{names[first]} of each run against {axis}.", chart, note=note, choices=choices
+    )
+
+
+def _cost_points(
+    name: str, metric: Metric, runs: Sequence[Run], costs: Mapping[str, float | None], digits: str
+) -> list[dict[str, Any]]:
+    found: list[tuple[Run, float, Estimate, float]] = []
+    for run in runs:
+        value, at = run.metrics[name].value if name in run.metrics else None, costs[run.name]
+        if value is not None and value.mean is not None and at is not None:
+            found.append((run, at, value, value.mean))
+    behind = dominated([(at, mean) for _, at, _, mean in found], metric.better)
+    middle = (min(at for _, at, _, _ in found) + max(at for _, at, _, _ in found)) / 2 if found else 0
+    return [
+        {
+            "metric": name,
+            "run": run.name,
+            "cost": at,
+            "value": mean,
+            "low": value.low,
+            "high": value.high,
+            "front": "no" if is_behind else "yes",
+            "side": "left" if at <= middle else "right",
+            "quality": f"{metric.name} {_words(value, metric.digits)}",
+            "at": plain(at, digits),
+            "remark": "dominated: another run is as good or better and costs no more" if is_behind else "not dominated",
+        }
+        for (run, at, value, mean), is_behind in zip(found, behind, strict=True)
+    ]
+
+
+def _labelled(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Points with a `label`; of those that lie so close that names would cover each other, the first gets them all."""
+    across, up = (_reach(points, "cost") * 0.25, _reach(points, "value") * 0.05)
+    labels: dict[str, str] = {}
+    leaders: list[dict[str, Any]] = []
+    for point in points:
+        near = (each for each in leaders if abs(each["cost"] - point["cost"]) <= across)
+        leader = next((each for each in near if abs(each["value"] - point["value"]) <= up), None)
+        if leader is None:
+            leaders.append(point)
+            labels[point["run"]] = point["run"]
+        else:
+            labels[leader["run"]] += f", {point['run']}"
+            labels[point["run"]] = ""
+    return [point | {"label": labels[point["run"]]} for point in points]
+
+
+def _reach(points: Sequence[Mapping[str, Any]], key: str) -> float:
+    values = [point[key] for point in points]
+    return max(values, default=0.0) - min(values, default=0.0)
+
+
+def _reference_point(
+    name: str, metric: Metric, baseline: Estimate | None, at: float, digits: str
+) -> list[dict[str, Any]]:
+    """The 16-bit images' own value, of metrics that have one."""
+    if baseline is None or baseline.mean is None:
+        return []
+    where = {"metric": name, "run": "16 bit", "cost": at, "at": plain(at, digits), "front": "16 bit", "side": "none"}
+    value = {"value": baseline.mean, "low": baseline.low, "high": baseline.high}
+    return [{**where, **value, "quality": f"{metric.name} {_words(baseline, metric.digits)}", "remark": "16 bit"}]
+
+
+def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
+    values = [row[key] for row in rows for key in ("value", "low", "high") if row[key] is not None]
+    return _padded(values)
+
+
+def _padded(values: Sequence[float]) -> list[float]:
+    """Lowest and highest value with room around them."""
+    low, high = min(values), max(values)
+    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    return [low - room, high + room]
+
+
+def _floor_rows(name: str, floor: Estimate | None) -> list[dict[str, Any]]:
+    if floor is None or floor.mean is None:
+        return []
+    low, high = (floor.mean if each is None else each for each in (floor.low, floor.high))
+    remark = "noise floor: 16 bit against 16 bit"
+    return [{"metric": name, "value": floor.mean, "low": low, "high": high, "remark": remark}]
+
+
+def _rest(names: Iterable[str], first: str) -> list[str]:
+    return [name for name in names if name != first]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# images and steps
+
+
+def _finite_values(run: Run) -> int:
+    return sum(image.values.get("psnr") is not None for image in run.images)
+
+
+def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
+    """A row for each image with a finite PSNR, worst first; of very many, evenly spaced ranks."""
+    values = [(value, i) for i, image in enumerate(run.images) if (value := image.values.get("psnr")) is not None]
+    values.sort()
+    count = min(len(values), _MAX_DOTS)
+    ranks = [round(i * (len(values) - 1) / max(count - 1, 1)) for i in range(count)]
+    return [
+        {
+            "run": run.name,
+            "rank": 100 * (rank + 0.5) / len(values),
+            "value": values[rank][0],
+            "PSNR": f"{values[rank][0]:.2f} dB",
+            "prompt": _short(report.items[values[rank][1]].prompt),
+            "seed": str(report.items[values[rank][1]].seed),
+        }
+        for rank in ranks
+    ]
+
+
+@dataclass(frozen=True)
+class _Along:
+    """A curve, and what rows say of the place of each of its values, its number first."""
+
+    places: tuple[dict[str, Any], ...]
+    curve: Curve
+
+
+def _steps(drift: Drift) -> tuple[dict[str, Any], ...]:
+    return tuple({"step": step, "sigma": f"{s:.3g}"} for step, s in zip(drift.steps, drift.sigmas, strict=True))
+
+
+def _numbered(curve: Curve) -> tuple[dict[str, Any], ...]:
+    return tuple({"frame": frame} for frame in range(len(curve.values)))
+
+
+def _curve_chart(key: str, axis: str, curves: Sequence[tuple[str, _Along]], *, wide: bool = False) -> Drawing | None:
+    """curves: a run's name and what is drawn of it."""
+    import altair as alt
+
+    first, number = curves[0][1].curve, next(iter(curves[0][1].places[0]))
+    rows = [row for name, along in curves for row in _curve_rows(name, along, along.curve.values)]
+    floored = next((along for _, along in curves if along.curve.floor is not None), None)
+    if floored is not None:
+        rows += _curve_rows(FLOOR, floored, floored.curve.floor)
+    if not rows:
+        return None
+    names = [name for name, _ in curves]
+    shown = [*names, FLOOR] if floored is not None else names
+    colours = [*_palette(len(names)), "var(--quiet)"][: len(shown)]
+    dashes = [*([1, 0] for _ in names), [5, 4]][: len(shown)]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X(f"{number}:Q", title=axis, axis=alt.Axis(tickMinStep=1, format="d")),
+        color=alt.Color(
+            "run:N",
+            title=None,
+            scale=alt.Scale(domain=shown, range=colours),
+            legend=alt.Legend(symbolType="stroke", symbolOpacity=1, symbolSize=260),
+        ),
+    )
+    title, scale = f"{first.unit or 'value'}, {first.better} is better", alt.Scale(zero=False)
+    y = alt.Y("value:Q", title=title, scale=scale)
+    band = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", title=title, scale=scale), y2="high:Q")
+    line = base.mark_line(strokeWidth=1.75).encode(
+        y=y, strokeDash=alt.StrokeDash("run:N", title=None, scale=alt.Scale(domain=shown, range=dashes))
+    )
+    dots = base.mark_point(filled=True, size=26, opacity=1).encode(
+        y=y, tooltip=[_tip(name) for name in rows[0] if name not in ("value", "low", "high")]
+    )
+    where = [f"{name} ends at {row['figure']}" for name in shown if (row := _last(rows, name)) is not None]
+    text = f"{first.how}. {'; '.join(where)}."
+    return _drawing(key, first.name, text, band + line + dots, note=first.how, wide=wide)
+
+
+def _curve_rows(name: str, along: _Along, values: Iterable[Estimate] | None) -> list[dict[str, Any]]:
+    curve = along.curve
+    return [
+        {
+            "run": name,
+            **place,
+            "value": value.mean,
+            "low": value.mean if value.low is None else value.low,
+            "high": value.mean if value.high is None else value.high,
+            "figure": f"{_words(value, curve.digits)} {curve.unit}".strip(),
+        }
+        for place, value in zip(along.places, values or (), strict=True)
+        if value.mean is not None
+    ]
+
+
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
+    return next((row for row in reversed(rows) if row["run"] == name), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+def _blocks_chart(index: int, debug: Debug) -> Drawing | None:
+    shared = _shared_component(debug.blocks)
+    rows = [
+        {
+            "block": block.name.removeprefix(shared),
+            "order": order,
+            "what": what,
+            "share": value,
+            "text": f"{what}: {share(value)}",
+        }
+        for order, block in enumerate(debug.blocks)
+        for what, value in ((ONLY, block.damage), (RESTORED, block.gain))
+        if value is not None
+    ]
+    if not rows:
+        return None
+    import altair as alt
+
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_point(filled=True, size=60, opacity=1)
+        .encode(
+            y=alt.Y("block:N", title=None, sort=alt.SortField("order"), axis=alt.Axis(labelLimit=190, grid=True)),
+            x=alt.X("share:Q", title="share of the final latents' error", axis=alt.Axis(format="%")),
+            color=alt.Color("what:N", title=None, scale=alt.Scale(domain=[ONLY, RESTORED], range=_palette(2))),
+            shape=alt.Shape(
+                "what:N", title=None, scale=alt.Scale(domain=[ONLY, RESTORED], range=["circle", "diamond"])
+            ),
+            tooltip=[_tip("block"), _tip("text")],
+        )
+    )
+    worst = max((block for block in debug.blocks if block.damage is not None), key=_damage, default=None)
+    text = f"Blocks in the order in which they run. {worst.name} does most: {share(worst.damage)}." if worst else ""
+    return _drawing(f"blocks-{index}", "Damage by block", text, chart, note=text, height=_rows(debug.blocks))
+
+
+def _layers_chart(index: int, debug: Debug) -> Drawing | None:
+    shown = [layer for layer in debug.layers if any(value is not None for value in layer.local_sqnr_db)][:_MAX_LAYERS]
+    shared = _shared_component(shown)
+    rows = [
+        {
+            "layer": layer.name.removeprefix(shared),
+            "step": str(step),
+            "order": order,
+            "sqnr": value,
+            "text": f"{value:.1f} dB",
+        }
+        for order, layer in enumerate(shown)
+        for step, value in zip(debug.steps, layer.local_sqnr_db, strict=False)
+        if value is not None
+    ]
+    if not rows:
+        return None
+    import altair as alt
+
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_rect(stroke="var(--paper)", strokeWidth=1)
+        .encode(
+            y=alt.Y("layer:N", title=None, sort=alt.SortField("order"), axis=alt.Axis(labelLimit=230)),
+            x=alt.X("step:N", title="denoising step", sort=None, axis=alt.Axis(labelAngle=0)),
+            color=alt.Color(
+                "sqnr:Q", title="local SQNR, dB", scale=alt.Scale(range=list(_HEAT), interpolate="rgb", zero=False)
+            ),
+            tooltip=[_tip("layer"), _tip("step"), _tip("text")],
+        )
+    )
+    lowest = min(rows, key=lambda row: row["sqnr"])
+    note = f"The {len(shown)} worst layers, each fed with the 16-bit model's input; low is bad."
+    text = f"{note} Lowest: {lowest['layer']} at step {lowest['step']}, {lowest['text']}."
+    return _drawing(f"layers-{index}", "Local error by layer and step", text, chart, note=note, height=_rows(shown))
+
+
+def _shared_component(layers: Sequence[LayerDamage]) -> str:
+    """`transformer.` where all names begin with that component: what is left of them fits beside a chart."""
+    found = {layer.name.partition(".")[0] for layer in layers}
+    numbered = any(layer.name.split(".")[1].isdigit() for layer in layers if "." in layer.name)
+    return f"{found.pop()}." if len(found) == 1 and not numbered else ""
+
+
+def _damage(layer: LayerDamage) -> float:
+    return layer.damage or 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# speed
+
+
+def _first_size(speed: Speed | None) -> list[SpeedRow]:
+    if speed is None or not speed.rows:
+        return []
+    first = speed.rows[0]
+    return [row for row in speed.rows if shape(row) == shape(first)]
+
+
+def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
+    """Text encoders and VAE as timed; what end to end leaves is the steps, the scheduler and the rest of the call."""
+    if END not in row.stages:
+        return []
+    parts = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
+    parts[STEPS] = max(0.0, row.stages[END].p50 - sum(parts.values()))
+    side = f"{row.label}, {row.mode}"
+    order = [STEPS, "text encoders", "VAE"]
+    return [
+        {
+            "side": side,
+            "stage": name,
+            "order": order.index(name),
+            "seconds": s / row.batch,
+            "time": duration(s / row.batch),
+        }
+        for name, s in parts.items()
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# drawing
+
+
+def _drawing(
+    key: str,
+    title: str,
+    text: str,
+    chart: Any,
+    *,
+    note: str = "",
+    wide: bool = False,
+    height: int = _HEIGHT,
+    choices: Mapping[str, str] | None = None,
+) -> Drawing:
+    width = 900 if wide else _WIDTH
+    chart = chart.properties(width=width, height=height, description=text).configure(**_CONFIG)
+    spec = chart.to_dict()
+    return Drawing(key, title, text, note, spec, _own_ids(_svg(spec), key), wide, choices or {})
+
+
+def _svg(spec: dict[str, Any]) -> str:
+    import vl_convert
+
+    return vl_convert.vegalite_to_svg(spec, vl_version=_vegalite())
+
+
+def _own_ids(svg: str, key: str) -> str:
+    """Vega numbers gradients and clip paths through all drawings of a process; here they are numbered in each."""
+    for number, name in enumerate(dict.fromkeys(re.findall(r' id="(\w+)"', svg))):
+        svg = svg.replace(f'id="{name}"', f'id="{key}-{number}"').replace(f"url(#{name})", f"url(#{key}-{number})")
+    return svg
+
+
+@cache
+def _bundle() -> str:
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_vegalite())
+
+
+def _vegalite() -> str:
+    """The version that altair writes, as vl-convert names it: "6.4" of "v6.4.1"."""
+    import altair
+
+    return ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+
+
+def _rows(shown: Collection[Any], each: int = 17) -> int:
+    """Height of a chart with a row for each; a step in its place makes Vega-Lite warn of what it drops."""
+    return each * len(shown)
+
+
+def _run_colour(names: Sequence[str]) -> Any:
+    import altair as alt
+
+    legend = alt.Legend() if len(names) > 1 else None
+    return alt.Color(
+        "run:N", title=None, legend=legend, scale=alt.Scale(domain=list(names), range=_palette(len(names)))
+    )
+
+
+def _palette(count: int) -> list[str]:
+    return [f"var(--c{index % _COLOURS})" for index in range(count)]
+
+
+def _tip(name: str) -> Any:
+    import altair as alt
+
+    return alt.Tooltip(f"{name}:N", title=name)
+
+
+def _words(value: Estimate, digits: str) -> str:
+    limits = "" if value.low is None else f" ({plain(value.low, digits)} to {plain(value.high, digits)})"
+    return plain(value.mean, digits) + limits
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+
+
+END, STEPS = "end to end", "steps and the rest"
+_SIXTEEN_BIT = "16-bit"  # the side; a CPU may compute the same model sooner in fp32
+ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
+
+# key -> title, axis, digits, (run, whether of its 16-bit side) -> cost; None where it was not measured
+COSTS: dict[str, tuple[str, str, str, Callable[[Run, bool], float | None]]] = {
+    "bits": ("Quality and bits", "bits per weight in memory", ".2f", _bits),
+    "latency": ("Quality and time", "seconds per {noun}, end to end, p50", ".4g", _seconds),
+    "memory": ("Quality and memory", "peak memory, GB", ".3g", _gigabytes),
+}
+
+_DIRECTIONS = {"higher": "higher is better", "lower": "lower is better, so the axis is turned"}
+_COLOURS = 8  # --c0 to --c7 of the page
+_HEAT = ("#8c1d18", "#d9683c", "#f2c879", "#cfd8e6", "#7e9cc7")  # low to high
+_CONFIG: dict[str, Any] = {
+    "background": "transparent",
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--quiet)",
+        "titleColor": "var(--quiet)",
+        "gridColor": "var(--line)",
+        "domainColor": "var(--line)",
+        "tickColor": "var(--line)",
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": "normal",
+        "labelOverlap": True,
+    },
+    "axisQuantitative": {"tickCount": 6},
+    "title": {"color": "var(--quiet)", "fontSize": 11, "fontWeight": "normal", "anchor": "start", "offset": 6},
+    "legend": {
+        "orient": "top",
+        "labelColor": "var(--ink)",
+        "titleColor": "var(--quiet)",
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": "normal",
+        "labelLimit": 260,
+        "columns": 3,
+        "symbolStrokeWidth": 2,
+    },
+}

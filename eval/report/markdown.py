@@ -1,0 +1,339 @@
+"""The report as Markdown: everything but charts and pictures, for pull requests, terminals and model cards."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from fluxq.eval.debug.findings import about_shares
+from fluxq.eval.metrics import figures
+from fluxq.eval.metrics.figures import (
+    NONE,
+    bits,
+    both,
+    computed,
+    count,
+    duration,
+    durations,
+    figure,
+    mark,
+    plain,
+    shape,
+    share,
+    size,
+)
+from fluxq.eval.metrics.schema import Debug, Metric, Report, Run, Speed
+from fluxq.eval.report.advice import advice
+from fluxq.eval.report.summary import speeds, summary, undebugged, untimed
+
+_MAX_LAYERS = 10
+
+
+def markdown(report: Report) -> str:
+    """GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
+    lines = [
+        f"# {escaped(', '.join(dict.fromkeys(run.recipe for run in report.runs)))} on {escaped(report.model)}",
+        "",
+        f"**{escaped(advice(report))}**",
+        "",
+        *summary_table(report),
+        "",
+        *(line for run in report.runs for line in _verdict(run)),
+        *(f"> **Warning:** {escaped(warning)}\n" for warning in report.warnings),
+        "## Quality",
+        "",
+        *metric_table(report.runs),
+        "",
+        f"95 % BCa intervals, prompts resampled with their seeds. Noise floor: {escaped(report.noise_floor)}.",
+        "",
+        *_comparisons(report),
+        *_drift(report.runs),
+        *(line for name, speed in speeds(report) for line in _speed(name, speed)),
+        *(line for run in report.runs if run.debug for line in _debug(run.name, run.debug)),
+        *_unmeasured(report),
+        "## Provenance",
+        "",
+        *_table(("", ""), [(escaped(label), f"`{code(text)}`") for label, text in _provenance(report)]),
+        "",
+        "```sh",
+        report.command.replace("```", "'''"),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def facts(run: Run) -> list[str]:
+    """What a run buys, in short sentences: size, bits, speed."""
+    before, after = run.size.bytes_before, run.size.bytes_after
+    ratio = f", {before / after:.2f} times less" if before > after else ""
+    parts = ", ".join(run.size.components)
+    found = [
+        f"{parts}: {size(after)} on disk instead of {size(before)}{ratio}",
+        f"{run.size.bits_per_weight:.2f} bits per weight",
+    ]
+    served = run.in_memory
+    if served is not None and (served.arithmetic != "native" or served.resident_bytes > 1.01 * after):
+        in_memory = f"{size(served.resident_bytes)}, {served.bits_per_weight:.2f} bits for each weight"
+        found.append(f"{computed(served)}, in memory {in_memory}")
+    whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
+    for each in whole[:1]:
+        if each.ratio is not None:
+            than = "" if each.over == "16-bit" else f" as {each.over}"
+            found.append(f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}")
+        else:
+            found.append(f"no speed-up is given: {each.refused}")
+    if run.cache is not None:
+        found.append(f"with a step cache, threshold {run.cache:g}")
+    return found
+
+
+def summary_table(report: Report) -> list[str]:
+    """A row for each way to compute each checkpoint: what to decide by."""
+    head = (
+        "run",
+        "computed",
+        "verdict",
+        "PSNR, dB",
+        "on disk",
+        "in memory",
+        "bits per weight",
+        f"time per {report.noun}",
+        "speed",
+    )
+    rows = [
+        (
+            escaped(row.name),
+            escaped(row.computed),
+            escaped(row.verdict) or NONE,
+            both(row.psnr, ".2f"),
+            size(row.disk),
+            size(row.resident),
+            bits(row.bits, row.resident_bits),
+            f"{durations(row.seconds)}, {row.about_time}" if row.seconds else escaped(row.unmeasured),
+            f"{both(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
+        )
+        for row in summary(report)
+    ]
+    return _table(head, rows)
+
+
+def _on_cpu(speed: Speed | None) -> str:
+    """With which instructions a CPU was timed; empty for a GPU."""
+    words = speed.conditions.get("instruction set") if speed else None
+    return f", on a CPU with {words}" if words else ""
+
+
+def metric_table(runs: Sequence[Run]) -> list[str]:
+    """A row for each metric, a column for each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.metrics)
+    made = f"{runs[0].noun}s" if runs else "images"
+    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", made, "how it is measured")
+    return _table(head, [_metric_row([run.metrics.get(key) for run in runs]) for key in keys])
+
+
+def _metric_row(cells: Sequence[Metric | None]) -> tuple[str, ...]:
+    found = [cell for cell in cells if cell is not None]
+    first = found[0]
+    arrow = "↑" if first.better == "higher" else "↓"
+    baseline = next((cell.baseline for cell in found if cell.baseline), None)
+    floor = next((cell.floor for cell in found if cell.floor), None)
+    hows = dict.fromkeys(text for cell in found if not cell.missing for text in (cell.how, *cell.notes))
+    return (
+        f"{escaped(first.name)}{f', {escaped(first.unit)}' if first.unit else ''} {arrow}",
+        both(baseline, first.digits),
+        *(_cell(cell) for cell in cells),
+        both(floor, first.digits),
+        count([cell.value for cell in found]),
+        escaped("; ".join(hows or [first.how])),
+    )
+
+
+def _cell(metric: Metric | None) -> str:
+    if metric is None:
+        return NONE
+    if metric.missing:
+        return f"not measured: {escaped(metric.missing)}"
+    value = metric.value
+    text = both(value, metric.digits)
+    if value is not None and value.infinite and value.mean is not None:
+        text += f" + {value.infinite} identical"
+    if metric.change is not None:
+        text += f"; change {both(metric.change, metric.digits, '+')}"
+    return text
+
+
+def _verdict(run: Run) -> list[str]:
+    gates = [f"- gate `{code(gate.gate)}`: {_gate(gate.value, gate.passed)}" for gate in run.gates]
+    return [
+        f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}",
+        "",
+        *(f"- {escaped(fact)}" for fact in facts(run)),
+        *gates,
+        "",
+    ]
+
+
+def _gate(value: float | None, passed: bool) -> str:
+    found = "not measured" if value is None else f"{value:.5g}"
+    return f"{'passed' if passed else '**FAILED**'} ({found})"
+
+
+def _comparisons(report: Report) -> list[str]:
+    if not report.comparisons:
+        return []
+    rows = [
+        (
+            escaped(each.first),
+            escaped(each.second),
+            both(each.difference, ".2f", "+"),
+            f"{each.p:.2g}",
+            f"{each.p_holm:.2g}",
+        )
+        for each in report.comparisons
+    ]
+    head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
+    return [f"## Runs compared {report.noun} by {report.noun}", "", *_table(head, rows), ""]
+
+
+def _drift(runs: Sequence[Run]) -> list[str]:
+    rows = []
+    for run in runs:
+        for curve in run.drift.curves.values() if run.drift else ():
+            middle = len(curve.values) // 2
+            floor = figure(curve.floor[-1], curve.digits) if curve.floor else NONE
+            picked = [figure(curve.values[i], curve.digits) for i in (0, middle, -1)]
+            rows.append(
+                (escaped(run.name), escaped(f"{curve.name}{f', {curve.unit}' if curve.unit else ''}"), *picked, floor)
+            )
+    if not rows:
+        return []
+    head = ("run", "curve", "first step", "middle", "last step", "noise floor, last")
+    return ["## Along the denoising steps", "", *_table(head, rows), ""]
+
+
+def _speed(name: str, speed: Speed) -> list[str]:
+    rows = []
+    for row in speed.rows:
+        where = (escaped(row.label), row.mode, shape(row))
+        if row.missing:
+            rows.append((*where, "", f"not measured: {escaped(row.missing)}", "", ""))
+            continue
+        peak = size(row.peak_bytes)
+        rows += [
+            (*where, stage, f"{duration(t.p50)} / {duration(t.p95)}", share(t.iqr / t.p50 if t.p50 else None), peak)
+            for stage, t in row.stages.items()
+        ]
+    sizes = figures.sizes(speed)
+    head = ("side", "mode", sizes, "stage", "p50 / p95", "IQR / p50", "peak memory")
+    ratios = [
+        (
+            each.stage,
+            each.mode,
+            shape(each),
+            each.baseline,
+            both(each.ratio, ".3g") if each.ratio else f"not given: {escaped(each.refused or '')}",
+        )
+        for each in speed.speedups
+    ]
+    cards = [
+        (escaped(card.side), f"{card.gigabytes} GB", size(card.needed), "fits" if card.fits else "does not fit")
+        for card in speed.cards
+    ]
+    return [
+        f"## Speed: {escaped(name)}",
+        "",
+        escaped(speed.measured_on),
+        "",
+        *_table(head, rows),
+        "",
+        *(_table(("stage", "mode", sizes, "over", "its time / quantized time"), ratios) if ratios else []),
+        "",
+        *(_table(("side", "card", "needs", ""), cards) if cards else []),
+        "",
+        *(f"> **Warning:** {escaped(warning)}\n" for warning in speed.warnings),
+    ]
+
+
+def _debug(name: str, debug: Debug) -> list[str]:
+    layers = [
+        (
+            f"`{code(layer.name)}`",
+            escaped(layer.scheme),
+            share(layer.damage),
+            share(layer.gain),
+            _lowest(layer.local_sqnr_db),
+        )
+        for layer in debug.layers[:_MAX_LAYERS]
+    ]
+    head = ("layer", "stored as", "damage alone", "gone when kept in 16 bit", "lowest local SQNR, dB")
+    patch = debug.patch
+    patched = []
+    if patch is not None:
+        patched = [
+            f"A recipe that keeps {len(patch.layers)} of them in {escaped(patch.format)}:",
+            "",
+            "```yaml",
+            patch.recipe.rstrip().replace("```", "'''"),
+            "```",
+            "",
+        ]
+    return [
+        f"## Layers: {escaped(name)}",
+        "",
+        *(f"- {escaped(finding)}" for finding in debug.findings),
+        "",
+        *_table(head, layers),
+        "",
+        f"{about_shares(debug.layers[:_MAX_LAYERS])}.",
+        "",
+        *patched,
+    ]
+
+
+def _lowest(values: Iterable[float | None]) -> str:
+    return plain(min((value for value in values if value is not None), default=None), ".1f")
+
+
+def _unmeasured(report: Report) -> list[str]:
+    lines = [f"- speed of {escaped(name)}: run `fluxq bench {code(shlex.quote(name))}`" for name in untimed(report)]
+    lines += [f"- layers of {escaped(n)}: run `fluxq debug {code(shlex.quote(n))}`" for n in undebugged(report)]
+    return ["## Not measured", "", *lines, ""] if lines else []
+
+
+def _provenance(report: Report) -> list[tuple[str, str]]:
+    shared = {
+        "made": report.created,
+        "licence of the base model": report.license,
+        **report.reference,
+        **report.provenance,
+    }
+    call = ", ".join(f"{key}={value}" for key, value in report.call.items()) or "defaults"
+    prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
+    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} {report.noun}s"
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    own = {f"{run.checkpoint}: {label}": text for run in report.runs for label, text in run.provenance.items()}
+    return [
+        *shared.items(),
+        ("pipeline call", call),
+        ("protocol", asked),
+        ("prompts", prompts),
+        *own.items(),
+        ("versions", versions),
+    ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown text: no markup, no table cells, no line breaks of its own."""
+    for special in "\\`*_[]<>|#":
+        text = text.replace(special, f"\\{special}")
+    return " ".join(text.split())
+
+
+def code(text: str) -> str:
+    """Plain text as what may stand between backticks, in a table too."""
+    return " ".join(text.split()).replace("`", "'").replace("|", "\\|")

@@ -1,0 +1,419 @@
+"""The report: one HTML page drawn from a `schema.Report` alone; it opens offline and is readable without JavaScript.
+
+    report.json -> report.html (verdicts, charts, tables, pictures, provenance), report.md (without charts and pictures)
+
+Several evaluations against the same 16-bit images become one report (`merge`), whose runs are compared image by image.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fluxq.base.files import write_text
+from fluxq.eval.debug.findings import about_shares
+from fluxq.eval.metrics import figures
+from fluxq.eval.metrics.schema import Comparison, Estimate, Image, Item, Metric, Picture, Report, Run
+from fluxq.eval.metrics.statistics import clustered_interval, holm, p_value
+from fluxq.eval.metrics.verdict import with_verdicts
+from fluxq.eval.report.advice import advice
+from fluxq.eval.report.charts import (
+    Drawing,
+    alike,
+    cost_charts,
+    damage_charts,
+    drift_charts,
+    frame_chart,
+    image_chart,
+    javascript,
+    stage_chart,
+)
+from fluxq.eval.report.markdown import facts, markdown
+from fluxq.eval.report.summary import speeds, summary, undebugged, untimed
+from fluxq.eval.report.words import GLOSSARY
+
+COMPARED_BY = "psnr"
+_PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
+_TABLE_IMAGES = 200
+_LAYERS = 40  # of each run's table
+_SHOWN_ROWS = 3  # of pictures, before more are asked for
+
+
+def write_report(target: Path, report: Report) -> Path:
+    """Write `target`, an .html file, and beside it the same stem as .json and .md, each atomically; returns it."""
+    write_text(target.with_suffix(".json"), report.model_dump_json(indent=2) + "\n")
+    write_text(target.with_suffix(".md"), markdown(report))
+    write_text(target, render(report))
+    return target
+
+
+def render(report: Report) -> str:
+    """The page as one HTML text below 15 MB: scripts, charts and pictures inline, prompts escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    names = ("figure", "limits", "mark", "plain", "shape", "short", "size", "sizes", "computed")
+    names += ("duration", "durations", "share")
+    environment.filters.update({name: getattr(figures, name) for name in names})
+    environment.filters["quoted"] = shlex.quote
+    return environment.get_template("report.html").render(page=_page(report), report=report)
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """One report of all runs, in the order given; comparisons and verdicts are made anew, over all of them.
+
+    Raises ValueError naming what differs if they were not measured on the same 16-bit images, or if two runs share a
+    name. What was measured in different ways (another FID variant) stays, but is warned of and not drawn together.
+    """
+    if not reports:
+        raise ValueError("nothing to merge: give at least one report")
+    first = reports[0]
+    for other in reports[1:]:
+        _require_same_reference(first, other)
+    runs = tuple(run for report in reports for run in report.runs)
+    twice = sorted({run.name for run in runs if [other.name for other in runs].count(run.name) > 1})
+    if twice:
+        raise ValueError(
+            f"two runs are called {twice[0]!r}: a run is named after its checkpoint's folder; rename one "
+            "of the folders and evaluate it again"
+        )
+    items = [(item.prompt, item.seed) for item in first.items]
+    warnings = dict.fromkeys(text for report in reports for text in report.warnings)
+    return first.model_copy(
+        update={
+            "created": max(report.created for report in reports),
+            "noise_floor": "; ".join(dict.fromkeys(report.noise_floor for report in reports)),
+            "runs": with_verdicts(runs, first.items),
+            "timed": tuple(timed for report in reports for timed in report.timed),
+            "comparisons": compare_runs(runs, items),
+            "warnings": (*warnings, *_unlike(runs)),
+            "provenance": _joined(report.provenance for report in reports),
+            "versions": _joined(report.versions for report in reports),
+            "command": "\n".join(dict.fromkeys(report.command for report in reports)),
+            "time": {", ".join(run.name for run in report.runs): report.time for report in reports},
+        }
+    )
+
+
+def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple[Comparison, ...]:
+    """Every pair of runs by their images' PSNR: first minus second, paired, prompts resampled, Holm over all pairs.
+
+    Two identical images differ by 0. An image that only one run gives identically has no finite difference and is
+    counted in `difference.infinite`. Runs with broken images are left out, as are pairs without two prompts to compare.
+    """
+    prompts = [prompt for prompt, _ in items]
+    whole = [run for run in runs if run.status != "broken"]
+    found: list[tuple[Run, Run, list[float], float]] = []
+    for first, second in itertools.combinations(whole, 2):
+        differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
+        p = p_value(differences, prompts)
+        if not math.isnan(p):
+            found.append((first, second, differences, p))
+    corrected = holm([p for *_, p in found])
+    return tuple(
+        Comparison(
+            first=first.name,
+            second=second.name,
+            metric=COMPARED_BY,
+            difference=Estimate.of(clustered_interval(differences, prompts)),
+            p=p,
+            p_holm=p_holm,
+        )
+        for (first, second, differences, p), p_holm in zip(found, corrected, strict=True)
+    )
+
+
+def _difference(first: Image, second: Image) -> float:
+    a, b = (math.inf if image.identical else image.values.get(COMPARED_BY) for image in (first, second))
+    if a is None or b is None:
+        return math.nan
+    return 0.0 if a == b else a - b
+
+
+def _require_same_reference(first: Report, other: Report) -> None:
+    names = " and ".join(", ".join(run.name for run in report.runs) for report in (first, other))
+    few, many = sorted((first, other), key=lambda report: len(report.items))
+    for label in dict.fromkeys([*first.reference, *other.reference]):
+        one, two = first.reference.get(label), other.reference.get(label)
+        if one != two and label.startswith("prompts and seeds") and len(few.items) < len(many.items):
+            counts = f"{len(few.items)} and {len(many.items)} {first.noun}s"
+            again = f"fluxq eval {shlex.quote(few.runs[0].checkpoint)} --count {many.protocol.count}"
+            raise ValueError(f"{names} were measured on {counts}; evaluate both on as many: {again}")
+        if one != two:
+            raise ValueError(
+                f"{names} were not measured on the same 16-bit images: {label} is {one} and {two}; evaluate both with "
+                "the same model, prompts, seeds and call"
+            )
+    if first.items != other.items:
+        raise ValueError(f"{names} were measured on different prompts or seeds; evaluate both on the same")
+
+
+def _unlike(runs: Sequence[Run]) -> list[str]:
+    """A warning for each metric that not all runs measured alike."""
+    found = []
+    for key in dict.fromkeys(key for run in runs for key in run.metrics):
+        measured = [run.metrics[key] for run in runs if key in run.metrics and run.metrics[key].value is not None]
+        if not alike(measured):
+            hows = "; ".join(
+                dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
+            )
+            found.append(f"{measured[0].name} was not measured alike in all runs and does not compare: {hows}")
+    return found
+
+
+def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Label -> text; texts that differ are all given."""
+    texts: dict[str, dict[str, None]] = {}
+    for table in tables:
+        for label, text in table.items():
+            texts.setdefault(label, {})[text] = None
+    return {label: " · ".join(each) for label, each in texts.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the template is given besides the report
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One metric over all runs; cells: in the order of the runs. baseline, floor: shared, of the first that has one."""
+
+    key: str
+    name: str
+    unit: str
+    digits: str
+    better: str
+    asked: tuple[str, ...]
+    how: tuple[str, ...]
+    baseline: Estimate | None
+    floor: Estimate | None
+    count: str
+    notes: tuple[str, ...]
+    missing: tuple[str, ...]
+    cells: tuple[Metric | None, ...]
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One run's picture of an item. picture: None where this run's wall does not hold it."""
+
+    run: Run
+    gain: int
+    picture: Picture | None
+    image: Image
+
+
+@dataclass(frozen=True)
+class PictureRow:
+    """One item: the 16-bit picture beside every run's. frames: those of a video that are shown."""
+
+    item: Item
+    reference: str
+    shots: tuple[Shot, ...]
+    frames: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PictureGroup:
+    """Rows that were chosen for one reason. shown: so many are seen at once, the rest when asked for."""
+
+    title: str
+    rows: tuple[PictureRow, ...]
+    shown: int
+
+
+def _page(report: Report) -> dict[str, Any]:
+    runs = report.runs
+    kept = _pictures_kept(runs)
+    timed = speeds(report)
+    charts = {
+        "cost": cost_charts(report) if len(runs) > 1 else [],
+        "images": [chart for chart in (image_chart(report), frame_chart(report)) if chart is not None],
+        "drift": drift_charts(report),
+        "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
+        "stages": [stage_chart(i, speed) for i, (_, speed) in enumerate(timed)],
+    }
+    drawn = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
+    drawn += [chart for chart in charts["stages"] if chart is not None]
+    metrics = _metric_rows(runs)
+    return {
+        "advice": advice(report),
+        "summary": summary(report),
+        "sections": SECTIONS,
+        "charts": charts,
+        "specs": {chart.key: chart.spec for chart in drawn},
+        "script": javascript() if drawn else "",
+        "choices": _choices(charts["cost"]),
+        "facts": [facts(run) for run in runs],
+        "metrics": [row for row in metrics if row.count],
+        "unmeasured": [row for row in metrics if row.missing],
+        "speeds": timed,
+        "untimed": untimed(report),
+        "undebugged": undebugged(report),
+        "about_shares": [about_shares(run.debug.layers[:_LAYERS]) if run.debug else "" for run in runs],
+        "groups": _picture_groups(report, kept),
+        "pictures_kept": kept,
+        "pictures_full": max((len(group) for run in runs if run.wall for group in run.wall.groups.values()), default=0),
+        "wall": next((run.wall for run in runs if run.wall is not None), None),
+        "image_rows": _image_rows(report),
+        "image_limit": _TABLE_IMAGES,
+        "time": list(_flat(report.time)),
+        "run_provenance": _run_provenance(runs),
+        "glossary": GLOSSARY,
+    }
+
+
+def _choices(charts: Sequence[Drawing]) -> dict[str, str]:
+    return {key: name for chart in charts for key, name in chart.choices.items()}
+
+
+def _metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.metrics):
+        cells = tuple(run.metrics.get(key) for run in runs)
+        found = [cell for cell in cells if cell is not None]
+        measured = [cell for cell in found if cell.value is not None] or found
+        rows.append(
+            MetricRow(
+                key=key,
+                name=found[0].name,
+                unit=found[0].unit,
+                digits=found[0].digits,
+                better=found[0].better,
+                asked=tuple(dict.fromkeys(_asked(cell) for cell in measured if cell.margin)),
+                how=tuple(dict.fromkeys(cell.how for cell in measured)),
+                baseline=next((cell.baseline for cell in found if cell.baseline), None),
+                floor=next((cell.floor for cell in found if cell.floor), None),
+                count=figures.count([cell.value for cell in found]),
+                notes=tuple(dict.fromkeys(note for cell in found for note in cell.notes)),
+                missing=tuple(dict.fromkeys(cell.missing for cell in found if cell.missing)),
+                cells=cells,
+            )
+        )
+    return rows
+
+
+def _asked(metric: Metric) -> str:
+    """What the verdict holds a metric against."""
+    if metric.margin is None:
+        return ""
+    return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
+
+
+def _pictures_kept(runs: Sequence[Run]) -> int:
+    """How many pictures of each group fit on the page; 0 for so many runs that not one of each does."""
+    walls = [run.wall for run in runs if run.wall is not None]
+    groups = [group for each in walls for group in each.groups.values()]
+    for count in range(max(map(len, groups), default=0), 0, -1):
+        total = sum(_bytes(picture) for group in groups for picture in group[:count])
+        if total <= _PICTURE_BYTES:
+            return count
+    return 0
+
+
+def _bytes(picture: Picture) -> int:
+    return sum(map(len, (picture.reference, picture.quantized, picture.difference, picture.motion or "")))
+
+
+def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
+    """A row for each item that any run's wall holds in a group, with the pictures of all runs that have it."""
+    walls = {run.name: _pictures_of(run, kept) for run in report.runs}
+    groups: dict[str, list[int]] = {}
+    for run in report.runs:
+        for name, pictures in (run.wall.groups if run.wall else {}).items():
+            groups.setdefault(name, []).extend(picture.index for picture in pictures[:kept])
+    found = []
+    for name, indices in groups.items():
+        rows = [row for index in dict.fromkeys(indices) for row in _picture_rows(report, walls, index)]
+        rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
+        if rows:
+            title = PICTURE_GROUPS.get(name, name)
+            found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
+    return found
+
+
+def _pictures_of(run: Run, kept: int) -> dict[int, Picture]:
+    groups = run.wall.groups.values() if run.wall else ()
+    return {picture.index: picture for pictures in groups for picture in pictures[:kept]}
+
+
+def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:
+    """One row; several of a video of which runs show different frames, because each has a worst one of its own."""
+    shots = tuple(
+        Shot(run, run.wall.gain if run.wall else 1, walls[run.name].get(index), run.images[index])
+        for run in report.runs
+    )
+    shown = {shot.picture.frames: shot.picture.reference for shot in reversed(shots) if shot.picture is not None}
+    return [
+        PictureRow(report.items[index], reference, tuple(shot for shot in shots if _has(shot, frames, shown)), frames)
+        for frames, reference in shown.items()
+    ]
+
+
+def _has(shot: Shot, frames: tuple[int, ...], shown: Mapping[tuple[int, ...], str]) -> bool:
+    return len(shown) == 1 or (shot.picture is not None and shot.picture.frames == frames)
+
+
+def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
+    """Every image of every run, worst first by the first run; of very many, the worst."""
+
+    def quality(index: int) -> float:
+        image = report.runs[0].images[index]
+        value = image.values.get(COMPARED_BY)
+        return math.inf if image.identical else -math.inf if value is None else value
+
+    order = sorted(range(len(report.items)), key=quality)[:_TABLE_IMAGES] if report.runs else []
+    return [(report.items[index], [run.images[index] for run in report.runs]) for index in order]
+
+
+def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Label and text; what is the same in all runs is said once, and of the runs of one checkpoint too."""
+    rows = []
+    for label in dict.fromkeys(label for run in runs for label in run.provenance):
+        texts = {(run.checkpoint, run.provenance[label]): None for run in runs if label in run.provenance}
+        if len({text for _, text in texts}) == 1 and all(label in run.provenance for run in runs):
+            rows.append((label, runs[0].provenance[label]))
+        else:
+            rows += [(f"{label}, {name}", text) for name, text in texts]
+    return rows
+
+
+def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
+    """Label and text of nested plain data."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{path}, {key}" if path else str(key))
+    else:
+        yield path.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+# place on the page -> its heading, in the navigation too
+SECTIONS = {
+    "quality": "Quality",
+    "cost": "Quality and cost",
+    "pictures": "Pictures",
+    "steps": "Along the denoising steps",
+    "layers": "Where it breaks",
+    "speed": "Speed",
+    "words": "Glossary",
+    "provenance": "Provenance",
+}
+
+# group of a wall -> what the page calls it
+PICTURE_GROUPS = {
+    "all": "Worst first",
+    "worst": "Worst by PSNR",
+    "median": "Median by PSNR",
+    "random": "Drawn by seed from all",
+}

@@ -1,0 +1,223 @@
+"""What times are taken with, and what the machine says of itself meanwhile: clock, memory, energy, throttling.
+
+A GPU's clock is CUDA events in its stream, a CPU's the one on the wall. Energy and the reasons for lowered clocks come
+from NVML (nvidia-ml-py); where it does not answer they are unknown, which `conditions` says.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fluxq.base.console import first_line
+from fluxq.base.processor import cpu_name, instructions
+from fluxq.eval.speed import timing
+
+# Reasons for lowered clocks, of `Machine.slowdowns`. A power limit is where large products usually run.
+POWER_LIMIT = "the power limit"
+THERMAL, HARDWARE = "its temperature", "a hardware slowdown"
+
+
+class Machine(Protocol):
+    """A device and its clock. about: in words, for people."""
+
+    device: torch.device
+    about: str
+
+    def mark(self) -> Any:
+        """This point of the work that was given to the device."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks that `wait` has waited for."""
+        ...
+
+    def wait(self) -> None:
+        """Until all work is done."""
+        ...
+
+    def allocated(self) -> int | None:
+        """Bytes of the device's memory in use by this process's tensors; None where nobody counts them."""
+        ...
+
+    def peak(self) -> int | None:
+        """The most that `allocated` was since `reset_peak`."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begin anew."""
+        ...
+
+    def release(self) -> None:
+        """Give memory back that no tensor uses."""
+        ...
+
+    def joules(self) -> float | None:
+        """Energy that the device has used since some moment."""
+        ...
+
+    def slowdowns(self) -> frozenset[str]:
+        """Why clocks are lower now than they could be, of POWER_LIMIT, THERMAL and HARDWARE."""
+        ...
+
+    def conditions(self) -> dict[str, str]:
+        """What times depend on, as it is now."""
+        ...
+
+
+def machine_of(device: str) -> Machine:
+    """ValueError for a device that is neither a CPU nor a CUDA (or ROCm) GPU."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        return Gpu(place)
+    if place.type != "cpu":
+        raise ValueError(f"device {device!r}: times are taken on cuda and on cpu; give one of them")
+    return Cpu()
+
+
+class Cpu:
+    """The processor that this process runs on."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.about = (
+            f"a CPU ({cpu_name()}, {instructions()}, {torch.get_num_threads()} of its threads); this says nothing of "
+            "how fast it is on a GPU"
+        )
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self) -> None:
+        pass
+
+    def allocated(self) -> None:
+        return None
+
+    def peak(self) -> None:
+        return None
+
+    def reset_peak(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def joules(self) -> None:
+        return None
+
+    def slowdowns(self) -> frozenset[str]:
+        return frozenset()
+
+    def conditions(self) -> dict[str, str]:
+        """Of memory only the process's peak is known: with Python, libraries and all pipelines that it has held."""
+        threads = str(torch.get_num_threads())
+        found = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
+        peak = _process_peak()
+        return found | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
+
+
+class Gpu:
+    """A CUDA or ROCm device."""
+
+    def __init__(self, device: torch.device, nvml: Any = None) -> None:
+        self.device = torch.device("cuda", device.index or 0)
+        self.about = torch.cuda.get_device_name(self.device)
+        self.sensors = Sensors(str(torch.cuda.get_device_properties(self.device).uuid), nvml)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def release(self) -> None:
+        gc.collect()  # a pipeline's parts may hold each other
+        torch.cuda.empty_cache()
+
+    def joules(self) -> float | None:
+        return self.sensors.joules()
+
+    def slowdowns(self) -> frozenset[str]:
+        return self.sensors.slowdowns()
+
+    def conditions(self) -> dict[str, str]:
+        found = {name: str(value) for name, value in timing.describe(self.device).items()}
+        found["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
+        return found | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
+
+
+class Sensors:
+    """NVML's view of one GPU. missing: why it does not answer, "" if it does. nvml: the module, for tests."""
+
+    def __init__(self, uuid: str, nvml: Any = None) -> None:
+        self.missing, self.handle, self.nvml = "", None, nvml
+        try:
+            if self.nvml is None:
+                import pynvml
+
+                self.nvml = pynvml
+            self.nvml.nvmlInit()
+            self.handle = self.nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except Exception as problem:  # NVMLError has no base that exists without the library
+            self.missing = f"does not answer ({first_line(problem)}): energy and throttling are unknown"
+
+    def joules(self) -> float | None:
+        """NVML counts millijoules since the driver was loaded; None on GPUs that do not."""
+        found = self._ask(lambda: self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle))
+        return None if found is None else found / 1e3
+
+    def slowdowns(self) -> frozenset[str]:
+        bits = self._ask(lambda: self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
+        return frozenset(reason for name, reason in REASONS.items() if bits and bits & getattr(self.nvml, name))
+
+    def _ask(self, question: Callable[[], int]) -> int | None:
+        if self.missing:
+            return None
+        try:
+            return question()
+        except self.nvml.NVMLError:  # this GPU or driver does not have it
+            return None
+
+
+def _process_peak() -> int | None:
+    """Bytes; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found if platform.system() == "Darwin" else 1024 * found
+
+
+# NVML's name -> what it means.
+REASONS = {
+    "nvmlClocksEventReasonSwPowerCap": POWER_LIMIT,
+    "nvmlClocksEventReasonSwThermalSlowdown": THERMAL,
+    "nvmlClocksEventReasonHwThermalSlowdown": THERMAL,
+    "nvmlClocksEventReasonHwSlowdown": HARDWARE,
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": HARDWARE,
+}

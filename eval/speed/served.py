@@ -1,0 +1,142 @@
+"""What computes the quantized layers of a pipeline in memory, and what its weights take there.
+
+One checkpoint is different arithmetic on different chips: `fluxq.prepare` may turn its codes into others, and a GPU
+without a product for them multiplies with 16-bit activations. Quality, time and memory of one of these say nothing of
+another, so each evaluation and each timing carries what it was taken of, and only equal ones are joined.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxq.base.files import sha256_json
+from fluxq.base.linears import linear_size, linears_of
+from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
+from fluxq.eval.metrics.schema import Served
+from fluxq.kernels.attention.op import attention_of
+from fluxq.kernels.linear import QuantLinear
+from fluxq.runtime.layout import ROW_SCALE
+
+_MANY_TOKENS = 4096  # of an image of 1024x1024; few tokens may take another kernel
+
+
+def served(pipe: Any, device: str | torch.device) -> Served | None:
+    """Return what a pipeline computes with on a device, and its size in memory; None if no layer of it is quantized."""
+    layers = quantized_layers(pipe)
+    if not layers:
+        return None
+    computed = {name: _computed(layer, torch.device(device)) for name, layer in layers.items()}
+    parts = quantized_parts(pipe)
+    attention = {name: attention_of(part) for name, part in parts.items()}
+    bits = weights = 0
+    for _, layer in _linears(pipe):
+        n, k = linear_size(layer)
+        bits += 8 * sum(tensor.nbytes for tensor in _of_weight(layer))
+        weights += n * k
+    return Served(
+        arithmetic=_arithmetic(layers.values(), torch.device(device)),
+        layers=dict(Counter(computed.values())),
+        digest=sha256_json([computed, attention]),
+        bits_per_weight=bits / weights,
+        resident_bytes=model_bytes(parts),
+        pipeline_bytes=model_bytes(pipe.components),
+        beside=", ".join(dict.fromkeys(map(_beside, layers.values()))).strip(", "),
+    )
+
+
+def stored_bits(pipe: Any) -> tuple[float, int]:
+    """Return (bits, weights): what a checkpoint stores for all Linears of the quantized components, and how many."""
+    bits = weights = 0
+    for _, layer in _linears(pipe):
+        n, k = linear_size(layer)
+        bits += layer.bits_per_weight * n * k if isinstance(layer, QuantLinear) else 16 * n * k
+        weights += n * k
+    return bits, weights
+
+
+def quantized_parts(pipe: Any) -> dict[str, nn.Module]:
+    """Return the components that hold a quantized layer, by name."""
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    return {name: part for name, part in parts.items() if any(isinstance(m, QuantLinear) for m in part.modules())}
+
+
+def model_bytes(components: Mapping[str, Any]) -> int:
+    """Return the bytes of all parameters and buffers of components, shared ones once."""
+    parts = [part for part in components.values() if isinstance(part, nn.Module)]
+    tensors = {id(tensor): tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _computed(layer: QuantLinear, device: torch.device) -> str:
+    """The scheme that a layer computes with, and what the device rounds its input to where that is another format."""
+    return ", ".join(filter(None, (str(layer.scheme), _instead(layer, device))))
+
+
+def _instead(layer: QuantLinear, device: torch.device) -> str:
+    """What the device rounds a layer's input to, where that is not what its scheme says; else empty."""
+    own, rounded = _activations(layer), _rounded_to(layer, device)
+    return "" if rounded == own else f"activations in {rounded or '16 bit'}"
+
+
+def _rounded_to(layer: QuantLinear, device: torch.device) -> str | None:
+    """The format of the activations in the product that a device has for a layer; the torch reference has all."""
+    own = _activations(layer)
+    if device.type != "cuda" or find_spec("triton") is None:
+        return own
+    from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.dispatch import choose
+
+    shape = layer.out_features, layer.in_features
+    row_scale = getattr(layer, ROW_SCALE, None) is not None
+    return choose(layer.scheme, chip_of(device), _MANY_TOKENS, *shape, layer.compute_dtype, row_scale).activations
+
+
+def _activations(layer: QuantLinear) -> str | None:
+    return layer.scheme.activations.name if layer.scheme.activations else None
+
+
+def _arithmetic(layers: Iterable[QuantLinear], device: torch.device) -> str:
+    """NATIVE, another key of BACKENDS for what its re-encoding gives, or in words what was done."""
+    changes = {layer: _change(layer, device) for layer in layers}
+    changed = [layer for layer, words in changes.items() if words]
+    if not changed:
+        return NATIVE
+    if all(layer.prepared is not None and layer.prepared.kind == "re-encoded" for layer in changed):
+        formats = {layer.scheme.weights.name for layer in changed}
+        for name, targets in BACKENDS.items():
+            if targets and formats <= set(targets):
+                return name
+    return ", ".join(dict.fromkeys(changes[layer] for layer in changed))
+
+
+def _change(layer: QuantLinear, device: torch.device) -> str:
+    """How a layer's arithmetic is not that of its stored codes; empty if it is."""
+    if layer.prepared is not None and layer.scheme != layer.stored_scheme:
+        return layer.prepared.how
+    return _instead(layer, device)
+
+
+def _beside(layer: QuantLinear) -> str:
+    """What `fluxq.prepare` keeps in memory beside a layer's own codes; empty for nothing."""
+    return layer.prepared.how if layer.prepared is not None and layer.prepared.kind == "decoded" else ""
+
+
+def _of_weight(layer: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that stand for a Linear's weight; the bias where centring makes it part of this (`stored_bits`)."""
+    centers = isinstance(layer, QuantLinear) and layer.scheme.center
+    for name, tensor in layer.named_parameters(recurse=False):
+        if name != "bias" or centers:
+            yield tensor
+
+
+def _linears(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(`component.path`, layer) of every Linear of the quantized components."""
+    for component, part in quantized_parts(pipe).items():
+        for path, layer in linears_of(part).items():
+            yield f"{component}.{path}", layer

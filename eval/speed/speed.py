@@ -1,0 +1,724 @@
+"""How long a quantized pipeline takes beside the 16-bit one, stage by stage, and what memory and energy it needs.
+
+    speed-up = mean over rounds of (16-bit time / quantized time), with an interval over rounds
+
+All sides and modes that are compared lie on the device at once and run in turns, in a rotating order, so that whatever
+slows the machine for a while slows all of them; sides that do not fit together change places with the CPU's memory
+between turns. Warm-up and compiling are not timed. A speed-up is over the fastest mode of the unquantized side, and is
+refused where either spread (interquartile range over median) is above SPREAD or the GPU lowered its clocks for heat or
+a hardware slowdown. At the power limit is where large matrix products usually run: that is only noted.
+
+On a CPU fp32 is timed beside 16 bit: without instructions for bf16 it may be several times as fast. A speed-up is over
+the faster of both there; over fp32, with 16 bit beside it, where the CPU multiplies bf16 by itself.
+
+Sides are opened in reverse order, the 16-bit one last: what only the first one pays (libraries that start up) is not
+counted in the quantized one's favour; classes are imported before. Files may come from the operating system's cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxq.base.console import first_line, progress
+from fluxq.base.model import ModelFolder
+from fluxq.base.processor import instructions
+from fluxq.calibrate.capture import frames_argument, run_pipeline
+from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
+from fluxq.eval.images.generate import pictures
+from fluxq.eval.metrics.figures import asked
+from fluxq.eval.metrics.schema import SPREAD, Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
+from fluxq.eval.metrics.statistics import paired_interval
+from fluxq.eval.speed.machine import POWER_LIMIT, Machine, machine_of
+from fluxq.eval.speed.served import model_bytes, served
+from fluxq.kernels.attention.op import attention_of
+from fluxq.kernels.linear import QuantLinear
+from fluxq.quantize.checkpoint import convolutions_of, shapes_of
+from fluxq.quantize.structure import model_family
+from fluxq.recipes.cards import CONTEXT, GIB
+from fluxq.recipes.cost import forward_pass, steps
+from fluxq.recipes.devices import DEVICES, Device, Efficiency
+from fluxq.recipes.plan import Plan, make_plan
+from fluxq.recipes.recipe import load_recipe
+from fluxq.runtime.graphs import capture
+
+CARDS = (8, 12, 16, 24)  # GB
+_VARIANTS = frozenset("pcie nvl laptop mobile max ti super d xt xtx gre".split())  # after a name: another card
+_OUT_OF_MEMORY = "out of memory"
+_GRAPHS_STAY = "the sides change places on the device, and captured graphs keep their weights there"
+_ALLOCATORS_SAY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of PyTorch on a CPU, and of cuBLAS
+TEXT, STEP, VAE, WHOLE = "text encoders", "denoiser step", "VAE", "end to end"
+
+
+def measure_speed(
+    sides: Sequence[Any],
+    prompts: Sequence[str],
+    call: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    modes: Sequence[str] = ("eager",),
+    batches: Sequence[int] = (1,),
+    sizes: Sequence[tuple[int, ...]] = (),
+    warmup: int = 2,
+    rounds: int = 10,
+    machine: Machine | None = None,
+    references: int = 1,
+) -> Speed:
+    """Time the unquantized sides, of which the 16-bit one comes first, and the quantized ones.
+
+    sides: have a `name`, and open(device) gives the pipeline; see sides.py. references: how many of them are
+    unquantized; one may have `dtype` "float32". modes: of MODES. batches: images in a call. sizes: (height, width) in
+    pixels, of videos with frames too; none: the pipeline's own. warmup: rounds that are not timed. machine: instead of
+    the device's own.
+
+    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for what
+    cannot be asked, and RuntimeError if no side runs at all.
+    """
+    _check(sides, prompts, modes, batches, rounds, warmup)
+    machine = machine or machine_of(device)
+    before = machine.conditions()
+    bench = _Bench(machine, device, call, prompts)
+    bench.open(sides, sizes[0] if sizes else None, references)
+    over_fp32 = machine.device.type == "cpu" and instructions().multiply_bf16
+    rows: list[SpeedRow] = []
+    speedups: list[Speedup] = []
+    for height, width, *frames in sizes or [bench.own_size()]:
+        for batch in batches:
+            entries = bench.compare(Setting(batch, height, width, *frames), modes, warmup, rounds)
+            rows += [_row(entry, bench) for entry in entries]
+            speedups += compare(entries, over_fp32)
+    return Speed(
+        device=device,
+        measured_on=machine.about,
+        load_seconds={each.name: each.load_seconds for each in bench.opened if each.pipe is not None},
+        first_image_seconds={each.name: each.first_seconds for each in bench.opened if each.pipe is not None},
+        rows=tuple(rows),
+        speedups=tuple(speedups),
+        cards=tuple(card for each in bench.opened if not each.is_fp32 for card in _cards(each, rows)),
+        conditions=_conditions(before, machine.conditions()) | _baseline(bench.opened, over_fp32),
+        warnings=tuple(_warnings(rows, bench)),
+        served=next((each.served for each in bench.opened if each.served is not None), None),
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked of a pipeline: images or videos in a call, their pixels, and frames where that is said."""
+
+    batch: int
+    height: int
+    width: int
+    frames: int | None = None
+
+    def arguments(self, pipe: Any) -> dict[str, int]:
+        """Of a call of the pipeline; ValueError for frames of one that makes images."""
+        size = {"height": self.height, "width": self.width}
+        if self.frames is None:
+            return size
+        name = frames_argument(type(pipe))
+        if name is None:
+            raise ValueError(f"a {type(pipe).__name__} takes no number of frames: write its size as HEIGHTxWIDTH")
+        return {**size, name: self.frames}
+
+
+@dataclass
+class Opened:
+    """A side, opened. pipe: None where that failed, then `missing` says why."""
+
+    name: str
+    is_reference: bool
+    has_cache: bool
+    pipe: Any = None
+    missing: str | None = None
+    load_seconds: float = 0.0
+    first_seconds: float = 0.0
+    resident_bytes: int = 0
+    served: Served | None = None
+    size: tuple[int, ...] = (0, 0)
+    is_fp32: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """One call of a pipeline: seconds by stage. sequences: that the denoiser saw in a step. joules: of the call."""
+
+    stages: Mapping[str, float]
+    sequences: int = 1
+    joules: float | None = None
+    slowdowns: frozenset[str] = frozenset()
+
+
+@dataclass
+class Entry:
+    """A side in a mode at a setting, and its rounds. models: what runs as its denoisers, by component."""
+
+    opened: Opened
+    mode: str
+    setting: Setting
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    missing: str | None = None
+    rounds: list[Round] = field(default_factory=list)
+    warm_seconds: float = 0.0
+    peak_bytes: int | None = None
+
+    def times(self, stage: str) -> Times:
+        """ValueError if no round had that stage."""
+        return summarize([each.stages[stage] for each in self.rounds])
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(self.rounds[0].stages) if self.rounds else ()
+
+    @property
+    def slowdowns(self) -> frozenset[str]:
+        return frozenset(reason for each in self.rounds for reason in each.slowdowns)
+
+
+def summarize(values: Sequence[float]) -> Times:
+    """Percentiles by linear interpolation. ValueError for no values."""
+    if not values:
+        raise ValueError("no times to summarize: no round was run")
+    ordered = torch.tensor(values, dtype=torch.float64)
+    at = torch.tensor([0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
+    low, middle, high, late = torch.quantile(ordered, at).tolist()
+    return Times(n=len(values), p50=middle, p95=late, iqr=high - low, values=tuple(values))
+
+
+def compare(entries: Sequence[Entry], over_fp32: bool = False) -> list[Speedup]:
+    """Every quantized entry of one setting over the unquantized one that was fastest, for a step and end to end.
+
+    over_fp32: the fastest in fp32 where that was timed; the fastest of the others then stands beside it.
+    """
+    plain = [entry for entry in entries if entry.opened.is_reference and entry.rounds]
+    quantized = [entry for entry in entries if not entry.opened.is_reference and entry.rounds]
+    return [
+        _speedup(entry, best, stage)
+        for entry in quantized
+        for stage in (STEP, WHOLE)
+        for best in _baselines(plain, stage, over_fp32)
+    ]
+
+
+def _baselines(plain: Sequence[Entry], stage: str, over_fp32: bool) -> list[Entry | None]:
+    """The entry that a speed-up is over, then what stands beside it."""
+    in_fp32 = [entry for entry in plain if entry.opened.is_fp32]
+    others = [entry for entry in plain if not entry.opened.is_fp32]
+    groups = (in_fp32, others) if over_fp32 and in_fp32 and others else (plain,)
+    return [min(group, key=lambda each: each.times(stage).p50, default=None) for group in groups]
+
+
+def _speedup(entry: Entry, best: Entry | None, stage: str) -> Speedup:
+    speedup = Speedup(
+        side=entry.opened.name,
+        stage=stage,
+        mode=entry.mode,
+        batch=entry.setting.batch,
+        height=entry.setting.height,
+        width=entry.setting.width,
+        frames=entry.setting.frames,
+    )
+    if best is None:
+        return speedup.model_copy(update={"refused": "the 16-bit side was not timed: its rows say why"})
+    speedup = speedup.model_copy(update={"over": best.opened.name, "against": best.mode})
+    refused = _why_not(entry, best, stage)
+    if refused:
+        return speedup.model_copy(update={"refused": refused})
+    pairs = zip(best.times(stage).values, entry.times(stage).values, strict=True)
+    ratio = Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs]))
+    return speedup.model_copy(update={"ratio": ratio})
+
+
+def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
+    """Why no speed-up is given."""
+    for each in (best, entry):
+        times = each.times(stage)
+        if not times.iqr <= SPREAD * times.p50:
+            return f"{each.opened.name}, {each.mode}: rounds spread by {times.iqr / times.p50:.1%}, over {SPREAD:.0%}"
+        heat = sorted(each.slowdowns - {POWER_LIMIT})
+        if heat:
+            return f"{each.opened.name}, {each.mode}: the GPU lowered its clocks because of {' and '.join(heat)}"
+    return None
+
+
+def _move(pipe: Any, device: str) -> None:
+    """Put a pipeline on a device; of an offloaded one, whose parts come by themselves, only take them off."""
+    if getattr(pipe, "_all_hooks", None):
+        pipe.maybe_free_model_hooks()
+    else:
+        pipe.to(device)
+
+
+class _Bench:
+    """Holds the pipelines and runs them. apart: they do not fit on the device together."""
+
+    def __init__(self, machine: Machine, device: str, call: Mapping[str, Any], prompts: Sequence[str]) -> None:
+        self.machine, self.device, self.call, self.prompts = machine, device, dict(call), prompts
+        self.opened: list[Opened] = []
+        self.apart = False
+        self.present: Opened | None = None  # the side that lies on the device where they are apart
+
+    def open(self, sides: Sequence[Any], size: tuple[int, ...] | None, references: int) -> None:
+        """Load each side and make a first image with it. RuntimeError if that fails for all.
+
+        references: how many of them, which come first, are unquantized.
+        """
+        for side in sides:
+            _import_classes(side)
+        for index in reversed(range(len(sides))):
+            side = sides[index]
+            opened = Opened(side.name, index < references, getattr(side, "cache", None) is not None)
+            opened.is_fp32 = opened.is_reference and index > 0 and getattr(side, "dtype", None) == "float32"
+            if not self._load(opened, side, size) and self._make_room(opened):
+                self._load(opened, side, size)
+            self.opened.insert(0, opened)
+        if all(each.pipe is None for each in self.opened):
+            raise RuntimeError(f"no side runs on {self.device}: {self.opened[0].missing}")
+
+    def own_size(self) -> tuple[int, ...]:
+        """Height and width that the pipeline makes by itself, and frames of a video."""
+        return next(each.size for each in self.opened if each.pipe is not None)
+
+    def compare(self, setting: Setting, modes: Sequence[str], warmup: int, rounds: int) -> list[Entry]:
+        """Every side in every mode, run in turns."""
+        if set(modes) != {"eager"}:
+            torch.compiler.reset()  # what was compiled for another size must not slow this one or use up a limit
+        entries = [Entry(opened, mode, setting, missing=opened.missing) for opened in self.opened for mode in modes]
+        for entry in entries:
+            if entry.missing is None:
+                self._attempt(entry, lambda entry=entry: self._warm_up(entry, warmup))
+                if _ran_out(entry.missing) and self._make_room(entry.opened):
+                    for captured in [other for other in entries if other.mode == "captured" and other.models]:
+                        captured.missing, captured.models = _GRAPHS_STAY, {}
+                    self.machine.release()
+                    entry.missing = None
+                    self._attempt(entry, lambda entry=entry: self._warm_up(entry, warmup))
+        for number in progress(range(rounds), "Timing", rounds):
+            left = [entry for entry in entries if entry.missing is None]
+            first = number % max(1, len(left))
+            for entry in (*left[first:], *left[:first]):
+                self._attempt(entry, lambda entry=entry: entry.rounds.append(self._turn(entry)))
+        return entries
+
+    def _load(self, opened: Opened, side: Any, size: tuple[int, ...] | None) -> bool:
+        """Whether it could be loaded and run; if memory ran out, `missing` says so."""
+        self._bring(None)
+        start = self.machine.mark()
+        try:
+            pipe = side.open(self.device)
+            loaded = self.machine.mark()
+            asked = Setting(1, *size).arguments(pipe) if size else {}
+            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | asked, output_type="pt", batch_size=1)
+            end = self.machine.mark()
+            self.machine.wait()
+        except Exception as problem:
+            opened.missing = _out_of_memory(problem)
+            if opened.missing is None:
+                raise
+        else:
+            opened.pipe, opened.missing, self.present = pipe, None, opened
+            opened.load_seconds = self.machine.seconds(start, loaded)
+            opened.first_seconds = self.machine.seconds(start, end)
+            opened.resident_bytes, opened.served = model_bytes(pipe.components), served(pipe, self.device)
+            opened.size = _size_of(output)
+        self.machine.release()
+        return opened.missing is None
+
+    def _make_room(self, wanted: Opened) -> bool:
+        """Move what is open to the CPU's memory from now on, but for one at a time; whether that can help `wanted`."""
+        there = [each for each in self.opened if each.pipe is not None]
+        if self.apart or self.machine.device.type == "cpu" or all(each is wanted for each in there):
+            return False
+        self.apart, self.present = True, None
+        for each in there:
+            _move(each.pipe, "cpu")
+        self.machine.release()
+        return True
+
+    def _bring(self, opened: Opened | None) -> bool:
+        """Where sides are apart: put this one on the device in place of the one there; whether anything moved."""
+        if not self.apart or self.present is opened:
+            return False
+        if self.present is not None:
+            _move(self.present.pipe, "cpu")
+            self.machine.release()
+        if opened is not None:
+            _move(opened.pipe, self.device)
+        self.present = opened
+        return True
+
+    def _attempt(self, entry: Entry, work: Callable[[], None]) -> None:
+        """Do it; an entry that runs out of memory, or whose mode does not work, is left out from then on."""
+        try:
+            work()
+            return
+        except Exception as problem:
+            entry.missing = _out_of_memory(problem)
+            if entry.missing is None:
+                if entry.mode == "eager":
+                    raise
+                entry.missing = f"{type(problem).__name__}: {first_line(problem)}"
+        entry.rounds, entry.models = [], {}
+        self.machine.release()
+
+    def _warm_up(self, entry: Entry, rounds: int) -> None:
+        self._bring(entry.opened)
+        if entry.mode in ("cuda graph", "captured") and self.machine.device.type != "cuda":
+            entry.missing = "CUDA graphs need a CUDA device"
+            return
+        if entry.mode == "captured" and self.apart:
+            entry.missing = _GRAPHS_STAY
+            return
+        before = self.machine.allocated()
+        self.machine.reset_peak()
+        entry.models = {name: MODES[entry.mode](model) for name, model in denoisers(entry.opened.pipe).items()}
+        entry.warm_seconds = self._run(entry).stages[WHOLE]
+        for _ in range(rounds - 1):
+            self._run(entry)
+        peak = self.machine.peak()
+        if peak is not None and before is not None:
+            entry.peak_bytes = entry.opened.resident_bytes + peak - before
+
+    def _turn(self, entry: Entry) -> Round:
+        if self._bring(entry.opened):
+            self._run(entry)  # the first one after a move is slower
+        return self._run(entry)
+
+    def _run(self, entry: Entry) -> Round:
+        """One call of the pipeline, from prompts to pixels in the device's memory."""
+        machine, setting, pipe = self.machine, entry.setting, entry.opened.pipe
+        call = self.call | setting.arguments(pipe)
+        seen = _Seen(machine)
+        with _installed(pipe, entry.models), _watched(pipe, seen):
+            machine.wait()
+            joules, start = machine.joules(), machine.mark()
+            items = self._items(setting.batch)
+            for _ in run_pipeline(
+                pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=seen.count_step
+            ):
+                pass
+            seen.marks[WHOLE] = [(start, machine.mark())]
+            slowdowns = machine.slowdowns()  # while the device is still busy
+            machine.wait()
+        after = machine.joules()
+        return Round(
+            stages=seen.seconds(),
+            sequences=max(1, seen.rows // max(1, seen.steps)),
+            joules=None if joules is None or after is None else after - joules,
+            slowdowns=slowdowns,
+        )
+
+    def _items(self, count: int) -> list[tuple[str, int]]:
+        return [(self.prompts[index % len(self.prompts)], index) for index in range(count)]
+
+
+class _Seen:
+    """Marks of one call by stage, and how often the denoiser was asked."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.marks: dict[str, list[tuple[Any, Any]]] = {}
+        self.begun: Any = None
+        self.rows = self.steps = 0
+
+    def begin(self, *_: Any) -> None:
+        self.begun = self.machine.mark()
+
+    def end(self, stage: str) -> None:
+        self.marks.setdefault(stage, []).append((self.begun, self.machine.mark()))
+
+    def end_text(self, *_: Any) -> None:
+        self.end(TEXT)
+
+    def end_step(self, model: nn.Module, _args: Any, output: Any) -> None:
+        self.end(STEP)
+        self.rows += len(prediction(output, model))
+
+    def count_step(self, _step: int, _latents: Any) -> None:
+        self.steps += 1
+
+    def seconds(self) -> dict[str, float]:
+        """By stage, the whole last; of the denoiser the mean over steps."""
+        found = {
+            stage: sum(self.machine.seconds(*pair) for pair in self.marks[stage])
+            for stage in (TEXT, STEP, VAE, WHOLE)
+            if stage in self.marks
+        }
+        return found | ({STEP: found[STEP] / self.steps} if STEP in found else {})
+
+
+@contextmanager
+def _watched(pipe: Any, seen: _Seen) -> Iterator[None]:
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
+    with ExitStack() as stack:
+        stack.enter_context(hooked(encoders, before=seen.begin, after=seen.end_text))
+        stack.enter_context(hooked(denoisers(pipe).values(), before=seen.begin, after=seen.end_step))
+        if "vae" in parts:
+            stack.enter_context(_watched_decoding(parts["vae"], seen))
+        yield
+
+
+@contextmanager
+def _watched_decoding(vae: Any, seen: _Seen) -> Iterator[None]:
+    """`decode` is no forward pass, so no hook sees it: the instance gets one of its own for a while."""
+    decode, own = vae.decode, "decode" in vae.__dict__
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        seen.begin()
+        result = decode(*args, **kwargs)
+        seen.end(VAE)
+        return result
+
+    vae.decode = timed
+    try:
+        yield
+    finally:
+        if own:
+            vae.decode = decode
+        else:
+            del vae.__dict__["decode"]
+
+
+@contextmanager
+def _installed(pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
+    """The pipeline with other denoisers."""
+    own = denoisers(pipe)
+    try:
+        for name, model in models.items():
+            setattr(pipe, name, model)
+        yield
+    finally:
+        for name, model in own.items():
+            setattr(pipe, name, model)
+
+
+def _eager(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(model, dynamic=False)
+
+
+def _graphed(model: nn.Module) -> Any:
+    """Each call replays a graph, whose output the next replay writes over: the pipeline gets a copy."""
+    graphed: Any = torch.compile(model, mode="reduce-overhead", dynamic=False)
+    graphed.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+    graphed.register_forward_hook(lambda _, _args, out: with_prediction(out, prediction(out, model).clone()))
+    return graphed
+
+
+def _captured(model: nn.Module) -> nn.Module:
+    """A copy that shares its weights, so that the model itself goes on without graphs."""
+    replaying = copy.copy(model)
+    capture(replaying)
+    return replaying
+
+
+def device_row(name: str) -> Device | None:
+    """The row of DEVICES of a GPU as its driver calls it ("NVIDIA GeForce RTX 4090"); None for variants without one."""
+    words = name.lower().replace("-", " ").split()
+    runs = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
+    key = max((key for key, row in DEVICES.items() if key in runs and row.chip != "apple"), key=len, default="")
+    return None if any(not key.endswith(word) for word in _VARIANTS.intersection(words)) else DEVICES.get(key)
+
+
+def step_at_peak(
+    pipe: Any, setting: Setting, call: Mapping[str, Any], sequences: int, device: Device
+) -> tuple[float, float] | None:
+    """FLOPs of one denoiser step, and the seconds that the data sheet's peaks allow for it; see recipes/cost.py.
+
+    sequences: that the denoiser sees at once. Every product, attention and pass over memory takes what its FLOPs or its
+    bytes need, whichever is longer, fused as far as can be thought. None for a model that is not modelled.
+    """
+    component, model = next(iter(denoisers(pipe).items()))
+    config: Any = model.config
+    try:
+        family = model_family(model)
+        forward = forward_pass(
+            family.name,
+            dict(config),
+            height=setting.height,
+            width=setting.width,
+            frames=setting.frames,
+            text=call.get("max_sequence_length"),
+            batch=sequences,
+            vae=dict(pipe.vae.config) if "vae" in pipe.components else None,
+            convolutions=convolutions_of(model),
+        )
+    except ValueError:
+        return None
+    whole = Efficiency(1.0, measured="the peak itself")
+    others = dict.fromkeys(("attention", "attention_fp8", "streaming", "scalar"), whole)
+    peak = replace(device, matmul=dict.fromkeys(device.peaks, whole), **others)
+    found = list(steps(_plan_of(component, model), forward, device.chip))
+    return sum(each.flops for each in found), sum(each.seconds(peak, "ideal") for each in found)
+
+
+def _plan_of(component: str, model: nn.Module) -> Plan:
+    """The plan that a model in memory amounts to: roles from its family, schemes from its layers."""
+    any_recipe = load_recipe("fp8")[1].components["transformer"]  # whose formats are replaced
+    plan = make_plan(model_family(model), component, any_recipe, shapes_of(model), static_inputs=False)
+    schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    layers = tuple(replace(layer, scheme=schemes.get(layer.name)) for layer in plan.layers)
+    return replace(plan, layers=layers, attention=attention_of(model))
+
+
+def _row(entry: Entry, bench: _Bench) -> SpeedRow:
+    setting, opened = entry.setting, entry.opened
+    row = SpeedRow(
+        side=opened.name,
+        is_reference=opened.is_reference,
+        mode=entry.mode,  # pyright: ignore[reportArgumentType]
+        batch=setting.batch,
+        height=setting.height,
+        width=setting.width,
+        frames=setting.frames,
+        resident_bytes=opened.resident_bytes or None,
+        missing=entry.missing,
+    )
+    if not entry.rounds:
+        return row
+    stages = {stage: entry.times(stage) for stage in entry.stages}
+    joules = [each.joules for each in entry.rounds if each.joules]
+    peak = _at_peak(entry, bench)
+    return row.model_copy(
+        update={
+            "stages": stages,
+            "peak_bytes": entry.peak_bytes,
+            "compile_seconds": max(0.0, entry.warm_seconds - stages[WHOLE].p50) if entry.mode != "eager" else None,
+            "energy_joules": sum(joules) / (len(entry.rounds) * setting.batch) if joules else None,
+            "flops": peak[0] if peak else None,
+            "roofline_share": peak[1] / stages[STEP].p50 if peak else None,
+            "slowed_by": tuple(sorted(entry.slowdowns)),
+        }
+    )
+
+
+def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
+    """None on a CPU, on a GPU without a row, and where a step cache skips what cannot be counted."""
+    device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
+    if device is None or entry.opened.has_cache:
+        return None
+    return step_at_peak(entry.opened.pipe, entry.setting, bench.call, entry.rounds[0].sequences, device)
+
+
+def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
+    """The least peak that was seen; on a CPU the weights alone."""
+    peaks = [row for row in rows if row.side == opened.name and row.peak_bytes is not None]
+    if peaks:
+        row = min(peaks, key=lambda each: each.peak_bytes or 0)
+        needed = row.peak_bytes or 0
+        basis = f"peak of {asked(row)}, {row.mode}"
+    else:
+        needed, basis = opened.resident_bytes, "weights alone; what computing takes comes on top"
+    if not needed:
+        return []
+    return [
+        Card(
+            side=opened.name,
+            gigabytes=gigabytes,
+            needed=needed,
+            fits=needed + CONTEXT <= gigabytes * GIB,
+            basis=basis,
+        )
+        for gigabytes in CARDS
+    ]
+
+
+def _warnings(rows: Sequence[SpeedRow], bench: _Bench) -> Iterator[str]:
+    reasons = sorted({reason for row in rows for reason in row.slowed_by})
+    if POWER_LIMIT in reasons:
+        yield "the GPU ran at its power limit in some rounds, as it does in large matrix products"
+    for reason in reasons:
+        if reason != POWER_LIMIT:
+            yield f"the GPU lowered its clocks because of {reason}"
+    if bench.apart:
+        yield "the sides do not fit on the device together: they changed places with the CPU's memory between turns"
+
+
+def _conditions(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """What did not change once, the rest as it was at both ends."""
+    found = {}
+    for name in {**before, **after}:
+        first, last = before.get(name, "unknown"), after.get(name, "unknown")
+        found[name] = first if first == last else f"{first} before, {last} after"
+    return found
+
+
+def _baseline(opened: Sequence[Opened], over_fp32: bool) -> dict[str, str]:
+    """What speed-ups are over, where more than one side is unquantized."""
+    timed = {each.is_fp32: each for each in opened if each.is_reference and each.pipe is not None}
+    if len([each for each in opened if each.is_reference]) < 2:
+        return {}
+    if len(timed) < 2:
+        return {"baseline": f"{next(iter(timed.values())).name}, the only one that could be timed"} if timed else {}
+    if over_fp32:
+        return {"baseline": f"fp32, with 16 bit beside it: {instructions()} multiplies bf16 by itself"}
+    return {"baseline": f"the faster of fp32 and 16 bit on {instructions()}"}
+
+
+def _import_classes(side: Any) -> None:
+    """What loading would import, named in the folder's model_index.json; nothing for a side without a folder."""
+    folder = getattr(side, "folder", None)
+    entries = ModelFolder(side.name, Path(folder)).index.values() if folder else ()
+    for entry in entries:
+        if isinstance(entry, list) and entry[0] in ("diffusers", "transformers"):
+            getattr(import_module(entry[0]), entry[1])
+
+
+def _size_of(output: Any) -> tuple[int, ...]:
+    """Height and width of what was made, and frames of a video."""
+    first = pictures(output)[0]
+    return (*first.shape[-2:], *first.shape[:-3])
+
+
+def _out_of_memory(problem: BaseException) -> str | None:
+    """What a row says of an exception that means that memory ran out; None for any other."""
+    said = first_line(problem)
+    is_it = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or any(each in said for each in _ALLOCATORS_SAY)
+    return f"{_OUT_OF_MEMORY}: {said}" if is_it else None
+
+
+def _ran_out(missing: str | None) -> bool:
+    return missing is not None and missing.startswith(_OUT_OF_MEMORY)
+
+
+def _check(
+    sides: Sequence[Any],
+    prompts: Sequence[str],
+    modes: Sequence[str],
+    batches: Sequence[int],
+    rounds: int,
+    warmup: int,
+) -> None:
+    names = [side.name for side in sides]
+    if not names or len({*names}) != len(names):
+        raise ValueError(f"sides to time are {', '.join(names) or 'none'}: give at least one, each with its own name")
+    if not prompts:
+        raise ValueError("no prompts to time with: give at least one")
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or not modes:
+        raise ValueError(f"mode {(unknown or ['none'])[0]!r} is unknown; known: {', '.join(MODES)}")
+    if not batches or min(batches) < 1:
+        raise ValueError(f"batches {tuple(batches)}: at least one, each of at least one image")
+    if rounds < 3 or warmup < 1:
+        raise ValueError(f"{rounds} rounds after {warmup} of warm-up: at least 3 after 1, to know how much they spread")
+
+
+# Mode -> what it makes of a transformer.
+MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": _eager,
+    "compiled": _compiled,
+    "cuda graph": _graphed,
+    "captured": _captured,
+}

@@ -1,0 +1,377 @@
+"""Gated residual, norm, modulation and quantization in one launch, as `adaln_quantize` in kernels/norms.py has them.
+
+    n = x + gate · branch                            where a branch is given; n is written too
+    v = norm(n) · (1 + scale) + shift                norm: LayerNorm (n - mean) · r, or RMSNorm n · r
+    codes of v                                       as kernels/quantize_activation/kernel.py makes them
+
+Separate layers round after each step to the dtype of the modulation, x's or fp32, and so does this kernel, in
+registers: v differs from theirs only where the norm's sums, added up in another order, do. Codes are, byte for byte,
+what the kernel of quantize_activation.py makes of the v that this one writes without a format. A row is read once and
+held whole; its mean is subtracted before squares are added up, so that nothing cancels.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.codes import (
+    magnitude_bits,
+    quantize_blocks_tile,
+    quantize_rows_tile,
+    row_global,
+    row_step,
+    transform_tile,
+)
+from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
+from fluxq.kernels.norms import NORMS
+from fluxq.kernels.producers import check_steps
+from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.recipes.formats import FORMATS, Format
+
+
+def adaln_quantize(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    format: Format | None,
+    input_scale: Tensor | None = None,
+    *,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    norm: str = "layer",
+    weight: Tensor | None = None,
+    eps: float,
+    smooth: Tensor | None = None,
+    mean: Tensor | None = None,
+    hadamard: int = 0,
+    four_over_six: bool = False,
+    swizzled: bool = False,
+    tile: Tile,
+) -> tuple[QuantizedTensor | Tensor, Tensor | None]:
+    """v of x (M, D) in `format`, or in x's dtype for None; and n, where branch (M, D) and gate are given.
+
+    scale, shift, gate: (B, D), a row for each of B images whose M / B tokens follow one another, in x's dtype or fp32;
+    they may be chunks of one tensor. weight: (D,) of the norm, of their dtype; RMSNorm rounds before it and after it,
+    as diffusers' does. x and branch: rows any distance apart. input_scale to swizzled: as `quantize_activation` takes
+    them; fp8_tensor needs its scale given, for no program here sees all rows.
+    tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
+    """
+    _check_layers(x, scale, shift, branch, gate, norm, weight, tile)
+    _check_quantization(x, format, input_scale, smooth, mean, hadamard, four_over_six, swizzled, tile)
+    check_device("adaln_quantize", x.device)
+    m, d = x.shape
+    new = None if branch is None else torch.empty(m, d, dtype=x.dtype, device=x.device)
+    per_row = 0  # whether each row has its own scale
+    if format is None:
+        out = codes = torch.empty(m, d, dtype=x.dtype, device=x.device)
+        step = global_scale = None
+        constants: dict[str, Any] = {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+    else:
+        out = _allocate(format, m, d, input_scale, swizzled, x.device)
+        codes, step, global_scale = as_bytes(out.codes), as_bytes(out.scale), out.global_scale
+        per_row = int((step if global_scale is None else global_scale).ndim > 0)
+        constants = {"FORMAT": format.name, "ELEMENT": format.element.name, "LARGEST": format.element.max}
+        constants["GROUP"] = format.group_size
+    rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
+    adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
+        x,
+        branch,
+        gate,
+        scale,
+        shift,
+        weight,
+        smooth,
+        mean,
+        new,
+        codes,
+        step,
+        global_scale,
+        m,
+        d,
+        m // scale.shape[0],
+        x.stride(0),
+        0 if branch is None else branch.stride(0),
+        0 if gate is None else gate.stride(0),
+        scale.stride(0),
+        shift.stride(0),
+        per_row,
+        eps,
+        NORM=norm,
+        **constants,
+        HADAMARD=hadamard.bit_length() - 1 if hadamard else 0,
+        SCALE_GIVEN=input_scale is not None,
+        FOUR_OVER_SIX=four_over_six,
+        SWIZZLED=swizzled,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+        **EXACT,
+    )
+    return out, new
+
+
+def tuned_name(d: int) -> str:
+    """What kernels/tuned calls the tile for rows of d, whatever the format: its columns."""
+    return str(max(2048, triton.next_power_of_2(d)))
+
+
+def _allocate(
+    format: Format, m: int, d: int, input_scale: Tensor | None, swizzled: bool, device: torch.device
+) -> QuantizedTensor:
+    """The tensors to fill; a given scale takes its place among them."""
+    (codes, codes_dtype), (step, step_dtype) = list(stored_shapes(format, m, d).values())[:2]
+    if swizzled:
+        step = (swizzled_size(m, d // format.group_size),)
+    scales = torch.empty(step, dtype=step_dtype, device=device)
+    global_scale = None
+    if format.two_level:
+        global_scale = torch.empty(m, 1, device=device, dtype=torch.float32) if input_scale is None else input_scale
+    elif input_scale is not None:
+        scales = input_scale.reshape(step)
+    return QuantizedTensor(torch.empty(codes, dtype=codes_dtype, device=device), scales, global_scale, (m, d), format)
+
+
+def _check_layers(x, scale, shift, branch, gate, norm: str, weight, tile: Tile) -> None:
+    name = "adaln_quantize"
+    if x.ndim != 2 or 0 in x.shape or x.dtype not in FLOATS:
+        raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, D) of bfloat16, float16 or float32")
+    m, d = x.shape
+    if norm not in NORMS:
+        raise ValueError(f"{name}: unknown norm {norm!r}, expected one of {', '.join(NORMS)}")
+    images = scale.shape[0] if scale.ndim == 2 else 0
+    if images == 0 or m % images:
+        raise ValueError(f"{name}: scale {(*scale.shape,)} does not split {m} tokens into equal images (B, D)")
+    if scale.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"{name}: scale is {scale.dtype}, expected x's {x.dtype} or float32: cast the modulation")
+    if (branch is None) != (gate is None):
+        raise ValueError(f"{name}: {'gate' if branch is None else 'branch'} is given without the other: give both")
+    for what, tensor, shape, dtype in (
+        ("x", x, (m, d), x.dtype),
+        ("scale", scale, (images, d), scale.dtype),
+        ("shift", shift, (images, d), scale.dtype),
+        ("gate", gate, (images, d), scale.dtype),
+        ("branch", branch, (m, d), x.dtype),
+    ):
+        if tensor is not None:
+            _check_matrix(f"{name}: {what}", tensor, shape, dtype, x.device)
+    if weight is not None:
+        check_tensor(f"{name}: weight", weight, (d,), (scale.dtype,), x.device)
+    if tile.columns < d:
+        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a power of two from D = {d} on")
+
+
+def _check_matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """As `check_tensor`, for rows any distance apart."""
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        found = f"{tensor.dtype} {(*tensor.shape,)} on {tensor.device}"
+        raise ValueError(f"{name} is {found}, expected {dtype} {shape} on {device}: cast, reshape or move it")
+    if shape[1] > 1 and tensor.stride(1) != 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, expected rows of adjacent elements: pass .contiguous()"
+        )
+
+
+def _check_quantization(
+    x: Tensor,
+    format: Format | None,
+    input_scale: Tensor | None,
+    smooth: Tensor | None,
+    mean: Tensor | None,
+    hadamard: int,
+    four_over_six: bool,
+    swizzled: bool,
+    tile: Tile,
+) -> None:
+    name = "adaln_quantize"
+    m, d = x.shape
+    if format is None:
+        given = {"input_scale": input_scale, "smooth": smooth, "mean": mean}
+        extra = [what for what, tensor in given.items() if tensor is not None]
+        extra += ["hadamard"] * bool(hadamard) + ["four_over_six"] * four_over_six + ["swizzled"] * swizzled
+        if extra:
+            raise ValueError(f"{name}: {extra[0]} is given, but no format to quantize to: leave it out")
+        return
+    check_steps(name, d, format, hadamard, four_over_six, swizzled)
+    format.check_shape(m, d, f"{name}: x")
+    check_tile(name, tile, format)
+    unit = max(hadamard, 4 * format.group_size * swizzled, 1)
+    if tile.columns % unit:
+        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of {unit} for these steps")
+    for what, vector in (("smooth", smooth), ("mean", mean)):
+        if vector is not None:
+            check_tensor(f"{name}: {what}", vector, (d,), (torch.float32,), x.device)
+    if input_scale is None:
+        if format.block[0] == 0:
+            raise ValueError(
+                f"{name}: {format.name} needs an input_scale (): calibrate it, or quantize v in a pass of its own"
+            )
+        return
+    if format.scale == "e8m0":
+        raise ValueError(f"{name}: {format.name} takes its scales from each block; give no input_scale")
+    of_all = format.block[0] == 0 or (format.two_level and input_scale.ndim == 0)
+    check_tensor(f"{name}: input_scale", input_scale, () if of_all else (m, 1), (torch.float32,), x.device)
+
+
+@triton.jit
+def adaln_quantize_kernel(
+    x,  # (M, D)
+    branch,  # (M, D) or None
+    gate,  # (B, D) or None
+    scale,  # (B, D)
+    shift,  # (B, D)
+    weight,  # (D,) or None
+    smooth,  # (D,) fp32 or None
+    mean,  # (D,) fp32 or None
+    new,  # (M, D), n, or None
+    codes,  # (M, D) or (M, D/2) bytes; without FORMAT (M, D) v
+    step,  # scales of the codes: (M,) or () fp32, (M, G) bytes or the 128x4 layout; None without FORMAT
+    global_scale,  # () or (M, 1) fp32, for nvfp4
+    M,
+    D,
+    tokens,  # of one image: rows that share a row of scale, shift and gate
+    stride_x,  # between rows
+    stride_branch,
+    stride_gate,
+    stride_scale,
+    stride_shift,
+    stride_step,  # of what SCALE_GIVEN says is given: 0 where all rows share it
+    eps,
+    NORM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GROUP: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    SCALE_GIVEN: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """n = x + gate · branch; v = norm(n) · (1 + scale) + shift; codes of v. Reads each once, writes n and codes."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    mask = (rows < M)[:, None] & (columns < D)[None, :]
+    images = rows // tokens
+    v = load_rows(x, rows, stride_x, columns, mask)  # (ROWS, COLUMNS)
+    if branch is not None:
+        gated = load_rows(gate, images, stride_gate, columns, mask) * load_rows(
+            branch, rows, stride_branch, columns, mask
+        )
+        v = rounded(v + rounded(gated, gate), x)
+        tl.store(new + rows[:, None] * D + columns[None, :], v.to(new.dtype.element_ty), mask=mask)
+    v = normed(v, weight, scale, columns, mask, D, eps, NORM)
+    factor = rounded(1.0 + load_rows(scale, images, stride_scale, columns, mask), scale)
+    v = rounded(v * factor, scale)
+    v = rounded(v + load_rows(shift, images, stride_shift, columns, mask), scale)
+    v = rounded(v, x)  # beyond the mask zero, or NaN as in all of the row
+    if FORMAT == "":
+        tl.store(codes + rows[:, None] * D + columns[None, :], v.to(codes.dtype.element_ty), mask=mask)
+    else:
+        v = transform_tile(v, smooth, mean, 0, D, HADAMARD, ROWS, COLUMNS)
+        if GROUP == 0:
+            if SCALE_GIVEN:
+                s = tl.load(step + rows * stride_step, mask=rows < M, other=1.0)  # (ROWS,)
+            else:
+                s = row_step(tl.max(magnitude_bits(v), 1), LARGEST)
+                tl.store(step + rows, s, mask=rows < M)
+            quantize_rows_tile(v, s, codes, rows, 0, M, D, ELEMENT, COLUMNS)
+        else:
+            g = tl.full((ROWS,), 1.0, tl.float32)
+            if FORMAT == "nvfp4":
+                if SCALE_GIVEN:
+                    g = tl.load(global_scale + rows * stride_step, mask=rows < M, other=1.0)
+                else:
+                    g = row_global(tl.max(magnitude_bits(v), 1), FOUR_OVER_SIX)
+                    tl.store(global_scale + rows, g, mask=rows < M)
+            quantize_blocks_tile(
+                v, g, codes, step, rows, 0, M, D, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
+            )
+
+
+@triton.jit
+def load_rows(x, rows, stride, columns, mask):
+    """Rows of x as fp32 (ROWS, COLUMNS), zeros beyond the mask."""
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed(n, weight, scale, columns, mask, D, eps, NORM: tl.constexpr):
+    """LayerNorm or RMSNorm of each row of n, rounded to scale's dtype; n is zero beyond the mask."""
+    if NORM == "layer":
+        n = tl.where(mask, n - tl.div_rn(tl.sum(n, 1), D * 1.0)[:, None], 0.0)
+    variance = tl.div_rn(tl.sum(n * n, 1), D * 1.0)
+    v = n * tl.div_rn(1.0, tl.sqrt_rn(variance + eps))[:, None]
+    if weight is not None:
+        if NORM == "rms":
+            v = rounded(v, scale)
+        v = v * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    return rounded(v, scale)
+
+
+TYPES = {
+    **dict.fromkeys(("x", "branch", "gate", "scale", "shift", "new"), "*bf16"),
+    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
+    **dict.fromkeys(("D", "stride_x", "stride_branch", "stride_gate", "stride_scale", "stride_shift"), "i32:16"),
+    **dict.fromkeys(("M", "tokens", "stride_step"), "i32"),
+    "eps": "fp32",
+}
+PLAIN = {"smooth": None, "mean": None, "HADAMARD": 0}
+FUSED = {"HADAMARD": 7}
+
+
+def _cells(width: str, format: str, what: str = "", **constants: Any) -> list[Cell]:
+    """bf16 rows behind a gated residual, as in a transformer block; what, constants: how a cell differs."""
+    types = TYPES | {"codes": "*i8" if format == "int8" else "*u8", "step": "*u8"}
+    held = {"weight": None, "NORM": "layer", "FORMAT": format, "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+    held |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
+    if format:
+        row = FORMATS[format]
+        held |= {"ELEMENT": row.element.name, "LARGEST": row.element.max, "GROUP": row.group_size}
+        types["step"] = "*u8" if row.group_size else "*fp32"
+    else:
+        types["codes"] = "*bf16"
+        held["step"] = None
+    if format != "nvfp4":
+        held["global_scale"] = None
+    held |= constants
+    return [
+        Cell(
+            adaln_quantize_kernel,
+            f"{format or '16bit'}{what} {width}",
+            {name: types[name] for name in adaln_quantize_kernel.arg_names if name in types and name not in held},
+            held | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+            {"num_warps": tile.warps} | EXACT,
+            max_registers=MAX_REGISTERS,
+            targets=chips,
+        )
+        for tile, chips in distinct_tiles("adaln_quantize", width).items()
+        if isinstance(tile, Tile)
+    ]
+
+
+CELLS = (
+    *_cells("4096", "", **PLAIN),
+    *_cells("4096", "int8", **PLAIN),
+    *_cells("4096", "fp8", **PLAIN),
+    *_cells("4096", "fp8_tensor", **PLAIN, SCALE_GIVEN=True),
+    *_cells("4096", "mxfp8", **PLAIN, SWIZZLED=True),
+    *_cells("4096", "mxfp4", " fused", **FUSED, SWIZZLED=True),
+    *_cells("4096", "nvfp4", **PLAIN, SWIZZLED=True, SCALE_GIVEN=True),
+    *_cells("4096", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
+    *_cells("2048", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
+    *_cells("8192", "fp8", " fused", **FUSED),
+    *_cells("8192", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
+)

@@ -1,0 +1,376 @@
+"""Attention with fp8 codes on the GPU: q, k and v to codes, then one pass over all keys for each tile of queries.
+
+Formulas, roundings and layouts are those of kernels/attention/op.py. Codes and scales are the reference's bytes for the
+means of k that the kernels find, which differ in the order of their sums; o is within the bound stated there. Logits
+and weights never leave the processor.
+
+The bound takes sums of fp8 products to be fp32's. Hopper's matrix units hold fewer bits: with `acc_split` that is so
+for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.attention import op as reference
+from fluxq.kernels.attention.op import KEY_BLOCK, P_EXPONENT, QUERY_BLOCK, Operands
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device
+from fluxq.kernels.codes import encode, magnitude_bits, row_step
+from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes
+from fluxq.kernels.scaled_matmul.kernel import add_product
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
+
+HEAD_SIZES = (64, 128)
+
+
+def attention_fp8(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, tile: MatmulTile, quantize_tile: Tile
+) -> Tensor:
+    """q (B, S, H, D) attends to k and v (B, Skv, H, D), any strides but the last; returns (B, S, H, D), contiguous.
+
+    D is one of HEAD_SIZES. scale: of the logits, None for 1 / √D. tile: m queries, n = KEY_BLOCK keys, k = D.
+    quantize_tile: rows are tokens, a divisor of both blocks; its columns hold a head. Raises ValueError for tensors
+    that the kernels do not take.
+    """
+    _check_input(q, k, v)
+    if not q.shape[0] * q.shape[1] * q.shape[2]:
+        raise ValueError(f"attention_fp8: q {(*q.shape,)} is empty, so there is nothing to launch; return it")
+    operands = quantize_operands(q, k, v, tile=quantize_tile)
+    return attend(operands, q.shape[1], k.shape[1], reference.logit_scale(q, scale), q.dtype, tile=tile)
+
+
+def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operands:
+    """`quantize_operands` of kernels/attention/op.py, in four launches."""
+    _check_input(q, k, v)
+    b, s, h, d = q.shape
+    keys = k.shape[1]
+    if tile.columns != d or QUERY_BLOCK % tile.rows or KEY_BLOCK % tile.rows:
+        raise ValueError(
+            f"attention_fp8: the quantizing tile is {tile.rows} x {tile.columns}, expected {d} columns and rows that "
+            f"divide {QUERY_BLOCK} and {KEY_BLOCK}"
+        )
+    check_device("attention_fp8", q.device)
+    query_blocks, key_blocks = cdiv(s, QUERY_BLOCK), cdiv(keys, KEY_BLOCK)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    out = Operands(
+        q=new(b, h, query_blocks * QUERY_BLOCK, d, dtype=torch.float8_e4m3fn),
+        q_scale=new(b, h, query_blocks),
+        k=new(b, h, key_blocks * KEY_BLOCK, d, dtype=torch.float8_e4m3fn),
+        k_scale=new(b, h, key_blocks),
+        k_mean=new(b, h, d),
+        v=new(b, h, d, key_blocks * KEY_BLOCK, dtype=torch.float8_e4m3fn),
+        v_scale=new(b, h, d),
+    )
+    options = {"ROWS": tile.rows, "num_warps": tile.warps} | EXACT
+    key_statistics_kernel[(cdiv(d, CHANNELS), b * h, 2)](
+        k, v, out.k_mean, out.v_scale, keys, h, *k.stride()[:3], *v.stride()[:3],
+        D=d, CHANNELS=CHANNELS, **options,
+    )  # fmt: skip
+    for x, mean, codes, scale, block, blocks in (
+        (q, None, out.q, out.q_scale, QUERY_BLOCK, query_blocks),
+        (k, out.k_mean, out.k, out.k_scale, KEY_BLOCK, key_blocks),
+    ):
+        quantize_tokens_kernel[(blocks, b * h)](
+            x, mean, as_bytes(codes), scale, x.shape[1], h, *x.stride()[:3], D=d, BLOCK=block, **options
+        )
+    quantize_values_kernel[(key_blocks * KEY_BLOCK // tile.rows, b * h)](
+        v, out.v_scale, as_bytes(out.v), keys, key_blocks * KEY_BLOCK, h, *v.stride()[:3], D=d, **options
+    )
+    return out
+
+
+def attend(
+    operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype, *, tile: MatmulTile
+) -> Tensor:
+    """`attend` of kernels/attention/op.py: o (B, queries, H, D) in dtype."""
+    b, h, _, d = operands.q.shape
+    if tile.k != d or tile.n != KEY_BLOCK or QUERY_BLOCK % tile.m:
+        raise ValueError(
+            f"attention_fp8: the tile is {tile.m} x {tile.n} x {tile.k}, expected m that divides {QUERY_BLOCK}, "
+            f"n = {KEY_BLOCK} and k = D = {d}"
+        )
+    check_device("attention_fp8", operands.q.device)
+    o = torch.empty((b, queries, h, d), dtype=dtype, device=operands.q.device)
+    attention_fp8_kernel[(cdiv(queries, tile.m), b * h)](
+        operands.q,
+        operands.q_scale,
+        operands.k,
+        operands.k_scale,
+        operands.v,
+        operands.v_scale,
+        o,
+        queries,
+        keys,
+        h,
+        log2_scale,
+        EVEN_KEYS=keys % tile.n == 0,
+        **_constants(tile),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **EXACT,
+    )
+    return o
+
+
+def _constants(tile: MatmulTile) -> dict[str, int | float | bool]:
+    return {
+        "ACC_SPLIT": tile.acc_split,
+        "UNIT_SCALES": tile.unit_scales,
+        "D": tile.k,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "QUERY_BLOCK": QUERY_BLOCK,
+        "P_EXPONENT": P_EXPONENT,
+    }
+
+
+def _check_input(q: Tensor, k: Tensor, v: Tensor) -> None:
+    reference.check_attention(q, k, v)
+    if q.shape[3] not in HEAD_SIZES:
+        raise ValueError(
+            f"attention_fp8: heads have {q.shape[3]} elements, expected one of {', '.join(map(str, HEAD_SIZES))}: "
+            "use the torch reference in fluxq.quantize, or attention in 16 bit"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            raise ValueError(
+                f"attention_fp8: {name} has strides {x.stride()}, expected a last axis of 1: pass .contiguous()"
+            )
+
+
+@triton.jit
+def key_statistics_kernel(
+    k,  # (B, Skv, H, D)
+    v,  # (B, Skv, H, D)
+    mean,  # (B, H, D) fp32
+    scale,  # (B, H, D) fp32
+    S,  # tokens
+    H,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    D: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """mean = Σ k / Skv and scale = amax(v) / 448 of CHANNELS channels of one head; a program makes one or the other."""
+    channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    head = tl.program_id(1).to(tl.int64)
+    if tl.program_id(2) == 0:
+        x = k + head // H * stride_kb + head % H * stride_kh + channels[None, :]
+        sums = tl.zeros((ROWS, CHANNELS), tl.float32)
+        for start in range(0, S, ROWS):
+            tokens = (start + tl.arange(0, ROWS)).to(tl.int64)
+            sums += tl.load(x + tokens[:, None] * stride_ks, mask=(tokens < S)[:, None], other=0.0).to(tl.float32)
+        tl.store(mean + head * D + channels, tl.div_rn(tl.sum(sums, 0), S.to(tl.float32)))
+    else:
+        x = v + head // H * stride_vb + head % H * stride_vh + channels[None, :]
+        amax = tl.zeros((ROWS, CHANNELS), tl.int32)
+        for start in range(0, S, ROWS):
+            tokens = (start + tl.arange(0, ROWS)).to(tl.int64)
+            values = tl.load(x + tokens[:, None] * stride_vs, mask=(tokens < S)[:, None], other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, magnitude_bits(values))
+        tl.store(scale + head * D + channels, row_step(tl.max(amax, 0), 448.0))
+
+
+@triton.jit
+def quantize_tokens_kernel(
+    x,  # (B, S, H, D)
+    mean,  # (B, H, D) fp32 or None
+    codes,  # (B, H, blocks · BLOCK, D) bytes
+    scale,  # (B, H, blocks) fp32
+    S,
+    H,
+    stride_b,
+    stride_s,
+    stride_h,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """code = RNE((x - mean) / scale), scale = amax / 448 of BLOCK tokens of one head; zeros after the last token."""
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, D)
+    x += head // H * stride_b + head % H * stride_h
+    amax = tl.zeros((ROWS,), tl.int32)
+    for part in tl.static_range(BLOCK // ROWS):
+        tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        values = load_tokens(x, mean, head, tokens, S, stride_s, D)
+        amax = tl.maximum(amax, tl.max(magnitude_bits(values), 1))
+    step = row_step(tl.max(amax, 0), 448.0)
+    tl.store(scale + head * tl.num_programs(0) + block, step)
+    codes += head * tl.num_programs(0) * BLOCK * D
+    for part in tl.static_range(BLOCK // ROWS):
+        tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        values = load_tokens(x, mean, head, tokens, S, stride_s, D)
+        code = encode(tl.div_rn(values, step), "e4m3")
+        tl.store(codes + tokens[:, None] * D + columns[None, :], code.to(tl.uint8))
+
+
+@triton.jit
+def load_tokens(x, mean, head, tokens, S, stride_s, D: tl.constexpr):
+    """fp32 (ROWS, D) of tokens (ROWS,) of a head, less their mean; zeros after the last token."""
+    columns = tl.arange(0, D)
+    here = (tokens < S)[:, None]
+    values = tl.load(x + tokens[:, None] * stride_s + columns[None, :], mask=here, other=0.0).to(tl.float32)
+    if mean is not None:
+        values = tl.where(here, values - tl.load(mean + head * D + columns)[None, :], 0.0)
+    return values
+
+
+@triton.jit
+def quantize_values_kernel(
+    v,  # (B, S, H, D)
+    scale,  # (B, H, D) fp32
+    codes,  # (B, H, D, padded) bytes
+    S,
+    padded,
+    H,
+    stride_b,
+    stride_s,
+    stride_h,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """code = RNE(v / scale) of ROWS tokens of one head, stored with tokens side by side."""
+    tokens = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, D)
+    values = load_tokens(v + head // H * stride_b + head % H * stride_h, None, head, tokens, S, stride_s, D)
+    code = encode(tl.div_rn(values, tl.load(scale + head * D + columns)[None, :]), "e4m3").to(tl.uint8)
+    tl.store(codes + (head * D + columns)[:, None] * padded + tokens[None, :], code.T)
+
+
+@triton.jit
+def attention_fp8_kernel(
+    q,  # (B, H, S padded, D) fp8
+    q_scale,  # (B, H, blocks) fp32
+    k,  # (B, H, Skv padded, D) fp8
+    k_scale,  # (B, H, blocks) fp32
+    v,  # (B, H, D, Skv padded) fp8
+    v_scale,  # (B, H, D) fp32
+    o,  # (B, S, H, D)
+    S,
+    SKV,
+    H,
+    log2_scale,
+    EVEN_KEYS: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    P_EXPONENT: tl.constexpr,
+):
+    """o = softmax(scale · q k^T) v for BLOCK_M queries of one head, a block of keys after the other; as `attend`."""
+    head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, D)
+    query_blocks = tl.cdiv(S, QUERY_BLOCK)
+    key_blocks = tl.cdiv(SKV, BLOCK_N)
+    q += head * query_blocks * QUERY_BLOCK * D
+    k += head * key_blocks * BLOCK_N * D
+    v += head * D * key_blocks * BLOCK_N
+    k_scale += head * key_blocks
+    queries = tl.load(q + rows[:, None] * D + columns[None, :])  # (BLOCK_M, D)
+    factor = tl.load(q_scale + head * query_blocks + tl.program_id(0) * BLOCK_M // QUERY_BLOCK) * log2_scale
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    for block in range(key_blocks):
+        tokens = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        keys = tl.load(k + tokens[:, None] * D + columns[None, :])  # (BLOCK_N, D)
+        t = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        t = add_product(t, queries, keys, False, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D)
+        t = t * (factor * tl.load(k_scale + block))
+        if not EVEN_KEYS:
+            t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
+        new = tl.maximum(highest, tl.max(t, 1))
+        p = tl.exp2(t - new[:, None] + P_EXPONENT)
+        correction = tl.exp2(highest - new)
+        total = total * correction + tl.sum(p, 1)
+        values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
+        acc = acc * correction[:, None]
+        acc = add_product(acc, p.to(tl.float8e4nv), values, False, ACC_SPLIT, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+        highest = new
+    result = tl.div_rn(acc, total[:, None]) * tl.load(v_scale + head * D + columns)[None, :]
+    place = ((head // H * S + rows)[:, None] * H + head % H) * D + columns[None, :]
+    tl.store(o + place, result.to(o.dtype.element_ty), mask=(rows < S)[:, None])
+
+
+CHANNELS = 32  # that one program takes statistics of: 64 bytes of a token
+_STRIDES = {"stride_b": "i32:16", "stride_s": "i32:16", "stride_h": "i32:16"}
+
+
+def _attention_cell(d: str, tile: MatmulTile, chips: tuple[str, ...], *, even: bool) -> Cell:
+    """One head size, with or without a last block of keys that is not full."""
+    how = f" split {tile.acc_split}" * bool(tile.acc_split) + " unit scales" * tile.unit_scales
+    return Cell(
+        attention_fp8_kernel,
+        f"{d} {tile.m}x{tile.n}" + how + " ragged" * (not even),
+        dict.fromkeys(("q", "k", "v"), "*fp8e4nv")
+        | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
+        | {"o": "*bf16", "S": "i32", "SKV": "i32:16" if even else "i32", "H": "i32", "log2_scale": "fp32"},
+        {"EVEN_KEYS": even} | _constants(tile),
+        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
+        tensor_core="mxfp8" if tile.unit_scales else "fp8",
+        targets=chips,
+    )
+
+
+def _quantize_cells(d: str, tile: Tile, chips: tuple[str, ...]) -> list[Cell]:
+    constants = {"D": int(d), "ROWS": tile.rows}
+    sizes = {"S": "i32", "H": "i32"}
+    both = {f"stride_{x}{axis}": "i32:16" for x in "kv" for axis in "bsh"}
+    statistics = {"k": "*bf16", "v": "*bf16", "mean": "*fp32", "scale": "*fp32"} | sizes | both
+    tokens = {"x": "*bf16", "mean": "*fp32", "codes": "*u8", "scale": "*fp32"} | sizes | _STRIDES
+    values = {"v": "*bf16", "scale": "*fp32", "codes": "*u8", "padded": "i32:16"} | sizes | _STRIDES
+    return [
+        Cell(
+            kernel,
+            f"{d} quantize",
+            arguments,
+            constants | more,
+            {"num_warps": tile.warps} | EXACT,
+            max_registers=MAX_REGISTERS,
+            targets=chips,
+        )
+        for kernel, arguments, more in (
+            (key_statistics_kernel, statistics, {"CHANNELS": CHANNELS}),
+            (quantize_tokens_kernel, tokens, {"BLOCK": KEY_BLOCK}),
+            (quantize_values_kernel, values, {}),
+        )
+    ]
+
+
+CELLS = (
+    *(
+        _attention_cell(d, tile, chips, even=even)
+        for d in ("64", "128")
+        for tile, chips in distinct_tiles("attention", d).items()
+        if isinstance(tile, MatmulTile)
+        for even in (True, False)
+    ),
+    *(
+        cell
+        for d in ("64", "128")
+        for tile, chips in distinct_tiles("attention", f"quantize {d}").items()
+        if isinstance(tile, Tile)
+        for cell in _quantize_cells(d, tile, chips)
+    ),
+)

@@ -1,0 +1,219 @@
+"""Attention with fp8 codes as a torch.library op, with its torch reference: softmax(scale · q k^T) v, no mask.
+
+    mean  = mean of k over its tokens           of each head and channel
+    q     = q_scale · q codes                   E4M3; fp32 scale = amax / 448 of a head and QUERY_BLOCK tokens
+    k     = mean + k_scale · k codes            of a head and KEY_BLOCK tokens
+    v     = v_scale · v codes                   of a head and channel, all tokens
+
+    t     = (q codes · k codes) · ((q_scale · (scale · log2 e)) · k_scale)     fp32; of one block of keys
+    m     = max(m, t)                           of a query, over the blocks so far
+    p     = 2^((t - m) + 8)                     from 0 to 256
+    sum   = sum · 2^(m before - m) + Σ p
+    acc   = acc · 2^(m before - m) + E4M3(p) · v codes
+    o     = (acc / sum) · v_scale               after the last block, rounded to q's dtype
+
+Subtracting any vector from all keys adds the same number to all logits of a query, so the softmax does not change; what
+keys have in common then takes no codes. This smoothing, scales per block, and fp8 for p and v with scales per channel
+are SageAttention2's (arXiv 2411.10958); blocks with a running maximum are FlashAttention's. p is at most 1 and E4M3
+reaches 448: the factor 256 puts all but its smallest values among E4M3's normal numbers and, as a power of two, changes
+none of them.
+
+Rounded are, once each: the codes; t and its factors, p, sum, acc and o in fp32; p to E4M3; o to q's dtype. The order in
+which fp32 sums are added up is left open, and so are the last bits of 2^x. With codes given, o therefore has no bits to
+compare but a bound for each element: if fp32 makes p wrong by a relative δ at most, then
+
+    E4M3(p (1 - δ)) <= E4M3(p computed) <= E4M3(p (1 + δ))        because rounding is monotone
+
+and o lies between the sums that these two make, but for the rounding of sum, acc and o: `bounds` computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fluxq.kernels.device import launches_on_gpu
+from fluxq.kernels.encode import block_scale, decode, encode
+from fluxq.kernels.ops import no_autocast
+from fluxq.recipes.formats import FORMATS
+from fluxq.recipes.recipe import Attention
+
+QUERY_BLOCK = 128  # tokens of a head that share a scale
+KEY_BLOCK = 128  # and that share a running maximum: the numbers of keys of the kernel's tiles
+P_EXPONENT = 8.0  # p is stored times 2^8
+BACKEND = "fluxq_fp8"  # what diffusers' attention dispatcher calls this
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_FP8 = FORMATS["fp8"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """q (B, S, H, D), k and v (B, Skv, H, D) as codes; tokens are padded to whole blocks, with zeros.
+
+    q (B, H, S padded, D) and k (B, H, Skv padded, D) in float8_e4m3fn. v (B, H, D, Skv padded): fp8 matrix units read
+    both operands along the axis they sum over. q_scale (B, H, blocks), k_scale (B, H, blocks), v_scale (B, H, D) and
+    k_mean (B, H, D), which k is without, in fp32.
+    """
+
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+    k_mean: Tensor
+    v: Tensor
+    v_scale: Tensor
+
+
+@torch.library.custom_op("fluxq::attention_fp8", mutates_args=())
+def attention_fp8(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """q (B, S, H, D) attends to k and v (B, Skv, H, D), all of one float dtype; returns (B, S, H, D), contiguous.
+
+    scale: of the logits, None for 1 / √D. NaN or infinity in q makes NaN of its block of queries, in k of its head, in
+    v of its channel.
+    """
+    check_attention(q, k, v)
+    with no_autocast(q):
+        return attend(quantize_operands(q, k, v), q.shape[1], k.shape[1], logit_scale(q, scale), q.dtype)
+
+
+@attention_fp8.register_fake
+def _(q, k, v, scale):
+    check_attention(q, k, v)
+    return q.new_empty(q.shape)
+
+
+launches_on_gpu(attention_fp8=attention_fp8)
+
+
+def attention_of(model: nn.Module) -> Attention:
+    """What a model of diffusers computes self-attention in: "fp8" if an attention processor of it has that backend."""
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    return "fp8" if any(getattr(found, "_attention_backend", None) == BACKEND for found in processors) else "16bit"
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError for tensors that do not fit."""
+    name = "attention_fp8"
+    if q.ndim != 4 or q.dtype not in FLOATS:
+        raise ValueError(
+            f"{name}: q is {q.dtype} {(*q.shape,)}, expected (B, S, heads, D) of bfloat16, float16 or float32: "
+            ".unflatten(-1, (heads, D)) splits heads"
+        )
+    b, _, heads, d = q.shape
+    for part, x in (("k", k), ("v", v)):
+        if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (b, heads, d) or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name}: {part} is {x.dtype} {(*x.shape,)} on {x.device}, q {q.dtype} {(*q.shape,)} on {q.device}: "
+                "only their tokens may differ in number; repeat heads that several queries share"
+            )
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"{name}: k has {k.shape[1]} tokens and v {v.shape[1]}, expected the same number")
+    if k.shape[1] == 0 or d == 0:
+        raise ValueError(f"{name}: k is {(*k.shape,)}: without keys there is no softmax")
+
+
+def logit_scale(q: Tensor, scale: float | None) -> float:
+    """What the product of codes and their scales is multiplied by, so that 2^t is what softmax takes."""
+    return (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * math.log2(math.e)
+
+
+def quantize_operands(q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    """The codes and scales at the top of this file."""
+    mean = key_mean(k)
+    q_codes, q_scale = quantize_tokens(q, None, QUERY_BLOCK)
+    k_codes, k_scale = quantize_tokens(k, mean, KEY_BLOCK)
+    v_codes, v_scale = quantize_values(v)
+    return Operands(q_codes, q_scale, k_codes, k_scale, mean, v_codes, v_scale)
+
+
+def key_mean(k: Tensor) -> Tensor:
+    """(B, H, D) fp32 of k (B, Skv, H, D). The order of its sums does not matter: any vector near it serves."""
+    return k.float().mean(1)
+
+
+def quantize_tokens(x: Tensor, mean: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """x (B, S, H, D), less mean (B, H, D), to codes (B, H, S padded, D) and scales (B, H, blocks of `block` tokens)."""
+    values = x.float().transpose(1, 2)  # (B, H, S, D)
+    if mean is not None:
+        values = values - mean[:, :, None]
+    values = _padded(values, block)
+    blocks = values.unflatten(2, (-1, block)).flatten(3)  # (B, H, blocks, block · D)
+    scale = block_scale(blocks, _FP8, None)
+    codes = encode(blocks / scale[..., None], _FP8.element)
+    return codes.view(values.shape), scale
+
+
+def quantize_values(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v (B, Skv, H, D) to codes (B, H, D, Skv padded) and scales (B, H, D)."""
+    values = _padded(v.float().transpose(1, 2), KEY_BLOCK).mT.contiguous()  # (B, H, D, Skv padded)
+    scale = block_scale(values, _FP8, None)
+    return encode(values / scale[..., None], _FP8.element), scale
+
+
+def attend(operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype) -> Tensor:
+    """o (B, S, H, D) in dtype, for the first `queries` and `keys` tokens; log2_scale: as `logit_scale` gives it."""
+    q = decode(operands.q, _FP8.element)[:, :, :queries]  # (B, H, S, D)
+    k = decode(operands.k, _FP8.element)
+    v = decode(operands.v, _FP8.element)
+    factor = torch.repeat_interleave(operands.q_scale * log2_scale, QUERY_BLOCK, 2)[:, :, :queries, None]
+    highest = q.new_full((*q.shape[:3], 1), -torch.inf)
+    total, acc = torch.zeros_like(highest), torch.zeros_like(q)
+    for block in range(operands.k_scale.shape[2]):
+        begin, end = block * KEY_BLOCK, min((block + 1) * KEY_BLOCK, keys)
+        t = (q @ k[:, :, begin:end].mT) * (factor * operands.k_scale[:, :, block, None, None])  # (B, H, S, keys)
+        new = torch.maximum(highest, t.amax(-1, keepdim=True))
+        p = torch.exp2(t - new + P_EXPONENT)
+        correction = torch.exp2(highest - new)
+        total = total * correction + p.sum(-1, keepdim=True)
+        p = decode(encode(p, _FP8.element), _FP8.element)
+        acc = acc * correction + p @ v[:, :, :, begin:end].mT
+        highest = new
+    o = acc / total * operands.v_scale[:, :, None]
+    return o.to(dtype).transpose(1, 2).contiguous()
+
+
+def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(o, largest error) in float64, (B, S, H, D) both: what fp32 in any order can make of these codes, in dtype.
+
+    With u = 2^-24, the rounding of fp32, and m the running maximum of a key's block:
+
+        e = |factor| · D · u · Σ|q k| + 4u |t|                   error of t: a sum of D exact products, and factors
+        δ = ln 2 · (e + max e + 2u (|t - m| + 8)) + 2^-21        relative error of p: t, m, two sums, 2^x itself
+        ε = 2 · (blocks · (2^-21 + max e) + keys · u)            of the corrections' product, and of sums over keys
+
+    A key adds a number in 2^(m - last m) · [E4M3(p (1 - δ)), E4M3(p (1 + δ))] · v to acc; sum and acc are wrong by ε.
+    Matrix units that hold fewer bits than fp32 are outside.
+    """
+    u = 2.0**-24
+    q, k, v = (x.double() for x in (operands.q[:, :, :queries], operands.k[:, :, :keys], operands.v[..., :keys].mT))
+    q_scale = operands.q_scale.double().repeat_interleave(QUERY_BLOCK, 2)[:, :, :queries, None]
+    k_scale = operands.k_scale.double().repeat_interleave(KEY_BLOCK, 2)[:, :, None, :keys]
+    factor = log2_scale * q_scale * k_scale  # (B, H, S, Skv), as all that follows
+    t = factor * (q @ k.mT)
+    e = factor.abs() * q.shape[-1] * u * (q.abs() @ k.abs().mT) + 4 * u * t.abs()
+    worst = e.amax(-1, keepdim=True)
+    blocks = -(-keys // KEY_BLOCK)
+    m = torch.stack([t[..., : (block + 1) * KEY_BLOCK].amax(-1) for block in range(blocks)], -1)
+    last, m = m[..., -1:], m.repeat_interleave(KEY_BLOCK, -1)[..., :keys]
+    p = torch.exp2(t - m + P_EXPONENT)
+    delta = math.log(2) * (e + worst + 2 * u * ((t - m).abs() + P_EXPONENT)) + 2.0**-21
+    low, high = (decode(encode((p * side).float(), _FP8.element), _FP8.element) for side in (1 - delta, 1 + delta))
+    weight = torch.exp2(m - last)
+    total = (weight * p).sum(-1, keepdim=True)
+    middle, half = weight * (low + high).double() / 2, weight * (high - low).double() / 2
+    scale = operands.v_scale.double()[:, :, None]
+    o = middle @ v / total * scale
+    epsilon = 2 * (blocks * (2.0**-21 + worst) + keys * u)
+    error = (half @ v.abs() + epsilon * ((middle + half) @ v.abs())) / total * scale
+    rounding = torch.finfo(dtype)
+    error += rounding.eps / 2 * (o.abs() + error) + rounding.smallest_normal * rounding.eps
+    return o.transpose(1, 2), error.transpose(1, 2)
+
+
+def _padded(values: Tensor, block: int) -> Tensor:
+    """(B, H, S, D) with zeros after the last token, to a multiple of `block`."""
+    return F.pad(values, (0, 0, 0, -values.shape[2] % block))

@@ -1,0 +1,300 @@
+"""Codes and scales to values on the GPU, every format, bit for bit what `QuantizedTensor.dequantize` computes.
+
+    value = code · scale            or            value = code · (scale · global scale)
+
+in fp32, cast once. Codes and E4M3 scales are read as bytes and decoded by shifts, so the kernel compiles for chips
+that have no fp8 type: with the bits of a small float moved to where fp32 keeps its own, what is left to correct is the
+exponent's bias, and that is an exact multiplication by a power of two, subnormal numbers included.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.recipes.formats import FORMATS, Format
+
+
+def dequantize(
+    q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile, out: Tensor | None = None
+) -> Tensor:
+    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16; written to `out` if that is given.
+
+    tile: its columns a multiple of the format's group. Raises ValueError for tensors that are not as stored.
+    """
+    n, k = q.shape
+    group = q.format.group_size
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dequantize: dtype is {dtype}, expected float32, bfloat16 or float16")
+    check_tile("dequantize", tile, q.format)
+    check_stored(q, "dequantize")
+    if out is None:
+        out = torch.empty(n, k, dtype=dtype, device=q.codes.device)
+    check_tensor("dequantize: out", out, (n, k), (dtype,), q.codes.device)
+    check_device("dequantize", q.codes.device)
+    per_token = q.global_scale is not None and q.global_scale.ndim == 2
+    grid = (cdiv(n, tile.rows), cdiv(k, tile.columns))
+    dequantize_kernel[grid](
+        as_bytes(q.codes),
+        as_bytes(q.scale),
+        q.global_scale,
+        out,
+        n,
+        k,
+        0 if q.scale.ndim == 0 else k // group if group else 1,
+        int(per_token),
+        ELEMENT=q.format.element.name,
+        SCALE=q.format.scale,
+        GROUP=group,
+        TWO_LEVEL=q.format.two_level,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+        **EXACT,
+    )
+    return out
+
+
+def check_stored(q: QuantizedTensor, name: str) -> None:
+    """Raise ValueError unless q's tensors have the shapes and types that its format stores, on one device."""
+    n, k = q.shape
+    q.format.check_shape(n, k, name)
+    for part, tensor in q.tensors().items():
+        shape, dtype = stored_shapes(q.format, n, k)[part]
+        if part == "weight_scale_2" and tensor.ndim == 2:
+            shape = (n, 1)  # a global scale for each token
+        check_tensor(f"{name}: {part}", tensor, shape, (dtype,), q.codes.device)
+
+
+def check_tile(name: str, tile: Tile, format: Format) -> None:
+    """Raise ValueError if a tile's edge would lie within a block or a byte."""
+    unit = format.group_size or (2 if format.element.bits == 4 else 1)
+    if tile.columns % unit:
+        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of {format.name}'s {unit}")
+
+
+def as_bytes(stored: Tensor) -> Tensor:
+    """The same memory, with fp8 read as bytes."""
+    return stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored
+
+
+@triton.jit
+def dequantize_kernel(
+    codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
+    scale,  # (N, G), (N,) or ()
+    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    y,  # (N, K)
+    N,
+    K,
+    stride_scale,  # between rows; 0 where they share a scale
+    stride_global,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 is the whole row
+    TWO_LEVEL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y = decode(codes) · multiplier. Reads every code and scale once, writes y once."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row_mask = rows < N
+    tile = tl.program_id(1)
+    multiplier = load_scales(scale, rows, row_mask, tile, K, stride_scale, SCALE, GROUP, COLUMNS)
+    if TWO_LEVEL:
+        multiplier *= tl.load(global_scale + rows * stride_global, mask=row_mask, other=0)[:, None]
+    value = load_codes(codes, rows, row_mask, tile, K, ELEMENT, ROWS, COLUMNS)  # (ROWS, COLUMNS)
+    value = times_groups(value, multiplier, GROUP, ROWS, COLUMNS)
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    mask = row_mask[:, None] & (columns < K)[None, :]
+    tl.store(y + rows[:, None] * K + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_scales(
+    scale, rows, row_mask, tile, K, stride_scale, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Block scales of `rows` in the tile'th COLUMNS columns as fp32: (ROWS, COLUMNS / GROUP), or (ROWS, 1) of rows."""
+    if GROUP == 0:
+        stored = tl.load(scale + rows * stride_scale, mask=row_mask, other=0)[:, None]
+    else:
+        groups = tile * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
+        mask = row_mask[:, None] & (groups < K // GROUP)[None, :]
+        stored = tl.load(scale + rows[:, None] * stride_scale + groups[None, :], mask=mask, other=0)
+    return decode_scale(stored, SCALE)
+
+
+@triton.jit
+def load_codes(codes, rows, row_mask, tile, K, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes of `rows` in the tile'th COLUMNS columns as fp32 (ROWS, COLUMNS); even columns are in low nibbles."""
+    PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" or ELEMENT == "int4" else 1
+    columns = tile * (COLUMNS // PER_BYTE) + tl.arange(0, COLUMNS // PER_BYTE)
+    mask = row_mask[:, None] & (columns < K // PER_BYTE)[None, :]
+    stored = tl.load(codes + rows[:, None] * (K // PER_BYTE) + columns[None, :], mask=mask, other=0)
+    return unpack_codes(stored, ELEMENT, ROWS, COLUMNS)
+
+
+@triton.jit
+def unpack_codes(stored, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes (ROWS, COLUMNS), or pairs of them (ROWS, COLUMNS / 2), as fp32 (ROWS, COLUMNS)."""
+    code = stored.to(tl.int32)
+    if ELEMENT == "e2m1" or ELEMENT == "int4":
+        code = tl.reshape(tl.join(code & 0xF, code >> 4), (ROWS, COLUMNS))
+    return decode_codes(code, ELEMENT)
+
+
+@triton.jit
+def unpack_words(words, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes in int32 words, eight of 4 bits or four of 8 bits each, as fp32 (ROWS, COLUMNS).
+
+    For kernels that wait for arithmetic: fewer instructions than `unpack_codes`. Small floats are moved, two at a
+    time, to where fp16 keeps its bits, and are to be multiplied with `word_unit`; NaN of e4m3 comes out as 480.
+    """
+    if ELEMENT == "e2m1":
+        c0, c4 = fp16_halves((words << 12) & -0x7FFF8000 | (words << 9) & 0x0E000E00)
+        c1, c5 = fp16_halves((words << 8) & -0x7FFF8000 | (words << 5) & 0x0E000E00)
+        c2, c6 = fp16_halves((words << 4) & -0x7FFF8000 | (words << 1) & 0x0E000E00)
+        c3, c7 = fp16_halves(words & -0x7FFF8000 | (words >> 3) & 0x0E000E00)
+    elif ELEMENT == "e4m3":
+        c0, c2 = fp16_halves((words << 8) & -0x7FFF8000 | (words << 7) & 0x3F803F80)
+        c1, c3 = fp16_halves(words & -0x7FFF8000 | (words >> 1) & 0x3F803F80)
+    elif ELEMENT == "int4":
+        c0, c4 = fp16_halves(words & 0x000F000F ^ 0x64086408)  # 1024 + 8 + code
+        c1, c5 = fp16_halves((words >> 4) & 0x000F000F ^ 0x64086408)
+        c2, c6 = fp16_halves((words >> 8) & 0x000F000F ^ 0x64086408)
+        c3, c7 = fp16_halves((words >> 12) & 0x000F000F ^ 0x64086408)
+    else:
+        c0, c1, c2, c3 = (
+            int8_of_word(words, 0),
+            int8_of_word(words, 8),
+            int8_of_word(words, 16),
+            int8_of_word(words, 24),
+        )
+    # `join` makes a last axis of two: what is joined last alternates first.
+    if ELEMENT == "e2m1" or ELEMENT == "int4":
+        even, odd = tl.join(tl.join(c0, c4), tl.join(c2, c6)), tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    else:
+        even, odd = tl.join(c0, c2), tl.join(c1, c3)
+    codes = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
+    return codes - 1032.0 if ELEMENT == "int4" else codes
+
+
+@triton.jit
+def word_unit(ELEMENT: tl.constexpr):
+    """What the codes of `unpack_words` are still to be multiplied with."""
+    return 2.0**14 if ELEMENT == "e2m1" else 2.0**8 if ELEMENT == "e4m3" else 1.0
+
+
+@triton.jit
+def fp16_halves(words):
+    """The fp16 numbers in the low and the high halves of words, as fp32."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def int8_of_word(words, SHIFT: tl.constexpr):
+    """Eight bits, two's complement, as fp32: as the last bits of 2^23 + 128 + code."""
+    return (((words >> SHIFT) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - (2.0**23 + 128)
+
+
+@triton.jit
+def times_groups(value, multiplier, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """value (ROWS, COLUMNS) times the multiplier of each group, as `load_scales` shapes them."""
+    if GROUP == 0:
+        return value * multiplier
+    else:
+        blocks = tl.reshape(value, (ROWS, COLUMNS // GROUP, GROUP)) * multiplier[:, :, None]
+        return tl.reshape(blocks, (ROWS, COLUMNS))
+
+
+@triton.jit
+def decode_codes(code, ELEMENT: tl.constexpr):
+    """Unpacked codes (int32) as fp32."""
+    if ELEMENT == "e4m3":
+        return decode_e4m3(code)
+    elif ELEMENT == "e2m1":
+        return decode_e2m1(code)
+    elif ELEMENT == "int4":
+        return ((code ^ 8) - 8).to(tl.float32)
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def decode_scale(stored, SCALE: tl.constexpr):
+    """Stored block scales as fp32."""
+    if SCALE == "e4m3":
+        return decode_e4m3(stored.to(tl.int32))
+    elif SCALE == "e8m0":
+        return decode_e8m0(stored.to(tl.int32))
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def decode_e4m3(byte):
+    """E4M3 bytes (int32) to fp32; 0x7F and 0xFF are NaN, there is no infinity."""
+    bits = (byte & 0x80) << 24 | (byte & 0x7F) << 20
+    value = bits.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """E2M1 codes 0 to 15 (int32) to fp32."""
+    bits = (code & 8) << 28 | (code & 7) << 22
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """E8M0 bytes (int32) to 2^(byte - 127), subnormal for byte 0; 255 is NaN."""
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)
+    value = bits.to(tl.float32, bitcast=True)
+    return tl.where(byte == 255, float("nan"), value)
+
+
+def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:
+    """Of a Cell, the argument types and the constants of a weight in `format`, as `dequantize` passes them."""
+    types = {"int8": "*i8", "fp32": "*fp32", "bf16": "*bf16"}  # the others are read as bytes
+    arguments = {"codes": types.get(format.element.name, "*u8"), "scale": types.get(format.scale, "*u8")}
+    arguments |= {"stride_scale": "i32", "stride_global": "i32"}
+    constants = {"ELEMENT": format.element.name, "SCALE": format.scale, "GROUP": format.group_size}
+    constants["TWO_LEVEL"] = format.two_level
+    if format.two_level:
+        return arguments | {"global_scale": "*fp32"}, constants
+    return arguments, constants | {"global_scale": None}
+
+
+def _cell(format: Format, tile: Tile, chips: tuple[str, ...]) -> Cell:
+    """Weights in `format` to bfloat16."""
+    arguments, constants = stored_arguments(format)
+    return Cell(
+        dequantize_kernel,
+        format.name,
+        arguments | {"y": "*bf16", "N": "i32", "K": "i32:16"},
+        constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+        {"num_warps": tile.warps} | EXACT,
+        max_registers=MAX_REGISTERS,
+        targets=chips,
+    )
+
+
+MAX_REGISTERS = 128  # of a memory-bound kernel: with more, too few warps fit on a chip to hide its loads
+CELLS = tuple(
+    _cell(row, tile, chips)
+    for row in FORMATS.values()
+    for tile, chips in distinct_tiles("dequantize", row.name).items()
+)

@@ -1,0 +1,376 @@
+"""QuantLinear: an nn.Linear whose weight is stored in a number format.
+
+It is a subclass of nn.Linear because PEFT and diffusers look for that, and everything it holds is a
+Parameter, never a buffer: accelerate's disk offload leaves buffers behind on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.tensors import TensorFile
+from fluxq.kernels import ops
+from fluxq.kernels.encode import SCALE_DTYPES
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, unswizzle_scales
+from fluxq.kernels.transforms import rotate
+from fluxq.recipes.formats import Scheme
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a layer's stored tensors can be read again. folder: of safetensors files; layer: its name in them."""
+
+    folder: Path
+    layer: str
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `layer.name`, as filed; ValueError naming what is not there."""
+        for file in sorted(self.folder.glob("*.safetensors")):
+            stored = TensorFile(file)
+            if f"{self.layer}.{name}" in stored.keys():
+                return stored.get_tensor(f"{self.layer}.{name}")
+        raise ValueError(
+            f"{self.layer}.{name} is not in the safetensors files of {self.folder}, from where this model was loaded. "
+            "It was prepared for one GPU, and to save it its stored form is read from there: put the files back, or "
+            "load the checkpoint and save it without fluxq.prepare"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What runtime/layout.py did to a layer for one GPU, and the layer's scheme as stored.
+
+    kind: block scales were reordered ("swizzled"), scales per row or the decoded weight were added ("row scale",
+    "decoded"), or the weight is another one ("re-encoded"). how: the same in words. added_error: of the 8-bit weight,
+    relative to the stored one, ||w' - w|| / ||w||, both as z multiplies them. origin, digest: where the stored tensors
+    are and the SHA-256 of the codes, for a layer that no longer holds them. chip, prefer: what `fluxq.prepare` did it
+    for; without a GPU, chip is the type of device.
+    """
+
+    scheme: Scheme
+    kind: Literal["swizzled", "row scale", "decoded", "re-encoded"]
+    how: str
+    added_error: float = 0.0
+    origin: Origin | None = None
+    digest: str = ""
+    chip: str = ""
+    prefer: str = ""
+
+
+class QuantLinear(nn.Linear):
+    """A Linear (K in, N out) under a Scheme; forward takes and returns 16-bit or fp32 activations.
+
+    Parameters, none of which needs a gradient: `weight` (codes), `weight_scale`, and as the scheme asks
+    `weight_scale_2` and `input_scale` (both fp32 scalars). In the compute dtype: `bias` (N,), which a layer that
+    centers always has; what the scheme does to x before it is rounded, `pre_quant_mean` and `pre_quant_scale` (K,),
+    `deflate_basis` (d, K) and `deflate_out` (N, d); and where it has a rank R the low-rank branch `svdquant_lora_a`
+    (R, K) and `svdquant_lora_b` (N, R), which adds B A to W. ops.py says what is computed from them.
+    `prepared` says what was changed for one GPU; `scheme` always says what the layer is now. `instead` computes for the
+    layer, of it and its input, in the steps that steps.py keeps in 16 bit.
+    """
+
+    prepared: Prepared | None = None
+    instead: Callable[[QuantLinear, Tensor], Tensor] | None = None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
+        self.weights = out_features * (in_features + bias)  # numbers that it stands for, whatever it holds
+        scheme.weights.check_shape(out_features, in_features, "QuantLinear")
+        _check_transforms(scheme, in_features)
+        stored = dict(stored_shapes(scheme.weights, out_features, in_features))
+        if scheme.static_input:
+            stored["input_scale"] = ((), torch.float32)
+        self.scale_names = tuple(name for name in SCALE_NAMES if name in stored)
+        for name, (shape, stored_dtype) in stored.items():
+            self.register_parameter(name, _frozen(torch.empty(shape, dtype=stored_dtype)))
+        for name, shape in branch_shapes(scheme, out_features, in_features).items():
+            self.register_parameter(name, _frozen(torch.empty(shape, dtype=dtype)))
+        has_bias = bias or scheme.center  # centering moves W mean into it
+        self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if has_bias else None)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: QuantizedTensor,
+        bias: Tensor | None,
+        scheme: Scheme,
+        input_scale: Tensor | None = None,
+        branches: Mapping[str, Tensor] | None = None,
+    ) -> QuantLinear:
+        """A layer around a quantized weight, that computes in the dtype of its bias, or of `branches` without one.
+
+        `input_scale` is needed exactly when the scheme is static. branches: by the name of the parameter, the tensors
+        beside the weight that a scheme with transforms or a rank has; they are cast to the dtype of the bias.
+        """
+        if weight.format != scheme.weights:
+            raise ValueError(f"scheme {scheme} needs a weight in {scheme.weights.name}, got {weight.format.name}")
+        n, k = weight.shape
+        held = {"bias": bias, "input_scale": input_scale, **(branches or {})}
+        given = {name: tensor for name, tensor in held.items() if tensor is not None}
+        dtype = next((t.dtype for name, t in given.items() if name != "input_scale"), torch.bfloat16)
+        shapes = branch_shapes(scheme, n, k) | ({"input_scale": ()} if scheme.static_input else {})
+        if bias is not None or scheme.center:
+            shapes["bias"] = (n,)
+        wrong = sorted(shapes.keys() ^ given.keys())
+        if wrong:
+            raise ValueError(f"scheme {scheme} {'needs' if wrong[0] in shapes else 'takes no'} {wrong[0]}")
+        for name, tensor in given.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"scheme {scheme}: {name} is {(*tensor.shape,)}, expected {shapes[name]}")
+        with torch.device("meta"):
+            layer = cls(k, n, bias is not None, scheme, dtype)
+        for name, tensor in (weight.tensors() | given).items():
+            layer.register_parameter(name, _frozen(tensor.to(dtype) if name in BRANCHES else tensor))
+        return layer
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantLinear:
+        """A layer of the weight's shape (N, K) around tensors under the names that checkpoints use."""
+        rest = dict(tensors)
+        weight, scale, global_scale = rest.pop("weight"), rest.pop("weight_scale"), rest.pop("weight_scale_2", None)
+        q = QuantizedTensor(weight, scale, global_scale, shape, scheme.weights)
+        return cls.from_quantized(q, rest.pop("bias", None), scheme, rest.pop("input_scale", None), rest)
+
+    def stored(self, name: str) -> Tensor | None:
+        """A stored tensor in its own dtype, None if the scheme has none of that name.
+
+        What a loader must not cast travels, and codes of text encoders stay, as integers of the same bits.
+        """
+        tensor = getattr(self, name, None)
+        if tensor is None or name not in self.stored_names:
+            return tensor
+        return tensor.view(stored_dtype(self.scheme, name))
+
+    @property
+    def stored_scheme(self) -> Scheme:
+        """The scheme under which a checkpoint stores this layer: what it is now, adapters fused into it included."""
+        if self.prepared is None:
+            return self.scheme
+        merged = self.prepared.kind == "re-encoded"  # its low-rank branch went into the new codes
+        return self.prepared.scheme if merged else replace(self.prepared.scheme, rank=self.scheme.rank)
+
+    @property
+    def quantized_weight(self) -> QuantizedTensor:
+        """The weight (N, K) as a QuantizedTensor that shares this layer's tensors."""
+        shape = (self.out_features, self.in_features)
+        codes, scale = self.weight.data, self.get_parameter("weight_scale").data
+        codes = codes.view(stored_dtype(self.scheme, "weight"))
+        scale = scale.view(stored_dtype(self.scheme, "weight_scale"))
+        if scale.ndim == 1 and self.scheme.weights.group_size:
+            scale = unswizzle_scales(scale, self.out_features, self.in_features // self.scheme.weights.group_size)
+        return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
+
+    @property
+    def low_rank(self) -> tuple[Tensor, Tensor] | None:
+        """The low-rank branch (A (R, K), B (N, R)), None if there is none."""
+        if not self.scheme.rank:
+            return None
+        return self.get_parameter("svdquant_lora_a").data, self.get_parameter("svdquant_lora_b").data
+
+    @property
+    def branches(self) -> dict[str, Tensor]:
+        """What lies in 16 bit beside the weight, by name: vectors and matrices of its transforms, the low-rank pair."""
+        names = branch_shapes(self.scheme, self.out_features, self.in_features)
+        return {name: self.get_parameter(name).data for name in names}
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of everything that a checkpoint stores for this weight, over the number of weights."""
+        bits = self.stored_scheme.stored_bits(self.out_features, self.in_features)
+        return bits / (self.out_features * self.in_features)
+
+    def append_low_rank(self, a: Tensor, b: Tensor) -> None:
+        """Add b a to what the layer computes, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
+        self._require_present()
+        r, k = a.shape
+        if k != self.in_features or tuple(b.shape) != (self.out_features, r):
+            raise ValueError(
+                f"low-rank pair {(*a.shape,)}, {(*b.shape,)} does not fit a layer of {self.in_features} inputs and "
+                f"{self.out_features} outputs: expected (r, K) and (N, r)"
+            )
+        held_a, held_b = self.low_rank or (a[:0], b[:, :0])
+        with torch.no_grad():
+            self._set_low_rank(torch.cat([held_a, a.to(held_a)]), torch.cat([held_b, b.to(held_b)], dim=1))
+
+    def drop_low_rank(self, r: int) -> None:
+        """Take away the last r ranks of the branch; what was there before them keeps its bits."""
+        if not 0 <= r <= self.scheme.rank:
+            raise ValueError(f"cannot drop {r} ranks: the low-rank branch has {self.scheme.rank}")
+        self._require_present()
+        if r and self.low_rank is not None:
+            a, b = self.low_rank
+            self._set_low_rank(a[:-r].clone(), b[:, :-r].clone())
+
+    def _require_present(self) -> None:
+        if self.weight.is_meta:
+            raise ValueError("this layer is offloaded, and a changed one would not come back: fuse before offloading")
+
+    def _set_low_rank(self, a: Tensor, b: Tensor) -> None:
+        self.scheme = replace(self.scheme, rank=a.shape[0])
+        for name, tensor in (("svdquant_lora_a", a), ("svdquant_lora_b", b)):
+            if self.scheme.rank:
+                self.register_parameter(name, _frozen(tensor.to(self.compute_dtype)))
+            else:
+                delattr(self, name)
+
+    def dequantized(self, dtype: torch.dtype) -> nn.Linear | nn.Conv2d:
+        """A plain Linear that computes the same without rounding x: transforms and low-rank branch are in its weight.
+
+        Weight and bias are rounded to `dtype`.
+        """
+        weight, bias = self.collapsed()
+        plain = self.plain(bias is not None, dtype)
+        plain.weight = _frozen(weight.reshape(plain.weight.shape).to(dtype))
+        if bias is not None:
+            plain.bias = _frozen(bias.data.to(dtype))
+        return plain
+
+    def plain(self, bias: bool, dtype: torch.dtype) -> nn.Linear | nn.Conv2d:
+        """A module of the kind that this layer stands for, on the meta device."""
+        return nn.Linear(self.in_features, self.out_features, bias, dtype=dtype, device="meta")
+
+    def collapsed(self) -> tuple[Tensor, Tensor | None]:
+        """(W (N, K) in fp32, bias) of y = x W^T + b, what this layer computes but for the rounding of x.
+
+        The bias is the layer's own, or where it centers x a new one in fp32.
+        """
+        weight, bias = self.merged()
+        mean, smooth = getattr(self, "pre_quant_mean", None), getattr(self, "pre_quant_scale", None)
+        if smooth is not None:
+            weight = weight * smooth.data.float()
+        if mean is not None and bias is not None:
+            bias = bias.data.float() - weight @ mean.data.float()
+        return weight, bias
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        """(V (N, K) in fp32, bias) of y = z V^T + b with z = (x - mean) · smooth, but for the rounding of z.
+
+        In V are rotation, deflated directions and low-rank branch. That branch reads x itself, z / smooth + mean: where
+        the layer centers too, the bias is a new one in fp32, otherwise its own.
+        """
+        mean, smooth, basis, out = (getattr(self, name, None) for name in TRANSFORMS)
+        weight = rotate(self.quantized_weight.dequantize(), self.scheme.hadamard)  # H is its own transpose
+        if basis is not None and out is not None:
+            weight = weight + (out.data.float() - weight @ basis.data.float().T) @ basis.data.float()
+        bias = self.bias
+        if self.low_rank is not None:
+            a, b = self.low_rank
+            branch = b.float() @ a.float()
+            weight = weight + (branch if smooth is None else branch / smooth.data.float())
+            if mean is not None and bias is not None:
+                bias = bias.data.float() + branch @ mean.data.float()
+        return weight, bias
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the parameters that must be kept exactly as stored, whatever dtype a model is cast to."""
+        return ("weight", *self.scale_names)
+
+    @property
+    def operands(self) -> tuple:
+        """What `fluxq::quantized_linear` takes beside x, in its order."""
+        return (
+            self.stored("weight"),
+            self.stored("weight_scale"),
+            self.stored("weight_scale_2"),
+            self.stored("input_scale") if self.scheme.static_input else None,
+            self.bias,
+            *(self.low_rank or (None, None)),
+            str(self.scheme),
+            self.stored("weight_row_scale"),
+            *(getattr(self, name, None) for name in TRANSFORMS),
+            *([self.stored("weight_decoded")] if hasattr(self, "weight_decoded") else []),
+        )
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """x (…, K) -> (…, N), however `forward` takes its input."""
+        if self.instead is not None:
+            return self.instead(self, x)
+        return ops.quantized_linear(x, *self.operands)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.of_tokens(input)
+
+    def _apply(self, fn, recurse: bool = True):
+        stored = self.require_kept(fn)
+        return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
+
+    def require_kept(self, fn: Callable[[Tensor], Tensor]) -> dict[int, torch.device]:
+        """ValueError for an `fn` of `_apply` that would turn codes and scales into other numbers.
+
+        Moves between devices pass. A cast to the dtype that the layer computes in is none: libraries ask for it along
+        with a move. Returns id of a tensor -> device, for what such a cast must only move.
+        """
+        # Codes and scales may all be integers, which casts pass over: what becomes of 16-bit numbers tells a cast.
+        targets = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float16, torch.bfloat16)}
+        if len(targets) == 1 and self.compute_dtype not in targets:
+            self._refuse_cast(targets.pop(), "weight")
+        stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
+        for name in self.stored_names:
+            held = getattr(self, name)
+            probe = fn(torch.empty(0, dtype=held.dtype, device=held.device))
+            if probe.dtype == self.compute_dtype != held.dtype:
+                stored[id(held)] = probe.device
+            elif probe.dtype != held.dtype:
+                self._refuse_cast(probe.dtype, name)
+        return stored
+
+    def _refuse_cast(self, dtype: torch.dtype, name: str) -> NoReturn:
+        raise ValueError(
+            f"a layer quantized as {self.scheme} cannot be cast to {dtype}: its {name} is stored as it must be read. "
+            "Load the checkpoint with another dtype, and leave out layerwise casting"
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scheme={self.scheme}"
+
+
+def stored_dtype(scheme: Scheme, name: str) -> torch.dtype:
+    """The dtype in which the codes (`weight`) or the scale called `name` are stored."""
+    if name == "weight":
+        return getattr(torch, scheme.weights.element.storage)
+    return SCALE_DTYPES[scheme.weights.scale] if name == "weight_scale" else torch.float32
+
+
+def branch_shapes(scheme: Scheme, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    """Shape of what an (n, k) layer holds beside weight, scales and bias, by name; all of it in the compute dtype."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if scheme.center:
+        shapes["pre_quant_mean"] = (k,)
+    if scheme.smooth:
+        shapes["pre_quant_scale"] = (k,)
+    if scheme.deflate:
+        shapes |= {"deflate_basis": (scheme.deflate, k), "deflate_out": (n, scheme.deflate)}
+    if scheme.rank:
+        shapes |= {"svdquant_lora_a": (scheme.rank, k), "svdquant_lora_b": (n, scheme.rank)}
+    return shapes
+
+
+def _check_transforms(scheme: Scheme, k: int) -> None:
+    if scheme.hadamard and k % scheme.hadamard:
+        raise ValueError(f"scheme {scheme}: K = {k} is no multiple of its Hadamard blocks of {scheme.hadamard} columns")
+    if scheme.deflate > k:
+        raise ValueError(f"scheme {scheme}: deflates {scheme.deflate} directions of an input that has {k}")
+
+
+SCALE_NAMES = ("weight_scale", "weight_scale_2", "input_scale")
+TRANSFORMS = ("pre_quant_mean", "pre_quant_scale", "deflate_basis", "deflate_out")  # in the order of the op
+LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+BRANCHES = (*TRANSFORMS, *LOW_RANK)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def quant_layers(model: nn.Module) -> list[tuple[str, QuantLinear]]:
+    """(name, layer) of every QuantLinear."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]

@@ -1,0 +1,446 @@
+"""Every torch.library op of fluxq with its torch reference; device code registers faster forms of them.
+
+The reference of a quantized Linear, y = x W^T + b with x (…, K) and W (N, K); z is x, or what steps of its scheme make:
+
+    int8 weights and activations   y = (float(zq · wq^T) · z_scale) · w_scale + b   exact integer product
+    every other scheme             y = F.linear(dequantize(z), dequantize(W), b)    fp32
+
+then one cast to x's dtype. A scheme may ask for these steps, in fp32 where nothing else is said:
+
+    center, smooth                 z = (x - mean) · smooth
+    deflate                        t = z · basis^T, both rounded to x's dtype;  z = z - t · basis;  y += t · out^T
+    hadamard                       z = z · H / sqrt(size), on each block of columns
+
+A low-rank branch (A, B) adds (x A^T) B^T. This and t · out^T are computed in x's dtype, as a LoRA adapter beside the
+layer would be, so that fusing an adapter changes nothing.
+
+Activations are quantized per token row. `input_scale` () is the calibrated scale of all tokens: nvfp4's global one, or
+fp8_tensor's, which clips what is beyond it, infinity too. (M, 1) gives every token its own: nvfp4's global scale, or
+that of fp8 and int8. Without one they follow from each token's amax, fp8_tensor's from that of all.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.base import memory
+from fluxq.kernels import encode
+from fluxq.kernels.device import launches_on_gpu
+from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks, unswizzle_scales
+from fluxq.recipes.formats import FORMATS, Format, Scheme
+
+
+@torch.library.custom_op("fluxq::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    scheme: str,
+    row_scale: Tensor | None = None,
+    mean: Tensor | None = None,
+    smooth: Tensor | None = None,
+    basis: Tensor | None = None,
+    out: Tensor | None = None,
+    decoded: Tensor | None = None,
+) -> Tensor:
+    """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
+
+    lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the 4-bit weight
+    is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives. mean and smooth (K,),
+    basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them. decoded (N, K)
+    fp32: what the codes stand for, where it is kept; then nothing decodes them.
+    """
+    with no_autocast(x):
+        return quantized_linear_reference(
+            x,
+            weight,
+            weight_scale,
+            weight_scale_2,
+            input_scale,
+            bias,
+            lora_a,
+            lora_b,
+            scheme,
+            row_scale,
+            mean,
+            smooth,
+            basis,
+            out,
+            decoded,
+        )
+
+
+def quantized_linear_reference(
+    x,
+    weight,
+    weight_scale,
+    weight_scale_2,
+    input_scale,
+    bias,
+    lora_a,
+    lora_b,
+    scheme,
+    row_scale=None,
+    mean=None,
+    smooth=None,
+    basis=None,
+    out=None,
+    decoded=None,
+) -> Tensor:
+    """The torch form of the op, for every device."""
+    parsed = Scheme.parse(scheme)
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
+    rows = x.reshape(-1, x.shape[-1])  # (M, K)
+    w = stored_weight(weight, weight_scale, weight_scale_2, parsed.weights)
+    if rows.shape[1] != w.shape[1]:
+        raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
+    check_steps_given(parsed, mean, smooth, basis, out)
+    check_decoded(decoded, w, row_scale)
+    if row_scale is not None and parsed.activations is not None:
+        w = reencode(w, parsed.activations.name, row_scale)
+    z, t, steps = rows, None, None
+    if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):
+        steps = functools.partial(_transform_rows, smooth=_fp32(smooth), mean=_fp32(mean), hadamard=parsed.hadamard)
+    else:
+        z, t = transformed(rows, parsed, mean, smooth, basis)
+    if multiplies_codes(w.format, parsed.activations):
+        y = _int8_linear(z, w, input_scale, bias, steps)
+    else:
+        z = _through(z, parsed, input_scale, steps)
+        y = F.linear(z, w.operand() if decoded is None else decoded, _fp32(bias))
+    y = y.to(x.dtype)
+    if t is not None and out is not None:
+        y += F.linear(t, out.to(x.dtype))
+    if lora_a is not None and lora_b is not None:
+        y += F.linear(F.linear(rows, lora_a.to(x.dtype)), lora_b.to(x.dtype))
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+@quantized_linear.register_fake
+def _(
+    x,
+    weight,
+    weight_scale,
+    weight_scale_2,
+    input_scale,
+    bias,
+    lora_a,
+    lora_b,
+    scheme,
+    row_scale=None,
+    mean=None,
+    smooth=None,
+    basis=None,
+    out=None,
+    decoded=None,
+):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+launches_on_gpu(quantized_linear=quantized_linear)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme, *steps = inputs
+    _row_scale, _mean, smooth, basis, out, decoded = steps
+    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out, decoded)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, grad):
+    """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
+    weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out, decoded = ctx.saved_tensors
+    scheme = Scheme.parse(ctx.scheme)
+    w = stored_weight(weight, weight_scale, weight_scale_2, scheme.weights)
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        with no_autocast(grad):
+            plain = w.operand() if decoded is None else decoded
+            grad_z = hadamard_transform(grad.float() @ plain, scheme.hadamard)  # H is its own transpose
+            if basis is not None:
+                p = basis.float()
+                grad_z = grad_z - (grad_z @ p.T) @ p + (grad.float() @ out.float()) @ p
+            grad_x = (grad_z if smooth is None else grad_z * smooth.float()).to(grad.dtype)
+            if lora_a is not None:
+                grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
+    grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
+    return grad_x, None, None, None, None, grad_bias, *[None] * 9
+
+
+quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def check_steps_given(
+    scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None, out: Tensor | None
+) -> None:
+    """Raise ValueError unless just those tensors are given that the steps of a scheme need."""
+    steps = (
+        ("mean", mean, scheme.center),
+        ("smooth", smooth, scheme.smooth),
+        ("basis", basis, scheme.deflate),
+        ("out", out, scheme.deflate),
+    )
+    for name, tensor, is_wanted in steps:
+        if (tensor is not None) != bool(is_wanted):
+            raise ValueError(f"quantized_linear: scheme {scheme} {'needs' if is_wanted else 'takes no'} {name}")
+
+
+def check_decoded(decoded: Tensor | None, w: QuantizedTensor, row_scale: Tensor | None) -> None:
+    """Raise ValueError unless `decoded` can be what the codes of w stand for."""
+    if decoded is None:
+        return
+    if decoded.shape != w.shape or decoded.dtype != torch.float32:
+        raise ValueError(
+            f"quantized_linear: decoded is {decoded.dtype} {(*decoded.shape,)}, expected float32 {w.shape}, what the "
+            "codes stand for"
+        )
+    if row_scale is not None:
+        raise ValueError("quantized_linear: takes decoded or row_scale, which is for other codes; got both")
+
+
+def transformed(
+    x: Tensor, scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(z (M, K), t (M, d)) of x (M, K) as the top of this file says; z is fp32, or x itself where there are no steps.
+
+    t, in x's dtype, is None without a basis.
+    """
+    if not scheme.is_transformed:
+        return x, None
+    z, t = transform(x, _fp32(smooth), _fp32(mean), 0), None
+    if basis is not None:
+        t = F.linear(z.to(x.dtype), basis.to(x.dtype))
+        z -= t.float() @ basis.float()
+    return hadamard_transform(z, scheme.hadamard), t
+
+
+def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
+    """(a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
+    done = memory.scratch(a.shape, torch.float32, a.device)
+    for start, part in row_chunks(a):
+        _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, hadamard)
+    return done
+
+
+def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> None:
+    """`transform` of fp32 rows (M, K), in place."""
+    for name, vector in (("mean", mean), ("smooth", smooth)):
+        if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
+            raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
+    if mean is not None:
+        v -= mean
+    if smooth is not None:
+        v *= smooth
+    if hadamard:
+        v.copy_(_hadamard_rows(v, hadamard))
+
+
+def hadamard_transform(v: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns times H / sqrt(size); 0 returns v.
+
+    Sums of neighbours first, then of pairs, fours, …: the order in which every device adds up.
+    """
+    if not size:
+        return v
+    rows, done = v.reshape(-1, v.shape[-1]), torch.empty(v.shape, device=v.device, dtype=torch.float32)
+    for start, part in row_chunks(rows):
+        done.view(rows.shape)[start : start + len(part)] = _hadamard_rows(part, size)
+    return done
+
+
+def _hadamard_rows(v: Tensor, size: int) -> Tensor:
+    columns = v.reshape(-1, size).t().contiguous()  # what is added up lies far apart, so that whole rows are added
+    free, half = torch.empty_like(columns), 1
+    while half < size:
+        a, b = columns.view(size // (2 * half), 2, half, -1).unbind(1)
+        both = free.view(size // (2 * half), 2, half, -1)
+        torch.add(a, b, out=both[:, 0])
+        torch.sub(a, b, out=both[:, 1])
+        columns, free, half = free, columns, 2 * half
+    return columns.mul_(size**-0.5).t().reshape(v.shape)
+
+
+def quantize_activation(
+    x: Tensor,
+    format: Format,
+    input_scale: Tensor | None = None,
+    four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
+) -> QuantizedTensor:
+    """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax.
+
+    four_over_six: nvfp4's choice between two scales for each block. steps: as `quantize_blocks` takes them.
+    """
+    global_scale, row_scale = activation_scales(x, format, input_scale, four_over_six)
+    return quantize_blocks(x, format, global_scale, "activation", row_scale, four_over_six, steps)
+
+
+def activation_scales(
+    x: Tensor, format: Format, input_scale: Tensor | None, four_over_six: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(global scale, scale of each row) that x is rounded with, None where its blocks say it."""
+    if not format.two_level:
+        return None, input_scale
+    if input_scale is None:
+        input_scale = encode.global_scale_for(x.abs().amax(-1, keepdim=True), format, four_over_six)  # (M, 1)
+    return input_scale, None
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast would make bf16 of the fp32 arithmetic in here."""
+    device = x.device.type
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()
+
+
+def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
+    """The op's weight tensors as one matrix (N, K); 4-bit codes are two to a byte, block scales may be swizzled."""
+    n, columns = weight.shape
+    k = columns * 8 // format.element.bits
+    if format.group_size and scale.ndim == 1:
+        scale = unswizzle_scales(scale, n, k // format.group_size)
+    return QuantizedTensor(weight, scale, global_scale, (n, k), format)
+
+
+def _rounds_by_row(scheme: Scheme, input_scale: Tensor | None) -> bool:
+    """Whether rows of x may be transformed as they are rounded: no scale needs to see others, or all of one, before."""
+    row = scheme.activations
+    return row is not None and row.block[0] != 0 and not (row.two_level and input_scale is None)
+
+
+def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None, steps: Callable[[Tensor], object] | None) -> Tensor:
+    """z (M, K) as the multiplication sees it, in fp32."""
+    if scheme.activations is None or z.shape[0] == 0:
+        return z.float()
+    global_scale, row_scale = activation_scales(z, scheme.activations, input_scale, scheme.four_over_six)
+    return round_blocks(z, scheme.activations, global_scale, "activation", row_scale, scheme.four_over_six, steps)
+
+
+def _int8_linear(
+    x: Tensor,
+    w: QuantizedTensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    steps: Callable[[Tensor], object] | None,
+) -> Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(0, w.shape[0], dtype=torch.float32)
+    return scaled_int8_product(quantize_activation(x, FORMATS["int8"], input_scale, steps=steps), w, bias)
+
+
+def scaled_int8_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """x (M, K) times w (N, K), both int8 with a scale per row, and bias (N,): (M, N) in fp32."""
+    y = int8_product(x.codes, w.codes).float()
+    y.mul_(x.scale.unsqueeze(1)).mul_(w.scale)
+    return y if bias is None else y.add_(bias.float())
+
+
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """int8 (M, K) by (N, K) to int32 (M, N), exact for every K below 2^17."""
+    if _takes_int_mm(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
+        return torch._int_mm(a, b.t())
+    return _product_of_columns(a, b)
+
+
+def _product_of_columns(a: Tensor, b: Tensor) -> Tensor:
+    """`int8_product` by fp32 products of 1024 columns: sums below 2^24 are exact in fp32 too.
+
+    On a CPU few enough rows of b at a time for what is made of them to stay in its cache: integers add up to the same,
+    however they are cut.
+    """
+    total = torch.empty(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
+    lefts = [left.float() for left in a.split(1024, dim=1)]
+    for start, rows in row_chunks(b, 1024 * b.shape[1]):
+        products = [F.linear(left, right.float()) for left, right in zip(lefts, rows.split(1024, dim=1), strict=True)]
+        part = total[:, start : start + rows.shape[0]].copy_(products[0])
+        for product in products[1:]:
+            part += product.to(torch.int32)
+    return total
+
+
+def _takes_int_mm(device_type: str) -> bool:
+    """Whether `torch._int_mm` multiplies codes: where it is exact, and on a CPU faster than fp32 products."""
+    if not int_mm_is_exact(device_type):
+        return False
+    return device_type != "cpu" or int8_seconds()[0] <= int8_seconds()[1]
+
+
+@functools.cache
+def int_mm_is_exact(device_type: str) -> bool:
+    """Whether `torch._int_mm` is there and adds up the largest codes: x86 without VNNI saturates int16."""
+    if device_type == "cuda":
+        return True
+    largest = torch.full((32, 64), 127, dtype=torch.int8, device=device_type)
+    try:
+        return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
+    except RuntimeError:  # NotImplementedError is one: the device has no such op
+        return False
+
+
+@functools.cache
+def int8_seconds() -> tuple[float, float]:
+    """What a small product takes on this CPU by `torch._int_mm`, and by fp32 products; measured once, in milliseconds.
+
+    Without an instruction for it `_int_mm` may be a plain loop, twenty times as slow as fp32. Both give the same
+    integers, so that nothing but time depends on what is measured, and every process may choose for itself.
+    """
+    m, n, k = _TIMED
+    a, b = (torch.ones(rows, k, dtype=torch.int8, device="cpu") for rows in (m, n))
+    ways = (lambda: torch._int_mm(a, b.t()), lambda: _product_of_columns(a, b))
+    rounds = [[_seconds(way) for way in ways] for _ in range(1 + _ROUNDS)][1:]  # the first one prepares
+    return min(each[0] for each in rounds), min(each[1] for each in rounds)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
+    return a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+def multiplies_codes(weights: Format, activations: Format | None) -> bool:
+    """Whether the product is one of int8 codes, which nothing decodes."""
+    return weights is FORMATS["int8"] and activations is FORMATS["int8"]
+
+
+def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
+    """What of this file computes `quantized_linear` under a scheme on a type of device ("cpu", "cuda", …), and why."""
+    if not multiplies_codes(scheme.weights, scheme.activations):
+        return "torch reference", f"no kernel for {device_type}" + " without Triton" * (device_type == "cuda")
+    if not int_mm_is_exact(device_type):
+        cpu = device_type == "cpu"
+        why = "this CPU's int8 dot product saturates" if cpu else f"no torch._int_mm for {device_type}"
+        return COLUMNS, why
+    if device_type == "cuda":
+        return INT_MM, "exact; fp32 products below 17 tokens and where K or N is no multiple of 8"
+    if device_type != "cpu":
+        return INT_MM, f"exact integer product on this {device_type.upper()}"
+    (m, n, k), (whole, columns) = _TIMED, (f"{1e3 * seconds:.2g} ms" for seconds in int8_seconds())
+    faster = INT_MM if _takes_int_mm("cpu") else COLUMNS
+    return faster, f"faster of two that are exact: ({m}, {k}) by ({n}, {k}) took {INT_MM} {whole}, {COLUMNS} {columns}"
+
+
+INT_MM, COLUMNS = "torch._int_mm", "fp32 products of 1024 columns"
+_TIMED, _ROUNDS = (32, 64, 1024), 5  # M, N and K of the product that is timed, and how often

@@ -1,0 +1,213 @@
+"""The products of quantized matrices as torch.library ops, with the torch reference of each; device code is faster.
+
+    fluxq::scaled_matmul         8-bit codes, a scale per row or per tensor
+    fluxq::block_scaled_matmul   codes with a scale per block: nvfp4, mxfp8, mxfp4
+    fluxq::w4a8_matmul           4-bit weights, 8-bit activations
+    fluxq::weight_only_matmul    quantized weights, 16- or 32-bit activations
+
+All of them are x (M, K) times w (N, K) and then, in fp32, rounded once to `dtype`:
+
+    v = x · w^T + bias + h · up^T
+    y = residual + gate · gelu(v)
+
+bias (N,). h (M, R), up (N, R): the low-rank branch, h = x · down^T. gelu: tanh form. gate (B, N): a row for each of B
+images whose M / B tokens follow one another. residual (M, N). The product is F.linear of the decoded matrices in fp32,
+which sums from the bias on; of int8 codes it is exact, and scales and bias come afterwards: both as in ops.py, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.kernels.device import launches_on_gpu
+from fluxq.kernels.ops import no_autocast, scaled_int8_product
+from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
+from fluxq.recipes.formats import FORMATS, Format, find_format
+
+
+@torch.library.custom_op("fluxq::scaled_matmul", mutates_args=())
+def scaled_matmul(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
+    format: str,
+) -> Tensor:
+    """Codes of int8, fp8 or fp8_tensor; fp32 scales (M,) and (N,), with fp8_tensor either may be () instead."""
+    row = _format("scaled_matmul", format, ("int8", "fp8", "fp8_tensor"))
+    left, right = _matrix(x, x_scale, None, row), _matrix(w, w_scale, None, row)
+    with no_autocast(x):
+        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
+
+
+@torch.library.custom_op("fluxq::block_scaled_matmul", mutates_args=())
+def block_scaled_matmul(
+    x: Tensor,
+    x_scale: Tensor,
+    x_scale_2: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    w_scale_2: Tensor | None,
+    bias: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
+    format: str,
+) -> Tensor:
+    """Codes of nvfp4, mxfp8 or mxfp4 and their block scales, (rows, G) or flat as `swizzle_scales` makes them.
+
+    x_scale_2 () or (M, 1) and w_scale_2 (): the global scales of nvfp4.
+    """
+    row = _format("block_scaled_matmul", format, ("nvfp4", "mxfp8", "mxfp4"))
+    left = _matrix(x, _plain(x_scale, x, row), x_scale_2, row)
+    right = _matrix(w, _plain(w_scale, w, row), w_scale_2, row)
+    with no_autocast(x):
+        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
+
+
+@torch.library.custom_op("fluxq::w4a8_matmul", mutates_args=())
+def w4a8_matmul(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_scale_2: Tensor | None,
+    row_scale: Tensor,
+    bias: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
+    weights: str,
+    activations: str,
+) -> Tensor:
+    """x: int8 or fp8 codes, x_scale (M,). w: nvfp4, mxfp4, int4 or int4_g128, row_scale (N,) fp32.
+
+    w8 = reencode(w) in the activations' element under row_scale, as kernels/reencode/op.py says; then scaled_matmul.
+    """
+    stored = _format("w4a8_matmul: weights", weights, ("nvfp4", "mxfp4", "int4", "int4_g128"))
+    row = _format("w4a8_matmul: activations", activations, ("int8", "fp8"))
+    with no_autocast(x):
+        left = _matrix(x, x_scale, None, row)
+        right = reencode(_matrix(w, w_scale, w_scale_2, stored), row.name, row_scale)
+        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
+
+
+@torch.library.custom_op("fluxq::weight_only_matmul", mutates_args=())
+def weight_only_matmul(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_scale_2: Tensor | None,
+    bias: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    gelu: bool,
+    weights: str,
+) -> Tensor:
+    """x in bfloat16, float16 or float32, and y in x's dtype; w in any format, int4_g128 too."""
+    row = _format("weight_only_matmul", weights, (*FORMATS, "int4_g128"))
+    with no_autocast(x):
+        product = F.linear(x.float(), _matrix(w, w_scale, w_scale_2, row).operand(), _fp32(bias))
+        return _finish(product, h, up, gate, residual, gelu, x.dtype)
+
+
+@scaled_matmul.register_fake
+def _(x, x_scale, w, w_scale, bias, h, up, gate, residual, gelu, dtype, format):
+    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
+
+
+@block_scaled_matmul.register_fake
+def _(x, x_scale, x_scale_2, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, dtype, format):
+    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
+
+
+@w4a8_matmul.register_fake
+def _(x, x_scale, w, w_scale, w_scale_2, row_scale, bias, h, up, gate, residual, gelu, dtype, weights, activations):
+    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
+
+
+@weight_only_matmul.register_fake
+def _(x, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, weights):
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+launches_on_gpu(
+    scaled_matmul=scaled_matmul,
+    block_scaled_matmul=block_scaled_matmul,
+    w4a8_matmul=w4a8_matmul,
+    weight_only_matmul=weight_only_matmul,
+)
+
+
+def _format(name: str, format: str, offered: tuple[str, ...]) -> Format:
+    if format not in offered:
+        raise ValueError(f"{name}: format is {format!r}, expected one of {', '.join(offered)}")
+    return find_format(format)
+
+
+def _matrix(codes: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
+    """An op's tensors as one matrix (rows, K); 4-bit codes are two to a byte."""
+    rows, columns = codes.shape
+    return QuantizedTensor(codes, scale, global_scale, (rows, columns * 8 // format.element.bits), format)
+
+
+def _plain(scale: Tensor, codes: Tensor, format: Format) -> Tensor:
+    """Block scales (rows, G) of stored codes, from either layout."""
+    rows, columns = codes.shape
+    groups = columns * 8 // format.element.bits // format.group_size
+    return scale if scale.ndim == 2 else unswizzle_scales(scale, rows, groups)
+
+
+def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """x · w^T + bias (M, N) in fp32."""
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
+    if x.shape[0] == 0:
+        return x.codes.new_zeros(0, w.shape[0], dtype=torch.float32)
+    if x.format.name == "int8":
+        return scaled_int8_product(x, w, bias)
+    return F.linear(x.dequantize(), w.operand(), _fp32(bias))
+
+
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+def _finish(
+    value: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What follows product and bias (M, N) in fp32, as the top of this file says."""
+    if h is not None and up is not None:
+        value = value + F.linear(h.float(), up.float())
+    if gelu:
+        value = F.gelu(value, approximate="tanh")
+    if gate is not None:
+        value = value * gate.float().repeat_interleave(value.shape[0] // gate.shape[0], dim=0)
+    if residual is not None:
+        value = value + residual.float()
+    return value.to(dtype)

@@ -1,0 +1,726 @@
+"""Activations to codes and scales on the GPU, byte for byte what the references in kernels/producers.py compute.
+
+    a = x, or act(x)                              gelu(x) in either form, silu(x1) · x2, x1 · silu(x2) for x = (x1, x2)
+    a = (beside, a)                               of a row's columns the first D are another matrix's
+    h = a · down^T                                the first half of a low-rank branch
+    v = (a - mean) · smooth · H / sqrt(size)      every factor optional; H is a Hadamard matrix on blocks of columns
+    fp8, int8   s = amax(row) / largest           or of the whole tensor                code = RNE(v / s)
+    mxfp8       s = 2^e, the smallest that does not saturate                            code = RNE(v / s)
+    mxfp4       s = 2^e, of three the least squared error                               code = RNE(v / s)
+    nvfp4       s = E4M3(amax(block) / 6 / g), g given or amax(row) / (6 · 448)         code = RNE(v / (s · g))
+    four over six: s = E4M3(amax(block) / 4 / g) where that has less error, and own g = amax(row) / (6 · 256)
+
+One launch reads x and writes codes, scales and h; a row that fits into one tile is read once. fp8_tensor alone takes
+two launches, unless its scale is given. What becomes of v is in codes.py, which other kernels share.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.codes import (
+    computed_once,
+    magnitude_bits,
+    quantize_blocks_tile,
+    quantize_rows_tile,
+    row_global,
+    row_step,
+    transform_tile,
+)
+from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
+from fluxq.kernels.epilogue import gelu_tanh
+from fluxq.kernels.producers import ACTS, GATED, check_beside, check_steps
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.recipes.formats import FORMATS, Format
+
+LARGEST_RANK = 128  # one tile of `down` holds every rank
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize_activation(
+    x: Tensor,
+    format: Format,
+    input_scale: Tensor | None = None,
+    *,
+    act: str | None = None,
+    beside: Tensor | None = None,
+    smooth: Tensor | None = None,
+    mean: Tensor | None = None,
+    hadamard: int = 0,
+    down: Tensor | None = None,
+    four_over_six: bool = False,
+    swizzled: bool = False,
+    tile: Tile,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h where `down` is.
+
+    act: what `activate` takes; the codes then are those of activate(x, act), to the byte. None for x itself.
+    beside: (M, D) of x's type, rows any distance apart: stands before x, or before act(x), and K counts its columns.
+    input_scale: fp32. For fp8 and int8 (M, 1), the scale of each row; for fp8_tensor () that of all; for nvfp4 () or
+    (M, 1), its global scale. By default they follow from the amax of each token, for fp8_tensor of all.
+    smooth, mean: (K,) fp32. hadamard: size of its blocks, 0 for none. down: (R, K) of x's type, of bfloat16 or float16
+    for float32 x, R at most 128: h (M, R) of that type is x · down^T, after act and before the other steps.
+    four_over_six: nvfp4 only. swizzled: block scales lie in the 128x4 layout of Blackwell's matrix units, a flat
+    tensor of `swizzled_size` elements, padded with zeros.
+    tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
+    Raises ValueError for input that the kernels do not take.
+    """
+    name = "quantize_activation"
+    m, k = _check_rows(name, x, format, act, beside)
+    check_steps(name, k, format, hadamard, four_over_six, swizzled)
+    shapes = _shapes(format, m, k, swizzled)
+    codes, scale = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in list(shapes.values())[:2])
+    global_scale = None
+    if format.two_level:
+        global_scale = x.new_empty(m, 1, dtype=torch.float32) if input_scale is None else input_scale
+    elif input_scale is not None:
+        if format.group_size:
+            raise ValueError(f"{name}: {format.name} takes its scales from each block; give no input_scale")
+        shape = () if format.block[0] == 0 else (m, 1)
+        check_tensor(f"{name}: input_scale", input_scale, shape, (torch.float32,), x.device)
+        scale = input_scale.reshape(scale.shape)
+    h = None if down is None else down.new_empty(m, down.shape[0])
+    out = QuantizedTensor(codes, scale, global_scale, (m, k), format)
+    quantize_into(
+        out,
+        x,
+        act=act,
+        beside=beside,
+        scale_given=input_scale is not None,
+        smooth=smooth,
+        mean=mean,
+        hadamard=hadamard,
+        down=down,
+        h=h,
+        four_over_six=four_over_six,
+        swizzled=swizzled,
+        tile=tile,
+    )
+    return out, h
+
+
+def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> Tensor:
+    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round; written to `out` if given.
+
+    x is (M, K) for gelu and gelu_tanh, and (M, 2K) for silu_mul, silu(first half) · second half, and for mul_silu,
+    first half · silu(second half).
+    """
+    m, k = _check_rows("activate", x, None, act)
+    if out is None:
+        out = x.new_empty(m, k)
+    check_tensor("activate: out", out, (m, k), (x.dtype,), x.device)
+    check_device("activate", x.device)
+    grid = (cdiv(m, tile.rows), cdiv(k, tile.columns))
+    activate_kernel[grid](
+        x, out, m, k, x.stride(0), ACT=act, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, **EXACT
+    )
+    return out
+
+
+def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None, beside: Tensor | None = None) -> str:
+    """What kernels/tuned calls the tile for these arguments: whole rows and matrix products want other tiles."""
+    return _tuned_name(format, down is not None, beside is not None, format.two_level and input_scale is None)
+
+
+def _tuned_name(format: Format, down: bool, beside: bool, own_global: bool) -> str:
+    return "down " * down + format.name + "-beside" * beside + " own global" * own_global
+
+
+def quantize_into(
+    out: QuantizedTensor,
+    x: Tensor,
+    *,
+    act: str | None = None,
+    beside: Tensor | None = None,
+    scale_given: bool = False,
+    smooth: Tensor | None = None,
+    mean: Tensor | None = None,
+    hadamard: int = 0,
+    down: Tensor | None = None,
+    h: Tensor | None = None,
+    four_over_six: bool = False,
+    swizzled: bool = False,
+    tile: Tile,
+) -> None:
+    """Quantize x, or act(x), into the tensors of `out`, and its product with down^T into h (M, R), all contiguous.
+
+    scale_given: `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
+    swizzled: `out.scale` then is flat, of `swizzled_size` elements.
+    The others are as `quantize_activation` takes them; it raises the same errors.
+    """
+    name = "quantize_activation"
+    row = out.format
+    group = row.group_size
+    m, k = _check_rows(name, x, row, act, beside)
+    check_steps(name, k, row, hadamard, four_over_six, swizzled)
+    _check_output(name, out, x, (m, k), scale_given, swizzled)
+    for what, vector in (("smooth", smooth), ("mean", mean)):
+        if vector is not None:
+            check_tensor(f"{name}: {what}", vector, (k,), (torch.float32,), x.device)
+    rank = _check_down(name, x, (m, k), down, h)
+    _check_tile(name, tile, row, hadamard, rank, swizzled)
+    check_device(name, x.device)
+    tiles = cdiv(k, tile.columns)
+    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
+    what = {"ACT": act or "", "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
+    options = {"num_warps": tile.warps} | EXACT
+    programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
+    block_r = {"BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
+    if not group:
+        amax = None
+        if row.block[0] == 0 and not scale_given:
+            amax = torch.zeros((), dtype=torch.int32, device=x.device)
+            tensor_amax_kernel[(programs,)](
+                x, beside, smooth, mean, amax, m, k, d, x.stride(0), stride_beside, **what, **size, **options
+            )
+        quantize_rows_kernel[(programs,)](
+            x,
+            beside,
+            smooth,
+            mean,
+            down,
+            as_bytes(out.codes),
+            out.scale,
+            amax,
+            h,
+            m,
+            k,
+            d,
+            rank,
+            x.stride(0),
+            stride_beside,
+            row.block[0],
+            **what,
+            ELEMENT=row.element.name,
+            LARGEST=row.element.max,
+            SCALE_GIVEN=scale_given,
+            **size,
+            **block_r,
+            **options,
+        )
+        return
+    # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
+    own_global = row.two_level and not scale_given
+    per_token = out.global_scale is not None and out.global_scale.ndim == 2
+    quantize_blocks_kernel[(programs, 1 if own_global or rank else tiles)](
+        x,
+        beside,
+        smooth,
+        mean,
+        down,
+        as_bytes(out.codes),
+        as_bytes(out.scale),
+        out.global_scale,
+        h,
+        m,
+        k,
+        d,
+        rank,
+        x.stride(0),
+        stride_beside,
+        int(per_token),
+        **what,
+        FORMAT=row.name,
+        GROUP=group,
+        OWN_GLOBAL=own_global,
+        FOUR_OVER_SIX=four_over_six,
+        SWIZZLED=swizzled,
+        **size,
+        **block_r,
+        **options,
+    )
+
+
+def _check_rows(
+    name: str, x: Tensor, format: Format | None, act: str | None, beside: Tensor | None = None
+) -> tuple[int, int]:
+    """(M, K) of x, or of act(x), with what stands beside it."""
+    if act is not None and act not in ACTS:
+        raise ValueError(f"{name}: act is {act!r}, expected one of {', '.join(ACTS)}")
+    if x.ndim != 2 or x.dtype not in _FLOATS:
+        raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, K) of bfloat16, float16 or float32")
+    m, k = x.shape
+    if 0 in (m, k):
+        raise ValueError(f"{name}: x {(m, k)} is empty, so there is nothing to launch; return an empty result")
+    if k > 1 and x.stride(1) != 1:
+        raise ValueError(f"{name}: x has strides {x.stride()}, expected rows of adjacent elements: pass .contiguous()")
+    if act in GATED and k % 2:
+        raise ValueError(f"{name}: x {(m, k)} has no two halves, expected (M, 2K) for {act}")
+    k //= 2 if act in GATED else 1
+    if beside is not None:
+        check_beside(name, beside, x)
+        if beside.device != x.device:
+            raise ValueError(f"{name}: beside is on {beside.device}, x on {x.device}: move it")
+        if beside.shape[1] > 1 and beside.stride(1) != 1:
+            raise ValueError(f"{name}: beside has strides {beside.stride()}, expected rows of adjacent elements")
+        k += beside.shape[1]
+    if format is not None:
+        format.check_shape(m, k, f"{name}: x")
+    return m, k
+
+
+def _check_down(name: str, x: Tensor, shape: tuple[int, int], down: Tensor | None, h: Tensor | None) -> int:
+    """The rank of `down`, 0 for none."""
+    if down is None:
+        if h is not None:
+            raise ValueError(f"{name}: h is given but `down` is not: give both or neither")
+        return 0
+    rank = down.shape[0] if down.ndim == 2 else 0
+    if not 1 <= rank <= LARGEST_RANK:
+        raise ValueError(
+            f"{name}: down is {(*down.shape,)}, expected (R, K) with R from 1 to {LARGEST_RANK}: "
+            "multiply by a larger one in a pass of its own"
+        )
+    dtypes = _FLOATS[:2] if x.dtype == torch.float32 else (x.dtype,)
+    check_tensor(f"{name}: down", down, (rank, shape[1]), dtypes, x.device)
+    if h is None:
+        raise ValueError(f"{name}: `down` is given but no h to write to: give both or neither")
+    check_tensor(f"{name}: h", h, (shape[0], rank), (down.dtype,), x.device)
+    return rank
+
+
+def _check_tile(name: str, tile: Tile, format: Format, hadamard: int, rank: int, swizzled: bool) -> None:
+    check_tile(name, tile, format)
+    if hadamard and tile.columns % hadamard:
+        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of hadamard {hadamard}")
+    if swizzled and tile.columns % (4 * format.group_size):
+        raise ValueError(
+            f"{name}: tile.columns is {tile.columns}, expected a multiple of {4 * format.group_size}: "
+            "swizzled scales are padded to 4 groups"
+        )
+    if rank and tile.rows < 16:
+        raise ValueError(f"{name}: tile.rows is {tile.rows}, expected at least 16 for a product with `down`")
+
+
+def _shapes(format: Format, m: int, k: int, swizzled: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    shapes = stored_shapes(format, m, k)
+    if swizzled:
+        shapes["weight_scale"] = (swizzled_size(m, k // format.group_size),), shapes["weight_scale"][1]
+    return shapes
+
+
+def _check_output(
+    name: str, out: QuantizedTensor, x: Tensor, shape: tuple[int, int], scale_given: bool, swizzled: bool
+) -> None:
+    row = out.format
+    if out.shape != shape:
+        raise ValueError(f"{name}: out is for a matrix {out.shape}, x is {shape}")
+    if scale_given and row.scale == "e8m0":
+        raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
+    names = {"weight": "codes", "weight_scale": "scale", "weight_scale_2": "global scale"}
+    tensors = out.tensors()
+    for part, (expected, dtype) in _shapes(row, *shape, swizzled).items():
+        if part not in tensors:
+            raise ValueError(f"{name}: {row.name} needs a global scale, out has none")
+        if part == "weight_scale_2" and not (scale_given and tensors[part].ndim == 0):
+            expected = (shape[0], 1)
+        check_tensor(f"{name}: {names[part]}", tensors[part], expected, (dtype,), x.device)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,  # (M, K - D), or twice as wide for activations of two halves
+    beside,  # (M, D) or None
+    smooth,  # (K,) fp32 or None
+    mean,  # (K,) fp32 or None
+    down,  # (R, K) or None
+    codes,  # (M, K) bytes
+    scale,  # (M,) fp32, or () for the tensor
+    amax,  # () int32 bits of the tensor's amax, or None
+    h,  # (M, R) or None
+    M,
+    K,
+    D,
+    R,
+    stride_x,  # between rows
+    stride_beside,
+    stride_scale,  # 1, or 0 where all rows share a scale
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SCALE_GIVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """code = RNE(v / s), s = amax / LARGEST; reads x, writes codes, scale (or reads it, if given) and h."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    OWN_AMAX: tl.constexpr = amax is None and not SCALE_GIVEN  # pyright: ignore[reportAssignmentType]
+    if SCALE_GIVEN:
+        step = tl.load(scale + rows * stride_scale, mask=rows < M, other=1.0)  # (ROWS,)
+    elif amax is not None:
+        step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
+    else:
+        bits, product = scan_rows(
+            x,
+            beside,
+            smooth,
+            mean,
+            down,
+            rows,
+            M,
+            K,
+            D,
+            R,
+            stride_x,
+            stride_beside,
+            ACT,
+            HADAMARD,
+            TILES,
+            ROWS,
+            COLUMNS,
+            BLOCK_R,
+        )
+        step = row_step(bits, LARGEST)
+    if not OWN_AMAX:
+        product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    for tile in range(TILES):
+        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        if down is not None and not OWN_AMAX:
+            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = computed_once(values, HADAMARD)
+        quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, COLUMNS)
+    if not SCALE_GIVEN:
+        # Last: a store between the two loads of x would keep the compiler from reading x once.
+        tl.store(scale + rows * stride_scale, step, mask=rows < M)
+    if down is not None:
+        store_product(product, h, rows, M, R, BLOCK_R)
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    x,  # (M, K - D), or twice as wide for activations of two halves
+    beside,  # (M, D) or None
+    smooth,  # (K,) fp32 or None
+    mean,  # (K,) fp32 or None
+    down,  # (R, K) or None
+    codes,  # (M, K) bytes, or (M, K/2) with two codes to a byte
+    scale,  # (M, G) bytes, or the 128x4 layout
+    global_scale,  # () or (M, 1) fp32, for nvfp4
+    h,  # (M, R) or None
+    M,
+    K,
+    D,
+    R,
+    stride_x,  # between rows
+    stride_beside,
+    stride_global,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    OWN_GLOBAL: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """code = RNE(v / step), one step for each GROUP of a row; reads x, writes codes, scale and h.
+
+    OWN_GLOBAL: also writes global_scale, from the amax of each row. With it or `down`, one program takes whole rows.
+    """
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    g = tl.full((ROWS,), 1.0, tl.float32)
+    product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    if OWN_GLOBAL:
+        bits, product = scan_rows(
+            x,
+            beside,
+            smooth,
+            mean,
+            down,
+            rows,
+            M,
+            K,
+            D,
+            R,
+            stride_x,
+            stride_beside,
+            ACT,
+            HADAMARD,
+            TILES,
+            ROWS,
+            COLUMNS,
+            BLOCK_R,
+        )
+        g = row_global(bits, FOUR_OVER_SIX)
+    elif FORMAT == "nvfp4":
+        g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
+    for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
+        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        if down is not None and not OWN_GLOBAL:
+            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = computed_once(values, HADAMARD)
+        quantize_blocks_tile(
+            values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
+        )
+    if OWN_GLOBAL:
+        tl.store(global_scale + rows, g, mask=rows < M)
+    if down is not None:
+        store_product(product, h, rows, M, R, BLOCK_R)
+
+
+@triton.jit
+def tensor_amax_kernel(
+    x,  # (M, K - D), or twice as wide for activations of two halves
+    beside,  # (M, D) or None
+    smooth,  # (K,) fp32 or None
+    mean,  # (K,) fp32 or None
+    amax,  # () int32, zero before the launch
+    M,
+    K,
+    D,
+    stride_x,
+    stride_beside,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """amax = bits of the largest |v| of all rows. A maximum of integers is the same in every order of its programs."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    bits, _ = scan_rows(
+        x,
+        beside,
+        smooth,
+        mean,
+        None,
+        rows,
+        M,
+        K,
+        D,
+        0,
+        stride_x,
+        stride_beside,
+        ACT,
+        HADAMARD,
+        TILES,
+        ROWS,
+        COLUMNS,
+        1,
+    )
+    tl.atomic_max(amax, tl.max(tl.where(rows < M, bits, 0), 0))
+
+
+@triton.jit
+def activate_kernel(
+    x,  # (M, K), or (M, 2K) for activations of two halves
+    y,  # (M, K)
+    M,
+    K,
+    stride_x,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y = act(x): reads x, writes y."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    value = load_tile(x, None, rows, tl.program_id(1), M, K, 0, stride_x, 0, ACT, COLUMNS)
+    tl.store(y + rows[:, None] * K + columns[None, :], value, mask=mask)
+
+
+@triton.jit
+def scan_rows(
+    x,
+    beside,
+    smooth,
+    mean,
+    down,
+    rows,
+    M,
+    K,
+    D,
+    R,
+    stride_x,
+    stride_beside,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
+    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    for tile in range(TILES):
+        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        if down is not None:
+            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = computed_once(values, HADAMARD)
+        largest = tl.maximum(largest, magnitude_bits(values))
+    return tl.max(largest, 1), product
+
+
+@triton.jit
+def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile'th COLUMNS columns of a: of x, or of act(x) rounded as a layer of its own rounds; zeros beyond M and K.
+
+    Of columns before D they are those of `beside`, if there is one.
+    """
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    if beside is None:
+        mask, place, other_half = inside, x + rows[:, None] * stride_x + columns[None, :], K
+    else:
+        mask = inside & (columns >= D)[None, :]
+        place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
+    taken = tl.load(place, mask=mask, other=0.0)
+    if ACT == "gelu_tanh":
+        taken = gelu_tanh(taken.to(tl.float32)).to(taken.dtype)
+    elif ACT == "gelu":
+        taken = gelu(taken.to(tl.float32)).to(taken.dtype)
+    elif ACT == "silu_mul":
+        other = tl.load(place + other_half, mask=mask, other=0.0)
+        taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)
+    elif ACT == "mul_silu":
+        other = tl.load(place + other_half, mask=mask, other=0.0)
+        taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))
+    if beside is not None:
+        first = (columns < D)[None, :]
+        left = tl.load(beside + rows[:, None] * stride_beside + columns[None, :], mask=inside & first, other=0.0)
+        taken = tl.where(first, left, taken)
+    return taken
+
+
+@triton.jit
+def gelu(v):
+    """v · (1 + erf(v / √2)) / 2."""
+    return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+
+
+@triton.jit
+def silu(v):
+    """v / (1 + e^-v)."""
+    return tl.div_rn(v, 1.0 + tl.exp(-v))
+
+
+@triton.jit
+def product_of(a, b):
+    """a · b, rounded once to their type."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def add_down(product, taken, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """product (ROWS, BLOCK_R) += x · down^T over the tile'th COLUMNS columns, in down's type with fp32 sums."""
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, BLOCK_R)
+    mask = (ranks < R)[:, None] & (columns < K)[None, :]
+    weights = tl.load(down + ranks[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0)
+    return tl.dot(taken.to(weights.dtype), weights.T, product)
+
+
+@triton.jit
+def store_product(product, h, rows, M, R, BLOCK_R: tl.constexpr):
+    """h[rows] = product (ROWS, BLOCK_R), rounded to h's type."""
+    ranks = tl.arange(0, BLOCK_R)
+    mask = (rows < M)[:, None] & (ranks < R)[None, :]
+    tl.store(h + rows[:, None] * R + ranks[None, :], product.to(h.dtype.element_ty), mask=mask)
+
+
+_TYPES = {
+    **dict.fromkeys(("x", "beside", "y", "down", "h"), "*bf16"),
+    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
+    **dict.fromkeys(("K", "D", "R", "stride_x", "stride_beside"), "i32:16"),
+    **dict.fromkeys(("M", "stride_scale", "stride_global"), "i32"),
+    "amax": "*i32",
+}
+_NO_DOWN = {"down": None, "h": None, "BLOCK_R": 1}
+_PLAIN = {"beside": None, "smooth": None, "mean": None, "ACT": "", "HADAMARD": 0} | _NO_DOWN
+_FUSED = {"beside": None, "ACT": "gelu_tanh", "HADAMARD": 7} | _NO_DOWN
+_DOWN = {"beside": None, "ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
+_BESIDE = {"ACT": "silu_mul", "HADAMARD": 7} | _NO_DOWN
+_BESIDE_DOWN = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
+
+
+def _row_cells(name: str, what: str = "", tiles: int = 1, **constants: Any) -> list[Cell]:
+    """Rows of an 8-bit format, of so many tiles each."""
+    row = FORMATS[name]
+    types = {"codes": "*i8" if row.element.name == "int8" else "*u8", "scale": "*fp32"}
+    held = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
+    if row.block[0]:
+        held |= {"amax": None, "stride_scale": 1}
+    return _cells(quantize_rows_kernel, name, what, types, held | constants)
+
+
+def _block_cells(name: str, what: str = "", **constants: Any) -> list[Cell]:
+    """Blocks, of which nvfp4's are swizzled; constants: what differs from tiles that stand alone."""
+    row = FORMATS[name]
+    held = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
+    held |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
+    if not row.two_level:
+        held |= {"global_scale": None, "stride_global": 0}
+    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, held | constants)
+
+
+def _cells(kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any]) -> list[Cell]:
+    """A cell for each tile of kernels/tuned; `what` tells it from other cells of the format."""
+    down, beside = constants.get("BLOCK_R", 1) > 1, "beside" in kernel.arg_names and "beside" not in constants
+    tuned = name
+    if name in FORMATS:
+        tuned = _tuned_name(FORMATS[name], down, beside, constants.get("OWN_GLOBAL", False))
+    constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
+    types = {argument: kind for argument, kind in (_TYPES | types).items() if argument in kernel.arg_names}
+    return [
+        Cell(
+            kernel,
+            tuned + what,
+            {argument: kind for argument, kind in types.items() if argument not in constants},
+            constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+            {"num_warps": tile.warps} | EXACT,
+            max_registers=MAX_REGISTERS,
+            tensor_core="bf16" if down else None,
+            targets=chips,
+        )
+        for tile, chips in distinct_tiles("quantize_activation", tuned).items()
+        if isinstance(tile, Tile)
+    ]
+
+
+CELLS = (
+    *_row_cells("int8", **_PLAIN),
+    *_row_cells("int8", " fused", 4, **_FUSED),
+    *_row_cells("int8", "", 24, **_DOWN),
+    *_row_cells("fp8", **_PLAIN),
+    *_row_cells("fp8_tensor", "", 4, **_FUSED),
+    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _FUSED | {"TILES": 4}),
+    *_block_cells("mxfp8", **_PLAIN),
+    *_block_cells("mxfp4", **_FUSED),
+    *_block_cells("nvfp4", **_PLAIN),
+    *_block_cells("nvfp4", " fused", **_FUSED, FOUR_OVER_SIX=True),
+    *_block_cells("nvfp4", "", **_FUSED, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
+    *_block_cells("nvfp4", "", **_DOWN, FOUR_OVER_SIX=True, TILES=24),
+    *_block_cells("nvfp4", "", **_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=24),
+    *(cell for name in ("int8", "fp8", "fp8_tensor") for cell in _row_cells(name, "", 4, **_BESIDE)),
+    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _BESIDE | {"TILES": 4}),
+    *(cell for name in ("mxfp8", "mxfp4") for cell in _block_cells(name, **_BESIDE, SWIZZLED=True)),
+    *_block_cells("nvfp4", **_BESIDE, FOUR_OVER_SIX=True),
+    *_block_cells("nvfp4", **_BESIDE, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
+    *_row_cells("int8", "", 120, **_BESIDE_DOWN),
+    *_block_cells("nvfp4", **_BESIDE_DOWN, FOUR_OVER_SIX=True, TILES=120),
+    *_block_cells("nvfp4", **_BESIDE_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=120),
+    *_cells(activate_kernel, "16bit", "", {}, {"ACT": "silu_mul"}),
+)

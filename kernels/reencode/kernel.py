@@ -1,0 +1,159 @@
+"""Stored weights to 8-bit rows on the GPU, byte for byte what `reencode` in kernels/reencode/op.py computes.
+
+    r    = amax(row) / largest
+    m    = bfloat16(multiplier · (1 / r))
+    w8   = RNE(code · m)
+
+Two passes over the codes of a few rows in one launch: the first finds the amax of the decoded values, the second
+encodes. `eight_bit_multiplier` is the middle line; w4a8_matmul.py computes the same bytes with it in its main loop.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.codes import amax_scale, encode, magnitude_bits, nan_unless_finite
+from fluxq.kernels.dequantize.kernel import (
+    MAX_REGISTERS,
+    as_bytes,
+    check_stored,
+    check_tile,
+    load_codes,
+    load_scales,
+    stored_arguments,
+    times_groups,
+)
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
+from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.recipes.formats import FORMATS
+
+TARGETS = ("int8", "fp8")
+
+
+def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """w (N, K) in "int8" or "fp8" with a scale per row, written into the tensors of `out` if that is given.
+
+    tile: its columns a multiple of w's group. Raises ValueError for what does not fit.
+    """
+    if format not in TARGETS:
+        raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
+    target, (n, k), device = FORMATS[format], w.shape, w.codes.device
+    check_stored(w, "reencode: w")
+    check_tile("reencode", tile, w.format)
+    (codes_shape, codes_dtype), (scale_shape, scale_dtype) = stored_shapes(target, n, k).values()
+    if out is None:
+        codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
+        out = QuantizedTensor(codes, torch.empty(scale_shape, dtype=scale_dtype, device=device), None, (n, k), target)
+    check_tensor("reencode: out codes", out.codes, codes_shape, (codes_dtype,), device)
+    check_tensor("reencode: out scale", out.scale, scale_shape, (scale_dtype,), device)
+    check_device("reencode", device)
+    group = w.format.group_size
+    reencode_kernel[(cdiv(n, tile.rows),)](
+        as_bytes(w.codes),
+        as_bytes(w.scale),
+        w.global_scale,
+        as_bytes(out.codes),
+        out.scale,
+        n,
+        k,
+        0 if w.scale.ndim == 0 else k // group if group else 1,
+        int(w.global_scale is not None and w.global_scale.ndim == 2),
+        ELEMENT=w.format.element.name,
+        SCALE=w.format.scale,
+        GROUP=group,
+        TWO_LEVEL=w.format.two_level,
+        TARGET=target.element.name,
+        LARGEST=target.element.max,
+        TILES=cdiv(k, tile.columns),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+        **EXACT,
+    )
+    return out
+
+
+@triton.jit
+def reencode_kernel(
+    codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
+    scale,  # (N, G), (N,) or ()
+    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    row_codes,  # (N, K) bytes
+    row_scale,  # (N,) fp32
+    N,
+    K,
+    stride_scale,  # between rows; 0 where they share a scale
+    stride_global,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 is the whole row
+    TWO_LEVEL: tl.constexpr,
+    TARGET: tl.constexpr,  # element of row_codes
+    LARGEST: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """row_scale = amax / LARGEST, row_codes = RNE(codes · m); reads codes and scales twice, writes each output once."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row_mask = rows < N
+    g = tl.full((ROWS,), 1.0, tl.float32)
+    if TWO_LEVEL:
+        g = tl.load(global_scale + rows * stride_global, mask=row_mask, other=1.0)
+    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for tile in range(TILES):
+        multiplier = load_scales(scale, rows, row_mask, tile, K, stride_scale, SCALE, GROUP, COLUMNS) * g[:, None]
+        value = load_codes(codes, rows, row_mask, tile, K, ELEMENT, ROWS, COLUMNS)
+        largest = tl.maximum(largest, magnitude_bits(times_groups(value, multiplier, GROUP, ROWS, COLUMNS)))
+    amax = tl.max(largest, 1)
+    step = nan_unless_finite(amax, amax_scale(amax, LARGEST))
+    inverse = tl.div_rn(1.0, step)
+    for tile in range(TILES):
+        multiplier = load_scales(scale, rows, row_mask, tile, K, stride_scale, SCALE, GROUP, COLUMNS) * g[:, None]
+        value = load_codes(codes, rows, row_mask, tile, K, ELEMENT, ROWS, COLUMNS)
+        value = times_groups(value, eight_bit_multiplier(multiplier, inverse[:, None]), GROUP, ROWS, COLUMNS)
+        code = encode(tl.where(value == value, value, 0.0), TARGET)
+        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+        mask = row_mask[:, None] & (columns < K)[None, :]
+        pointers = row_codes + rows[:, None] * K + columns[None, :]
+        tl.store(pointers, code.to(row_codes.dtype.element_ty), mask=mask)
+    tl.store(row_scale + rows, step, mask=row_mask)
+
+
+@triton.jit
+def eight_bit_multiplier(multiplier, inverse):
+    """What codes are multiplied with to become 8-bit ones: so few bits that the product is exact; 0 for NaN."""
+    m = (multiplier * inverse).to(tl.bfloat16).to(tl.float32)
+    return tl.where(m == m, m, 0.0)
+
+
+def _cell(pair: str, tile: Tile, chips: tuple[str, ...]) -> Cell:
+    """ "nvfp4-int8": weights in nvfp4 to int8 rows."""
+    source, target = (FORMATS[name] for name in pair.split("-"))
+    arguments, constants = stored_arguments(source)
+    arguments |= {"row_codes": "*i8" if target.name == "int8" else "*u8", "row_scale": "*fp32"}
+    constants |= {"TARGET": target.element.name, "LARGEST": target.element.max}
+    return Cell(
+        reencode_kernel,
+        pair,
+        arguments | {"N": "i32", "K": "i32:16"},
+        constants | {"TILES": 6, "ROWS": tile.rows, "COLUMNS": tile.columns},
+        {"num_warps": tile.warps} | EXACT,
+        max_registers=MAX_REGISTERS,
+        targets=chips,
+    )
+
+
+CELLS = tuple(
+    _cell(f"{source}-{target}", tile, chips)
+    for source in ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4")
+    for target in TARGETS
+    for tile, chips in distinct_tiles("reencode", f"{source}-{target}").items()
+)

@@ -1,0 +1,138 @@
+"""Stored weights as 8-bit rows, for chips whose matrix units do not know the stored format.
+
+    r    = amax(row) / largest                    the scale of a row, int8 or fp8
+    m    = bfloat16(multiplier · (1 / r))         one for each group; multiplier is its scale, the global one included
+    w8   = RNE(code · m)                          so that w ≈ code · multiplier ≈ w8 · r
+
+`m` has few enough bits for code · m to be exact, in fp32 and in 16 bit. So w8 is rounded once, and every way to compute
+it, ahead or inside a matmul, with or without fused multiply-adds, gives the same byte. What rounding `m` costs, at most
+2^-8 of a weight, is small beside w8's own step; `added_error` measures both.
+
+Where a layer rotates or deflates its input, or has a low-rank branch beside it, all that is put into its weight first:
+`QuantLinear.merged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fluxq.kernels import encode
+from fluxq.kernels.device import launches_on_gpu
+from fluxq.kernels.tensor import QuantizedTensor, check_block_scales, stored_shapes, swizzle_scales, swizzled_size
+from fluxq.recipes.formats import FORMATS, Format, find_format
+
+TARGETS = ("int8", "fp8")
+
+
+def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -> QuantizedTensor:
+    """w (N, K) in "int8" or "fp8" with a scale per row.
+
+    row_scale (N,) fp32: what `row_scales` gives for w, if it is known already. A row that holds NaN or infinity gets
+    scale NaN, so that it decodes to NaN throughout.
+    """
+    target = _target(format)
+    scale = row_scales(w, format) if row_scale is None else row_scale
+    n, k = w.shape
+    if scale.dtype != torch.float32 or scale.shape != (n,):
+        raise ValueError(f"reencode: row_scale is {scale.dtype} {(*scale.shape,)}, expected float32 ({n},)")
+    codes = encode.decode(encode.unpack(w.codes, w.format.element), w.format.element)
+    multiplier = encode.decode_scale(w.scale, w.format, w.global_scale)
+    if multiplier.ndim < 2:
+        multiplier = multiplier.reshape(-1, 1)  # a scale for each row, or one for all
+    m = (multiplier * (1 / scale)[:, None]).bfloat16().float()  # (N, G)
+    m = torch.where(m.isnan(), 0.0, m)
+    value = (codes.reshape(n, m.shape[1], -1) * m[:, :, None]).reshape(n, k)
+    value = torch.where(value.isnan(), 0.0, value)
+    return QuantizedTensor(encode.encode(value, target.element), scale, None, (n, k), target)
+
+
+def row_scales(w: QuantizedTensor, format: str) -> Tensor:
+    """The scale (N,) fp32 of each row of w in "int8" or "fp8": amax / largest, 1 for a row of zeros."""
+    return encode.block_scale(w.dequantize().unsqueeze(1), _target(format), None).squeeze(1)
+
+
+def added_error(w: QuantizedTensor | Tensor, target: QuantizedTensor) -> float:
+    """|target - w| / |w|, Frobenius norms: what re-encoding adds to the error that w has already; 0 for zeros."""
+    plain = _plain(w).double()
+    size = plain.norm().item()
+    return (target.dequantize().double() - plain).norm().item() / size if size else 0.0
+
+
+def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGETS) -> tuple[str, dict[str, float]]:
+    """The candidate that adds the least error to w, the first of equals, and what each adds.
+
+    w: as stored, or the plain matrix (N, K) that `QuantLinear.merged` gives.
+    """
+    if not candidates:
+        raise ValueError(f"choose_target: no candidates, expected some of {', '.join(TARGETS)}")
+    errors = {}
+    for name in candidates:
+        _target(name)
+        target = QuantizedTensor.quantize(w, name) if isinstance(w, Tensor) else reencode(w, name)
+        errors[name] = added_error(w, target)
+    return min(errors, key=lambda name: errors[name]), errors
+
+
+@torch.library.custom_op("fluxq::reencode", mutates_args=())
+def reencode_op(
+    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str
+) -> tuple[Tensor, Tensor]:
+    """Codes (N, K) and scales (N,) of `reencode`, for weight tensors stored as `source`."""
+    q = reencode(stored_matrix(w, w_scale, w_scale_2, source), target)
+    return q.codes, q.scale
+
+
+@reencode_op.register_fake
+def _(w, w_scale, w_scale_2, source, target):
+    n, k = stored_matrix(w, w_scale, w_scale_2, source).shape
+    stored = stored_shapes(_target(target), n, k).values()
+    codes, scale = (w.new_empty(shape, dtype=dtype) for shape, dtype in stored)
+    return codes, scale
+
+
+@torch.library.custom_op("fluxq::dequantize", mutates_args=())
+def dequantize_op(w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype) -> Tensor:
+    """The matrix (N, K) that weight tensors stored as `format` stand for."""
+    return stored_matrix(w, w_scale, w_scale_2, format).dequantize(dtype)
+
+
+@dequantize_op.register_fake
+def _(w, w_scale, w_scale_2, format, dtype):
+    return w.new_empty(stored_matrix(w, w_scale, w_scale_2, format).shape, dtype=dtype)
+
+
+@torch.library.custom_op("fluxq::swizzle_scales", mutates_args=())
+def swizzle_scales_op(scale: Tensor) -> Tensor:
+    """Block scales (rows, G), of one byte each, flat in the order that Blackwell's matrix units read."""
+    return swizzle_scales(scale)
+
+
+@swizzle_scales_op.register_fake
+def _(scale):
+    check_block_scales(scale)
+    return scale.new_empty(swizzled_size(*scale.shape))
+
+
+launches_on_gpu(reencode=reencode_op, dequantize=dequantize_op, swizzle_scales=swizzle_scales_op)
+
+
+def stored_matrix(w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str) -> QuantizedTensor:
+    """Weight tensors of an op as one matrix; 4-bit codes are two to a byte."""
+    row = find_format(format)
+    if row.two_level and w_scale_2 is None:
+        raise ValueError(f"{format} needs a global scale, w_scale_2 is None")
+    n, columns = w.shape
+    return QuantizedTensor(w, w_scale, w_scale_2, (n, columns * 8 // row.element.bits), row)
+
+
+def _target(format: str) -> Format:
+    if format not in TARGETS:
+        raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
+    return FORMATS[format]
+
+
+def _plain(w: QuantizedTensor | Tensor) -> Tensor:
+    return w.float() if isinstance(w, Tensor) else w.dequantize()

@@ -1,0 +1,307 @@
+"""int8 and fp8 codes multiplied on the GPU's matrix units, with scales, bias and what follows in one pass.
+
+    v = (float(xq · wq^T) · x_scale) · w_scale            int8 accumulates in int32, exactly; fp8 in fp32
+
+With a bias this is the reference in kernels/ops.py, operation by operation; for int8 the result is its bits. What
+follows is in epilogue.py.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device
+from fluxq.kernels.dequantize.kernel import check_stored
+from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
+
+
+def scaled_matmul(
+    x: QuantizedTensor,
+    w: QuantizedTensor,
+    *,
+    epilogue: Epilogue = NOTHING,
+    tile: MatmulTile,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x (M, K) times w (N, K), both int8 or both fp8; returns (M, N) of the epilogue's dtype.
+
+    Scales are one for each row or, for fp8, () for all. out (M, N): written instead of a new tensor. Raises ValueError
+    for operands that do not fit.
+    """
+    (m, k), n, device = x.shape, w.shape[0], x.codes.device
+    _check_operands(x, w)
+    if tile.unit_scales and (x.format.name == "int8" or tile.k % 32):
+        raise ValueError(
+            f"scaled_matmul: tile.unit_scales is for fp8 and k in multiples of 32, not for {x.format.name} at "
+            f"{tile.k}: take a tile without"
+        )
+    arguments = epilogue.arguments("scaled_matmul", m, n, device, out)
+    if tile.descriptors:
+        check_copyable("scaled_matmul", x=x.codes, w=w.codes)
+    check_device("scaled_matmul", device)
+    arguments |= {"x_scale": x.scale, "w_scale": w.scale, "M": m, "N": n, "K": k}
+    arguments |= {"stride_x_scale": min(x.scale.ndim, 1), "stride_w_scale": min(w.scale.ndim, 1)}
+    constants = {
+        "INTEGER": x.codes.dtype == torch.int8,
+        "ACC_SPLIT": tile.acc_split,
+        "UNIT_SCALES": tile.unit_scales,
+        "HALVES": tile.halves,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "GROUP_M": tile.group_m,
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
+    if tile.descriptors:
+        left = TensorDescriptor.from_tensor(x.codes, [tile.m, tile.k])
+        right = TensorDescriptor.from_tensor(w.codes, [tile.n, tile.k])
+        grid = (min(tiles, processors(device)),)
+        scaled_matmul_descriptors_kernel[grid](left, right, **arguments, **constants, **options)
+    else:
+        constants["EVEN_K"] = k % tile.k == 0
+        scaled_matmul_kernel[tiles,](x.codes, w.codes, **arguments, **constants, **options)
+    return arguments["y"]
+
+
+def check_copyable(name: str, **codes: Tensor) -> None:
+    """Raise ValueError unless the copy engine can fetch tiles of these matrices."""
+    for part, tensor in codes.items():
+        size = tensor.shape[1] * tensor.element_size()
+        if size % 16 or tensor.data_ptr() % 16:
+            raise ValueError(
+                f"{name}: {part} has rows of {size} bytes at address {tensor.data_ptr() % 16} modulo 16, expected "
+                "multiples of 16: take a tile without descriptors"
+            )
+
+
+def processors(device: torch.device) -> int:
+    """How many programs stay; on the interpreter a few, so that each takes several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
+    (m, k), name = x.shape, "scaled_matmul"
+    both = {x.format.name, w.format.name}
+    if both != {"int8"} and not both <= {"fp8", "fp8_tensor"}:
+        raise ValueError(
+            f"{name}: x is {x.format.name} and w {w.format.name}, expected both int8 or both fp8; "
+            "re-encode the weight, or dequantize both"
+        )
+    if m == 0:
+        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
+    if w.shape[1] != k:
+        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
+    if x.format.name == "int8" and k >= 2**17:
+        raise ValueError(
+            f"{name}: K is {k}, expected less than 131072, or int32 sums can overflow: split K, or use fp8"
+        )
+    check_stored(x, f"{name}: x")
+    check_stored(w, f"{name}: w")
+    if x.codes.device != w.codes.device:
+        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
+
+
+@triton.jit
+def scaled_matmul_kernel(
+    x,  # (M, K) int8 or fp8
+    w,  # (N, K)
+    x_scale,  # (M,) or () fp32
+    w_scale,  # (N,) or () fp32
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    M,
+    N,
+    K,
+    R,
+    tokens,  # of one image: rows that share a row of gate
+    stride_x_scale,  # 1, or 0 where rows share a scale
+    stride_w_scale,
+    INTEGER: tl.constexpr,
+    GELU: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One (BLOCK_M, BLOCK_N) tile of y = residual + gate · gelu((x · w^T) · x_scale · w_scale + bias + h · up^T)."""
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
+    x_rows = x + tl.minimum(rows, M - 1)[:, None] * K
+    w_rows = w + tl.minimum(columns, N - 1)[:, None] * K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
+    for start in range(0, K, BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            left = tl.load(x_rows + ks[None, :])  # (BLOCK_M, BLOCK_K)
+            right = tl.load(w_rows + ks[None, :])  # (BLOCK_N, BLOCK_K)
+        else:
+            left = tl.load(x_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
+            right = tl.load(w_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
+        acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+    finish_tile(
+        acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
+        bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_matmul_descriptors_kernel(
+    x,  # descriptor of (M, K) int8 or fp8, in blocks of (BLOCK_M, BLOCK_K)
+    w,  # descriptor of (N, K), in blocks of (BLOCK_N, BLOCK_K)
+    x_scale,  # (M,) or () fp32
+    w_scale,  # (N,) or () fp32
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    M,
+    N,
+    K,
+    R,
+    tokens,
+    stride_x_scale,
+    stride_w_scale,
+    INTEGER: tl.constexpr,
+    GELU: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """As scaled_matmul_kernel, for tiles that are num_programs apart; what lies past an edge is read as zeros."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
+        for start in range(0, K, BLOCK_K):
+            left = x.load([tile_m * BLOCK_M, start])
+            right = w.load([tile_n * BLOCK_N, start])
+            acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+        finish_tile(
+            acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
+            bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_product(
+    acc,  # (BLOCK_M, BLOCK_N)
+    left,  # (BLOCK_M, BLOCK_K)
+    right,  # (BLOCK_N, BLOCK_K)
+    INTEGER: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    UNIT_SCALES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + left · right^T"""
+    if INTEGER:
+        return tl.dot(left, right.T, acc, out_dtype=tl.int32)
+    elif UNIT_SCALES:
+        left_ones = tl.full((BLOCK_M, BLOCK_K // 32), 127, tl.uint8)  # E8M0 bytes
+        right_ones = tl.full((BLOCK_N, BLOCK_K // 32), 127, tl.uint8)
+        return tl.dot_scaled(left, left_ones, "e4m3", right.T, right_ones, "e4m3", acc)
+    elif ACC_SPLIT:
+        return tl.dot(left, right.T, acc, max_num_imprecise_acc=ACC_SPLIT)
+    else:
+        return tl.dot(left, right.T, acc)
+
+
+@triton.jit
+def finish_tile(
+    acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
+    bias, h, up, gate, residual, y, R, tokens,
+    GELU: tl.constexpr, BLOCK_R: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scale sums (BLOCK_M, BLOCK_N), where there are scales, and finish them, with HALVES first the left columns."""
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    PARTS: tl.constexpr = 2 if HALVES else 1
+    parts = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))) if HALVES else (acc,)
+    for part in tl.static_range(PARTS):
+        columns = (tile_n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)).to(tl.int64)
+        value = parts[part].to(tl.float32)
+        if x_scale is not None:
+            value = value * tl.load(x_scale + rows * stride_x_scale, mask=rows < M, other=0.0)[:, None]
+        if w_scale is not None:
+            value = value * tl.load(w_scale + columns * stride_w_scale, mask=columns < N, other=0.0)[None, :]
+        finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+
+
+@triton.jit
+def grouped_tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(tile_m, tile_n) of a program: down GROUP_M tiles of rows, then on to the next tile of columns."""
+    in_group = GROUP_M * tiles_n
+    first = program // in_group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + program % in_group % height, program % in_group // height
+
+
+def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: bool) -> Cell:
+    """8-bit codes with only a bias, or `fused` with everything that may follow at once."""
+    code = "i8" if format == "int8" else "fp8e4nv"
+    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
+    following, constants = cell_arguments(fused=fused)
+    constants |= {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "UNIT_SCALES": tile.unit_scales}
+    constants |= {"HALVES": tile.halves, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    constants |= {"GROUP_M": tile.group_m}
+    strides = ("stride_x_scale", "stride_w_scale")
+    if format == "fp8_tensor":
+        sizes |= dict.fromkeys(strides, "i32")
+    else:
+        constants |= dict.fromkeys(strides, 1)
+    if tile.descriptors:
+        kernel = scaled_matmul_descriptors_kernel
+        codes = {part: f"tensordesc<{code}[{rows}, {tile.k}]>" for part, rows in (("x", tile.m), ("w", tile.n))}
+    else:
+        kernel = scaled_matmul_kernel
+        codes = dict.fromkeys(("x", "w"), f"*{code}")
+        constants["EVEN_K"] = True
+    how = " descriptors" * tile.descriptors + f" split {tile.acc_split}" * bool(tile.acc_split)
+    return Cell(
+        kernel,
+        f"{format} {tile.m}x{tile.n}x{tile.k}" + how + " unit scales" * tile.unit_scales + " fused" * fused,
+        codes | {"x_scale": "*fp32", "w_scale": "*fp32"} | sizes | following,
+        constants,
+        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
+        tensor_core="int8" if format == "int8" else "mxfp8" if tile.unit_scales else "fp8",
+        targets=targets,
+    )
+
+
+CELLS = tuple(
+    _cell(name, tile, targets, fused=fused)
+    for name in ("int8", "fp8", "fp8_tensor")
+    for tile, targets in distinct_tiles("scaled_matmul", name).items()
+    # The hardest to fit is what matters; the plain one is compiled once for each large tile of a format's own codes.
+    for fused in ((False, True) if tile.m >= 128 and name != "fp8_tensor" else (True,))
+)

@@ -1,0 +1,325 @@
+"""QuantizedTensor: a matrix in a number format, as plain tensors.
+
+    w ≈ codes · scale                      one-level formats
+    w ≈ codes · (scale · global_scale)     nvfp4
+
+The arithmetic lives in encode.py, what a format is in recipes/formats.py; this file only joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.base import memory
+from fluxq.kernels import encode
+from fluxq.recipes.formats import Format, find_format
+
+_CACHED = 1 << 18  # elements that a core rounds at a time
+_AT_ONCE = 1 << 26  # elements that a GPU does
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A quantized matrix of `shape` (N, K); weights have output features as rows, activations tokens.
+
+    codes: as stored, (N, K) or (N, K/2) uint8 for 4-bit elements. scale: as stored, (N, G), (N,) for per-row
+    and () for per-tensor formats. global_scale: fp32, () or (N, 1), for two-level formats only.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    shape: tuple[int, int]
+    format: Format
+
+    @classmethod
+    def quantize(
+        cls,
+        w: Tensor,
+        format: str | Format,
+        *,
+        group_size: int | None = None,
+        global_scale: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
+        four_over_six: bool = False,
+        name: str = "weight",
+    ) -> QuantizedTensor:
+        """Round a finite matrix w (N, K), any float dtype, to the nearest codes.
+
+        global_scale: positive fp32 () or (N, 1); by default nvfp4 takes amax / (6 · 448) of the whole matrix.
+        tensor_scale: positive fp32 (), of a format with one scale; by default it follows from the amax.
+        four_over_six: its blocks choose between two scales, and its own global scale leaves room for the larger one.
+        name: what errors call the matrix. Raises ValueError for shapes that do not fit, NaN and infinity.
+        """
+        row = find_format(format) if isinstance(format, str) else format
+        if w.ndim != 2 or not w.is_floating_point():
+            raise ValueError(f"{name}: expected a floating-point matrix (N, K), got {w.dtype} {(*w.shape,)}")
+        row = row.with_group_size(group_size)
+        row.check_shape(w.shape[0], w.shape[1], name)
+        if global_scale is not None:
+            _check_global_scale(global_scale, row, w.shape[0], name)
+        if tensor_scale is not None and row.block != (0, 0):
+            raise ValueError(f"{name}: {row.name} has not one scale, but tensor_scale was given; leave it out")
+        done = quantize_blocks(w, row, global_scale, name, tensor_scale, four_over_six)
+        # Looked for in what came of it, which takes a hundredth of the time.
+        if not encode.all_finite(done.scale, row):
+            raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
+        return done
+
+    @classmethod
+    def empty(
+        cls, format: Format, n: int, k: int, global_scale: Tensor | None, device: torch.device
+    ) -> QuantizedTensor:
+        """Room for a matrix (n, k), for `put` to fill."""
+        shapes = stored_shapes(format, n, k)
+        codes, scale = (
+            memory.empty(shape, dtype, device) for shape, dtype in (shapes["weight"], shapes["weight_scale"])
+        )
+        return cls(codes, scale, global_scale, (n, k), format)
+
+    def put(self, part: QuantizedTensor, row: int = 0, column: int = 0) -> None:
+        """Take in what `part` holds, from that row and column on; its global scale must be the same."""
+        rows, bits = slice(row, row + part.shape[0]), self.format.element.bits
+        start = column * bits // 8
+        _bytes(self.codes)[rows, start : start + part.codes.shape[1]] = _bytes(part.codes)
+        if self.scale.ndim < 2:
+            self.scale[rows if self.scale.ndim else ...] = part.scale
+        else:
+            start = column // self.format.group_size
+            _bytes(self.scale)[rows, start : start + part.scale.shape[1]] = _bytes(part.scale)
+
+    def rows(self, start: int, stop: int, step: int = 1) -> QuantizedTensor:
+        """Rows of the matrix, which share its memory."""
+        taken = slice(start, stop, step)
+        scale, global_scale = self.scale, self.global_scale
+        if scale.ndim:
+            scale = scale[taken]
+        if global_scale is not None and global_scale.ndim:
+            global_scale = global_scale[taken]
+        codes = self.codes[taken]
+        return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """The matrix (N, K) that the codes stand for, computed in fp32 and cast once; `out` takes it, if given."""
+        n, k = self.shape
+        done = torch.empty(n, k, dtype=dtype, device=self.codes.device) if out is None else out
+        groups = encode.decode_scale(self.scale, self.format, self.global_scale)
+        groups = groups.expand(n, 1) if groups.ndim == 0 else groups.reshape(n, -1)  # (N, G)
+        pairs = encode.stored_pairs(self.format.element, self.codes.device)
+        for start, part in row_chunks(self.codes):
+            at = slice(start, start + part.shape[0])
+            values = encode.decode_stored(part, self.format.element, pairs).view(len(part), groups.shape[1], -1)
+            torch.mul(values, groups[at].unsqueeze(-1), out=done[at].view(values.shape))
+        return done
+
+    def operand(self) -> Tensor:
+        """`dequantize` in fp32, for one product: on a CPU in memory that is quick to have and not kept."""
+        return self.dequantize(out=memory.scratch(self.shape, torch.float32, self.codes.device))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of everything stored, over the number of weights."""
+        stored = sum(t.numel() * t.element_size() for t in self.tensors().values())
+        return 8 * stored / prod(self.shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors under the names that checkpoints use."""
+        named = {"weight": self.codes, "weight_scale": self.scale, "weight_scale_2": self.global_scale}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def quantize_blocks(
+    x: Tensor,
+    format: Format,
+    global_scale: Tensor | None,
+    name: str,
+    row_scale: Tensor | None = None,
+    four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
+) -> QuantizedTensor:
+    """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN.
+
+    row_scale fp32: the scale of each row (M, 1) of a per-row format, or of a per-tensor format (), where it must not
+    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales. steps: what is done first to
+    rows of x in fp32, in place; where a scale follows from all of x, it must have been done before.
+    """
+    how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
+    done = QuantizedTensor.empty(format, *x.shape, how.global_scale, x.device)
+    for start, scaled, scale in how.scaled_rows(x, steps):
+        codes = encode.encode(scaled, format.element, used_up=True).reshape(len(scaled), -1)
+        if format.group_size == 0:
+            scale = scale.reshape(()) if format.block[0] == 0 else scale.reshape(len(scaled))
+        shape = (len(scaled), x.shape[1])
+        codes = encode.pack(codes, format.element)
+        done.put(QuantizedTensor(codes, scale, how.global_of(start, len(scaled)), shape, format), start)
+    return done
+
+
+def round_blocks(
+    x: Tensor,
+    format: Format,
+    global_scale: Tensor | None,
+    name: str,
+    row_scale: Tensor | None = None,
+    four_over_six: bool = False,
+    steps: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """What `quantize_blocks` of the same decodes to, (M, K) in fp32, without storing the codes."""
+    how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
+    done = memory.scratch(x.shape, torch.float32, x.device)
+    for start, scaled, scale in how.scaled_rows(x, steps):
+        step = encode.decode_scale(scale, format, how.global_of(start, len(scaled))).unsqueeze(-1)
+        rounded = encode.decoded_codes(scaled, format.element)
+        torch.mul(rounded, step, out=done[start : start + len(scaled)].view(scaled.shape))
+    return done
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How a matrix is rounded: global_scale () or (M, 1) of two-level formats, row_scale where blocks do not say it."""
+
+    format: Format
+    global_scale: Tensor | None
+    row_scale: Tensor | None
+    four_over_six: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        format: Format,
+        global_scale: Tensor | None,
+        name: str,
+        row_scale: Tensor | None,
+        four_over_six: bool,
+    ) -> _Rounding:
+        """With the scales that follow from all of x (M, K); ValueError for what does not fit the format."""
+        format.check_shape(*x.shape, name)
+        if row_scale is not None and format.group_size:
+            raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
+        if format.two_level and global_scale is None:
+            global_scale = encode.global_scale_for(largest(x), format, four_over_six)
+        if row_scale is None and format.block[0] == 0:
+            row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
+        return cls(format, global_scale, row_scale, four_over_six)
+
+    def scaled_rows(self, x: Tensor, steps: Callable[[Tensor], object] | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of some rows at a time.
+
+        Scales that blocks do not say are (rows, 1), or (1, 1) for all.
+        """
+        wide = None
+        for start, part in row_chunks(x.detach()):
+            rows, k = part.shape
+            wide = torch.empty(part.shape, device=x.device, dtype=torch.float32) if wide is None else wide[:rows]
+            wide.copy_(part)
+            if steps is not None:
+                steps(wide)
+            blocks = wide.view(rows, -1, self.format.group_size or k)
+            own = self.global_of(start, rows)
+            scale = self._scale(blocks, start, own)
+            step = encode.decode_scale(scale, self.format, own)
+            yield start, blocks.div_(step.unsqueeze(-1)), scale
+
+    def global_of(self, start: int, rows: int) -> Tensor | None:
+        """Of these rows."""
+        shared = self.global_scale is None or self.global_scale.ndim == 0
+        return self.global_scale if shared else self.global_scale[start : start + rows]
+
+    def _scale(self, blocks: Tensor, start: int, global_scale: Tensor | None) -> Tensor:
+        if self.row_scale is not None:
+            shared = self.row_scale.numel() == 1
+            return (self.row_scale if shared else self.row_scale[start : start + len(blocks)]).reshape(-1, 1)
+        scale = encode.block_scale(blocks, self.format, global_scale)
+        if self.four_over_six and global_scale is not None:
+            scale = encode.four_over_six(blocks, scale, self.format, global_scale)
+        return scale
+
+
+def largest(x: Tensor) -> Tensor:
+    """max |x| () in fp32: NaN where x holds NaN, infinite where it does or fp32 overflows."""
+    ends = torch.stack([end for _, part in row_chunks(x) for end in torch.aminmax(part)])
+    return ends.abs().amax().float()
+
+
+def row_chunks(x: Tensor, cached: int = _CACHED) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps.
+
+    cached: elements for each core.
+    """
+    each = cached * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
+    rows = max(1, each // x.shape[1])
+    return ((start, x[start : start + rows]) for start in range(0, x.shape[0], rows))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _check_global_scale(global_scale: Tensor, format: Format, rows: int, name: str) -> None:
+    if not format.two_level:
+        raise ValueError(f"{name}: {format.name} has no global scale, but one was given; leave it out")
+    fits = global_scale.dtype == torch.float32 and global_scale.shape in ((), (rows, 1))
+    if not fits or not torch.isfinite(global_scale).all() or not (global_scale > 0).all():
+        raise ValueError(
+            f"{name}: global_scale must be positive, finite float32, () or ({rows}, 1); "
+            f"got {global_scale.dtype} {tuple(global_scale.shape)}"
+        )
+
+
+def stored_shapes(format: Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every stored tensor of an (n, k) weight, by checkpoint name."""
+    rows, group = format.block
+    scale_shape = () if rows == 0 else (n, k // group) if group else (n,)
+    columns = k * format.element.bits // 8
+    stored = {
+        "weight": ((n, columns), getattr(torch, format.element.storage)),
+        "weight_scale": (scale_shape, encode.SCALE_DTYPES[format.scale]),
+    }
+    if format.two_level:
+        stored["weight_scale_2"] = ((), torch.float32)
+    return stored
+
+
+def swizzle_scales(scale: Tensor) -> Tensor:
+    """Block scales (rows, G), of one byte each, in the order that Blackwell's matrix units read; flat, padded with 0.
+
+    Tiles of 128 rows and 4 groups follow one another, each as 32 lines of 4 quarters (rows 32 apart) of 4 groups.
+    """
+    check_block_scales(scale)
+    rows, groups = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
+    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+
+
+def check_block_scales(scale: Tensor) -> None:
+    """Raise ValueError for what `swizzle_scales` would take for block scales and are none."""
+    if scale.ndim != 2 or scale.element_size() != 1:
+        raise ValueError(
+            f"swizzle_scales: scale is {scale.dtype} {(*scale.shape,)}, expected block scales (rows, G) of one byte "
+            "each, as nvfp4, mxfp8 and mxfp4 have them"
+        )
+
+
+def swizzled_size(rows: int, groups: int) -> int:
+    """Elements of (rows, groups) block scales in the 128x4 layout: both axes are padded."""
+    return -(-rows // 128) * 128 * -(-groups // 4) * 4
+
+
+def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:
+    """Inverse of `swizzle_scales`: (rows, groups), without the padding."""
+    tall, wide = -(-rows // 128), -(-groups // 4)
+    if flat.shape != (tall * wide * 512,):
+        raise ValueError(
+            f"swizzled scales are {(*flat.shape,)}, expected ({tall * wide * 512},) for ({rows}, {groups}): "
+            "make them with swizzle_scales"
+        )
+    tiles = flat.view(torch.uint8).reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tall * 128, wide * 4)[:rows, :groups].contiguous().view(flat.dtype)

@@ -1,0 +1,247 @@
+"""4-bit weights times 8-bit activations: weights stay in 4 bits and become 8-bit codes inside the main loop.
+
+    m    = bfloat16(multiplier · (1 / row_scale))         one for each group of the weight
+    w8   = RNE(code · m)                                  int8 or e4m3, as x is
+    v    = (float(xq · w8^T) · x_scale) · row_scale       int8 accumulates in int32, exactly; fp8 in fp32
+
+w8 are the bytes that `reencode` gives (reencode/op.py says why there is but one rounding), so this is `reencode`
+and then `scaled_matmul`; for int8 the result is their bits. It reads half the bytes, and nothing in 8 bits is kept.
+
+Decoding is what such a kernel spends its time on, so it is cheap: eight codes of a word are moved, two at a time, to
+where fp16 keeps its bits, and for int8 one multiply-add both scales and rounds.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.dequantize.kernel import (
+    as_bytes,
+    check_stored,
+    decode_scale,
+    stored_arguments,
+    times_groups,
+    unpack_words,
+    word_unit,
+)
+from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.reencode.kernel import eight_bit_multiplier
+from fluxq.kernels.scaled_matmul.kernel import grouped_tile
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
+from fluxq.recipes.formats import find_format
+
+WEIGHTS = ("nvfp4", "mxfp4", "int4", "int4_g128")
+ACTIVATIONS = ("int8", "fp8")
+
+
+def w4a8_matmul(
+    x: QuantizedTensor,
+    w: QuantizedTensor,
+    row_scale: Tensor,
+    *,
+    epilogue: Epilogue = NOTHING,
+    tile: MatmulTile,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x (M, K), int8 or fp8 with a scale per row, times w (N, K), nvfp4, mxfp4 or int4; returns (M, N).
+
+    row_scale (N,) fp32: what `row_scales` in kernels/reencode/op.py gives for w and x's format; with smaller ones codes
+    overflow their 8 bits. tile: its k a multiple of w's group. Raises ValueError for operands that do not fit.
+    """
+    (m, k), n, device = x.shape, w.shape[0], x.codes.device
+    _check_operands(x, w, row_scale, tile)
+    arguments = epilogue.arguments("w4a8_matmul", m, n, device, out)
+    check_device("w4a8_matmul", device)
+    group = w.format.group_size
+    w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
+        x.codes,
+        w.codes.view(torch.int32),
+        as_bytes(w.scale),
+        w.global_scale,
+        x.scale,
+        row_scale,
+        M=m,
+        N=n,
+        K=k,
+        stride_scale=k // group,
+        stride_global=int(w.global_scale is not None and w.global_scale.ndim == 2),
+        ELEMENT=w.format.element.name,
+        SCALE=w.format.scale,
+        GROUP=group,
+        TWO_LEVEL=w.format.two_level,
+        INTEGER=x.format.name == "int8",
+        EVEN_K=k % tile.k == 0,
+        ACC_SPLIT=tile.acc_split,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        GROUP_M=tile.group_m,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **arguments,
+        **EXACT,
+    )
+    return arguments["y"]
+
+
+def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, tile: MatmulTile) -> None:
+    (m, k), (n, w_k), name = x.shape, w.shape, "w4a8_matmul"
+    if x.format.name not in ACTIVATIONS or w.format.name not in WEIGHTS:
+        raise ValueError(
+            f"{name}: x is {x.format.name} and w {w.format.name}, expected x in {' or '.join(ACTIVATIONS)} and w in "
+            f"{', '.join(WEIGHTS)}; 8-bit weights are for scaled_matmul"
+        )
+    if m == 0:
+        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
+    if w_k != k:
+        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
+    if x.format.name == "int8" and k >= 2**17:
+        raise ValueError(
+            f"{name}: K is {k}, expected less than 131072, or int32 sums can overflow: split K, or use fp8"
+        )
+    if tile.k % w.format.group_size:
+        raise ValueError(f"{name}: tile.k is {tile.k}, expected a multiple of {w.format.name}'s {w.format.group_size}")
+    check_stored(x, f"{name}: x")
+    check_stored(w, f"{name}: w")
+    if x.codes.device != w.codes.device:
+        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
+    check_tensor(f"{name}: row_scale", row_scale, (n,), (torch.float32,), x.codes.device)
+
+
+@triton.jit
+def w4a8_matmul_kernel(
+    x,  # (M, K) int8 or fp8
+    words,  # (N, K/8) int32, each of eight codes
+    scale,  # (N, G)
+    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    x_scale,  # (M,) fp32
+    row_scale,  # (N,) fp32
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    M,
+    N,
+    K,
+    R,
+    tokens,  # of one image: rows that share a row of gate
+    stride_scale,  # between rows
+    stride_global,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    INTEGER: tl.constexpr,
+    GELU: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ACC_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One (BLOCK_M, BLOCK_N) tile of (x · w8^T) · x_scale · row_scale and what follows; reads w in 4 bits."""
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
+    w_rows = tl.minimum(columns, N - 1)
+    x_pointers = x + tl.minimum(rows, M - 1)[:, None] * K
+    w_pointers = words + w_rows[:, None] * (K // 8)
+    scale_pointers = scale + w_rows[:, None] * stride_scale
+    step = tl.load(row_scale + w_rows)  # (BLOCK_N,)
+    inverse = tl.div_rn(1.0, step)
+    g = tl.full((BLOCK_N,), 1.0, tl.float32)
+    if TWO_LEVEL:
+        g = tl.load(global_scale + w_rows * stride_global)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
+    for start in range(0, K, BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        places = start // 8 + tl.arange(0, BLOCK_K // 8)
+        groups = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        if EVEN_K:
+            left = tl.load(x_pointers + ks[None, :])  # (BLOCK_M, BLOCK_K)
+            packed = tl.load(w_pointers + places[None, :])  # (BLOCK_N, BLOCK_K / 8)
+            stored = tl.load(scale_pointers + groups[None, :])  # (BLOCK_N, BLOCK_K / GROUP)
+        else:
+            left = tl.load(x_pointers + ks[None, :], mask=(ks < K)[None, :], other=0.0)
+            packed = tl.load(w_pointers + places[None, :], mask=(places < K // 8)[None, :], other=0)
+            stored = tl.load(scale_pointers + groups[None, :], mask=(groups < K // GROUP)[None, :], other=0)
+        m = eight_bit_multiplier(decode_scale(stored, SCALE) * g[:, None], inverse[:, None]) * word_unit(ELEMENT)
+        code = unpack_words(packed, ELEMENT, BLOCK_N, BLOCK_K)
+        if INTEGER:
+            right = to_int8(code, m, GROUP, BLOCK_N, BLOCK_K)  # (BLOCK_N, BLOCK_K)
+            acc = tl.dot(left, right.T, acc, out_dtype=tl.int32)
+        else:
+            right = to_fp8(code, m, GROUP, BLOCK_N, BLOCK_K)
+            if ACC_SPLIT:
+                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=ACC_SPLIT)
+            else:
+                acc = tl.dot(left, right.T, acc)
+    value = acc.to(tl.float32) * tl.load(x_scale + rows, mask=rows < M, other=0.0)[:, None]
+    value = value * step[None, :]
+    finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+
+
+@triton.jit
+def to_int8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """RNE(code · m) as int8 (ROWS, COLUMNS): the last eight bits of its sum with a number whose last bit is 1."""
+    blocks = tl.reshape(code, (ROWS, COLUMNS // GROUP, GROUP))
+    factor = tl.broadcast_to(m[:, :, None], blocks.shape)
+    total = tl.fma(blocks, factor, tl.full(blocks.shape, 1.5 * 2.0**23, tl.float32))
+    return tl.reshape(total, (ROWS, COLUMNS)).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def to_fp8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """RNE(code · m) as e4m3 (ROWS, COLUMNS).
+
+    The product has at most 11 bits: a chip that converts by way of fp16 rounds but once, too.
+    """
+    return times_groups(code, m, GROUP, ROWS, COLUMNS).to(tl.float8e4nv)
+
+
+def _cell(pair: str, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
+    """ "nvfp4-int8": weights in nvfp4, activations in int8, everything that may follow."""
+    weights, activations = (find_format(name) for name in pair.split("-"))
+    stored, constants = stored_arguments(weights)
+    del stored["codes"]
+    following, more = cell_arguments(fused=True)
+    x = {
+        "words": "*i32",
+        "x": "*i8" if activations.name == "int8" else "*fp8e4nv",
+        "x_scale": "*fp32",
+        "row_scale": "*fp32",
+    }
+    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
+    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m}
+    how = {"INTEGER": activations.name == "int8", "EVEN_K": True, "ACC_SPLIT": tile.acc_split}
+    return Cell(
+        w4a8_matmul_kernel,
+        f"{pair} {tile.m}x{tile.n}x{tile.k}" + f" split {tile.acc_split}" * bool(tile.acc_split),
+        x | stored | sizes | following,
+        constants | more | blocks | how,
+        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
+        tensor_core=activations.name,
+        targets=chips,
+    )
+
+
+CELLS = tuple(
+    _cell(f"{weights}-{activations}", tile, chips)
+    for weights in WEIGHTS
+    for activations in ACTIVATIONS
+    for tile, chips in distinct_tiles("w4a8_matmul", f"{weights}-{activations}").items()
+)

@@ -1,0 +1,313 @@
+"""16-bit activations times stored weights of every format: weights are decoded in the main loop, x is not quantized.
+
+    matmul    w16 = x's dtype(code · block scale)     v = float(x · w16^T) · what is left of the scales
+    gemv      w = code · block scale, in fp32         v = sum(x · w) · what is left of the scales
+
+What is left, and applied in fp32, is a row's or a tensor's scale, or nvfp4's global scale. `matmul` needs the matrix
+units' 16-bit form and nothing else, so it runs on every chip. Its w16 is exact but for int4 in bfloat16, which rounds
+each weight by at most 2^-8 of itself (code and scale have 11 bits between them), and for mxfp8, mxfp4 and int4 in
+float16, where weights beyond 65504 are infinite and those below 2^-14 lose bits, as they would in a float16 layer.
+
+`gemv` is for a few tokens, where time is that of reading the weights: no matrix units, each weight decoded once and
+multiplied in fp32 with each token.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluxq.kernels.cells import Cell
+from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.dequantize.kernel import (
+    MAX_REGISTERS,
+    as_bytes,
+    check_stored,
+    check_tile,
+    decode_scale,
+    stored_arguments,
+    times_groups,
+    unpack_codes,
+    unpack_words,
+    word_unit,
+)
+from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.scaled_matmul.kernel import grouped_tile
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
+from fluxq.recipes.formats import FORMATS, find_format
+
+LARGEST_GEMV = 16  # tokens
+FUSED = {"enable_fp_fusion": True}  # gemv promises a bound, no bits: multiply-adds may round once
+
+
+def weight_only_matmul(
+    x: Tensor,
+    w: QuantizedTensor,
+    *,
+    epilogue: Epilogue = NOTHING,
+    tile: MatmulTile | Tile,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x (M, K) times w (N, K) of any format; returns (M, N) of the epilogue's dtype.
+
+    tile: a MatmulTile multiplies on matrix units and takes x in bfloat16 or float16. A Tile, of rows of w and columns
+    of K, is the form for up to 16 tokens, which takes float32 too. Raises ValueError for operands that do not fit.
+    """
+    name, group = "weight_only_matmul", w.format.group_size
+    gemv = isinstance(tile, Tile)
+    _check_operands(x, w, tile)
+    (m, k), n = x.shape, w.shape[0]
+    arguments = epilogue.arguments(name, m, n, x.device, out)
+    check_device(name, x.device)
+    arguments |= {
+        "x": x,
+        "scale": as_bytes(w.scale),
+        "global_scale": w.global_scale,
+        "M": m,
+        "N": n,
+        "K": k,
+        "stride_scale": 0 if w.scale.ndim == 0 else k // group if group else 1,
+        "stride_global": int(w.global_scale is not None and w.global_scale.ndim == 2),
+        "ELEMENT": w.format.element.name,
+        "SCALE": w.format.scale,
+        "GROUP": group,
+        "TWO_LEVEL": w.format.two_level,
+        "num_warps": tile.warps,
+    }
+    if gemv:
+        sizes = {"BLOCK_M": triton.next_power_of_2(m), "ROWS": tile.rows, "COLUMNS": tile.columns}
+        words = w.codes.view(torch.int32)
+        weight_only_gemv_kernel[(cdiv(n, tile.rows),)](words=words, **arguments, **sizes, **FUSED)
+    else:
+        weight_only_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
+            codes=as_bytes(w.codes),
+            **arguments,
+            EVEN_K=k % tile.k == 0,
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            GROUP_M=tile.group_m,
+            num_stages=tile.stages,
+            **EXACT,
+        )
+    return arguments["y"]
+
+
+def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> None:
+    name = "weight_only_matmul"
+    if x.ndim != 2:
+        raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, K)")
+    (m, k), w_k = x.shape, w.shape[1]
+    if m == 0:
+        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
+    if w_k != k:
+        raise ValueError(f"{name}: x (M, K) = {(m, k)} does not fit w (N, K) = {w.shape}: K differs")
+    if isinstance(tile, Tile):
+        check_tensor(f"{name}: x", x, (m, k), FLOATS, x.device)
+        check_tile(name, tile, w.format)
+        if m > LARGEST_GEMV:
+            raise ValueError(f"{name}: a Tile is for up to {LARGEST_GEMV} tokens, x has {m}: give a MatmulTile")
+        if k % 4:
+            raise ValueError(f"{name}: with a Tile weights are read in words of 4 bytes, K is {k}: give a MatmulTile")
+    else:
+        if x.dtype == torch.float32:
+            raise ValueError(f"{name}: x is float32, which matrix units would round: cast it to bfloat16 or float16")
+        check_tensor(f"{name}: x", x, (m, k), FLOATS[:2], x.device)
+        check_tile(name, Tile(tile.n, tile.k, tile.warps), w.format)
+    check_stored(w, f"{name}: w")
+    if x.device != w.codes.device:
+        raise ValueError(f"{name}: x is on {x.device} and w on {w.codes.device}: move one of them")
+
+
+@triton.jit
+def weight_only_matmul_kernel(
+    x,  # (M, K) bf16 or fp16
+    codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
+    scale,  # (N, G), (N,) or ()
+    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    M,
+    N,
+    K,
+    R,
+    tokens,  # of one image: rows that share a row of gate
+    stride_scale,  # between rows; 0 where they share a scale
+    stride_global,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 is the whole row
+    TWO_LEVEL: tl.constexpr,
+    GELU: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One (BLOCK_M, BLOCK_N) tile of (x · w16^T) · scales and what follows; reads x, codes and scales."""
+    PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" or ELEMENT == "int4" else 1
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
+    w_rows = tl.minimum(columns, N - 1)
+    x_pointers = x + tl.minimum(rows, M - 1)[:, None] * K
+    w_pointers = codes + w_rows[:, None] * (K // PER_BYTE)
+    scale_pointers = scale + w_rows[:, None] * stride_scale
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        places = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
+        if EVEN_K:
+            left = tl.load(x_pointers + ks[None, :])  # (BLOCK_M, BLOCK_K)
+            stored = tl.load(w_pointers + places[None, :])  # (BLOCK_N, BLOCK_K / PER_BYTE)
+        else:
+            left = tl.load(x_pointers + ks[None, :], mask=(ks < K)[None, :], other=0.0)
+            stored = tl.load(w_pointers + places[None, :], mask=(places < K // PER_BYTE)[None, :], other=0)
+        right = unpack_codes(stored, ELEMENT, BLOCK_N, BLOCK_K)
+        if GROUP:
+            groups = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            if EVEN_K:
+                block_scale = tl.load(scale_pointers + groups[None, :])  # (BLOCK_N, BLOCK_K / GROUP)
+            else:
+                block_scale = tl.load(scale_pointers + groups[None, :], mask=(groups < K // GROUP)[None, :], other=0)
+            right = times_groups(right, decode_scale(block_scale, SCALE), GROUP, BLOCK_N, BLOCK_K)
+        acc = tl.dot(left, right.to(x.dtype.element_ty).T, acc)
+    value = acc
+    if GROUP == 0:
+        value = value * tl.load(scale + w_rows * stride_scale)[None, :]
+    if TWO_LEVEL:
+        value = value * tl.load(global_scale + w_rows * stride_global)[None, :]
+    finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+
+
+@triton.jit
+def weight_only_gemv_kernel(
+    x,  # (M, K)
+    words,  # (N, K/4) or (N, K/8) int32, each of four codes or of eight
+    scale,  # (N, G), (N,) or ()
+    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    bias,  # (N,) or None
+    h,  # (M, R) or None
+    up,  # (N, R) or None
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    y,  # (M, N)
+    M,
+    N,
+    K,
+    R,
+    tokens,  # of one image: rows that share a row of gate
+    stride_scale,  # between rows; 0 where they share a scale
+    stride_global,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 is the whole row
+    TWO_LEVEL: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # at least M
+    BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """All tokens of ROWS columns of y = sum(x · code · block scale) · scales; reads codes and scales once."""
+    PER_WORD: tl.constexpr = 8 if ELEMENT == "e2m1" or ELEMENT == "int4" else 4
+    columns = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    w_rows = tl.minimum(columns, N - 1)  # tiles over the edge read the last row again
+    acc = tl.zeros((BLOCK_M, ROWS), tl.float32)
+    nans = tl.zeros((ROWS, COLUMNS // PER_WORD), tl.int32)
+    for start in tl.range(0, K, COLUMNS, num_stages=3):
+        places = start // PER_WORD + tl.arange(0, COLUMNS // PER_WORD)
+        pointers = words + w_rows[:, None] * (K // PER_WORD) + places[None, :]
+        stored = tl.load(pointers, mask=(places < K // PER_WORD)[None, :], other=0)
+        code = unpack_words(stored, ELEMENT, ROWS, COLUMNS)  # (ROWS, COLUMNS), in small units
+        if ELEMENT == "e4m3":
+            nans |= (stored & 0x7F7F7F7F) + 0x01010101  # carries into the top bit of bytes 0x7F and 0xFF
+        ks = start + tl.arange(0, COLUMNS)
+        if GROUP:
+            groups = start // GROUP + tl.arange(0, COLUMNS // GROUP)
+            pointers = scale + w_rows[:, None] * stride_scale + groups[None, :]
+            block_scale = tl.load(pointers, mask=(groups < K // GROUP)[None, :], other=0)
+            multiplier = decode_scale(block_scale, SCALE)
+        for token in tl.static_range(BLOCK_M):
+            x_row = x + tl.minimum(token, M - 1) * K  # tokens over the edge are the last one again, not stored
+            values = tl.load(x_row + ks, mask=ks < K, other=0.0).to(tl.float32)
+            products = code * values[None, :]
+            if GROUP:
+                # A scale multiplies the sum of its group: one multiplication, where each weight would have had one.
+                sums = tl.sum(tl.reshape(products, (ROWS, COLUMNS // GROUP, GROUP)), 2)
+                part = tl.sum(sums * multiplier, 1)
+            else:
+                part = tl.sum(products, 1)
+            acc = add_to_token(acc, part, token, BLOCK_M)
+    acc = acc * word_unit(ELEMENT)
+    if ELEMENT == "e4m3":
+        bad = tl.max(((nans & -0x7F7F7F80) != 0).to(tl.int32), 1)  # (ROWS,), of the bits 0x80808080
+        acc = tl.where(bad[None, :] != 0, float("nan"), acc)
+    if GROUP == 0:
+        acc = acc * tl.load(scale + w_rows * stride_scale)[None, :]
+    if TWO_LEVEL:
+        acc = acc * tl.load(global_scale + w_rows * stride_global)[None, :]
+    if h is not None:
+        ranks = tl.arange(0, BLOCK_R)
+        ups = tl.load(up + w_rows[:, None] * R + ranks[None, :], mask=(ranks < R)[None, :], other=0.0).to(tl.float32)
+        for token in tl.static_range(BLOCK_M):
+            downs = tl.load(h + tl.minimum(token, M - 1) * R + ranks, mask=ranks < R, other=0.0).to(tl.float32)
+            acc = add_to_token(acc, tl.sum(ups * downs[None, :], 1), token, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M).to(tl.int64)
+    finish(acc, rows, columns, M, N, bias, None, None, gate, residual, y, R, tokens, GELU, BLOCK_R)
+
+
+@triton.jit
+def add_to_token(acc, part, token: tl.constexpr, BLOCK_M: tl.constexpr):
+    """acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
+    return acc + tl.where((tl.arange(0, BLOCK_M) == token)[:, None], part[None, :], 0.0)
+
+
+def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
+    """bf16 tokens, everything that may follow a matmul, a bias after one token's."""
+    stored, constants = stored_arguments(find_format(format))
+    gemv = isinstance(tile, Tile)
+    following, more = cell_arguments(fused=not gemv)
+    arguments = {"x": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored | following
+    constants |= more
+    if gemv:
+        del arguments["M"], arguments["codes"]
+        arguments["words"] = "*i32"
+        return Cell(
+            weight_only_gemv_kernel,
+            f"{format} {tile.rows}x{tile.columns} gemv",
+            arguments,
+            constants | {"M": 1, "BLOCK_M": 1, "ROWS": tile.rows, "COLUMNS": tile.columns},
+            {"num_warps": tile.warps} | FUSED,
+            max_registers=MAX_REGISTERS,
+            targets=chips,
+        )
+    return Cell(
+        weight_only_matmul_kernel,
+        f"{format} {tile.m}x{tile.n}x{tile.k}",
+        arguments,
+        constants | {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m, "EVEN_K": True},
+        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
+        tensor_core="bf16",
+        targets=chips,
+    )
+
+
+CELLS = tuple(
+    _cell(name, tile, chips)
+    for name in (*FORMATS, "int4_g128")
+    for tile, chips in distinct_tiles("weight_only_matmul", name).items()
+)

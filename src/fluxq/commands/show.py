@@ -1,0 +1,539 @@
+"""What the commands print for people."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluxq.base.units import duration as _duration
+from fluxq.base.units import size as _size
+from fluxq.base.units import work as _work
+from fluxq.commands.tables import echo, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fluxq.eval.metrics.schema import Debug, Estimate, Gate, Report, Served, Speed
+    from fluxq.jobs.catalogue import Model
+    from fluxq.jobs.forecast import Forecast
+    from fluxq.jobs.memory import Demand
+    from fluxq.jobs.prepared import Prepared
+    from fluxq.quantize.exchange.export import Changed, Exported
+    from fluxq.quantize.verify import Result
+    from fluxq.recipes.cards import Holding
+    from fluxq.recipes.cost import Cost
+    from fluxq.recipes.plan import LayerPlan, Plan
+
+
+def plan(
+    prepared: Prepared,
+    costs: dict[str, Cost],
+    demands: Sequence[Demand | None] = (),
+    held: Sequence[Holding] = (),
+    *,
+    every_layer: bool = False,
+) -> None:
+    """What becomes of the Linears, by role, and why; with `every_layer` each by name; with `costs` those instead.
+
+    demands: of quantizing, on each device; the least that it may be given is said. held: of the pipeline by the GPU, as
+    asked and under prefer="memory".
+    """
+    for component in prepared.plans:
+        if not costs:
+            (_layers if every_layer else _fates)(component)
+            _reasons(component)
+        _summary(component)
+    for component, cost in costs.items():
+        _cost(component, cost)
+    if held:
+        echo(f"\n{next(iter(costs.values())).device.name} {held[0]}")
+        if held[-1].word != held[0].word:
+            echo(f"with --prefer memory it {held[-1]}")
+        echo("modelled: weights as they lie there, activations at the size above, other parts in 16 bit")
+    for each in filter(None, demands):
+        echo(f"--max-memory with --device {each.device}: at least {each}")
+
+
+def _fates(component: Plan) -> None:
+    """A row for all Linears with one role, format and reason; what is quantized first."""
+    alike: dict[tuple[str, str, str], list[LayerPlan]] = {}
+    for layer in sorted(component.layers, key=lambda layer: layer.scheme is None):
+        alike.setdefault((layer.role, _scheme(layer), layer.reason), []).append(layer)
+    rows = []
+    for (role, scheme, _), layers in alike.items():
+        shapes = [*dict.fromkeys(f"{layer.n}×{layer.k}" for layer in layers)]
+        bits = sum(la.bits_per_weight * la.n * la.k for la in layers) / sum(la.n * la.k for la in layers)
+        shown = ", ".join(shapes[:2]) + ", …" * (len(shapes) > 2)
+        rows.append((_role(role), str(len(layers)), shown, scheme, f"{bits:.2f}"))
+    print_table(("role", "Linears", "N×K", "weights-activations", "bits"), rows)
+
+
+def _layers(component: Plan) -> None:
+    """A row for each Linear."""
+    rows = [
+        (la.name, f"{la.n}×{la.k}", _scheme(la), f"{la.bits_per_weight:.2f}", _role(la.role)) for la in component.layers
+    ]
+    print_table(("layer", "N×K", "weights-activations", "bits", "role"), rows)
+
+
+def _reasons(component: Plan) -> None:
+    """Each reason once, with the roles that it is the reason for, or with the layers where a role has several."""
+    from fluxq.recipes.patterns import compact
+    from fluxq.recipes.plan import KEPT_ROLE
+
+    reasons: dict[str, dict[str, list[str]]] = {}
+    fates: dict[str, set[str]] = {}
+    for layer in component.layers:
+        reason = layer.reason.removeprefix("16 bit: ").removeprefix(f"{layer.role}: ")
+        reasons.setdefault(reason, {}).setdefault(layer.role, []).append(layer.name)
+        fates.setdefault(layer.role, set()).add(reason)
+    for reason, roles in reasons.items():
+        whole = [role for role in roles if len(fates[role]) == 1 and role != KEPT_ROLE]
+        parts = [name for role, names in roles.items() if role not in whole for name in names]
+        echo(f"{', '.join([*whole, *([compact(parts)] if parts else [])])}: {reason}")
+
+
+def _scheme(layer: LayerPlan) -> str:
+    return str(layer.scheme or "16bit")
+
+
+def _role(role: str) -> str:
+    from fluxq.recipes.plan import KEPT_ROLE
+
+    return "16 bit" if role == KEPT_ROLE else role
+
+
+def plan_json(prepared: Prepared, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
+    """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
+    plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
+    if costs:
+        plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
+    return {**plans, "pipeline": held[0].describe()} if held else plans
+
+
+def forecast(of_job: Forecast) -> None:
+    """How long a job will take, and how much memory; nothing of one that only rounds, as fast as files are copied."""
+    if of_job.parts:
+        echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
+
+
+def calibrated(prepared: Prepared, path: Path) -> None:
+    """Where the statistics are and what they are for."""
+    echo(f"statistics of {prepared.calibration.count} images in {path}")
+    if not any(plan.static_groups() for plan in prepared.plans):
+        echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
+        return
+    if prepared.fitted:
+        echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
+    options = prepared.options
+    again = [options.model] if options.model else []
+    again += ["--recipe", options.recipe]
+    again += ["--profile", options.profile] if options.profile else []
+    again += ["--components", ",".join(options.components)] if options.components else []
+    again += [word for lora in options.lora for word in ("--lora", lora)]
+    again += ["--revision", options.revision] if options.revision else []
+    echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
+
+
+def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
+    """The closing table of `fluxq quantize`."""
+    if prepared.finished is not None:
+        echo(f"already done: {prepared.output} holds this recipe on this model")
+    parts = record["components"]
+    columns = {part["component"]: _facts(part) for part in parts}
+    if len(parts) == 1:
+        (component,) = columns
+        header = (component, prepared.recipe_name)
+    else:
+        columns["total"] = _facts(_together(parts))
+        header = (prepared.recipe_name, *columns)
+    rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
+    rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record["check"])))
+    if chosen := [f"{plan.attention} in {plan.component}" for plan in prepared.plans if plan.attention != "16bit"]:
+        rows.append(("attention", *[""] * (len(columns) - 1), ", ".join(chosen)))
+    rows += [
+        ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}")
+        for f in prepared.loras
+    ]
+    if prepared.finished is None:
+        rows.append(("took", *[""] * (len(columns) - 1), _duration(record["seconds"])))
+    print_table(header, rows)
+    _decisions(parts)
+    from fluxq.jobs.requirements import makes_pictures
+
+    echo(f"checkpoint: {prepared.output}")
+    following = "eval" if makes_pictures(prepared.folder) else "verify"
+    echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
+
+
+def judged(gate: Gate) -> str:
+    """A gate and what was measured, as in `psnr>=30 (28.1)`."""
+    return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
+
+
+def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
+    """What the closing check found, and what to do."""
+    made = "images" if check.get("frames") is None else "videos"
+    what = f"gate missed: {', '.join(check['missed'])}"
+    if not check["finite"]:
+        what = f"NaN or infinity in the {made}"
+    elif check.get("flat"):
+        what = f"{check['flat']} of {check['images']} {made} are of one colour"
+    measured = f"paired PSNR {_psnr(check)}"
+    kept = "the checkpoint was kept and its card says so"
+    return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
+
+
+def evaluated(page: Path, report: Report) -> None:
+    """What to use, each run's verdict, its main figures and what it buys, and where the report is."""
+    from fluxq.eval.report.advice import advice
+    from fluxq.eval.report.markdown import facts
+    from fluxq.eval.report.summary import command_for, figures_of
+
+    echo(advice(report))
+    for run in report.runs:
+        echo(f"{run.name}: {run.verdict.text}")
+        echo(f"  {'; '.join(figures_of(run))}")
+        echo(f"  {'; '.join(facts(run))}")
+        for gate in run.gates:
+            echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
+    for timed in report.timed:
+        echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
+    for warning in report.warnings:
+        echo(f"note: {warning}")
+    echo(f"report: {page}")
+
+
+def timed(speed: Speed) -> None:
+    """Median times of every stage, what was gained, and what was not said because it was not certain."""
+    from fluxq.eval.metrics.figures import asked
+
+    echo(f"on {speed.measured_on}")
+    if "baseline" in speed.conditions:
+        echo(f"baseline: {speed.conditions['baseline']}")
+    rows = []
+    for row in speed.rows:
+        size = asked(row)
+        if row.missing is not None:
+            rows.append((row.side, row.mode, size, f"not measured: {row.missing}", "", ""))
+        for stage, times in row.stages.items():
+            spread = times.iqr / times.p50 if times.p50 else 0.0
+            rows.append(
+                (row.side, row.mode, size, stage, f"{1e3 * times.p50:.1f} / {1e3 * times.p95:.1f}", f"{spread:.1%}")
+            )
+    made = "images" if all(row.frames is None for row in speed.rows) else "videos"
+    print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
+    refused: dict[str, list[str]] = {}
+    for gain in speed.speedups:
+        of = f"{gain.side}, {gain.stage}, {gain.mode}, {asked(gain)}"
+        if gain.ratio is None:
+            refused.setdefault(gain.refused or "", []).append(of)
+        else:
+            echo(f"{of}: {_interval(gain.ratio)} times as fast as {gain.baseline}")
+    for reason, which in refused.items():
+        echo(f"no speed-up given of {'; '.join(dict.fromkeys(which))}: {reason}")
+    if speed.served is not None:
+        echo(_served(speed.served))
+    for side in dict.fromkeys(card.side for card in speed.cards):
+        cards = [card for card in speed.cards if card.side == side]
+        fits = ", ".join(f"{card.gigabytes} GB {'yes' if card.fits else 'no'}" for card in cards)
+        echo(f"{side} takes {_size(cards[0].needed)} ({cards[0].basis}); fits {fits}")
+    for warning in speed.warnings:
+        echo(f"note: {warning}")
+
+
+def _served(served: Served) -> str:
+    """Which arithmetic was timed, and what it takes of memory."""
+    from fluxq.eval.metrics.figures import computed
+
+    memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
+    said = f"quantized layers were computed {computed(served)}: {memory}each weight"
+    if served.arithmetic == "native":
+        return said
+    return f"{said}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
+
+
+def debugged(found: Debug, patch: Path | None) -> None:
+    """What was found, the worst layers and where the patch is."""
+    from fluxq.eval.debug.findings import about_shares
+
+    for finding in found.findings:
+        echo(finding)
+    rows = [
+        (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
+        for layer in found.layers[:12]
+    ]
+    print_table(("layer", "scheme", "damage alone", "gone if kept", "local SQNR, dB"), rows)
+    echo(about_shares(found.layers[:12]))
+    if patch is not None and found.patch is not None:
+        echo(f"patch: {patch}, for `fluxq quantize --recipe`")
+
+
+def _interval(value: Estimate) -> str:
+    limits = "" if value.low is None else f" [{value.low:.2f}, {value.high:.2f}]"
+    return f"{value.mean:.2f}{limits}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _decibels(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{min(known):.1f} to {max(known):.1f}" if known else "–"
+
+
+def verified(results: Sequence[Result]) -> None:
+    """Every check, and beneath it what it found."""
+    for result in results:
+        measured = f"; {result.measured}" if result.measured else ""
+        echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
+        for finding in result.findings:
+            echo(f"{'':<12}  {finding.where}: {finding.what}")
+
+
+def exported(done: Exported) -> None:
+    """What an export wrote, and every layer that did not keep its codes."""
+    of = ", ".join(name or "the model" for name in done.components)
+    if done.was_written:
+        echo(f"{done.target}: written before by this command, {done.dialect} of {of}")
+        return
+    echo(f"wrote {done.target}: {_size(done.nbytes)}, {done.dialect} of {of}")
+    echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
+    if done.hint:
+        echo(f"hint: {done.hint}")
+    held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
+    echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
+    for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
+        if changed:
+            echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
+            _changes(changed)
+    if done.folded:
+        readers = sum(map(len, done.folded.values()))
+        echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
+    for name in done.in_16_bit:
+        echo(f"{name}: the pipeline's other quantized component, written in 16 bit")
+    for note, count in done.notes.items():
+        echo(f"note ({count} layers): {note}")
+
+
+def _changes(changed: Sequence[Changed]) -> None:
+    """A line for all layers that the same happened to for the same reason; names are never cut."""
+    from fluxq.recipes.patterns import compact
+
+    alike: dict[tuple[str, str, str], list[Changed]] = {}
+    for layer in changed:
+        alike.setdefault((layer.was, layer.now, layer.why), []).append(layer)
+    for (was, now, why), layers in alike.items():
+        added = max(layer.added_error for layer in layers)
+        names = f"{compact(layer.name for layer in layers)} ({len(layers)} layers)"
+        echo(f"  {names}: {was} -> {now}, adds {added:.2%} at most: {why}")
+
+
+def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
+    """Published models and what recipes make of them: a line for each, or with what becomes of each kind of Linear."""
+    from fluxq.jobs import catalogue
+
+    if not in_detail:
+        header, rows = catalogue.table(found, recipes)
+        echo(f"under a recipe: {catalogue.CELL}\n")
+        print_table(tuple(f"{name}: bits / GB / GB" if name in recipes else name for name in header), rows)
+        echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
+        return
+    for model in found:
+        _family(model, recipes)
+
+
+def _family(model: Model, recipes: Sequence[str]) -> None:
+    from fluxq.jobs import catalogue
+
+    row, family, number = model.row, model.family, catalogue.digits
+    also = f" (and {', '.join(row.also)})" if row.also else ""
+    echo(f"{row.name}{also}: {family.model} of {family.library}, family {family.name}")
+    each = f", {row.count} of them together" if row.count > 1 else ""
+    billions = model.parameters / 1e9
+    counted = f"{number(billions)} B" if billions >= 1 else f"{number(1e3 * billions)} M"
+    size = f"{counted} parameters{each}, {_size(model.bytes_16bit)} in 16 bit"
+    echo(f"{size}; {model.quantized_share:.1%} of the parameters are quantized")
+    rows = [
+        (
+            role.role or "16 bit",
+            str(role.count),
+            number(role.weights / 1e6),
+            ", ".join(f"{n}×{k}" for n, k in role.shapes[:3]) + (", …" if len(role.shapes) > 3 else ""),
+            f"{role.made_by}, read by {' | '.join(role.together)}" if role.role else role.reason,
+        )
+        for role in model.roles()
+    ]
+    print_table(("role", "Linears", "M weights", "N×K", "input, or why not"), rows)
+    sizes = [model.size(recipe) for recipe in recipes]
+    rows = [
+        (
+            size.recipe,
+            catalogue.bits(size),
+            _size(size.checkpoint_bytes),
+            _size(size.serving_bytes),
+            _size(size.quantizing_bytes),
+        )
+        for size in sizes
+    ]
+    print_table(("recipe", "bits per weight", "checkpoint", "to serve", "to quantize"), rows, right=True)
+    if model.activation_bytes:
+        echo(f"to serve: weights as stored, and {_size(model.activation_bytes)} of activations, estimated")
+    echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB\n")
+
+
+def environment(report: dict[str, Any]) -> None:
+    """Versions, devices, what computes each scheme, and the variables that are set."""
+    driver = {"driver": report["driver"]} if report["driver"] else {}
+    for name, value in {**report["versions"], **driver, **report["variables"]}.items():
+        echo(f"{name:<16}  {value}")
+    for device in report["devices"]:
+        memory = f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""
+        facts = [device["name"], memory, device["capability"]]
+        echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
+    echo()
+    columns = ("op", "scheme", "recipes", "device", "implementation", "reason")
+    print_table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
+
+
+def _cost(component: str, cost: Cost) -> None:
+    """Memory and modelled time of a forward pass, by part of the model."""
+    forward, total, device = cost.forward, cost.total, cost.device
+    tokens = f"{forward.image} image and {forward.text} text tokens"
+    tokens += f", {forward.batch} sequences" if forward.batch > 1 else ""
+    echo(f"\n{component} on one {device.name}, one step, modelled, not measured: {tokens}")
+    header = ("part", "layers", "stored", "at run time", "work", "fused", "unfused", "over 16 bit")
+    rows = [
+        (
+            part.name,
+            str(part.layers or ""),
+            _size(part.stored_bytes) if part.layers else "",
+            _size(part.resident_bytes) if part.layers else "",
+            _work(part.flops) if part.flops else "",
+            _duration(part.seconds["fused"]),
+            _duration(part.seconds["unfused"]),
+            f"{part.speedup:.2f}x",
+        )
+        for part in (*cost.parts, total)
+    ]
+    print_table(header, rows, right=True)
+    echo(f"16 bit, unfused: {_duration(total.seconds_16bit)}; `over 16 bit` is that over fused")
+    echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
+    for scheme, route in cost.routes.items():
+        echo(f"{scheme}: {route.about}")
+    echo(f"attention: {cost.attention.about}")
+    echo(f"peaks: {device.source}")
+    for name, efficiency in cost.efficiencies().items():
+        echo(f"efficiency of {name}: {efficiency}")
+
+
+def _facts(part: dict[str, Any]) -> dict[str, str]:
+    """What the closing table says of a component, or of all together."""
+    done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
+    before, after = part["bytes_before"], part["bytes_after"]
+    return {
+        "layers quantized": f"{len(done)} of {len(part['layers'])} Linears",
+        "bits per weight": f"{part['bits_per_weight']:.2f} (all Linears)",
+        "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
+        "layers' SQNR": _layers_sqnr(part),
+    }
+
+
+def _layers_sqnr(part: dict[str, Any]) -> str:
+    """What fitting gained; where nothing is fitted, how near the weights are.
+
+    Not both: fitting moves weights away from the originals so that outputs come nearer.
+    """
+    from fluxq.quantize.record import fitted_db
+
+    if found := fitted_db(part["groups"]):
+        return f"{found[0]:.1f} -> {found[1]:.1f} dB by fitting (outputs, held out)"
+    errors = [layer["weight_sqnr_db"] for layer in part["layers"] if layer["weight_sqnr_db"] is not None]
+    return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
+
+
+def _decisions(parts: list[dict[str, Any]]) -> None:
+    """What was kept, and what the layers' outputs gained by it, by role; nothing where nothing was tried."""
+    rows = []
+    for part in parts:
+        role_of = {layer["name"]: layer["role"] for layer in part["layers"]}
+        by_role: dict[str, list[dict[str, Any]]] = {}
+        for group in part["groups"]:
+            by_role.setdefault(role_of[group["layers"][0]], []).append(group)
+        for role, groups in by_role.items():
+            tried = dict.fromkeys(stage["name"] for group in groups for stage in group["stages"])
+            kept = [stage["name"] for group in groups for stage in group["stages"] if stage["kept"]]
+            if tried:
+                before, after = (_mean(group[key] for group in groups) for key in ("sqnr_before_db", "sqnr_db"))
+                words = ", ".join(f"{name} {kept.count(name)}" for name in tried)
+                rows.append((role, str(len(groups)), f"{before} -> {after}", words))
+    if rows:
+        print_table(("role", "inputs", "held-out SQNR, dB", "kept, of so many inputs"), rows)
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.1f}" if known else "not measured"
+
+
+def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several components as if they were one."""
+    from fluxq.quantize.record import bits_per_weight
+
+    return {
+        "layers": [layer for part in parts for layer in part["layers"]],
+        "groups": [group for part in parts for group in part["groups"]],
+        "bits_per_weight": bits_per_weight(parts),
+        "bytes_before": sum(part["bytes_before"] for part in parts),
+        "bytes_after": sum(part["bytes_after"] for part in parts),
+    }
+
+
+def warmed(rows: list[dict[str, Any]]) -> None:
+    """What was launched, and how much of its first launch was compiling."""
+    header = ("scheme", "N x K", "tokens", "implementation", "first launch s", "again ms")
+    texts = [
+        (
+            row["scheme"],
+            "{} x {}".format(*row["shape"]),
+            str(row["m"]),
+            row["implementation"],
+            f"{row['first_s']:.2f}",
+            f"{1e3 * row['again_s']:.2f}",
+        )
+        for row in rows
+    ]
+    print_table(header, texts)
+    echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
+
+
+def _psnr(check: dict[str, Any] | None) -> str:
+    if check is None:
+        return "not measured (--no-check)"
+    from fluxq.eval.metrics.figures import amount
+
+    made = amount(check["images"], check.get("frames"))
+    if check["mean_psnr_db"] is None:
+        return f"identical ({made})" if check["finite"] else "not finite"
+    return f"{check['mean_psnr_db']:.1f} dB ({made}, {check['steps']} steps)"
+
+
+def _summary(component: Plan) -> None:
+    attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
+    steps = f", {component.steps} in 16 bit" if component.steps else ""
+    echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
+
+
+def _bits(component: Plan) -> str:
+    """As formats alone take; fitting decides what comes on top, and no plan can know it."""
+    bits, most = f"{component.bits_per_weight:.2f}", f"{component.most_bits_per_weight:.2f}"
+    if bits == most:
+        return f"{bits} bits per weight"
+    tried = dict.fromkeys(name for layer in component.quantized for name in layer.method.stored)
+    return f"{bits} bits per weight before fitting, at most {most} with what it keeps of {', '.join(tried)}"
+
+
+def _counts(component: Plan) -> str:
+    return f"{len(component.quantized)} of {len(component.layers)} Linears quantized"

@@ -1,0 +1,144 @@
+"""What `fluxq inspect` and `fluxq import` print for people."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from fluxq.base import units
+from fluxq.base.console import visible_name
+from fluxq.commands.tables import echo, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from fluxq.quantize.exchange.importing import Imported
+    from fluxq.quantize.exchange.inspect import Fault, Inspection, LayerReport
+
+_NAMED = 3  # layers of a fault, before it says how many more
+
+
+def inspections(found: dict[str, Inspection], *, every_layer: bool) -> None:
+    """Each model: what it is, its scope by role, the layers, what the base proved, and what is wrong."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for component, report in found.items():
+        if component:
+            console.print(f"[bold]{escape(component)}[/]")
+        _one(console, report, every_layer)
+
+
+def _one(console: Console, report: Inspection, every_layer: bool) -> None:
+    family = f", {report.family} by its {report.names} names" if report.family else ", of no family that is known"
+    console.print(f"[bold]{escape(report.dialect)}[/]: {escape(report.about)}; {report.container}{family}")
+    for words in report.evidence:
+        console.print(f"  because {escape(words)}")
+    for words in report.contradictions:
+        console.print(f"  [yellow]but[/] {escape(words)}")
+    formats: dict[str, int] = defaultdict(int)
+    for layer in report.layers:
+        formats[layer.format] += 1
+    held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none"
+    bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
+    console.print(
+        f"layers: {escape(held)}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
+        f"{bits}, {units.size(report.nbytes)}"
+    )
+    if report.metadata:
+        console.print(f"header: {escape(', '.join(_short(key, value) for key, value in _first(report.metadata)))}")
+    if report.layers:
+        _scope(report)
+        if every_layer:
+            _layers(report.layers)
+    for words in report.proofs:
+        console.print(f"[green]proved[/]  {escape(words)}")
+    for line in _faults(report.faults):
+        console.print(line)
+    if not any(fault.is_error for fault in report.faults):
+        said = (
+            "nothing is wrong" if report.base else "nothing is wrong as far as the file alone tells; --base proves it"
+        )
+        console.print(f"[green]{said}[/]")
+
+
+def _scope(report: Inspection) -> None:
+    formats = sorted({name for formats in report.scope.values() for name in formats})
+    rows = [(role, *(str(counts.get(name, "")) for name in formats)) for role, counts in report.scope.items()]
+    print_table(("role", *formats), rows)
+
+
+def _layers(layers: Iterable[LayerReport]) -> None:
+    rows = []
+    for layer in layers:
+        error = "" if layer.against is None else f"{layer.against.error:.3g}"
+        if layer.against is not None and (layer.against.best or not layer.against.plausible):
+            error += " wrong"
+        size, bits = f"{layer.shape[0]}×{layer.shape[1]}", f"{layer.bits_per_weight:.2f}"
+        rows.append((layer.name, size, layer.format, layer.scheme, bits, error, layer.role))
+    print_table(("layer", "N×K", "format", "scheme", "bits", "error", "role"), rows)
+
+
+def _faults(faults: Iterable[Fault]) -> Iterable[str]:
+    """A line for each kind, errors first, and what was found in the first layers of it."""
+    from fluxq.quantize.exchange.inspect import FAULTS
+
+    kinds: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        kinds[fault.kind].append(fault)
+    for kind, found in sorted(kinds.items(), key=lambda item: not FAULTS[item[0]].is_error):
+        row = FAULTS[kind]
+        word = "[red]wrong[/] " if row.is_error else "[yellow]note[/]  "
+        layers = [fault.layer for fault in found if fault.layer]
+        count = f", {len(layers)} layers" if len(layers) > 1 else ""
+        yield f"{word}  [bold]{kind}[/]{count}: {escape(row.about)}"
+        for fault in found[:_NAMED]:
+            yield f"          {escape(f'{fault.layer}: ' * bool(fault.layer) + fault.what)}"
+        if len(found) > _NAMED:
+            yield f"          … and {len(found) - _NAMED} more"
+        if row.cure != "none is needed":
+            yield f"          cure: {escape(row.cure)}"
+
+
+def _first(metadata: dict[str, str]) -> list[tuple[str, str]]:
+    return list(metadata.items())[:12]
+
+
+def _short(key: str, value: str) -> str:
+    return f"{key}={value if len(value) <= 60 else value[:57] + '…'}"
+
+
+def imported(reports: Iterable[Imported]) -> None:
+    """What became of each component, what was wrong with it, and where it is."""
+    output = ""
+    for report in reports:
+        output = report.output
+        if report.was_written:
+            echo(f"{report.component or 'model'}, {report.dialect}: written before by this command")
+            continue
+        echo(
+            f"{report.component or 'model'}, {report.dialect}: {len(report.quantized)} Linears with their codes as "
+            f"they were, {len(report.dequantized)} made 16 bit"
+        )
+        mended: dict[str, list[str]] = defaultdict(list)
+        for layer, faults in report.mended.items():
+            for fault in faults:
+                mended[fault].append(layer)
+        for fault, layers in mended.items():
+            echo(f"  mended: {fault} in {len(layers)} layers ({', '.join(layers[:_NAMED])})")
+        for module, why in list(report.dequantized.items())[:_NAMED]:
+            echo(f"  16 bit: {module}: {why}")
+        for words in report.notes:
+            echo(f"  note: {words}")
+    echo(f"checkpoint: {output}")
+    echo(f"next: fluxq verify {shlex.quote(output)}")
+
+
+def escape(text: str) -> str:
+    """Text that may be a stranger's, for rich, on one line: neither markup nor control characters."""
+    from rich import markup
+
+    return markup.escape(visible_name(text))

@@ -1,0 +1,152 @@
+"""What `fluxq env` prints and a bug report needs: versions, devices, and what computes each scheme on them.
+
+It is pasted into public reports: no paths, host or user names, and no value that could be a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.utils import collect_env
+
+import fluxq
+from fluxq.base.processor import cpu_name, instructions
+from fluxq.kernels.ops import implementation
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
+
+_PACKAGES = ("triton", "diffusers", "transformers", "accelerate", "peft", "safetensors")
+_VARIABLES = ("HF_HUB_OFFLINE", "HF_ENABLE_PARALLEL_LOADING", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+_SHORT_VALUE = re.compile(r"[\w.,:-]{0,16}")  # switches and lists of devices; paths and tokens are longer
+
+
+def environment() -> dict[str, Any]:
+    """The report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
+
+    driver is None without an NVIDIA driver. implementations has a row per pair of formats of the shipped recipes and
+    kind of device: what 4096 tokens run on, before `fluxq.prepare`. variables: those set that change what fluxq does.
+    """
+    devices = _devices()
+    return {
+        "versions": _versions(),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
+        "devices": devices,
+        "implementations": _implementations(dict.fromkeys((device["type"], device["chip"]) for device in devices)),
+        "variables": _variables(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+    return {
+        "fluxq": fluxq.__version__,
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "torch": torch.__version__,
+        "torch built for": built_for if torch.version.cuda or torch.version.hip else "CPU",
+        **{name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[dict[str, Any]]:
+    """The processor and every accelerator that torch can use."""
+    devices = [_device("cpu", "cpu", cpu_name(), None, f"{os.cpu_count()} cores, {instructions()}")]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {found.major}.{found.minor}"
+        chip = f"sm_{found.major}{found.minor}"
+        if torch.version.hip:
+            capability = found.gcnArchName
+            chip = capability.partition(":")[0]
+        devices.append(_device("cuda", f"cuda:{index}", found.name, found.total_memory, capability, chip))
+    for index in range(torch.xpu.device_count()):
+        found = torch.xpu.get_device_properties(index)
+        devices.append(_device("xpu", f"xpu:{index}", found.name, found.total_memory, ""))
+    if torch.backends.mps.is_available():
+        devices.append(_device("mps", "mps", "Apple GPU", torch.mps.recommended_max_memory(), ""))
+    return devices
+
+
+def _device(
+    type: str, device: str, name: str, memory_bytes: int | None, capability: str, chip: str = ""
+) -> dict[str, Any]:
+    found = {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
+    return found | {"chip": chip}
+
+
+def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
+    """What computes a scheme, and why: on a GPU as dispatch.py chooses, where there is a Triton."""
+    if device != "cuda" or find_spec("triton") is None:
+        return implementation(scheme, device)
+    from fluxq.kernels.chips import SAME_AS
+    from fluxq.kernels.dispatch import choose
+
+    choice = choose(scheme, SAME_AS.get(chip, chip), 4096, 3072, 3072)
+    return choice.implementation, choice.reason
+
+
+def _implementations(devices: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    rows = []
+    for device, chip in devices:
+        for scheme, recipes in _shipped_schemes().items():
+            name, reason = _implementation(scheme, device, chip)
+            rows.append(
+                {
+                    "op": "quantized_linear",
+                    "scheme": str(scheme),
+                    "recipes": ", ".join(recipes),
+                    "device": chip or device,
+                    "implementation": name,
+                    "reason": reason,
+                }
+            )
+    return rows
+
+
+def _shipped_schemes() -> dict[Scheme, list[str]]:
+    """Every scheme that a shipped recipe can give a layer -> the recipes that do."""
+    found: dict[Scheme, list[str]] = {}
+    for name in shipped_recipes():
+        _, recipe = load_recipe(name)
+        schemes = [scheme for component in recipe.components.values() for scheme in _schemes(recipe, component)]
+        for scheme in dict.fromkeys(schemes):
+            found.setdefault(scheme, []).append(name)
+    return found
+
+
+def _schemes(recipe: Recipe, component: Component) -> Iterator[Scheme]:
+    is_static = recipe.needs_data(component)
+    operands = [
+        (component.weights, component.activations),
+        (component.weights, None),  # text encoders are weight-only
+        (component.modulation, None),
+        *((override.weights, override.activations) for override in component.overrides),
+    ]
+    for weights, activations in operands:
+        if weights is not None:
+            row = activations.row if activations else None
+            yield Scheme(weights.row, row, static_input=is_static and row is not None and row.has_tensor_scale)
+
+
+def _variables() -> dict[str, str]:
+    """Set variables that change behaviour; a value that is no short word is not shown."""
+    names = [name for name in sorted(os.environ) if name.startswith("FLUXQ_") or name in _VARIABLES]
+    values = {name: os.environ[name] for name in names}
+    return {
+        name: value if _SHORT_VALUE.fullmatch(value) else f"set ({len(value)} characters, not shown)"
+        for name, value in values.items()
+    }

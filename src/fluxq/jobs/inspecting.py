@@ -1,0 +1,61 @@
+"""What `fluxq inspect` and `fluxq import` do, as functions: paths and names in, reports out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.output import Output
+
+if TYPE_CHECKING:
+    from fluxq.quantize.exchange.importing import Imported
+    from fluxq.quantize.exchange.inspect import Inspection
+
+
+def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
+    """What a quantized file or folder is; by component, "" where there is just one.
+
+    base: the 16-bit model: a file, a folder, a hub id or `tiny`. FileNotFoundError for what is not there, ValueError
+    for what is damaged or unsafe, and for a base that is quantized.
+    """
+    from fluxq.quantize.exchange.inspect import inspect_path
+
+    return inspect_path(Path(path).expanduser(), _found(base).path if base else None)
+
+
+def import_(
+    path: str,
+    base: str | None = None,
+    output: str | None = None,
+    *,
+    dequantize: bool = False,
+    overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
+) -> list[Imported]:
+    """Make a checkpoint of fluxq of what another program quantized; by default at ./<name>-fluxq.
+
+    Arguments and errors are those of `inspect`, and of `import_model` in quantize/exchange/importing.py.
+    """
+    from fluxq.eval.report.card import model_card
+    from fluxq.quantize.exchange.importing import import_model
+
+    source = Path(path).expanduser()
+    name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", source.resolve().name)
+    target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
+    where = _found(base) if base else None
+    reads = {"what is imported": source, "the 16-bit model": where.path if where else None}
+    Output(target).require(reads, overwrite=overwrite)
+    return import_model(
+        source, target, where, dequantize=dequantize, overwrite=overwrite, card=model_card, on_start=on_start
+    )
+
+
+def _found(model: str) -> ModelFolder:
+    """A file or a component's folder as given, else as `resolve_model` finds pipelines."""
+    path = Path(model).expanduser()
+    if path.is_file() or (path.is_dir() and not (path / "model_index.json").is_file()):
+        return ModelFolder(path.resolve().name, path)
+    return resolve_model(model)

@@ -1,0 +1,759 @@
+"""One function per command that judges a finished checkpoint: eval, bench, debug, report.
+
+What each of them found is kept beside the checkpoint in OUT/eval, one JSON file per command; the report is drawn from
+all that is there and was measured on these weights.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel
+
+from fluxq.base import devices
+from fluxq.base.console import logger
+from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.memory import free_bytes
+from fluxq.base.model import ModelFolder, require_safe, resolve_model
+from fluxq.base.output import Output, writing
+from fluxq.base.provenance import versions
+from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
+from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
+from fluxq.eval.images.protocols import PROTOCOLS, items_of
+from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, variants
+from fluxq.eval.metrics.schema import (
+    JSON_FILE,
+    SCHEMA_VERSION,
+    Debug,
+    Drift,
+    Item,
+    Protocol,
+    Report,
+    Run,
+    Served,
+    Size,
+    Speed,
+    Timed,
+    read_report,
+)
+from fluxq.eval.report import card
+from fluxq.jobs import forecast, placement
+from fluxq.jobs.footprint import weight_bytes
+from fluxq.jobs.requirements import (
+    call_of,
+    makes_video,
+    outputs_of,
+    own_frames,
+    require_call,
+    require_pictures,
+    require_prompts_suffice,
+    require_steps,
+)
+from fluxq.quantize.checkpoint import is_model
+from fluxq.quantize.lora import recorded_loras
+from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.recipe import parse_gate
+from fluxq.runtime.optimize import optimize
+from fluxq.runtime.prepare import Prefer, prepare
+
+if TYPE_CHECKING:
+    from fluxq.eval.images.executor import ImageFolder
+    from fluxq.eval.metrics.evaluate import Candidate
+    from fluxq.eval.metrics.networks import Networks
+    from fluxq.jobs.forecast import Forecast
+
+EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
+IMAGES_FOLDER = "fluxq-images"
+_PUBLISHED_PIXELS = 512
+_WITH_FRAMES = 3  # numbers of a size
+
+
+@dataclass(frozen=True)
+class Options:
+    """What eval, bench and debug take; None leaves the protocol's, the folder's or the pipeline's own value."""
+
+    model: str | None = None
+    revision: str | None = None
+    local_files_only: bool = False
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    protocol: str = "smoke"
+    prompts: str | None = None
+    count: int | None = None
+    seeds: int | None = None
+    seed: int | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    metrics: tuple[str, ...] = ()
+    weights: str | None = None
+    fid_resize: str | None = None
+    fid_reference: Path | None = None
+    clip: str | None = None
+    backends: tuple[str, ...] = ()
+    cache: float | None = None
+    gates: tuple[str, ...] = ()
+    images: Path | None = None
+    engine: str = "local"
+    workers: int | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, and the 16-bit model it was made from, both found, read and checked."""
+
+    options: Options
+    output: Path
+    record: dict[str, Any]
+    folder: ModelFolder
+    reference: Side
+    quantized: Side
+    prompts: PromptSet
+    protocol: Protocol
+    items: tuple[tuple[str, int], ...]
+    call: dict[str, Any]
+
+
+def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Subject:
+    """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from.
+
+    whole_videos: as long as the pipeline makes them, instead of what the protocol limits them to.
+    """
+    record = read_record(output)
+    if ModelFolder(output.name, output).is_one_model:
+        raise ValueError(
+            f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
+            "the pipeline as --base makes a whole one"
+        )
+    asked_device, options = options.device, replace(options, device=devices.choose(options.device))
+    _require_known("protocol", [options.protocol], PROTOCOLS)
+    _require_known("backend", options.backends, BACKENDS)
+    source = options.model or record["model"]["source"]
+    if source is None:
+        raise ValueError(f"{output}: imported without a base, so its 16-bit model is not known; give it as --model")
+    folder = resolve_model(
+        source,
+        revision=options.revision or record["model"]["revision"],
+        local_files_only=options.local_files_only,
+    )
+    require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
+    require_steps(folder)
+    for gate in options.gates:
+        parse_gate(gate)
+    if options.metrics:
+        from fluxq.eval.metrics.metrics import metric_rows
+
+        _require_known("metric", options.metrics, metric_rows())
+    quantized = ModelFolder(output.name, output)
+    require_safe(quantized)
+    weights = placement.weight_bytes(folder, options.dtype)
+    device, offload = placement.settle_pipeline(folder, options.device, weights, asked_device)
+    stored = placement.stored_bytes(quantized)
+    offload_quantized = offload and placement.settle_pipeline(quantized, device, stored, asked_device)[1]
+    options = replace(options, device=device)
+    protocol = PROTOCOLS[options.protocol]
+    said = {**quantized.generation_defaults, **protocol.call(folder)}
+    call = call_of(folder, said, options.call, None if whole_videos else protocol.frames)
+    require_call(quantized, call, options.call)
+    require_prompts_suffice(folder, call)
+    prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
+    usual = (makes_video(folder) and protocol.videos) or protocol.count
+    count, seeds = options.count or usual, options.seeds or protocol.seeds
+    first = protocol.first_seed if options.seed is None else options.seed
+    hashed = _hashed(folder)  # reads all weights: after whatever else may be wrong
+    for component, digest in record["model"]["digests"].items():
+        if hashed.get(component) != digest:
+            raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
+    loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record))
+    digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
+    reference_digest = sha256_json([digest, record.get("loras", [])]) if loras else digest
+    return Subject(
+        options=options,
+        output=output,
+        record=record,
+        folder=folder,
+        reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras, offload=offload),
+        quantized=Side(
+            output.resolve().name,
+            str(output.resolve()),
+            own,
+            options.dtype,
+            source=str(folder.path.resolve()),
+            offload=offload_quantized,
+        ),
+        prompts=prompts,
+        protocol=Protocol(
+            name=options.protocol,
+            prompts=prompts.source,
+            prompts_digest=prompts.digest,
+            count=count,
+            seeds=seeds,
+            dataset=next((row.repo for name, row in DATASETS.items() if prompts.source in (name, row.file)), None),
+        ),
+        items=tuple(items_of(prompts.prompts, count, seeds, first)),
+        call=call,
+    )
+
+
+def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in table:
+            raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(table)}")
+
+
+def _hashed(folder: ModelFolder) -> dict[str, str]:
+    """Component -> digest of its weights and configuration, which are read for it, of those that have them."""
+    with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
+    return {name: folder.digest(name) for name in with_weights}
+
+
+def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
+    """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+    weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
+    others = sorted(
+        path
+        for name in folder.components
+        for path in (folder.path / name).rglob("*")  # adapters too, which transformers loads by itself
+        if path.is_file() and path not in weights
+    )
+    return sha256_json(
+        [
+            sha256_file(folder.path / "model_index.json"),
+            *([name, digest] for name, digest in hashed.items()),
+            *([str(path.relative_to(folder.path)), sha256_file(path)] for path in others),
+        ]
+    )
+
+
+def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: None) -> Report | None:
+    """Make every side's images, measure them and write OUT/eval/report.*; None in processes that only helped.
+
+    on_start: called with a forecast when all that was asked for is known to be possible. Before that, ValueError is
+    raised for a metric, backend or gate that cannot be had.
+    """
+    from fluxq.eval.images.executor import Work, cpu_threads, ensure_images, open_engine
+    from fluxq.eval.metrics.drift import floor_attention
+    from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
+    from fluxq.eval.report.report import compare_runs
+
+    options, started = asked.options, time.perf_counter()
+    networks = _networks(asked)
+    keys = _metric_keys(asked, networks)
+    sides = variants(asked.quantized, options.backends or _backends(asked.record), options.cache)
+    batch = options.batch_size or images_per_batch(asked.call)
+    floor_side = replace(asked.reference, name="16-bit again", attention=floor_attention(options.device))
+    is_video = makes_video(asked.folder)  # two of which may be more than the device has room for
+    floor_batch = max(1, batch // 2) if batch > 1 or is_video else 2
+    root = options.images or asked.output.resolve().parent / IMAGES_FOLDER
+    asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
+    asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
+    with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
+        runs = {"16 bit": (asked.items, 1.0), "again": (asked.items[:FLOOR_IMAGES], 1.0)}
+        on_start(_forecast(asked, {**runs, **{side.name: (asked.items, forecast.QUANTIZED) for side in sides}}))
+        made = [
+            ensure_images(Work(side, items, asked.call, size, root, options.device), engine)
+            for side, items, size in asks
+        ]
+    found = [images for images in made if images is not None]
+    if len(found) < len(made):
+        return None  # the process that leads the others has all of them
+    reference, *sets, again = found
+    same = _same_images(sides, sets)
+    shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
+    generated = time.perf_counter()
+    with cpu_threads(torch.device(options.device).type, 1):  # as the images were made: equal bits from every engine
+        floor = measure_floor(reference, again, keys, networks)
+        drifts, served = _opened(asked, list(shown), floor_side, batch, floor_batch)
+        runs = measure_runs(
+            _candidates(asked, list(shown), served),
+            reference,
+            list(shown.values()),
+            keys=keys,
+            networks=networks,
+            floor=floor,
+            drifts=drifts,
+            frame_floor=measure_frame_floor(reference, again, networks),
+        )
+    noun = "image" if reference.frames is None else "video"
+    report = Report(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=asked.folder.name,
+        license=card.license_text(asked.folder.license) or "not stated",
+        call=asked.call,
+        reference={
+            "16-bit weights (SHA-256)": asked.reference.digest,
+            "dtype": asked.reference.dtype,
+            "pipeline call (SHA-256)": sha256_json(asked.call),
+            f"{noun}s in a batch": str(batch),
+            "prompts and seeds (SHA-256)": reference.items_digest,
+            f"16-bit {noun}s (SHA-256)": reference.digest,
+        },
+        noise_floor=(
+            f"two runs of the 16-bit model on the same {len(again.items)} prompts and noise, one with "
+            f"{floor_batch} {noun}{'s' * (floor_batch > 1)} in a batch and attention computed by {floor_side.attention}"
+        ),
+        protocol=asked.protocol,
+        items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
+        runs=runs,
+        comparisons=compare_runs(runs, asked.items),
+        warnings=(
+            *_warnings(asked),
+            *_small(reference),
+            *(f"{one} makes the same {noun}s as {other} and is left out" for one, other in same.items()),
+        ),
+        provenance={"16-bit model": asked.reference.folder if options.model else asked.record["model"]["source"]},
+        versions=versions("torchmetrics", "open_clip_torch", "scipy", "fluxq"),
+        command=_command(asked),
+        time={
+            "engine": options.engine,
+            "devices": sorted({each.device for each in (reference, *sets)}),
+            "generating_seconds": round(generated - started, 1),
+            "measuring_seconds": round(time.perf_counter() - generated, 1),
+        },
+    )
+    report = _with_records(report, asked)
+    _write(asked.output, report)
+    return report
+
+
+def _forecast(asked: Subject, runs: Mapping[str, Any], device: str | None = None, sides: int = 1) -> Forecast:
+    return forecast.of_images(
+        asked.folder, asked.call, device or asked.options.device, asked.options.dtype, runs, sides
+    )
+
+
+def bench(
+    asked: Subject,
+    *,
+    optimized: bool = False,
+    prefer: Prefer = "speed",
+    on_start: Callable[[Forecast], None] = lambda _: None,
+    **how: Any,
+) -> Speed:
+    """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
+
+    optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it. on_start: called
+    with a forecast.
+    """
+    from fluxq.eval.speed.speed import measure_speed
+
+    device = asked.options.device
+    if not makes_video(asked.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
+        raise ValueError(f"{asked.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
+    plain = [asked.reference, *_in_fp32(asked)]
+    served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
+    prompts = [prompt for prompt, _ in asked.items]
+    on_start(_forecast_of_bench(asked, len(plain), len(served), how))
+    if (asked.output / EVAL_FOLDER / SPEED_FILE).exists():
+        logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
+    speed = measure_speed([*plain, *served], prompts, asked.call, device=device, references=len(plain), **how)
+    layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
+    offloaded = [side.name for side in (asked.reference, asked.quantized) if side.offload]
+    if offloaded:
+        layout["offload"] = f"parts of {' and '.join(offloaded)} take turns on the GPU"
+    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
+    _keep(asked, SPEED_FILE, speed)
+    return speed
+
+
+def _forecast_of_bench(asked: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
+    """Of every setting: the image at the first size stands for all."""
+    calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
+    count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
+    names = ("height", "width", frames_argument(asked.folder.pipeline_class or object) or "num_frames")
+    call = {**asked.call, **dict(zip(names, (how.get("sizes") or [()])[0], strict=False))}
+    items = [item for size in how.get("batches") or (1,) for item in (asked.items * size)[:size]]
+    runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
+    return _forecast(replace(asked, call=call), runs, sides=plain + served)
+
+
+def _in_fp32(asked: Subject) -> list[_InFp32]:
+    """The 16-bit side once more, in what a CPU may compute faster."""
+    is_16_bit = getattr(torch, asked.reference.dtype).itemsize == 2
+    return [_InFp32(asked)] if is_16_bit and torch.device(asked.options.device).type == "cpu" else []
+
+
+@dataclass(frozen=True)
+class _InFp32:
+    """The unquantized side of a bench in fp32, where there is room for it."""
+
+    asked: Subject
+    name: str = "fp32"
+    dtype: str = "float32"
+
+    def open(self, device: str) -> Any:
+        """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
+        folder = self.asked.folder
+        needed = sum(weight_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
+        free = free_bytes(torch.device(device))
+        if free is not None and needed > free:
+            raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        return replace(self.asked.reference, name=self.name, dtype=self.dtype).open(device)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """A quantized side as one would serve it."""
+
+    side: Side
+    is_optimized: bool
+    prefer: Prefer
+
+    @property
+    def name(self) -> str:
+        return f"{self.side.name}, optimized" if self.is_optimized else self.side.name
+
+    def open(self, device: str) -> Any:
+        pipe = self.side.open()
+        prepare(pipe, device=device, prefer=self.prefer)
+        pipe = self.side.placed(pipe, device)
+        if self.is_optimized:
+            optimize(pipe, device=device)
+        return pipe
+
+
+def debug(
+    asked: Subject,
+    patch: Path | None,
+    growth: float,
+    budget: int,
+    on_start: Callable[[Forecast], None] = lambda _: None,
+) -> Debug:
+    """Find out where the checkpoint loses; writes OUT/eval/debug.json and draws the report again where there is one.
+
+    patch: file for a recipe that keeps the worst layers in more bits, at most a share `growth` more than now; it is not
+    written where no layer is worth them. budget: runs of the prompts that the damages may take.
+    """
+    from fluxq.eval.debug.debug import debug as find_faults
+
+    options = asked.options
+    if patch is not None and (patch.exists() or patch.suffix != ".yaml"):
+        raise ValueError(f"--patch {patch}: name a new .yaml file")
+    device = options.device
+    if asked.reference.offload:
+        logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)
+        device = "cpu"
+        stored = placement.stored_bytes(ModelFolder(asked.output.name, asked.output))
+        both = placement.weight_bytes(asked.folder, options.dtype) + stored
+        placement.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
+    on_start(_forecast(asked, {f"at most {budget} runs": (asked.items, budget * forecast.QUANTIZED)}, device, sides=2))
+    found = find_faults(
+        asked.reference,
+        asked.quantized,
+        asked.items,
+        asked.call,
+        device=device,
+        batch_size=options.batch_size,
+        growth=growth,
+        budget=budget,
+    )
+    _keep(asked, DEBUG_FILE, found)
+    if patch is not None and found.patch is not None:
+        clear_parts(patch.parent, patch.name)
+        write_text(patch, found.patch.recipe)
+    return found
+
+
+def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) -> Report:
+    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
+    from fluxq.eval.report.report import merge, write_report
+
+    if target.suffix != ".html":
+        raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
+    reads = {f"the report of {output}": _report_of(output) for output in outputs}
+    place = Output(target, True, (".json", ".md"))
+    place.require(reads, overwrite=overwrite)
+    found = [_read(output) for output in outputs]
+    merged = merge(found) if len(found) > 1 else found[0]
+    job = [version("fluxq"), [sha256_file(path) for path in reads.values()]]
+    with writing(place, job, overwrite=overwrite) as made:
+        if made is not None:
+            write_report(made / place.place.name, merged)
+    return merged
+
+
+def _read(output: Path) -> Report:
+    """The report of a checkpoint folder, with what bench and debug have found since."""
+    path = _report_of(output)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
+    return read_report(path)
+
+
+def _report_of(output: Path) -> Path:
+    return output / EVAL_FOLDER / JSON_FILE if output.is_dir() else output
+
+
+def _networks(asked: Subject) -> Networks:
+    """What the metrics may use: the embedded model's own networks, and what --weights and its fellows name."""
+    from fluxq import tiny
+    from fluxq.eval.metrics.networks import Networks, find_networks
+
+    options = asked.options
+    from_hub = options.weights == "hub"
+    if asked.folder.path.resolve() == Path(tiny.path()).resolve():
+        images, _captions = tiny.held_out()
+        own = Networks(
+            feature_network=tiny.feature_network(),
+            feature_name="fluxq-tiny-features",
+            clip=str(tiny.clip_path()),
+            reference_images=images,
+            reference_name="held-out images",
+        )
+    else:
+        own = Networks()
+    return find_networks(
+        own,
+        weights=Path(options.weights) if options.weights and not from_hub else None,
+        clip=options.clip,
+        fid_resize=options.fid_resize or PROTOCOLS[options.protocol].fid_resize,
+        fid_reference=options.fid_reference,
+        device=options.device,
+        download=from_hub,
+        is_video=makes_video(asked.folder),
+    )
+
+
+def _metric_keys(asked: Subject, networks: Networks) -> list[str]:
+    """The metrics to take; ValueError for one that was asked for, by name or by a published protocol, and cannot be."""
+    from fluxq.eval.metrics.evaluate import VELOCITY_ERROR
+    from fluxq.eval.metrics.metrics import metric_rows, missing
+
+    row, options = PROTOCOLS[asked.options.protocol], asked.options
+    known, is_video = metric_rows(), makes_video(asked.folder)
+    keys = list(options.metrics or [key for key in row.metrics or known if is_video or not known[key].only_video])
+    _require_known("metric", keys, known)
+    gated = [metric for gate in _gates(asked) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
+    for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
+        why = missing(key, networks, is_video=is_video)
+        if why is not None:
+            raise ValueError(f"{key} cannot be measured: {why}")
+    needed = ["psnr"]  # orders pictures and runs
+    return list(dict.fromkeys([*needed, *keys, *gated]))
+
+
+def _gates(asked: Subject) -> tuple[str, ...]:
+    """The recipe's, the protocol's and those of the command line."""
+    recipe = asked.record["recipe"].get("gates", [])
+    return tuple(dict.fromkeys([*recipe, *PROTOCOLS[asked.options.protocol].gates, *asked.options.gates]))
+
+
+def _backends(record: dict[str, Any]) -> tuple[str, ...]:
+    """As stored, and every re-encoding that changes a layer of this checkpoint."""
+    schemes = {layer["scheme"] for part in record["components"] for layer in part["layers"]} - {"16bit"}
+    activations = {Scheme.parse(scheme).activations for scheme in schemes}
+    formats = {each.name for each in activations if each is not None}
+    return tuple(name for name, targets in BACKENDS.items() if not targets or formats - {*targets})
+
+
+def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str, str]:
+    """Name of a side -> name of the first that makes the same bits, as where 8bit chooses int8 for every layer."""
+    first: dict[tuple[str, ...], str] = {}
+    hashes = [tuple(part for row in images.rows for part in (row.image, row.latents)) for images in sets]
+    made = {side.name: first.setdefault(each, side.name) for side, each in zip(sides, hashes, strict=True)}
+    return {name: other for name, other in made.items() if name != other}
+
+
+def _opened(
+    asked: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
+) -> tuple[dict[str, Drift], dict[str, Served | None]]:
+    """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts; and what computes
+    it. Each side is opened once.
+    """
+    from fluxq.eval.metrics.drift import drift, follow, with_floor
+    from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
+    from fluxq.eval.speed.served import served
+
+    items, device = asked.items[: DRIFT_VIDEOS if makes_video(asked.folder) else DRIFT_IMAGES], asked.options.device
+    followed = follow(asked.reference.open(device), items, asked.call, min(batch, len(items)))
+    floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
+    drifts, found = {}, {}
+    for side in sides:
+        pipe = side.open(device)
+        drifts[side.name], found[side.name] = with_floor(drift(followed, pipe), floor), served(pipe, device)
+    return drifts, found
+
+
+def _candidates(asked: Subject, sides: Sequence[Side], found: Mapping[str, Served | None]) -> list[Candidate]:
+    from fluxq.eval.metrics.evaluate import Candidate
+
+    record = asked.record
+    provenance = {
+        **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
+        "checkpoint (SHA-256)": asked.quantized.digest,
+        **_origin(record),
+    }
+    recipe = record["recipe"]["name"], record["identity"]["recipe"]
+    known = _named(asked), *recipe, _size(record)
+    return [Candidate(side, *known, found[side.name], _gates(asked), provenance) for side in sides]
+
+
+def _size(record: dict[str, Any]) -> Size:
+    parts = record["components"]
+    return Size(
+        components=tuple(part["component"] for part in parts),
+        bytes_before=sum(part["bytes_before"] for part in parts),
+        bytes_after=sum(part["bytes_after"] for part in parts),
+        bits_per_weight=bits_per_weight(parts),
+        bits_per_quantized_weight=bits_per_quantized_weight(parts),
+    )
+
+
+def _origin(record: dict[str, Any]) -> dict[str, str]:
+    """What the codes come from."""
+    if "imported" in record:
+        files = [file for part in record["imported"] for file in part["files"].items()]
+        return {"imported files (SHA-256)": ", ".join(f"{name} ({digest[:16]})" for name, digest in files)}
+    return {
+        "recipe (SHA-256)": record["identity"]["recipe"],
+        "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",
+        "statistics (SHA-256)": record["statistics_digest"] or _without_statistics(record),
+    }
+
+
+def _without_statistics(record: dict[str, Any]) -> str:
+    return "none: layers were fitted to captured calls" if record["trajectory"] else "none: the recipe needs no data"
+
+
+def _warnings(asked: Subject) -> tuple[str, ...]:
+    protocol, prompts = asked.protocol, asked.prompts
+    found = PROTOCOLS[protocol.name].departures(asked.folder, prompts, protocol.count, protocol.seeds, asked.call)
+    if prompts.duplicates:
+        found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
+    frames, own = frames_in(asked.call), own_frames(asked.folder)
+    if "audio" in outputs_of(asked.folder):
+        found.append("the sound of the videos is not compared")
+    if own is not None and frames != own:
+        found.append(f"videos have {frames} frames, this pipeline's usually {own}")
+    return tuple(found)
+
+
+def _small(reference: ImageFolder) -> list[str]:
+    """A warning for images far smaller than those of the published figures that verdicts are held against."""
+    height, width = reference.images[0].shape[-2:]
+    if max(height, width) >= _PUBLISHED_PIXELS:
+        return []
+    return [
+        f"published models are judged by images of {_PUBLISHED_PIXELS} pixels and more; these have {width} x {height}, "
+        "on which the same error looks smaller: read the verdicts as a check that everything works"
+    ]
+
+
+def _command(asked: Subject) -> str:
+    """What makes this report again; where images are made and kept changes nothing in it."""
+    options, default = asked.options, Options()
+    words = ["fluxq", "eval", _named(asked)]
+    for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for gate in options.gates for word in ("--gate", gate)]
+    words += ["--backends", ",".join(options.backends)] if options.backends else []
+    words += ["--metrics", ",".join(options.metrics)] if options.metrics else []
+    flags = {key: f"--{key.replace('_', '-')}" for key in options.call} | {"num_frames": "--frames"}
+    words += [word for key, value in options.call.items() for word in (flags[key], str(value))]
+    return shlex.join(words)
+
+
+def _named(asked: Subject) -> str:
+    """The checkpoint as a command takes it, without where on the machine an absolute path leads."""
+    return asked.quantized.name if asked.output.is_absolute() else asked.output.as_posix()
+
+
+def _keep(asked: Subject, name: str, value: BaseModel) -> None:
+    folder = asked.output / EVAL_FOLDER
+    known = {"schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
+    write_json(folder / name, {**known, "found": value.model_dump(mode="json")})
+    path = folder / JSON_FILE
+    if not path.is_file():
+        return
+    try:
+        before = read_report(path)
+    except ValueError as error:  # of another version, say: what was found just now must not be lost for that
+        logger.warning("%s; what was found is kept in %s, and that evaluation will show it", error, folder / name)
+        return
+    _write(asked.output, _with_records(before, asked))
+
+
+def _with_records(report: Report, asked: Subject) -> Report:
+    """The report with what bench and debug found on the same checkpoint.
+
+    A speed belongs to the run with the arithmetic that was timed, and to no other; without one it stands by itself.
+    What debug found is of the weights as they are stored.
+    """
+    if any(run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest for run in report.runs):
+        return report  # of weights that were in this folder before
+    speed: Speed | None = _found(asked, SPEED_FILE, Speed, "bench")
+    debugged: Debug | None = _found(asked, DEBUG_FILE, Debug, "debug")
+    runs = tuple(
+        run.model_copy(
+            update={
+                "speed": speed if _is_of(speed, run) else None,
+                "debug": debugged if run.backend == NATIVE and run.cache is None else None,
+            }
+        )
+        for run in report.runs
+    )
+    timed = (
+        () if speed is None or any(run.speed for run in runs) else (_timed(asked, speed, report.runs[0].checkpoint),)
+    )
+    return report.model_copy(update={"runs": runs, "timed": timed})
+
+
+def _timed(asked: Subject, speed: Speed, checkpoint: str) -> Timed:
+    """A speed that no run of the report computes as. checkpoint: as its runs call it."""
+    name, record = asked.quantized.name, asked.record
+    arithmetic = speed.served.arithmetic if speed.served else NATIVE
+    return Timed(
+        name=name if arithmetic == NATIVE else f"{name} as {arithmetic}",
+        checkpoint=checkpoint,
+        recipe=record["recipe"]["name"],
+        size=_size(record),
+        speed=speed,
+    )
+
+
+def _is_of(speed: Speed | None, run: Run) -> bool:
+    """Whether what was timed computes as a run does."""
+    if speed is None or speed.served is None or run.served is None:
+        return False
+    return run.cache is None and run.served.digest == speed.served.digest
+
+
+def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
+    """What `command` found on this checkpoint; None if it did not run since, or in another version of fluxq."""
+    path = asked.output / EVAL_FOLDER / name
+    try:
+        record = read_json(path) if path.is_file() else {}
+        if record.get("checkpoint") != asked.quantized.digest:
+            return None
+        if record.get("schema_version") == SCHEMA_VERSION:
+            return kind.model_validate(record.get("found"))
+        why = "was written by another version of fluxq"
+    except ValueError:  # pydantic's is one
+        why = "is damaged"
+    logger.warning("%s %s and is left out: run `fluxq %s` again", path, why, command)
+    return None
+
+
+def _write(output: Path, report: Report) -> None:
+    """The report, and what hubs read of it: the model card's table and `.eval_results`."""
+    from fluxq.eval.report.report import write_report
+
+    for folder in (output, output / EVAL_FOLDER):
+        clear_parts(folder)
+    write_report(output / EVAL_FOLDER / "report.html", report)
+    readme = output / "README.md"
+    if readme.is_file():
+        write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
+    for name, text in card.eval_results(report).items():
+        write_text(output / ".eval_results" / name, text)

@@ -1,0 +1,194 @@
+"""`--max-memory`: what a job's pipelines may take of the device, and what is said where memory runs out.
+
+The least that would do is known from shapes (footprint.py) before anything is computed. Weights have what is left; on a
+GPU the allocator is held to the bound too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fluxq.base.console import first_line
+from fluxq.base.model import ModelFolder
+from fluxq.base.residence import Residence, residence_of
+from fluxq.integrations.bounded import load_bounded
+from fluxq.jobs import footprint
+from fluxq.jobs.footprint import Size
+from fluxq.quantize.checkpoint import is_model
+from fluxq.quantize.lora import Updates
+from fluxq.quantize.structure import denoisers_of
+from fluxq.recipes.plan import Plan
+
+_OF_GPU = 0.95  # of the bound: the allocator hands out memory in pieces, and some of each is left over
+_OF_HOST = 64 << 20  # bytes that libraries keep: code that oneDNN compiles for each shape, small pieces of memory
+_M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = -3, 1 << 17, 1 << 25  # of malloc.h; from how many bytes on; as it grows to
+_NO_MEMORY = "can't allocate memory"  # what torch says of the host's
+_SMALLER = "a smaller --height and --width"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """limit: bytes. working, fitting: of a component, beside its weights, while it runs and while it is fitted."""
+
+    limit: int
+    device: str
+    dtype: str
+    working: Mapping[str, int]
+    fitting: Mapping[str, int]
+
+    def load(self, folder: ModelFolder, updates: Mapping[str, Sequence[Updates]]) -> Any:
+        """A pipeline within the bound. updates: component -> what is fused into it."""
+        on_gpu = torch.device(self.device).type == "cuda"
+        residence = Residence(self.device, int(self.limit * _OF_GPU) if on_gpu else self.limit - _OF_HOST)
+        every_step = dict.fromkeys(denoisers_of(folder), 1)
+        return load_bounded(folder, self.dtype, residence, ranks=every_step, working=self.working, updates=updates)
+
+    def begin_fitting(self, pipe: Any) -> None:
+        """From now on its components are fitted, block by block."""
+        for component, working in self.fitting.items():
+            model = getattr(pipe, component)
+            residence = residence_of(model)
+            if residence is not None:
+                residence.set_working(model, working)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a job asks of a device. working, fitting: as of a Bound. needs: what is done -> bytes that it takes at once.
+
+    least: bytes, the smallest bound that would do. most: what asks for it.
+    """
+
+    device: str
+    dtype: str
+    working: Mapping[str, int]
+    fitting: Mapping[str, int]
+    needs: Mapping[str, int]
+
+    @property
+    def most(self) -> str:
+        return max(self.needs, key=lambda each: self.needs[each])
+
+    @property
+    def least(self) -> int:
+        return self._with_overhead(self.needs[self.most])
+
+    def unbounded(self, weights: int) -> int:
+        """Bytes that the job takes at once where nothing bounds it: all `weights`, and the largest work on them."""
+        return self._with_overhead(weights + max([0, *self.working.values(), *self.fitting.values()]))
+
+    def _with_overhead(self, nbytes: int) -> int:
+        return math.ceil(nbytes / _OF_GPU) if torch.device(self.device).type == "cuda" else nbytes + _OF_HOST
+
+    def __str__(self) -> str:
+        return f"{in_words(self.least)}, for {self.most}"
+
+    def bound(self, limit: int) -> Bound:
+        """The bound for the job; ValueError naming the least memory that would do, if that is more than `limit`."""
+        if self.least > limit:
+            smaller = f", or {_SMALLER}" if self.most.startswith("running") else ""
+            fewer = ", or fewer --frames" if smaller and "video" in self.most else ""
+            raise ValueError(
+                f"--max-memory {in_words(limit)}: {self.most} needs {in_words(self.least)}; give at least that"
+                f"{smaller}{fewer}"
+            )
+        return Bound(limit, self.device, self.dtype, self.working, self.fitting)
+
+
+def demand_of(
+    device: str,
+    dtype: str,
+    folder: ModelFolder,
+    *,
+    sizes: Iterable[Size],
+    shown: Iterable[Size],
+    fitted: Iterable[Plan],
+    fused: Collection[str],
+) -> Demand:
+    """What a job asks of `device`, from shapes.
+
+    sizes: calls whose latents are all that counts. shown: calls whose latents are decoded too. fitted: plans with
+    layers that are fitted. fused: components with LoRA updates.
+    """
+    itemsize, on_gpu = getattr(torch, dtype).itemsize, torch.device(device).type == "cuda"
+    working, fitting, needs = {}, {}, {}
+    decoded, every = {*shown}, {*sizes, *shown}
+    for component in filter(lambda name: is_model(folder, name), folder.components):
+        coming = 2 * footprint.largest(folder, component, itemsize)
+        calls = decoded or every if component == "vae" else every
+        took = {size: footprint.activations(folder, component, size, itemsize) for size in calls}
+        size = max(calls, key=lambda size: took[size])
+        working[component] = took[size]
+        if decoded or component != "vae":
+            needs[f"running {component} on {size}"] = took[size] + coming
+    for plan in fitted:
+        blocks = footprint.fitting(
+            plan, working[plan.component], itemsize, widened=plan.component in fused, on_gpu=on_gpu
+        )
+        fitting[plan.component] = max(blocks.values())
+        coming = 2 * footprint.largest(folder, plan.component, itemsize)
+        for block, needed in blocks.items():
+            widest = max(layer.k for layer in plan.quantized if layer.block == block)
+            needs[f"fitting {block} ({widest} channels)"] = needed + coming
+    return Demand(device, dtype, working, fitting, needs)
+
+
+def in_words(nbytes: int) -> str:
+    """A size as `--max-memory` takes it, rounded up."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{math.ceil(10 * nbytes / size) / 10:g}{unit}"
+    return f"{math.ceil(nbytes / 1024)}KiB"
+
+
+@contextmanager
+def within(limit: int | None, device: str) -> Iterator[None]:
+    """Hold the device's allocator to `limit`; where memory runs out, say what can be done about it."""
+    place = torch.device(device)
+    if limit is not None:
+        _bind(place, limit)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            if _NO_MEMORY not in str(error):
+                raise
+        cure = (
+            "--max-memory SIZE, as in 8GiB, reads weights when it is their turn"
+            if limit is None
+            else f"more was needed than --max-memory {in_words(limit)}, or than the machine has: give another one, or "
+            f"{_SMALLER}"
+        )
+        raise RuntimeError(f"out of memory on {device} ({first_line(error) or 'MemoryError'}): {cure}") from error
+    finally:
+        if limit is not None:
+            _bind(place, None)
+
+
+def _bind(device: torch.device, limit: int | None) -> None:
+    """A GPU's allocator refuses what is beyond the limit; glibc's is told to give back at once what is freed.
+
+    Else it would keep, for each thread, what may be wanted again: several times what the bound leaves for weights.
+    """
+    if device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole) if limit else 1.0, device)
+    elif device.type == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK if limit else _KEPT)
+
+
+def let_go(pipe: Any) -> None:
+    """No weight stays of a pipeline within a bound until it runs again."""
+    for model in pipe.components.values():
+        residence = residence_of(model)
+        if residence is not None:
+            residence.rest()

@@ -1,0 +1,158 @@
+"""What commands take, and what they read of it: the input of every job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.files import sha256_json
+from fluxq.base.model import ModelFolder, load_pipeline
+from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.prompts import PromptSet
+from fluxq.calibrate.sharing import watch_shared_inputs
+from fluxq.calibrate.statistics import Statistics
+from fluxq.eval.images.protocols import PROTOCOLS
+from fluxq.jobs.memory import Bound
+from fluxq.jobs.requirements import call_of, makes_video, require_steps
+from fluxq.quantize import checkpoint
+from fluxq.quantize.checkpoint import SourceWeights
+from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into
+from fluxq.recipes.plan import GENERIC, Plan
+from fluxq.recipes.recipe import Calibration, Recipe
+
+CHECK_IMAGES, CHECK_VIDEOS = 4, 2
+# Calibration and evaluation draw noise from seeds that never meet.
+_CALIBRATION_SEEDS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every command takes; None leaves the recipe's, the folder's or the pipeline's own value."""
+
+    model: str | None = None
+    recipe: str = "nvfp4"
+    profile: Any = None
+    output: str | None = None
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    seed: int | None = None
+    prompts: str | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    components: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    statistics: str | None = None
+    lora: tuple[str, ...] = ()
+    revision: str | None = None
+    local_files_only: bool = False
+    overwrite: bool = False
+    check: bool = True
+    parallel_blocks: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
+    max_shard_bytes: int = checkpoint.MAX_SHARD_BYTES
+    max_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
+
+    options: Options
+    folder: ModelFolder
+    recipe_name: str
+    recipe: Recipe
+    calibration: Calibration
+    plans: tuple[Plan, ...]
+    prompts: PromptSet
+    statistics: Statistics | None
+    output: Path
+    identity: dict[str, Any]
+    loras: tuple[LoraFile, ...] = ()
+    updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
+    finished: dict[str, Any] | None = None
+    ranks: Ranks = ALONE
+    bound: Bound | None = None
+    stamps: Mapping[str, Any] = field(default_factory=dict)  # component -> `ModelFolder.stamps`, when this was begun
+
+    @property
+    def device(self) -> str:
+        """What this process computes on: of several, each takes a GPU of its own."""
+        return self.ranks.device(self.options.device)
+
+    @property
+    def max_memory(self) -> int | None:
+        """Bytes that weights and activations may take on the device, None without a bound."""
+        return self.bound.limit if self.bound else self.options.max_memory
+
+    @property
+    def calibrated(self) -> dict[str, Plan]:
+        """Component -> plan, of those whose activations calibration looks at: the transformers."""
+        return {plan.component: plan for plan in self.plans if plan.kind == "transformer"}
+
+    @property
+    def fitted(self) -> dict[str, Plan]:
+        """Component -> plan, of those with layers that are fitted to their inputs."""
+        plans = self.calibrated.items()
+        return {name: plan for name, plan in plans if any(la.method.needs_data for la in plan.quantized)}
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Pipeline arguments: the folder's defaults, overridden by the command line."""
+        return call_of(self.folder, self.folder.generation_defaults, self.options.call)
+
+    @property
+    def check_call(self) -> dict[str, Any]:
+        """Those of the closing check, whose videos are as short as a smoke evaluation's where nobody says how long."""
+        frames = PROTOCOLS["smoke"].frames
+        return call_of(self.folder, self.folder.generation_defaults, self.options.call, frames)
+
+    @property
+    def calibration_items(self) -> Sequence[Any]:
+        """(row, seed) of each image that calibration looks at."""
+        return self.prompts.items(self.calibration.count, _CALIBRATION_SEEDS + self.calibration.seed)
+
+    @property
+    def check_items(self) -> Sequence[Any]:
+        """(row, seed) of what the closing check makes: of rows with sizes or images those like the first."""
+        count = CHECK_VIDEOS if makes_video(self.folder) else CHECK_IMAGES
+        return self.prompts.alike.items(count, self.calibration.seed)
+
+    def weights(self, component: str) -> SourceWeights:
+        """The component's 16-bit weights, LoRA files fused."""
+        if component in self.updates:
+            return FusedWeights(self.folder, component, self.updates[component])
+        return SourceWeights(self.folder, component)
+
+    def require_unchanged(self, component: str) -> None:
+        """Raise RuntimeError if the component's files are not those that this was prepared with."""
+        if component in self.stamps and self.folder.stamps(component) != self.stamps[component]:
+            raise RuntimeError(
+                f"{self.folder.path / component} has changed since this run began: what was measured is of other "
+                "weights. Start again when nothing writes there any more"
+            )
+
+    def digest(self, component: str) -> str:
+        """SHA-256 of the component's weights, LoRA files included."""
+        own = self.identity.get("model", {}).get(component)
+        own = own if isinstance(own, str) else self.folder.digest(component)
+        if component not in self.updates:
+            return own
+        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)])
+
+    def load_reference(self) -> Any:
+        """The 16-bit pipeline that the checkpoint is made from and measured against."""
+        require_steps(self.folder)
+        if self.bound is not None:
+            pipe = self.bound.load(self.folder, self.updates)
+        else:
+            pipe: Any = load_pipeline(self.folder, self.options.dtype, self.device)
+            for component, updates in self.updates.items():
+                fuse_into(getattr(pipe, component), updates)
+        for component, plan in self.calibrated.items():
+            if plan.family == GENERIC and (component in self.fitted or plan.static_groups()):
+                groups = plan.statistics_groups().values()
+                watch_shared_inputs(getattr(pipe, component), [[layer.name for layer in group] for group in groups])
+        return pipe

@@ -1,0 +1,176 @@
+"""What a pipeline and an output must be for a job to work; each refuses it with the cure. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.model import GENERATION_FILE, ModelFolder
+
+
+def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
+    """Refuse what the pipeline does not take, before it is loaded. asked: by options; the rest are its defaults."""
+    import diffusers
+
+    pipeline = folder.pipeline_class
+    if pipeline is None:
+        name = folder.index["_class_name"]
+        raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
+    unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
+    if "num_frames" in unknown and not makes_video(folder):
+        raise ValueError(f"{folder.name}: a {pipeline.__name__} makes images, which have no frames: leave out --frames")
+    options = [f"--{'frames' if name == 'num_frames' else name}" for name in unknown if name in asked]
+    if options:
+        said = ", ".join(options).replace("_", "-")
+        raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {said}")
+    if unknown:
+        raise ValueError(
+            f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {', '.join(unknown)}; remove it"
+        )
+
+
+def call_of(
+    folder: ModelFolder, said: Mapping[str, Any], asked: Mapping[str, Any], frames: int | None = None
+) -> dict[str, Any]:
+    """Arguments of a call of the pipeline: what is `said` of the model, and before that what was `asked` for.
+
+    num_frames is called as the pipeline calls it. Frames that nobody says are the pipeline's own number of them, so
+    that batches can be cut by it, but at most `frames`. A size that BINNED lacks is made as it is.
+    """
+    from fluxq.calibrate.capture import frames_argument
+
+    call, pipeline = {**said, **asked}, folder.pipeline_class
+    if pipeline is None:
+        return call
+    argument = frames_argument(pipeline)
+    if argument is not None:
+        if argument != "num_frames" and "num_frames" in call:
+            call[argument] = call.pop("num_frames")
+        known = [each for each in (own_frames(folder), frames) if each is not None]
+        if known:
+            call.setdefault(argument, min(known))
+    sizes = BINNED.get(pipeline.__name__)
+    if sizes is not None and folder.config("transformer").get("sample_size") not in sizes:
+        call.setdefault("use_resolution_binning", False)
+    return call
+
+
+def require_steps(folder: ModelFolder) -> None:
+    """ValueError for a pipeline whose steps cannot be followed: it does not tell of them and has no scheduler."""
+    from fluxq.calibrate.capture import TELLS
+
+    pipeline = folder.pipeline_class
+    if pipeline is None or TELLS in inspect.signature(pipeline.__call__).parameters:
+        return
+    if "scheduler" not in folder.components:
+        raise ValueError(
+            f"{folder.name}: a {pipeline.__name__} takes no {TELLS} in this diffusers and has no scheduler, so it "
+            "cannot be calibrated or checked; --profile rtn --no-check quantizes it without running it"
+        )
+
+
+def require_pictures(folder: ModelFolder, cure: str) -> None:
+    """ValueError for a pipeline that makes neither images nor video."""
+    if not makes_pictures(folder):
+        made = ", ".join(outputs_of(folder))
+        raise ValueError(
+            f"{folder.name}: a {folder.index['_class_name']} makes {made}, and only images and video can be compared; "
+            f"{cure}"
+        )
+
+
+def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> None:
+    """ValueError for a pipeline that needs more than a prompt, such as an image to begin with."""
+    pipeline = folder.pipeline_class
+    parameters = inspect.signature(pipeline.__call__).parameters if pipeline is not None else {}
+    named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    needed = [each.name for each in named[1:] if each.default is each.empty and each.name not in {"prompt", *call}]
+    if pipeline is not None and needed:
+        raise ValueError(
+            f"{folder.name}: a {pipeline.__name__} needs {', '.join(needed)} beside a prompt, and only prompts are "
+            "asked here; the closing check of `fluxq quantize --prompts FILE` takes what rows of the file say"
+        )
+
+
+def makes_pictures(folder: ModelFolder) -> bool:
+    """Whether the pipeline's outputs are images or frames; nothing that is known speaks against it otherwise."""
+    from fluxq.eval.images.generate import PICTURES
+
+    made = outputs_of(folder)
+    return not made or bool({*made} & {*PICTURES})
+
+
+def own_frames(folder: ModelFolder) -> int | None:
+    """Frames of the videos that the pipeline makes by itself; None where its call does not say."""
+    from fluxq.calibrate.capture import frames_argument
+
+    pipeline = folder.pipeline_class
+    argument = frames_argument(pipeline) if pipeline is not None else None
+    default = inspect.signature(pipeline.__call__).parameters[argument].default if pipeline and argument else None
+    return default if isinstance(default, int) else None
+
+
+def makes_video(folder: ModelFolder) -> bool:
+    """Whether the pipeline's outputs are frames."""
+    return "frames" in outputs_of(folder)
+
+
+def outputs_of(folder: ModelFolder) -> tuple[str, ...]:
+    """Fields of what the pipeline returns, by the output classes of its module; empty where it has none of its own."""
+    from diffusers.utils import BaseOutput
+
+    pipeline = folder.pipeline_class
+    module = vars(sys.modules[pipeline.__module__]) if pipeline is not None else {}
+    classes = [each for each in module.values() if inspect.isclass(each) and issubclass(each, BaseOutput)]
+    return tuple(dict.fromkeys(name for each in classes for name in getattr(each, "__dataclass_fields__", ())))
+
+
+def scheduler_of(folder: ModelFolder) -> Any:
+    """The pipeline's, from its files; ValueError for one that this diffusers does not have."""
+    import diffusers
+
+    name = folder.components.get("scheduler", "")
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise ValueError(f"{folder.name}: this diffusers has no scheduler {name!r}; leave `steps` out of the recipe")
+    return kind.from_pretrained(folder.path / "scheduler", local_files_only=True)
+
+
+def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) -> Path:
+    """Return where a checkpoint, or a file of statistics, goes: as told, else named after model and recipe."""
+    return Path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
+
+
+def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | None]:
+    """What a command that quantizes reads, by what it is. said: its options, those that name files."""
+    from fluxq.quantize.lora_file import LoraFile
+    from fluxq.recipes.recipe import find_recipe
+
+    loras = {f"the LoRA file {text}": LoraFile.parse(text).path for text in said.get("lora") or ()}
+    files = {"the prompts": said.get("prompts"), "the statistics": said.get("statistics")}
+    found = {what: path for what, path in files.items() if path and Path(path).expanduser().exists()}
+    return {"the model": model, "the recipe": find_recipe(said["recipe"]), **loras, **found}
+
+
+def existing_parent(output: Path) -> Path:
+    """The nearest folder around `output` that is there; its disk is what will be written to."""
+    return next(parent for parent in output.resolve().parents if parent.exists())
+
+
+# Pipeline -> sizes (`sample_size` of its transformer) that it has tables of resolutions for; it refuses to be called
+# with any other unless told not to look for one.
+BINNED: dict[str, tuple[int, ...]] = {
+    "PixArtAlphaPipeline": (32, 64, 128),
+    "PixArtSigmaPipeline": (32, 64, 128, 256),
+    "PixArtSigmaPAGPipeline": (32, 64, 128, 256),
+    "SanaPipeline": (16, 32, 64, 128),
+    "SanaControlNetPipeline": (16, 32, 64, 128),
+    "SanaPAGPipeline": (16, 32, 64, 128),
+    "SanaSprintPipeline": (32,),
+    "SanaSprintImg2ImgPipeline": (32,),
+    "SanaVideoPipeline": (22, 30),
+    "SanaImageToVideoPipeline": (22, 30),
+}

@@ -1,0 +1,213 @@
+"""Attention in fp8 inside diffusers' models: `fluxq.set_attention(pipe, "fp8")`, and what a recipe's choice becomes.
+
+diffusers' attention processors hand q, k and v to a dispatcher, with the backend that is set on them. Backends are
+members of an enum and functions in a table, and there is no entry point for more; so `register` adds one of each, and
+`transformer.set_attention_backend("fluxq_fp8")` works as with those of diffusers. The choice is an attribute of
+processors: it goes with copies and pickles, and `set_attention_backend("native")` takes it away.
+
+fp8 serves self-attention without a mask. Every other call, and every call on a GPU without the kernel, goes to the
+backend `native`, which is PyTorch's attention in 16 bit; the log says once why.
+
+diffusers is imported in functions: this module is loaded by what its import triggers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import logger
+from fluxq.base.settings import is_strict
+from fluxq.kernels.attention.op import BACKEND, FLOATS, attention_fp8
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family
+from fluxq.recipes.patterns import matches
+from fluxq.recipes.plan import require_replaceable_attention
+
+Choice = Literal["16bit", "fp8", "sage", "flash3"]
+
+
+def set_attention(model: Any, attention: Choice) -> int:
+    """Compute the self-attention of a transformer, or of a pipeline's, another way; how many modules were set.
+
+    attention: "16bit" is diffusers' default again; "fp8" is fluxq's; "sage" and "flash3" are diffusers' backends of
+    SageAttention and FlashAttention-3, whose packages have to be installed. A checkpoint records fp8 and 16 bit.
+    Raises ValueError for an unknown choice, for a package that is not there, for a model that is no transformer fluxq
+    knows, and where attention cannot be replaced.
+    """
+    if attention not in BACKENDS:
+        raise ValueError(f"attention is {attention!r}, expected one of {', '.join(BACKENDS)}")
+    found = list(_transformers(model))
+    if not found:
+        known = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
+        raise ValueError(f"this {type(model).__name__} holds no transformer that fluxq knows: {known}")
+    for _, family in found:
+        require_replaceable_attention(family, attention)
+    _require_package(attention)
+    chosen = [named for part, family in found for named in _attention_modules(part, family, attention)]
+    for name, module in chosen:
+        if not hasattr(module.processor, "_attention_backend"):
+            raise ValueError(
+                f"{name}: its {type(module.processor).__name__} does not ask diffusers' dispatcher, so its attention "
+                "cannot be replaced; give it the processor that it came with"
+            )
+    backend = _named(BACKENDS[attention])
+    for _, module in chosen:
+        module.processor._attention_backend = backend
+    return len(chosen)
+
+
+def register() -> None:
+    """Add the backend to diffusers' enum and table."""
+    from diffusers.models import attention_dispatch
+
+    kind: Any = attention_dispatch.AttentionBackendName
+    if BACKEND in kind._value2member_map_:
+        return
+    member = str.__new__(kind, BACKEND)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    setattr(kind, member._name_, member)  # before the enum knows the name, which it then protects
+    kind._member_names_.append(member._name_)
+    kind._member_map_[member._name_] = member
+    kind._value2member_map_[BACKEND] = member
+    constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
+    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(dispatched)
+
+
+def dispatched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """What diffusers' dispatcher calls: attention (B, S, H, D) in fp8 where `_why_16_bit` has nothing against it."""
+    why = _why_16_bit(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, _parallel_config)
+    if not why:
+        return attention_fp8(query, key, value, scale)
+    from diffusers.models.attention_dispatch import _native_attention
+
+    _say(why)
+    return _native_attention(
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        _parallel_config=_parallel_config,
+    )
+
+
+def _why_16_bit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    grouped: bool,
+    parallel: Any,
+) -> str:
+    """Why a call is not computed in fp8; empty if it is."""
+    if q.shape[1] != k.shape[1]:
+        return "cross-attention, which fp8 is not for"
+    if mask is not None or causal:
+        return "a mask"
+    if dropout:
+        return "dropout"
+    if grouped or q.shape[2] != k.shape[2]:
+        return "heads that share keys"
+    if parallel is not None:
+        return "context parallelism"
+    if q.dtype not in FLOATS:
+        return f"tensors of {q.dtype}"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "gradients, which the fp8 op has none of"
+    return _lacks(q.shape[3], q.device) if q.device.type == "cuda" else ""
+
+
+@torch.compiler.assume_constant_result
+def _lacks(head_size: int, device: torch.device) -> str:
+    """Why a GPU has no kernel for heads of that size, empty if it has. ValueError for that where fluxq is strict."""
+    if find_spec("triton") is None:
+        why = f"no Triton for {device}"
+    else:
+        from fluxq.kernels.chips import chip_of
+        from fluxq.kernels.dispatch import offer
+
+        chip = chip_of(device)
+        offered = offer("attention_fp8", str(head_size), chip)
+        why = "" if offered.how else f"no kernel for heads of {head_size} elements on {chip} ({offered.reason})"
+    if why and is_strict():
+        raise ValueError(
+            f"attention in fp8: {why}. Strict mode takes no other arithmetic than the one chosen: choose 16 bit "
+            "(fluxq.set_attention(model, '16bit')) or leave strict mode"
+        )
+    return why
+
+
+@torch.compiler.assume_constant_result
+def _say(why: str) -> None:
+    _say_once(why)
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logger.warning("attention in 16 bit, not fp8: %s", why)
+
+
+def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
+    """(model, family) of the transformers in a pipeline, or of one by itself."""
+    families = {family.model: family for family in FAMILIES.values() if family.kind == "transformer"}
+    for part in [model] if isinstance(model, nn.Module) else model.components.values():
+        part = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
+        if isinstance(part, nn.Module) and type(part).__name__ in families:
+            yield part, families[type(part).__name__]
+
+
+def _attention_modules(model: nn.Module, family: Family, attention: str) -> Iterator[tuple[str, Any]]:
+    """(name, module) that a choice is set on: self-attention; for 16 bit everything that asks the dispatcher."""
+    for name, module in model.named_modules():
+        path = name.replace("_orig_mod.", "")
+        is_asking = attention == "16bit" and hasattr(getattr(module, "processor", None), "_attention_backend")
+        if is_asking or (attention != "16bit" and any(matches(row, path) for row in family.self_attention)):
+            yield name, module
+
+
+def _require_package(attention: str) -> None:
+    """ValueError where diffusers' backend needs a package that is not there."""
+    if attention in PACKAGES:
+        from diffusers.models.attention_dispatch import _check_attention_backend_requirements
+
+        try:
+            _check_attention_backend_requirements(_named(BACKENDS[attention]))
+        except RuntimeError as error:
+            raise ValueError(
+                f"attention {attention!r} is that of {PACKAGES[attention]}, which cannot be used here: install it, or "
+                f"choose 'fp8', which needs no package ({error})"
+            ) from None
+
+
+def _named(backend: str | None) -> Any:
+    """The member of diffusers' enum; None for its default, unless `set_attention_backend` made fp8 the default."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    if backend is None:
+        return AttentionBackendName.NATIVE if _AttentionBackendRegistry.get_active_backend()[0] == BACKEND else None
+    return AttentionBackendName(backend)
+
+
+BACKENDS: dict[str, str | None] = {"16bit": None, "fp8": BACKEND, "sage": "sage", "flash3": "_flash_3"}
+PACKAGES = {"sage": "SageAttention (pip install sageattention)", "flash3": "FlashAttention-3 (built from its source)"}

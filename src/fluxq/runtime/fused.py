@@ -1,0 +1,349 @@
+"""Blocks of a denoising transformer whose forward calls fluxq's ops: what an input group shares is computed once.
+
+    codes = quantize(norm(x + gate · branch) · (1 + scale) + shift)      one pass, for q, k, v and what else reads it
+    q, k  = rope(norm(q)), rope(norm(k))                                 one pass
+    codes = quantize(gelu(up)), quantize(silu(gate) · up)                one pass
+    codes = quantize([attention, gelu(up)])                              one pass, of single blocks
+    y     = codes · W^T                                                  for each layer of the group
+
+A block keeps its modules and gets a subclass of its own class: copies, moves, hooks, adapters and saving find what they
+know. The fused forward computes the bits that the block's own would: only what rounds alike is joined. A low-rank
+branch is added in x's dtype after the product, as ops.py does, gates and residuals are rounded where diffusers rounds.
+
+Two rules decide, anew at every call, because adapters, hooks and processors come and go:
+
+    the block's own forward    where something stands in its way that the fused one does not know (`_why_plain`)
+    a layer's own forward      for a layer that cannot take the codes of its group (`why_alone` in fused_forms.py)
+
+Here it is decided what is fused, and told; fused_calls.py reads a call, fused_forms.py computes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from diffusers.hooks._helpers import TransformerBlockRegistry
+from torch import nn
+
+from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family, FusableBlock, Maker, Stream
+from fluxq.recipes.patterns import matches
+from fluxq.runtime.fused_calls import CALLS, Given
+from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, rounding_of, takers_of, why_alone
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """What `optimize` did to one part of a block.
+
+    block: its path. part: role of an input group, "attention", or "block" for one that keeps its own forward. fused:
+    what became one pass. layers: those that take the same codes. why_not: what was left as it is, and why; or empty.
+    """
+
+    block: str
+    part: str
+    fused: str = ""
+    layers: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+def optimize(
+    model: nn.Module,
+    family: Family,
+    device: str,
+    lacks: Callable[[QuantLinear, Maker], str] = lambda layer, made_by: "",
+) -> list[FusedPart]:
+    """Fuse the blocks of a transformer of that family, in place; what was done to each, block by block.
+
+    device: type of the device that will compute. lacks: why it does not make or multiply a layer's codes, by what makes
+    the layer's input; empty if it does.
+    Called again, everything is decided anew. Raises ValueError for a family without a fused form, and where no block
+    can be fused.
+    """
+    if not family.fusable:
+        raise ValueError(
+            f"{family.model} has no fused form: recipes/fusable.py describes the blocks of {fusable_models()}"
+        )
+    parts: list[FusedPart] = []
+    fused = 0
+    for path, block in model.named_modules():
+        row = next((row for row in family.fusable if matches(row.block, path.replace("_orig_mod.", ""))), None)
+        if row is None:
+            continue
+        fusion = _describe(block, row, family, device, lacks)
+        why = _why_not_replaced(block, row) or _why_not_callable(block, row)
+        if why:
+            _restore_block(block)
+            parts.append(FusedPart(path, "block", why_not=why))
+            continue
+        block.__dict__[HELD] = fusion
+        block.__class__ = fused_class(_stock(block))
+        parts += _parts(path, block, fusion)
+        fused += 1
+    if not fused:
+        raise ValueError(
+            f"no block of this {type(model).__name__} can be fused: "
+            + (f"{parts[0].block}: {parts[0].why_not}" if parts else "it has none")
+        )
+    return parts
+
+
+def restore(model: nn.Module) -> int:
+    """Give every fused block its own class and forward back; how many there were."""
+    return sum(_restore_block(module) for module in model.modules())
+
+
+def fusable_models() -> str:
+    """The classes of models that have a fused form, for messages."""
+    return ", ".join(sorted(family.model for family in FAMILIES.values() if family.fusable))
+
+
+def _restore_block(block: nn.Module) -> bool:
+    was_fused = HELD in block.__dict__
+    if was_fused:
+        block.__class__ = _stock(block)
+        del block.__dict__[HELD]  # a hook that kept the fused forward runs the block's own from now on
+    return was_fused
+
+
+def _stock(block: nn.Module) -> type[nn.Module]:
+    """A block's class as diffusers has it."""
+    return getattr(type(block), "fused_from", type(block))
+
+
+@functools.cache
+def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a block's class, of the same name, with the fused forward.
+
+    The name is what device maps and `compile_repeated_blocks` look for; diffusers' step caches look for the class.
+    """
+
+    read = CALLS[stock.__name__]
+
+    @functools.wraps(stock.forward)
+    def forward(self, *args, **kwargs):
+        fusion: Fusion | None = getattr(self, HELD, None)
+        if fusion is None:
+            return stock.forward(self, *args, **kwargs)
+        given = read(self, *args, **kwargs)
+        if _why_plain(self, fusion, given):
+            return stock.forward(self, *args, **kwargs)
+        return form_of(fusion.row)(self, fusion, given)
+
+    def reduce(self, protocol):
+        return _empty, (stock,), stock.__reduce_ex__(self, 2)[2]
+
+    members = {"forward": forward, "__reduce_ex__": reduce, "fused_from": stock, "__module__": stock.__module__}
+    made = type(stock.__name__, (stock,), members)
+    _tell_step_caches(stock, made)
+    return made
+
+
+def _empty(stock: type[nn.Module]) -> nn.Module:
+    """A fused block for pickle and copy to fill: they would find the class of that name, which is not fused."""
+    made = fused_class(stock)
+    return made.__new__(made)
+
+
+def _tell_step_caches(stock: type[nn.Module], made: type[nn.Module]) -> None:
+    TransformerBlockRegistry.register(made, copy(TransformerBlockRegistry.get(stock)))
+
+
+# --- when
+
+
+def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
+    """Why a block cannot get a fused forward at all; empty if it can."""
+    stock = _stock(block)
+    if not _is_library_class(stock, row.model):
+        return f"is a {stock.__module__}.{stock.__name__}, expected diffusers' {row.model}"
+    known, taken = (list(signature(call).parameters) for call in (CALLS[row.model], stock.forward))
+    if known[1:] != taken[1:]:
+        return f"its forward takes {', '.join(taken[1:])}; the fused form knows {', '.join(known[1:])}"
+    if "forward" in block.__dict__ and HELD not in block.__dict__:
+        return "its forward was replaced already (offloading, a step cache or another library): optimize before that"
+    if any(parameter.is_meta for parameter in block.parameters()):
+        return "its weights are offloaded: optimize before offloading"
+    return ""
+
+
+def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
+    """Why the fused form cannot stand for the modules that it passes over; empty if it can."""
+    for path, expected in row.passed_over.items():
+        module = at(block, path)
+        if not _is_stock(module, expected):
+            return f"its {path} is a {type(module).__name__}, expected {expected} as it comes with the library"
+        if module is not None and is_hooked(module):
+            return f"its {path} has a hook, which a fused form would pass over: optimize before offloading"
+    for path, expected in row.attentions.items():
+        attention = at(block, path)
+        if attention is None:
+            continue
+        if not _is_stock(attention.processor, expected):
+            return f"its {path} has a {type(attention.processor).__name__}, expected diffusers' {expected}"
+        if getattr(attention, "fused_projections", False):
+            return "its projections are fused (fuse_qkv_projections): unfuse them"
+    return ""
+
+
+def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
+    """Why this call is the block's own forward; empty if the fused one computes the same."""
+    if torch.is_grad_enabled():
+        return "gradients: the fused ops have none"
+    if given.unknown:
+        return given.unknown
+    x = given.x
+    for cos, sin, _ in given.rope.values():
+        if not cos.device == sin.device == x.device:
+            return "a rotary embedding on another device"
+        if fusion.row.per_head and not cos.dtype == sin.dtype == torch.float32:
+            return "a rotary embedding in another type than fp32"
+    if x.device.type != fusion.device:
+        return f"optimized for {fusion.device}"
+    modulated = torch.float32 if fusion.row.fp32_modulation else x.dtype
+    dtypes = [(tokens, x.dtype) for tokens in given.streams.values()]
+    dtypes += [(made, modulated) for made in given.modulation.values()]
+    if any(tensor.dtype != expected for tensor, expected in dtypes):
+        return "inputs of different dtypes"
+    if any(made.shape[0] not in (1, x.shape[0]) for made in given.modulation.values()):
+        return "modulation of another number of images"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast"
+    return _why_not_callable(block, fusion.row) or _why_other_norms(block, fusion.row, x.dtype)
+
+
+def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) -> str:
+    """Why the norms of heads do not round as in a model of one dtype; empty if they do."""
+    parts = [part for stream in row.streams for part in (stream, stream.own) if part and row.per_head]
+    for path in (path for part in parts for path in (part.q_norm, part.k_norm)):
+        weight = getattr(at(block, path), "weight", None)
+        if weight is not None and weight.dtype != dtype:
+            return f"its {path} is in {weight.dtype}, its input in {dtype}"
+    return ""
+
+
+def _is_stock(module: Any, names: str) -> bool:
+    """Whether a module's class is one of the library's; "None" among the names allows for a block without it."""
+    if module is None:
+        return "None" in names.split("|")
+    return any(_is_library_class(type(module), name) for name in names.split("|"))
+
+
+def _is_library_class(kind: type, name: str) -> bool:
+    return kind.__name__ == name and kind.__module__.startswith(("torch.", "diffusers."))
+
+
+# --- what is known, and what is told
+
+
+def _describe(
+    block: nn.Module, row: FusableBlock, family: Family, device: str, lacks: Callable[[QuantLinear, Maker], str]
+) -> Fusion:
+    groups = {
+        group.members[0]: group
+        for group in family.groups
+        if group.block == row.block and all(at(block, path) is not None for path in group.members)
+    }
+    layers = {first: {path: at(block, path) for path in group.members} for first, group in groups.items()}
+    refused = {
+        path: why
+        for first, held in layers.items()
+        for path, layer in held.items()
+        if isinstance(layer, QuantLinear) and not layer.weight.is_meta and (why := lacks(layer, groups[first].made_by))
+    }
+    return Fusion(row, groups, {first: _alike(held) for first, held in layers.items()}, refused, device)
+
+
+def _alike(layers: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Those that do to the input what the first quantized one does, value by value; adapters are looked through."""
+    held = {path: getattr(layer, "base_layer", layer) for path, layer in layers.items()}
+    quantized = {path: layer for path, layer in held.items() if isinstance(layer, QuantLinear)}
+    quantized = {path: layer for path, layer in quantized.items() if not layer.weight.is_meta}
+    first = next(iter(quantized.values()), None)
+    return tuple(path for path, layer in quantized.items() if first is not None and _same_input(first, layer))
+
+
+def _same_input(a: QuantLinear, b: QuantLinear) -> bool:
+    for name in ("input_scale", "pre_quant_mean", "pre_quant_scale"):
+        left, right = getattr(a, name, None), getattr(b, name, None)
+        if left is None or right is None:
+            if left is not right:
+                return False
+        elif not torch.equal(left, right):
+            return False
+    return True
+
+
+def _parts(path: str, block: nn.Module, fusion: Fusion) -> list[FusedPart]:
+    parts = [_attention_part(path, block, fusion.row)]
+    for stream in fusion.row.streams:
+        behind_norms = (stream.qkv, stream.own.qkv if stream.own else "", stream.up)
+        read = (stream.cross.kv, stream.cross.image_kv) if stream.cross else ()
+        if stream.cross:
+            role = fusion.groups[stream.cross.q].role
+            parts.append(FusedPart(path, role, why_not=f"{stream.cross.q}: the norm before it has a bias"))
+        parts += [_behind_norm_part(path, block, fusion, first) for first in behind_norms if first in fusion.groups]
+        parts += [_shared_part(path, block, fusion, first) for first in read if first in fusion.groups]
+        if stream.down in fusion.groups:
+            parts.append(_down_part(path, block, fusion, stream))
+    return parts
+
+
+def _attention_part(path: str, block: nn.Module, row: FusableBlock) -> FusedPart:
+    if not row.per_head:
+        return FusedPart(path, "attention", why_not="q and k are normalised over all heads, then rotated")
+    if at(block, row.streams[0].q_norm) is None:
+        return FusedPart(path, "attention", why_not="q and k are neither normalised nor rotated")
+    return FusedPart(path, "attention", "q/k norm + rope" if row.rotary else "q/k norm")
+
+
+def _behind_norm_part(path: str, block: nn.Module, fusion: Fusion, first: str) -> FusedPart:
+    layers = layers_of(block, fusion, first)
+    takers = takers_of(layers, fusion, first)
+    reads_input = len(takers) < len(layers) or any(layer.scheme.rank for layer in takers.values())
+    fused = "norm + modulation"
+    if takers:
+        fused += f"{', then ' if reads_input else ' + '}{_format_of(takers)} codes"
+    alone = _alone(layers, takers, fusion)
+    alone += [f"{name}: its low-rank branch reads the input" for name, layer in takers.items() if layer.scheme.rank]
+    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), "; ".join(alone))
+
+
+def _shared_part(path: str, block: nn.Module, fusion: Fusion, first: str) -> FusedPart:
+    layers = layers_of(block, fusion, first)
+    takers = takers_of(layers, fusion, first)
+    fused = f"{_format_of(takers)} codes" if takers else ""
+    why_not = "; ".join(_alone(layers, takers, fusion))
+    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), why_not)
+
+
+def _alone(layers: dict[str, nn.Module], takers: dict[str, QuantLinear], fusion: Fusion) -> list[str]:
+    return [
+        f"{name}: {why_alone(fusion, name, layer) or 'its input is rounded in another way'}"
+        for name, layer in layers.items()
+        if name not in takers
+    ]
+
+
+def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> FusedPart:
+    ((name, layer),) = layers_of(block, fusion, stream.down).items()
+    role, act = fusion.groups[stream.down].role, stream.act.removesuffix("_tanh").replace("_mul", " · up")
+    why = why_alone(fusion, name, layer)
+    if why:
+        return FusedPart(path, role, why_not=f"{name}: {why}")
+    joined = act if stream.out else f"attention beside {act}"
+    return FusedPart(path, role, f"{joined} + {_format_of({name: layer})} codes", (name,))
+
+
+def _format_of(takers: dict[str, QuantLinear]) -> str:
+    return rounding_of(next(iter(takers.values())))[0]
+
+
+HELD = "fluxq_fusion"

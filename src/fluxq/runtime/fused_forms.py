@@ -1,0 +1,478 @@
+"""The fused forms of blocks: how they compute, layer by layer and code by code. When they do is in fused.py.
+
+    two_streams       text and image share one attention (FLUX.1, FLUX.2, SD3.5, Qwen-Image)
+    one_stream        attention and feed-forward side by side, over text and image (FLUX.1, FLUX.2)
+    self_and_cross    attention of the image to itself, then to the text (Wan)
+
+A row of recipes/fusable.py says which modules play which role, a function of fused_calls.py what a call gives. Each
+step rounds where diffusers' own does; `why_alone` says which layer computes by itself, on the group's input.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor, nn
+
+from fluxq.kernels import norms, producers, products
+from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.family import FusableBlock, InputGroup, OwnAttention, Stream
+from fluxq.recipes.formats import Scheme
+from fluxq.runtime.fused_calls import Given
+
+SCALED = ("int8", "fp8", "fp8_tensor")
+BLOCK_SCALED = ("nvfp4", "mxfp8", "mxfp4")
+DECODED = ("nvfp4", "mxfp4", "int4", "int4_g128")  # by w4a8_matmul, where a layer has scales per row
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What a fused block knows of itself. groups: the input groups that it has, by their first Linear.
+
+    alike: first Linear of a group -> layers whose calibrated vectors and scales of the input are the same tensors'
+    values. refused: layer -> why the device does not make or multiply its codes. device: the type of device that all
+    this was decided for.
+    """
+
+    row: FusableBlock
+    groups: dict[str, InputGroup]
+    alike: dict[str, tuple[str, ...]]
+    refused: dict[str, str]
+    device: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a layer's input becomes codes; layers of a group with equal steps share them. mean, smooth: whether given."""
+
+    format: str
+    static: bool
+    mean: bool
+    smooth: bool
+    hadamard: int
+    four_over_six: bool
+    swizzled: bool
+
+
+@dataclass(frozen=True)
+class Codes:
+    """An input (M, K) in a layer's format: codes, scales and nvfp4's global scale, as the products take them."""
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+
+def form_of(row: FusableBlock) -> Callable[[Any, Fusion, Given], Any]:
+    """The form of a row's block: a function of the block, what it knows of itself and what a call gives."""
+    if len(row.streams) == 2:
+        return two_streams
+    return self_and_cross if row.streams[0].cross else one_stream
+
+
+def two_streams(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor | None, Tensor | None]:
+    """Text and image (B, S, D) after a block in which they share one attention; None for one that ends in it."""
+    row, xs = fusion.row, given.streams
+    chunks = {stream.name: _modulation(block, stream, given) for stream in row.streams}
+    heads = []
+    for stream in row.streams:
+        shift, scale, *_ = chunks[stream.name]
+        qkv, _ = _behind_norm(block, fusion, stream.qkv, xs[stream.name], shift, scale, at(block, stream.norm))
+        q, k, v = _heads(at(block, row.attention), qkv, given.x.shape[0])
+        heads.append((*_normed(block, stream, q, k, given.rope.get(stream.name)), v))
+    attended = _attention(block, fusion, row.attention, heads, given.mask)
+    branches = attended.split_with_sizes([xs[stream.name].shape[1] for stream in row.streams], dim=1)
+    done = {
+        stream.name: _after_attention(block, fusion, stream, xs[stream.name], branch, chunks[stream.name])
+        for stream, branch in zip(row.streams, branches, strict=True)
+    }
+    return done["text"], done["image"]
+
+
+def _after_attention(
+    block: Any, fusion: Fusion, stream: Stream, x: Tensor, branch: Tensor, chunks: tuple[Tensor, ...]
+) -> Tensor | None:
+    """x (B, S, D) with its part of the attention (B, S, D) and the feed-forward; None for a stream that ends here."""
+    out = at(block, stream.out)
+    if out is None:
+        return None
+    branch = out(branch.contiguous() if fusion.row.contiguous else branch)
+    _, _, gate, *later = chunks
+    if stream.own is not None and at(block, stream.own.path) is not None:
+        *later, shift, scale, own_gate = later
+        own = _own_attention(block, fusion, stream.own, x, shift, scale, at(block, stream.norm))
+        x, branch, gate = x + gate.unsqueeze(1) * branch, own, own_gate
+    return _feed_forward(block, fusion, stream, x, branch, gate, *later)
+
+
+def _own_attention(
+    block: Any, fusion: Fusion, own: OwnAttention, x: Tensor, shift: Tensor, scale: Tensor, norm: nn.LayerNorm
+) -> Tensor:
+    """What a stream's second attention, in which no other stream takes part, makes of x: a branch (B, S, D)."""
+    qkv, _ = _behind_norm(block, fusion, own.qkv, x, shift, scale, norm)
+    q, k, v = _heads(at(block, own.path), qkv, x.shape[0])
+    attended = _attention(block, fusion, own.path, [(*_normed(block, own, q, k, None), v)])
+    return at(block, own.out)(attended)
+
+
+def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor] | Tensor:
+    """(B, S, D) after a block with attention and feed-forward side by side: whole, or (text, image) where asked for."""
+    (stream,) = fusion.row.streams
+    attention = at(block, fusion.row.attention)
+    residual = _joined([*given.streams.values()])
+    shift, scale, gate = _modulation(block, stream, given)
+    made, _ = _behind_norm(block, fusion, stream.qkv, residual, shift, scale, at(block, stream.norm))
+    if len(made) == 1:  # one Linear for all
+        d, n = attention.inner_dim, made[0].shape[1]
+        made = made[0].split([d, d, d, n - 3 * d], dim=1)
+    *qkv, up = made
+    q, k, v = _heads(attention, qkv, residual.shape[0])
+    heads = [(*_normed(block, stream, q, k, given.rope.get(stream.name)), v)]
+    attended = _attention(block, fusion, fusion.row.attention, heads, given.mask)
+    y = _down(block, fusion, stream, up, residual.shape[0], _tokens(attended))
+    y = _clipped(residual + gate.unsqueeze(1) * y.view(residual.shape), stream)
+    return y if given.text_tokens is None else (y[:, : given.text_tokens], y[:, given.text_tokens :])
+
+
+def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
+    """(B, S, D) after a block whose image attends to itself, then to the text; modulation and gates in fp32.
+
+    q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op of norms.py does
+    either, so both stay as they are.
+    """
+    (stream,) = fusion.row.streams
+    x, attention = given.x, at(block, fusion.row.attention)
+    shift, scale, gate, *later = _modulation(block, stream, given)
+    qkv, _ = _behind_norm(block, fusion, stream.qkv, x, shift, scale, at(block, stream.norm))
+    q, k, v = (y.view(*x.shape[:2], -1) for y in qkv)
+    q, k = at(block, stream.q_norm)(q), at(block, stream.k_norm)(k)
+    q, k, v = (y.unflatten(2, (attention.heads, -1)) for y in (q, k, v))
+    cos, sin, _ = given.rope[stream.name]
+    attended = _attention(block, fusion, fusion.row.attention, [(_rotated(q, cos, sin), _rotated(k, cos, sin), v)])
+    x = (x.float() + at(block, stream.out)(attended) * gate.unsqueeze(1)).to(x.dtype)
+    branch = _cross_attention(block, fusion, stream, x, given.streams["text"])
+    return _feed_forward(block, fusion, stream, x, branch, torch.ones_like(gate), *later)
+
+
+def _cross_attention(block: Any, fusion: Fusion, stream: Stream, x: Tensor, context: Tensor) -> Tensor:
+    """What attention of x (B, S, D) to text, and to an image's features, (B, L, D) makes: a branch (B, S, D)."""
+    cross = stream.cross
+    if cross is None:
+        raise RuntimeError(f"{fusion.row.model}: its row names no cross-attention")
+    attention, text, image = at(block, cross.path), context, None
+    if cross.image_kv in fusion.groups:
+        image, text = context.split([context.shape[1] - cross.text_tokens, cross.text_tokens], dim=1)
+    q = at(block, cross.q)(at(block, cross.norm)(x.float()).to(x.dtype))
+    q = at(block, cross.q_norm)(q).unflatten(2, (attention.heads, -1))
+
+    def attended(first: str, k_norm: str, read: Tensor) -> Tensor:
+        k, v = _shared(block, fusion, first, read)
+        k, v = (y.unflatten(2, (attention.heads, -1)) for y in (at(block, k_norm)(k), v))
+        return _dispatched(attention.processor, q, k, v, None, None)
+
+    of_image = None if image is None else attended(cross.image_kv, cross.image_k_norm, image)
+    of_text = attended(cross.kv, cross.k_norm, text)
+    return at(block, cross.out)(of_text if of_image is None else of_text + of_image)
+
+
+def _feed_forward(
+    block: Any,
+    fusion: Fusion,
+    stream: Stream,
+    x: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    last_gate: Tensor,
+) -> Tensor:
+    """n = x + gate · branch, and n with its feed-forward: (B, S, D)."""
+    norm = at(block, stream.second_norm)
+    (up,), n = _behind_norm(block, fusion, stream.up, x, shift, scale, norm, branch, gate)
+    y = _down(block, fusion, stream, up, x.shape[0]).view(x.shape)
+    return _clipped((n + last_gate.unsqueeze(1) * y).to(x.dtype), stream)
+
+
+def _modulation(block: Any, stream: Stream, given: Given) -> tuple[Tensor, ...]:
+    """Shift, scale and gate (B, D) of the attention, of the feed-forward, and of a second attention, if there."""
+    made = given.modulation[stream.name]
+    for path in stream.modulation:
+        made = at(block, path)(made)
+    chunks = made.chunk(made.shape[1] // given.x.shape[2], dim=1)
+    return chunks[::-1] if len(chunks) == 2 else chunks  # AdaLayerNormContinuous, which has no gate, scales first
+
+
+def _behind_norm(
+    block: Any,
+    fusion: Fusion,
+    first: str,
+    x: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    norm: nn.LayerNorm,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """What the layers of a group make of norm(x + gate · branch) · (1 + scale) + shift, and x + gate · branch.
+
+    x, branch (B, S, D); each layer's output is (M, N).
+    """
+    layers = layers_of(block, fusion, first)
+    takers = takers_of(layers, fusion, first)
+    flat = None if branch is None else _tokens(branch)
+    modulated = functools.partial(norms.adaln_quantize, _tokens(x), scale, shift, flat, gate, norm.weight)
+    v = _tokens(x)
+    if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
+        first_taker = next(iter(takers.values()))
+        codes, *scales, n = modulated(*_vectors(first_taker), "layer", norm.eps, *rounding_of(first_taker))
+        made = _codes(first_taker, codes, *scales)
+    else:  # something reads the input itself
+        v, _, _, n = modulated(None, None, None, "layer", norm.eps, "", 0, False, False)
+        made = _quantized(next(iter(takers.values())), v) if takers else None
+    ys = [
+        _product(layer, made, v) if path in takers else _called(layer, v, x.shape[0]) for path, layer in layers.items()
+    ]
+    return ys, x if branch is None else n.view(x.shape)
+
+
+def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
+    """What the layers of a group make of x (B, L, D), each (B, L, N): codes are made once for those that take them."""
+    layers = layers_of(block, fusion, first)
+    takers = takers_of(layers, fusion, first)
+    made = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
+    return [
+        _product(layer, made, _tokens(x)).view(*x.shape[:2], -1) if path in takers else layer(x)
+        for path, layer in layers.items()
+    ]
+
+
+def _down(
+    block: Any, fusion: Fusion, stream: Stream, up: Tensor, images: int, attended: Tensor | None = None
+) -> Tensor:
+    """What the feed-forward's last layer makes of act(up), up (M, N), or of [attended, act(up)], attended (M, D)."""
+    ((path, layer),) = layers_of(block, fusion, stream.down).items()
+    if why_alone(fusion, path, layer):
+        a = producers.ACTS[stream.act](up)
+        return _called(layer, a if attended is None else torch.cat([attended, a], dim=1), images)
+    made, h = _activated(layer, up, stream.act, attended)
+    y = _multiplied(layer, made, up.dtype)
+    if h is not None and layer.low_rank is not None:
+        y += F.linear(h, layer.low_rank[1].to(up.dtype))
+    return y
+
+
+# --- attention
+
+
+def _attention(
+    block: Any, fusion: Fusion, path: str, streams: list[tuple[Tensor, Tensor, Tensor]], mask: Tensor | None = None
+) -> Tensor:
+    """The attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
+    processor = at(block, path).processor
+    if fusion.row.dispatched:
+        q, k, v = (_joined([*parts]) for parts in zip(*streams, strict=True))
+        return _dispatched(processor, q, k, v, mask, processor._parallel_config)
+    q, k, v = (_joined([part.transpose(1, 2) for part in parts], dim=2) for parts in zip(*streams, strict=True))
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2, 3).to(q.dtype)
+
+
+def _dispatched(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parallel: Any) -> Tensor:
+    """q, k, v (B, S, H, head) through diffusers' dispatcher, with the backend of the processor: (B, S, D)."""
+    backend = processor._attention_backend
+    attended = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel)
+    return attended.flatten(2, 3).to(q.dtype)
+
+
+def _heads(attention: Any, qkv: Sequence[Tensor], images: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (M, N) as (B, S, H, head)."""
+    head = attention.inner_dim // attention.heads
+    q, k, v = (y.view(images, -1, y.shape[1] // head, head) for y in qkv)
+    return q, k, v
+
+
+def _normed(
+    block: Any, stream: Stream | OwnAttention, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor, int] | None
+) -> tuple[Tensor, Tensor]:
+    """q and k (B, S, H, head), each head normalised, and rotated where there is a rope."""
+    q_norm, k_norm = at(block, stream.q_norm), at(block, stream.k_norm)
+    if q_norm is None:  # only of blocks that rotate nothing either
+        return q, k
+    cos, sin, position = rope or _no_rotation(q)
+    weights, twice = (q_norm.weight, k_norm.weight), type(q_norm) is not nn.RMSNorm
+    return norms.qk_norm_rope(q, k, *weights, cos, sin, q_norm.eps, True, twice, position)
+
+
+def _no_rotation(q: Tensor) -> tuple[Tensor, Tensor, int]:
+    """cos and sin that leave every number what it is."""
+    cos = torch.ones(q.shape[1], q.shape[3], dtype=torch.float32, device=q.device)
+    return cos, torch.zeros_like(cos), 0
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, S, H, head) with pairs of neighbours turned; cos and sin (1, S, 1, head) name each angle twice."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
+
+
+def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _clipped(x: Tensor, stream: Stream) -> Tensor:
+    return x.clip(-65504, 65504) if stream.clipped and x.dtype == torch.float16 else x
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(B, S, D) as (M, D)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+# --- layers and codes
+
+
+def at(block: Any, path: str) -> Any:
+    """The module at a path below a block; None where there is none, or the row names none."""
+    for name in filter(None, path.split(".")):
+        block = getattr(block, name, None)
+    return block if path else None
+
+
+def layers_of(block: Any, fusion: Fusion, first: str) -> dict[str, Any]:
+    """The layers of the group that begins with `first`, by their paths."""
+    return {path: at(block, path) for path in fusion.groups[first].members}
+
+
+def takers_of(layers: dict[str, Any], fusion: Fusion, first: str) -> dict[str, QuantLinear]:
+    """The layers that can take the same codes: all with the steps of the first one that takes any."""
+    able = {path: layers[path] for path in fusion.alike[first] if not why_alone(fusion, path, layers[path])}
+    steps = [_steps(layer) for layer in able.values()]
+    return {path: layer for (path, layer), own in zip(able.items(), steps, strict=True) if own == steps[0]}
+
+
+def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
+    """Why a layer does not take codes that are made for its group; empty if it does."""
+    if type(layer) is not QuantLinear:
+        kind = type(layer).__name__
+        return "16 bit" if kind == "Linear" else f"it is a {kind}, which computes with the input itself"
+    if layer.instead is not None:
+        return "it computes in 16 bit at this step"
+    scheme = layer.scheme
+    if scheme.activations is None:
+        return "16-bit activations"
+    if scheme.deflate:
+        return "deflation takes directions of its own out of the input"
+    if hasattr(layer, "weight_decoded"):
+        return "its weight is decoded already, and fused products take codes"
+    if not product_of(layer):
+        return f"no product of {scheme.weights.name} and {scheme.activations.name} codes"
+    if is_hooked(layer):
+        return "it has a hook"
+    return fusion.refused.get(path, "")
+
+
+def product_of(layer: QuantLinear) -> str:
+    """The op that multiplies a layer's codes; empty if none does."""
+    if hasattr(layer, "weight_decoded"):
+        return ""
+    weights, activations = layer.scheme.weights.name, layer.scheme.activations and layer.scheme.activations.name
+    if hasattr(layer, "weight_row_scale"):
+        return "w4a8_matmul" if weights in DECODED and activations in ("int8", "fp8") else ""
+    if weights != activations:
+        return ""
+    return "scaled_matmul" if weights in SCALED else "block_scaled_matmul" if weights in BLOCK_SCALED else ""
+
+
+def is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _steps(layer: QuantLinear) -> Steps:
+    scheme = layer.scheme
+    name, hadamard, four_over_six, swizzled = rounding_of(layer)
+    return Steps(name, scheme.static_input, scheme.center, scheme.smooth, hadamard, four_over_six, swizzled)
+
+
+def rounding_of(layer: QuantLinear) -> tuple[str, int, bool, bool]:
+    """The last arguments of the ops that quantize."""
+    scheme: Scheme = layer.scheme
+    name = scheme.activations.name if scheme.activations else ""
+    return name, scheme.hadamard, scheme.four_over_six, _is_swizzled(layer)
+
+
+def _is_swizzled(layer: QuantLinear) -> bool:
+    return bool(layer.scheme.weights.group_size) and layer.get_parameter("weight_scale").ndim == 1
+
+
+def _vectors(layer: QuantLinear) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(input_scale, smooth, mean) as the ops that quantize take them."""
+    smooth, mean = getattr(layer, "pre_quant_scale", None), getattr(layer, "pre_quant_mean", None)
+    return (
+        layer.stored("input_scale") if layer.scheme.static_input else None,
+        None if smooth is None else smooth.float(),
+        None if mean is None else mean.float(),
+    )
+
+
+def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
+    """A layer's own forward of x (M, K), in the shape (B, S, K) that diffusers gives it: (M, N)."""
+    return _tokens(layer(x.unflatten(0, (images, -1))))
+
+
+def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
+    """x (M, K) in a layer's format."""
+    name, *steps = rounding_of(layer)
+    codes, *scales, _ = producers.quantize_activation(x, *_vectors(layer), None, name, *steps)
+    return _codes(layer, codes, *scales)
+
+
+def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
+    """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
+    name, *steps = rounding_of(layer)
+    down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
+    codes, *scales, h = producers.act_quantize(up, *_vectors(layer), down, name, act, *steps, attended)
+    return _codes(layer, codes, *scales), None if down is None else h
+
+
+def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
+    """What an op that quantizes returns; it leaves out what it was given."""
+    row = layer.scheme.activations
+    given = layer.stored("input_scale") if layer.scheme.static_input else None
+    if row is None or not row.two_level:
+        return Codes(codes, scale if given is None else given, None)
+    return Codes(codes, scale, global_scale if given is None else given)
+
+
+def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
+    """What a layer makes of codes (M, K), made of x (M, K), which its low-rank branch reads."""
+    if made is None:
+        raise RuntimeError("no codes were made for a layer that takes them")
+    y = _multiplied(layer, made, x.dtype)
+    if layer.low_rank is not None:
+        a, b = layer.low_rank
+        y += F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+    return y
+
+
+def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
+    """Codes (M, K) times a layer's, with its bias: (M, N)."""
+    nothing_follows = layer.bias, None, None, None, None, False, dtype
+    weight = layer.stored("weight"), layer.stored("weight_scale")
+    name, op = layer.scheme.weights.name, product_of(layer)
+    if op == "scaled_matmul":
+        return products.scaled_matmul(made.codes, made.scale, *weight, *nothing_follows, name)
+    global_scale = layer.stored("weight_scale_2")
+    if op == "block_scaled_matmul":
+        return products.block_scaled_matmul(
+            made.codes, made.scale, made.global_scale, *weight, global_scale, *nothing_follows, name
+        )
+    formats = name, rounding_of(layer)[0]
+    return products.w4a8_matmul(
+        made.codes, made.scale, *weight, global_scale, layer.stored("weight_row_scale"), *nothing_follows, *formats
+    )

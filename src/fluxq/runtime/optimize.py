@@ -1,0 +1,128 @@
+"""`fluxq.optimize(pipe)` and `fluxq.restore(pipe)`: a pipeline's transformer computes its blocks in fused forms.
+
+What a fused form is, and when a block keeps its own, is in runtime/fused.py; here it is found what to fuse, and what
+the device that will compute has kernels for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxq.base.console import logger
+from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.family import Family, Maker
+from fluxq.runtime import fused
+from fluxq.runtime.fused import FusedPart
+from fluxq.runtime.fused_forms import product_of
+
+MANY_TOKENS = 4096  # of an image of 1024x1024
+
+
+def optimize(model: Any, *, device: str | torch.device | None = None) -> list[FusedPart]:
+    """Fuse the blocks of a transformer, or of a pipeline's, in place; what was done, block by block and part by part.
+
+    Images are the same, byte for byte on a CPU. Nothing of the model is copied or changed but the class of its blocks,
+    and a block whose call the fused form does not know runs its own forward. Called again, it decides anew: after
+    `fluxq.prepare`, a move to another kind of device, or other weights.
+
+    device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. Raises
+    ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels.
+    """
+    found = dict(_transformers(model))
+    if not found:
+        raise ValueError(f"{_classes(model)}: no fused form is known, only of {fused.fusable_models()}")
+    parts: list[FusedPart] = []
+    for name, (part, family) in found.items():
+        target = _device(part, device)
+        done = fused.optimize(part, family, target.type, _lacks(target))
+        parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
+    _report(parts)
+    return parts
+
+
+def restore(model: Any) -> int:
+    """Give the blocks that `optimize` changed their own forward back; how many there were. It always works."""
+    parts = [model] if isinstance(model, nn.Module) else model.components.values()
+    return sum(fused.restore(part) for part in parts if isinstance(part, nn.Module))
+
+
+def _transformers(model: Any) -> Iterator[tuple[str, tuple[nn.Module, Family]]]:
+    """(component's name, empty for a model by itself; (model, family)) of what has a fused form."""
+    families = {family.model: family for family in FAMILIES.values() if family.fusable}
+    for name, part in ({"": model} if isinstance(model, nn.Module) else dict(model.components)).items():
+        part = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
+        if isinstance(part, nn.Module) and type(part).__name__ in families:
+            yield name, (part, families[type(part).__name__])
+
+
+def _classes(model: Any) -> str:
+    parts = [model] if isinstance(model, nn.Module) else model.components.values()
+    return ", ".join(type(part).__name__ for part in parts if isinstance(part, nn.Module)) or type(model).__name__
+
+
+def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    held = next(model.parameters()).device
+    return torch.device("cuda", 0) if held.type in ("cpu", "meta") and torch.cuda.is_available() else held
+
+
+def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
+    """Why a device does not make or multiply a layer's codes, empty if it does: of the layer and what makes its input.
+
+    Raises ValueError for a GPU that has no kernel for the norms, which every block needs.
+    """
+    if device.type != "cuda":
+        return lambda layer, made_by: ""
+    if find_spec("triton") is None:
+        raise ValueError(f"fluxq.optimize needs kernels in Triton for {device}: install triton")
+    from fluxq.kernels import dispatch
+    from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.quantize_activation.kernel import LARGEST_RANK
+
+    chip = chip_of(device)
+    for op in ("adaln_quantize", "qk_norm_rope"):
+        offered = dispatch.offer(op, "16bit", chip)
+        if not offered.how:
+            raise ValueError(f"fluxq.optimize needs {op}, which is not to be had on {chip}: {offered.reason}")
+
+    def lacks(layer: QuantLinear, made_by: Maker) -> str:
+        scheme, with_rows = layer.scheme, hasattr(layer, "weight_row_scale")
+        op = product_of(layer)
+        if scheme.activations is None or not op:
+            return ""  # such a layer computes alone anyway
+        choice = dispatch.choose(
+            scheme, chip, MANY_TOKENS, layer.out_features, layer.in_features, layer.compute_dtype, with_rows
+        )
+        if choice.fallback:
+            return f"{choice.implementation} on {chip} ({choice.reason})"
+        activations = scheme.activations.name
+        needed = [(name, activations) for name in ("adaln_quantize", "act_quantize", "quantize_activation")]
+        needed.append((op, f"{scheme.weights.name}-{activations}" if with_rows else activations))
+        if made_by == "concatenation":
+            needed.append(("act_quantize", f"{activations}-beside"))
+        if made_by in ("activation", "concatenation") and layer.low_rank is not None:
+            rank = len(layer.low_rank[0])
+            if rank > LARGEST_RANK:
+                return f"its low-rank branch has {rank} ranks, the quantizers take {LARGEST_RANK}"
+            needed.append(("quantize_activation", "down"))
+        refused = (dispatch.offer(name, format_name, chip) for name, format_name in needed)
+        return next((offered.reason for offered in refused if not offered.how), "")
+
+    return lacks
+
+
+def _report(parts: list[FusedPart]) -> None:
+    for (part, done, layers), count in Counter((row.part, row.fused, len(row.layers)) for row in parts).items():
+        if done:
+            logger.info("%d x %s: %s%s", count, part, done, f" for {layers} layers" if layers else "")
+    for (part, why), count in Counter((row.part, row.why_not) for row in parts if row.why_not).items():
+        logger.info("%d x %s is left in part: %s", count, part, why)

@@ -1,0 +1,552 @@
+"""Some denoising steps in 16 bit: `fluxq.keep_steps(pipe)`, and what a recipe's `steps` becomes.
+
+An error of the first steps changes what the image is of, one of the last steps is washed out by none after it. In the
+steps that are kept a quantized layer computes with its original weight on its input as it comes, and self-attention in
+16 bit: the denoiser is then the 16-bit model, bit for bit where that was loaded in the same dtype.
+
+Which step a call of the denoiser belongs to is what the scheduler says, so that guidance with two calls a step, two
+denoisers in one run, image-to-image and step caches need nothing. A step is one of those that users ask for: two
+evaluations of a scheduler of second order. Steps count from where the call begins; where a pipeline ends before its
+schedule does (`denoising_end`), the last ones are those of the schedule.
+
+A scheduler without `step_index` (DDIM, DDPM) is followed by the timestep that the denoiser is given. That waits for the
+device at each call; and where the pipeline gives another number, or timesteps repeat (PNDM), it is refused.
+
+Between calls of the denoiser the model is the quantized one, so saving, copying and comparing it know nothing of this.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fluxq.base.console import logger
+from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.kernels.attention.op import BACKEND
+from fluxq.kernels.linear import QuantLinear
+from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
+from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
+from fluxq.quantize.record import read_record
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.recipe import Steps
+from fluxq.runtime.originals import Originals, Resident, Streamed
+
+Placing = Literal["auto", "resident", "streamed"]
+
+
+def keep_steps(
+    pipe: Any,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    source: str | Path | None = None,
+    weights: Placing = "auto",
+) -> KeptSteps:
+    """Let a pipeline's quantized denoisers compute some steps of each call in 16 bit.
+
+    Stays until `remove()` of what is returned, or the end of its `with` block. Works with adapters, `fluxq.optimize`,
+    `fluxq.prepare`, `hoist_modulation`, offloading, and with `fluxq.capture` and torch.compile where weights are
+    resident; compile and, where the whole denoiser is compiled, capture first.
+
+    first, last: how many steps; by default what the checkpoint's recipe says. source: folder or hub id of the 16-bit
+    model, by default the one that `fluxq_plan.json` names; LoRA files that were fused are read where it says. weights:
+    "resident" keeps 16-bit weights of all quantized layers beside their codes, "streamed" reads them block by block in
+    each of these steps, "auto" decides by the memory that is free, and again where the pipeline is moved or offloaded.
+
+    Raises ValueError for a pipeline without scheduler or quantized denoiser, or whose steps are kept already, for a
+    scheduler that cannot be followed, for a source that is not the model that was quantized (by its SHA-256, or where
+    none is recorded by its weights), and for resident weights of an offloaded model or streamed ones of a captured or
+    compiled one.
+    """
+    models = dict(_quantized_denoisers(pipe))
+    if getattr(pipe, "scheduler", None) is None or not models:
+        raise ValueError(
+            f"keep_steps needs a pipeline with a scheduler and a quantized denoiser, got {type(pipe).__name__}"
+        )
+    steps = _asked(models, first, last)
+    weights_of, recorded = _sources(pipe, models, source)
+    return KeptSteps(pipe, steps, weights_of, recorded, weights)
+
+
+def require_followed(scheduler: Any) -> None:
+    """ValueError for a scheduler that neither says at which step it is nor has timesteps that tell."""
+    if hasattr(scheduler, "step_index"):
+        return
+    probe = copy.deepcopy(scheduler)
+    try:
+        probe.set_timesteps(4)
+        are_unique = len(probe.timesteps.unique()) == len(probe.timesteps)
+    except Exception as problem:  # whatever other kinds of scheduler make of it
+        raise _not_followed(scheduler, "it has no schedule of timesteps") from problem
+    if not are_unique:
+        raise _not_followed(scheduler, "its timesteps repeat")
+
+
+class KeptSteps:
+    """What `keep_steps` put into a pipeline; `remove()`, or the end of its `with` block, takes it out.
+
+    steps: that are kept. calls, calls_in_16_bit: of denoisers, since it was put in.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        steps: Steps,
+        weights_of: Callable[[str], SourceWeights],
+        recorded: Mapping[str, Mapping[str, int]] | None = None,
+        weights: Placing = "auto",
+    ) -> None:
+        """weights_of: component -> its 16-bit weights. recorded: component -> layer -> rank it was quantized with.
+
+        recorded is None where nothing is known of the checkpoint: weights are then compared with the codes.
+        """
+        if weights not in ("auto", "resident", "streamed"):
+            raise ValueError(f"weights is {weights!r}, expected 'auto', 'resident' or 'streamed'")
+        self.steps, self.weights = steps, weights
+        self.calls = self.calls_in_16_bit = 0
+        follower = _Follower(lambda: pipe.scheduler)
+        require_followed(pipe.scheduler)
+        self._gates: list[Gate] = []
+        for name, (outer, model) in _quantized_denoisers(pipe):
+            if any(True for _ in _gates_of(outer)):
+                raise ValueError(f"steps of this {type(model).__name__} are kept already: remove() that first")
+            layers = _layers_of(model)
+            own = (recorded or {}).get(name, {})
+            ranks = {path: own.get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
+            originals = Originals(layers, weights_of(name), ranks)
+            if recorded is None:
+                originals.require_alike()
+            self._gates.append(Gate(self, follower, outer, model, originals))
+        for gate in self._gates:
+            gate.choose()  # what cannot be is refused before anything is put in place
+        for gate in self._gates:
+            gate.place()
+
+    def __enter__(self) -> KeptSteps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """Of each denoiser, where its 16-bit weights are: "resident" or "streamed"."""
+        return tuple("streamed" if gate.is_streamed else "resident" for gate in self._gates)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of 16-bit weights that are held now."""
+        return sum(gate.store.nbytes for gate in self._gates if gate.store)
+
+    def remove(self) -> None:
+        """Let every step be quantized again, and give the memory of 16-bit weights back."""
+        for gate in self._gates:
+            gate.remove()
+
+
+class Gate:
+    """What stands before and after each call of a denoiser.
+
+    outer: what the pipeline calls, model: what is in it, where torch.compile has put something around it.
+    """
+
+    def __init__(
+        self, kept: KeptSteps, follower: _Follower, outer: nn.Module, model: nn.Module, originals: Originals
+    ) -> None:
+        self.kept, self.follower, self.outer, self.model, self.originals = kept, follower, outer, model, originals
+        self.store: Resident | Streamed | None = None
+        self._chosen_for: tuple[object, ...] = ()
+        self._in_fp8: list[Any] = []
+        self._handles: list[Any] = []
+        self._compiled: Callable[..., Any] | None = None
+        self._on = True
+
+    @property
+    def is_streamed(self) -> bool:
+        return isinstance(self.store, Streamed)
+
+    def place(self) -> None:
+        """Hooks; where the call is compiled they would be part of the graph, and a function goes in front of it."""
+        if self.outer._compiled_call_impl is None:
+            before = self.outer.register_forward_pre_hook(self.before, with_kwargs=True)
+            self._handles = [before, self.outer.register_forward_hook(self.after, always_call=True)]
+        else:
+            self._compiled = self.outer._compiled_call_impl
+            vars(self.outer)["_compiled_call_impl"] = self
+
+    def remove(self) -> None:
+        self._on = False
+        for handle in self._handles:
+            handle.remove()
+        if self._compiled is not None and vars(self.outer).get("_compiled_call_impl") is self:
+            vars(self.outer)["_compiled_call_impl"] = self._compiled
+        self._leave()
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of a compiled call."""
+        call: Any = self._compiled
+        self.before(self.outer, args, kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        """A copy of the model is quantized at every step."""
+        made = Gate(self.kept, self.follower, self.outer, self.model, self.originals)
+        made._on = False
+        return made
+
+    @torch.compiler.disable(reason="which step it is is found out before a graph runs: compile, then fluxq.keep_steps")
+    def before(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._on:
+            return
+        step, total = self.follower.step(self.model, args, kwargs)
+        steps = self.kept.steps
+        self.kept.calls += 1
+        if step >= steps.first and not total - steps.last <= step < total:
+            return
+        self.kept.calls_in_16_bit += 1
+        store = self.choose()
+        store.enter()
+        self._set_attention()
+
+    @torch.compiler.disable(reason="see before")
+    def after(self, *_: Any) -> None:
+        if self._on:
+            self._leave()
+
+    def choose(self) -> Resident | Streamed:
+        """Where the 16-bit weights are to be now; other ones than before where layers were moved or offloaded since."""
+        layers, offloaded = self.originals.layers, _is_offloaded(self.model)
+        situation = (offloaded, *(layer.weight.device for layer in layers.values()))
+        if self.store is not None and (situation == self._chosen_for or self.is_streamed):
+            return self.store
+        if self.store is not None:
+            self.store.close()
+        asked, name = self.kept.weights, type(self.model).__name__
+        why_not_streamed = _why_not_streamed(self.outer, self.model)
+        if asked == "resident" and offloaded:
+            raise ValueError(f"this {name} is offloaded, and resident weights would not be: say weights='streamed'")
+        if asked == "streamed" and why_not_streamed:
+            raise ValueError(f"16-bit weights of this {name} cannot be streamed: {why_not_streamed}")
+        fits = not offloaded and (asked == "resident" or (asked == "auto" and self.originals.fits()))
+        if not fits and why_not_streamed:
+            raise ValueError(
+                f"16-bit weights of this {name} have no room beside the codes, and cannot be streamed: "
+                f"{why_not_streamed}"
+            )
+        self._chosen_for = situation
+        self.store = Resident(self.originals) if fits else Streamed(self.originals)
+        if asked == "auto":
+            logger.info("16-bit weights of this %s are %s", name, "streamed" if self.is_streamed else "resident")
+        return self.store
+
+    def _set_attention(self) -> None:
+        """Self-attention in fp8 is 16-bit meanwhile."""
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        found = (getattr(module, "processor", None) for module in self.model.modules())
+        self._in_fp8 = [each for each in found if getattr(each, "_attention_backend", None) == BACKEND]
+        is_default = _AttentionBackendRegistry.get_active_backend()[0] == BACKEND
+        for processor in self._in_fp8:
+            processor._attention_backend = AttentionBackendName.NATIVE if is_default else None
+
+    def _leave(self) -> None:
+        from diffusers.models.attention_dispatch import AttentionBackendName
+
+        if self.store is not None:
+            self.store.leave()
+        for processor in self._in_fp8:
+            processor._attention_backend = AttentionBackendName(BACKEND)
+        self._in_fp8 = []
+
+
+class _Follower:
+    """Which step of a call it is, and of how many; told by a scheduler, which users may exchange at any time."""
+
+    def __init__(self, scheduler: Callable[[], Any]) -> None:
+        self._scheduler = scheduler
+        self._schedule: Tensor | None = None
+        self._begin: int | None = None  # index of the call's first evaluation, once it is known
+        self._is_first = False
+
+    def step(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
+        """(step, steps) of this call of a denoiser, counted from where the pipeline's call began."""
+        scheduler = self._scheduler()
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timesteps is None:
+            raise _not_followed(scheduler, "it has no schedule of timesteps")
+        if timesteps is not self._schedule:  # every call of a pipeline makes a new one
+            self._schedule, self._begin, self._is_first = timesteps, None, False
+        if hasattr(scheduler, "step_index"):
+            index = self._index(scheduler)
+        else:
+            index = self._position(scheduler, timesteps, _timestep(model, args, kwargs))
+        if self._begin is None:
+            self._begin = index
+        order = getattr(scheduler, "order", 1)
+        evaluations = len(timesteps) - self._begin - _BEHIND_THE_LAST.get(type(scheduler).__name__, 0)
+        return (index - self._begin) // order, -(-evaluations // order)
+
+    def _index(self, scheduler: Any) -> int:
+        """Of the evaluation. At the first one a scheduler knows at most where a pipeline told it to begin."""
+        index, told = scheduler.step_index, getattr(scheduler, "begin_index", None)
+        if index is None:
+            self._is_first = True
+            return told or 0
+        if told is not None:
+            self._begin = told
+        elif self._is_first:
+            self._begin = index - 1
+        self._is_first = False
+        return index
+
+    def _position(self, scheduler: Any, timesteps: Tensor, given: float) -> int:
+        found = (timesteps == given).nonzero().flatten().tolist()
+        if len(found) != 1:
+            raise _not_followed(
+                scheduler,
+                "its timesteps repeat" if found else f"the denoiser is given {given:g}, which is none of its timesteps",
+            )
+        return found[0]
+
+
+def _timestep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
+    """The first of the timesteps that a denoiser is called with."""
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    found = next((given[name] for name in ("timestep", "timesteps", "t") if name in given), None)
+    if found is None:
+        raise ValueError(f"this {type(model).__name__} is called without a timestep, so its steps cannot be followed")
+    return float(found.flatten()[0]) if isinstance(found, Tensor) else float(found)
+
+
+def _not_followed(scheduler: Any, why: str) -> ValueError:
+    return ValueError(
+        f"the steps of a {type(scheduler).__name__} cannot be followed: it does not say at which it is, and {why}; "
+        "take one that has `step_index`, as DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)"
+    )
+
+
+# --- the pipeline
+
+
+def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.Module]]]:
+    """Component -> (what the pipeline calls, the model in it) of what runs at every step and holds a QuantLinear."""
+    parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
+    for name, part in parts.items():
+        if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer")):
+            model = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
+            if _layers_of(model):
+                yield name, (part, model)
+
+
+def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
+    """Every QuantLinear by its path in the files; adapters and torch.compile put modules of theirs around some."""
+    found = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
+    return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in found}
+
+
+def _own_rank(model: nn.Module, path: str, layer: QuantLinear) -> int:
+    """Ranks of a layer's branch but for adapters that are fused now."""
+    return layer.stored_scheme.rank - sum(getattr(model.get_submodule(path), "merged_ranks", ()))
+
+
+def _asked(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
+    """What was asked for, else what the checkpoint says."""
+    if first is not None and last is not None:
+        return Steps(first=first, last=last)
+    said = [recorded_steps(model) for _, model in models.values()]
+    recorded = said[0] if said.count(said[0]) == len(said) else None
+    if recorded is None and first is None and last is None:
+        raise ValueError(
+            "this checkpoint's recipe keeps no steps in 16 bit: say how many, as in fluxq.keep_steps(pipe, first=1)"
+            if not any(said)
+            else "the pipeline's denoisers are of recipes that keep other steps: say first= and last="
+        )
+    held = (recorded.first, recorded.last) if recorded else (0, 0)
+    return Steps(first=held[0] if first is None else first, last=held[1] if last is None else last)
+
+
+def keep_recorded_steps(pipe: Any, source: str | None = None) -> KeptSteps | None:
+    """`keep_steps` as the pipeline's checkpoint says; None where it says nothing."""
+    said = any(recorded_steps(model) for _, (_, model) in _quantized_denoisers(pipe))
+    return keep_steps(pipe, source=source) if said else None
+
+
+@contextmanager
+def about_to_keep() -> Iterator[None]:
+    """Nobody is told to keep the steps of what is loaded meanwhile."""
+    token = _ABOUT_TO_KEEP.set(True)
+    try:
+        yield
+    finally:
+        _ABOUT_TO_KEEP.reset(token)
+
+
+def tell(steps: Steps) -> None:
+    """Say, once, what it takes to keep the steps of a model that was loaded: it does not know its pipeline."""
+    if not _ABOUT_TO_KEEP.get():
+        _tell_once(str(steps))
+
+
+@functools.cache
+def _tell_once(steps: str) -> None:
+    logger.warning(
+        "this checkpoint's recipe keeps %s of every call in 16 bit, which takes `fluxq.keep_steps(pipe)` once the "
+        "pipeline is loaded; without it they are quantized as the others are",
+        steps,
+    )
+
+
+def recorded_steps(model: Any) -> Steps | None:
+    """The steps that a model's checkpoint keeps in 16 bit."""
+    found = getattr(getattr(model, "config", None), "quantization_config", None)
+    stored = getattr(found, "stored", None)
+    return stored.steps if stored else None
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    """Whether anything moves a model's weights between calls."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            if type(each).__name__ == "CpuOffload" or getattr(each, "offload", False):
+                return True
+        hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", ())
+        if any("group_offloading" in name for name in hooks):
+            return True
+    return False
+
+
+def _why_not_streamed(outer: nn.Module, model: nn.Module) -> str:
+    """Why a model's weights have to stay where they are, with the cure; empty if they need not."""
+    if is_captured(outer) or is_captured(model):
+        return "its step is captured, and a graph reads where weights lay: weights='resident', or remove() the capture"
+    if outer is not model or any(module._compiled_call_impl is not None for module in model.modules()):
+        return "it is compiled, and a graph does not wait for files: weights='resident', or leave it uncompiled"
+    return ""
+
+
+def is_captured(model: nn.Module) -> bool:
+    """Tell whether a denoiser's step is replayed: graphs.py puts its own call in the place of the model's."""
+    placed = (vars(model).get(name) for name in ("forward", "_compiled_call_impl"))
+    return any(getattr(call, "is_replayed", False) for call in placed)
+
+
+def _gates_of(outer: nn.Module) -> Iterator[Gate]:
+    """The gates in place before a denoiser's calls."""
+    placed = [getattr(hook, "__self__", None) for hook in outer._forward_pre_hooks.values()]
+    placed.append(vars(outer).get("_compiled_call_impl"))
+    yield from (each for each in placed if isinstance(each, Gate) and each._on)
+
+
+def why_not_captured(model: nn.Module) -> str:
+    """Why the steps that are kept of a denoiser speak against capturing it now, with the cure; empty if they do not."""
+    gates = [*_gates_of(model)]
+    if any(gate.is_streamed for gate in gates):
+        return "its steps in 16 bit read weights that are streamed: fluxq.keep_steps(pipe, weights='resident')"
+    if gates and model._compiled_call_impl is not None:
+        return (
+            "steps of it are kept in 16 bit, which is decided before each call, and a graph would be in front of that: "
+            "remove() that, capture, and keep steps again"
+        )
+    return ""
+
+
+# --- the 16-bit model
+
+
+def _sources(
+    pipe: Any, models: Mapping[str, tuple[nn.Module, nn.Module]], source: str | Path | None
+) -> tuple[Callable[[str], SourceWeights], dict[str, dict[str, int]] | None]:
+    """(component -> its 16-bit weights; component -> layer -> rank it was quantized with, None if nothing is recorded).
+
+    Where digests are recorded the source is held against them.
+    """
+    homes = list(_homes(pipe, [model for _, model in models.values()]))
+    home = next((folder for folder in homes if (folder / PLAN_FILE).is_file()), None)
+    record = read_record(home) if home else None
+    if source is not None:
+        folder = resolve_model(str(source))
+    elif record is not None and record["model"]["source"]:
+        folder = resolve_model(record["model"]["source"], revision=record["model"]["revision"])
+    else:  # quantized while it was loaded: from there
+        found = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
+        if found is None:
+            raise ValueError(
+                f"what 16-bit model this {type(pipe).__name__} was quantized from is not known, because it was not "
+                f"loaded from a folder with a {PLAN_FILE} that says so: name that model's folder or hub id as source="
+            )
+        folder = resolve_model(str(found))
+    for name in models:
+        if "quantization_config" in folder.config(name):
+            raise ValueError(f"{folder.path / name} is quantized itself; name the 16-bit model as source=")
+    if record is None:
+        return lambda name: SourceWeights(folder, name), None
+    digests = record["model"]["digests"]
+    for name in models if digests or "imported" not in record else ():  # none where there was no base
+        digest, wanted = folder.digest(name), digests.get(name)
+        if digest != wanted:
+            raise ValueError(
+                f"{folder.name}: its {name} is not what this checkpoint was made from (SHA-256 {digest[:16]}…, "
+                f"recorded is {str(wanted)[:16]}…); name the model that was as source="
+            )
+    updates = updates_of(recorded_loras(record), folder)
+    ranks = {
+        part["component"]: {
+            layer["name"]: Scheme.parse(layer["scheme"]).rank for layer in part["layers"] if layer["scheme"] != "16bit"
+        }
+        for part in record["components"]
+    }
+
+    def weights_of(name: str) -> SourceWeights:
+        return FusedWeights(folder, name, updates[name]) if name in updates else SourceWeights(folder, name)
+
+    return weights_of, ranks
+
+
+def _homes(pipe: Any, models: list[nn.Module]) -> Iterator[Path]:
+    """Folders that a pipeline may have been loaded from, its own before those around its models."""
+    for part in (pipe, *models):
+        name = str(getattr(getattr(part, "config", None), "_name_or_path", "") or "")
+        if not name:
+            continue
+        if Path(name).is_dir():
+            yield from (Path(name), Path(name).resolve().parent)
+        elif part is pipe:
+            yield from _hub_home(name)
+
+
+def _hub_home(repository: str) -> Iterator[Path]:
+    """Where the hub's cache has a repository's plan file, which diffusers does not download."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield Path(hf_hub_download(repository, PLAN_FILE)).parent
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return
+
+
+def _is_16_bit(folder: Path, component: str) -> bool:
+    model = ModelFolder(folder.name, folder)
+    there = (folder / "model_index.json").is_file() and (folder / component / "config.json").is_file()
+    return there and "quantization_config" not in model.config(component)
+
+
+# Timesteps that a schedule has behind that of the last step.
+_BEHIND_THE_LAST = {"SCMScheduler": 1}
+_ABOUT_TO_KEEP = ContextVar("about to keep", default=False)

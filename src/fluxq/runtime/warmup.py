@@ -1,0 +1,131 @@
+"""Compiles what a checkpoint will launch, before anyone waits for an image: `fluxq warmup OUT`.
+
+Triton compiles a kernel at its first launch and keeps it on disk. Each kind of layer is therefore launched for each
+number of tokens, with random codes, in the arithmetic that `dispatch.choose` picks, and so is attention where the
+checkpoint has it in fp8: nothing is read but config.json.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxq.kernels import launch
+from fluxq.kernels.attention.op import BACKEND
+from fluxq.kernels.dispatch import choose, offer
+from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.formats import Scheme
+from fluxq.runtime.layout import lay_out
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers must share to launch the same kernels: scheme, shape (N, K), and whether there is a bias."""
+
+    scheme: Scheme
+    n: int
+    k: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Attention in fp8 of so many heads, each of `head_size` channels."""
+
+    heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """A kind of layer at m tokens, or of attention, whose shape is (heads, head size).
+
+    first_s, again_s: seconds of its first launch, compiling included, and of a next.
+    """
+
+    scheme: str
+    shape: tuple[int, int]
+    m: int
+    implementation: str
+    first_s: float
+    again_s: float
+
+
+def kinds_of(model: nn.Module) -> list[LayerKind | AttentionKind]:
+    """The distinct kinds among a model's quantized layers and attention; it may be on the meta device."""
+    found: dict[LayerKind | AttentionKind, None] = {}
+    for module in model.modules():
+        processor: Any = getattr(module, "processor", None)
+        if isinstance(module, QuantLinear):
+            kind = LayerKind(module.scheme, module.out_features, module.in_features, module.bias is not None)
+            found[kind] = None
+        elif getattr(processor, "_attention_backend", None) == BACKEND:
+            attention: Any = module
+            found[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
+    return list(found)
+
+
+def warm_up(
+    kinds: Iterable[LayerKind | AttentionKind],
+    tokens: Iterable[int],
+    device: torch.device,
+    chip: str,
+    prefer: str,
+    dtype: torch.dtype,
+) -> list[Warmed]:
+    """Launch every kind of layer at every number of tokens, prepared for the chip as `fluxq.prepare` would.
+
+    Attention that the chip has no kernel for is passed over: it will be computed in 16 bit.
+    """
+    done = []
+    for kind in kinds:
+        if isinstance(kind, AttentionKind):
+            if offer("attention_fp8", str(kind.head_size), chip).how:
+                done += [_warm_attention(kind, m, device, chip, dtype) for m in dict.fromkeys(tokens)]
+            continue
+        layer = _random_layer(kind, device, dtype)
+        lay_out(layer, chip, prefer, None)
+        for m in dict.fromkeys(tokens):
+            x = torch.randn(m, kind.k, dtype=dtype, device=device)
+            call = partial(launch.quantized_linear, x, *layer.operands, chip=chip)
+            first, again = _seconds(call, device), _seconds(call, device)
+            row_scale = "weight_row_scale" in layer.scale_names
+            choice = choose(layer.scheme, chip, m, kind.n, kind.k, dtype, row_scale)
+            done.append(Warmed(str(kind.scheme), (kind.n, kind.k), m, choice.implementation, first, again))
+    return done
+
+
+def _random_layer(kind: LayerKind, device: torch.device, dtype: torch.dtype) -> QuantLinear:
+    """Codes of random bits; scales of 1, so that nothing overflows."""
+    with torch.device(device):
+        layer = QuantLinear(kind.k, kind.n, kind.bias, kind.scheme, dtype)
+    with torch.no_grad():
+        for name, tensor in layer.named_parameters():
+            if name == "weight":
+                tensor.view(torch.uint8).random_(0, 64)  # no NaN of any format
+            elif tensor.dtype == torch.uint8:  # E8M0
+                tensor.fill_(127)
+            else:
+                tensor.fill_(1.0)
+    return layer
+
+
+def _warm_attention(kind: AttentionKind, m: int, device: torch.device, chip: str, dtype: torch.dtype) -> Warmed:
+    x = torch.randn(1, m, kind.heads, kind.head_size, dtype=dtype, device=device)
+    call = partial(launch.attention_fp8, x, x, x, None, chip=chip)
+    first, again = _seconds(call, device), _seconds(call, device)
+    return Warmed("attention fp8", (kind.heads, kind.head_size), m, "attention_fp8", first, again)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
