@@ -271,7 +271,7 @@ def _module(session: Session, name: str, *arguments: str) -> list[str]:
 
 def _tests(session: Session, seconds: float) -> list[Sequence[str]]:
     """Every test of the kernels, launched on the device; those of a dry run on the interpreter, on copies."""
-    files = sorted(str(path) for path in (ROOT / "tests").glob("test_kernels_*.py") if "compiled" not in path.name)
+    files = sorted(map(str, (ROOT / "tests" / "kernels").glob("test_*_kernel.py")))
     files = files[:2] if session.dry_run else files
     return _pytest(session, "tests", session.shards, "--noconftest", *files)
 
@@ -281,14 +281,14 @@ def _blocks(session: Session, seconds: float) -> list[Sequence[str]]:
     if missing_packages():
         return []
     if session.dry_run:
-        return _pytest(session, "blocks", 1, str(ROOT / "tests" / "test_fused_kernels.py"))
+        return _pytest(session, "blocks", 1, str(ROOT / "tests" / "runtime" / "test_fused_kernels.py"))
     return _pytest(session, "blocks", min(4, session.shards), "--run-slow", *gpu_tests())
 
 
 def gpu_tests() -> list[str]:
     """The tests marked `gpu`, as pytest takes them; but not those of this script."""
     found = []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted((ROOT / "tests").glob("*/test_*.py")):
         text = path.read_text(encoding="utf-8")
         if "@pytest.mark.gpu" in text and path.name != "test_gpu_session.py":
             functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))

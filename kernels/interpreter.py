@@ -15,7 +15,7 @@ kernels holds:
         with interpreting():
             yield
 
-What it computes, as tests/test_interpreter.py proves for every value:
+What it computes, as tests/kernels/test_interpreter.py proves for every value:
 - casts round once, to nearest even; casts to fp8 saturate at the largest finite value, NaN stays NaN (PTX
   `cvt.rn.satfinite`); NaN payloads are unspecified;
 - `tl.dot` and `tl.dot_scaled` decode both operands exactly and accumulate in fp32 (int32 for int8), in no order that a
@@ -44,7 +44,11 @@ import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-PROVEN = ("3.6", "3.9")  # Triton versions that tests/test_interpreter.py passes on; private names are used below
+PROVEN = (
+    "3.6",
+    "3.8",
+    "3.9",
+)  # Triton versions that tests/kernels/test_interpreter.py passes on; private names are used below
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def check_version(version: str) -> None:
         raise RuntimeError(
             f"the interpreter of Triton {version} was never compared with exact arithmetic, only those of "
             f"{' and '.join(PROVEN)} were: install one of these, or add the version to PROVEN in "
-            "kernels/interpreter.py once `pytest tests/test_interpreter.py` passes"
+            "kernels/interpreter.py once `pytest tests/kernels/test_interpreter.py` passes"
         )
 
 

@@ -1,7 +1,7 @@
 """Rows for the blocks that `fluxq.optimize` fuses: which of diffusers' modules play which role in them.
 
 A row needs a function in runtime/fused_calls.py that reads what the forward of its class is called with. Paths and
-classes are compared with diffusers' own in tests/test_fused_families.py.
+classes are compared with diffusers' own in tests/runtime/test_fused_families.py.
 """
 
 from __future__ import annotations

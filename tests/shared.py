@@ -283,11 +283,11 @@ def _a_gpu_only_for_tests_that_ask(request: pytest.FixtureRequest, monkeypatch: 
 
 # Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.
 LONG = (
-    "test_eval_executor",
+    "test_executor",
     "test_max_memory",
     "test_notebooks",
     "test_package",
-    "test_parallel",
+    "test_shard",
     "test_streaming",
     "test_torchrun",
 )

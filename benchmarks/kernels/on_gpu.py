@@ -7,9 +7,9 @@ is the counterpart of `interpreting`. Before each launch the whole storage of ev
 GPU, with what lies around the tensor in it, so that guard bytes guard there too; after it all of them are copied back.
 Tensors that share a storage share its copy.
 
-As a pytest plugin, `pytest -p benchmarks.kernels.on_gpu --on-device cuda tests/test_kernels_*.py`, it takes the
-place of the interpreter in test files. Left out are tests that plant a fault in a kernel, which then reads what is not
-its own, and those of what happens without an interpreter.
+As a pytest plugin, `pytest -p benchmarks.kernels.on_gpu --on-device cuda tests/kernels/test_*_kernel.py`, it takes
+the place of the interpreter in test files. Left out are tests that plant a fault in a kernel, which then reads what is
+not its own, and those of what happens without an interpreter.
 """
 
 from __future__ import annotations

@@ -1,0 +1,254 @@
+"""The benchmark of one FLUX step, cut down: that every row is made, run and written, and its arithmetic."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fluxq.recipes.cost import ForwardPass
+from fluxq.recipes.formats import Scheme
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "flux_step.py"
+SMALL = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --batch 1 --text 16 --rounds 2".split()
+
+
+@pytest.fixture
+def script(monkeypatch) -> ModuleType:
+    monkeypatch.setattr("sys.path", [*sys.path])  # the script puts folders in front
+    spec = importlib.util.spec_from_file_location("flux_step", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "flux_step", module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: ModuleType, out: Path, *arguments: str):
+    return CliRunner().invoke(script.main, [*SMALL, "--out", str(out), *arguments], catch_exceptions=False)
+
+
+def test_every_row_runs_without_a_compiler(script, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "find_spec", lambda name: None)
+    done = run(script, tmp_path / "found.json", "--uncompiled")
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["blocks"] == [1, 1] and found["commit"] and found["torch"] == torch.__version__ and found["complete"]
+    rows = {row["row"]: row for row in found["rows"]}
+    assert [row.name for row in script.ROWS if row.name != script.BASELINE] == list(rows)
+    assert rows.pop("torchao fp8, compiled")["missing"] == "torchao is not installed"
+    for row in rows.values():
+        if row["graph"]:
+            assert "CUDA" in row["missing"], row
+        else:
+            low, middle, high = row["over_compiled_16bit"]
+            assert 0 < low <= middle <= high and row["seconds"][0] > 0, row
+    assert [goal["met"] for goal in found["goals"]] == [None, None]  # of another size, so not measured
+
+
+def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path) -> None:
+    """Fused blocks and attention of the row before do not stay."""
+    from fluxq.kernels.attention.op import BACKEND
+
+    shape = {"hidden": 128, "blocks": [1, 1], "text": 16}
+    bench = script.Bench(torch.device("cpu"), shape, 1, tmp_path / "x", {"uncompiled": True})
+    made, seen = [], []
+    for row in script.ROWS:
+        if row.recipe == "int8" and not row.graph and row.mode == "eager":
+            with bench._ready(row) as model:
+                block = model.transformer_blocks[0]
+                backend = block.attn.processor._attention_backend
+                seen.append((row.optimized, row.attention))
+                assert hasattr(type(block), "fused_from") == row.optimized
+                assert (backend is not None and backend.value == BACKEND) == (row.attention == "fp8")
+                made.append(model)
+    assert seen == [(False, "16bit"), (True, "16bit"), (True, "fp8")] and len(set(map(id, made))) == 1
+
+
+def test_what_is_there_is_kept_and_time_is_kept_too(script, monkeypatch, tmp_path: Path) -> None:
+    out, timed = tmp_path / "found.json", []
+    took = {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3}
+    monkeypatch.setattr(script.Bench, "_time", lambda self, row, *_: timed.append(row.name) or took)
+    assert run(script, out, "--row", "fp8").exit_code == 0
+    assert run(script, out, "--resume", "--row", "fp8", "--row", "int8").exit_code == 0
+    found = json.loads(out.read_text())
+    assert timed == ["fp8", "int8"] and [row["row"] for row in found["rows"]] == timed and found["complete"]
+    clock = iter(range(0, 10_000, 50))
+    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
+    assert run(script, out, "--minutes", "2").exit_code == 0  # a row takes 50 s, and so does every look at the clock
+    found = json.loads(out.read_text())
+    assert timed[2:] == ["fp8"] and not found["complete"]
+    out.write_text(json.dumps(found | {"commit": "another"}))
+    assert run(script, out, "--resume", "--row", "fp8").exit_code == 0
+    assert timed[3:] == ["fp8"]
+
+
+def test_goals_take_the_best_row_of_their_attention(script) -> None:
+    def row(name: str, attention: str, ratio: float, pixels: int = 1024) -> dict:
+        about = {"row": name, "recipe": "fp8", "attention": attention, "pixels": pixels, "batch": 1}
+        return about | {"seconds": [1.0] * 3, "over_compiled_16bit": [0.0, ratio, 9.0]}
+
+    rows = [row("a", "16bit", 1.4), row("b", "16bit", 1.6), row("c", "fp8", 1.7), row("d", "fp8", 2.0, pixels=512)]
+    plain, with_fp8 = script.goals([*rows, {"row": "e", "recipe": "fp8", "attention": "fp8", "missing": "memory"}])
+    assert (plain["row"], plain["measured"], plain["met"]) == ("b", 1.6, True)
+    assert (with_fp8["row"], with_fp8["at_least"], with_fp8["met"]) == ("c", 1.8, False)
+
+
+@pytest.mark.slow  # Inductor
+def test_compiled_blocks_are_fused_ones(script, tmp_path: Path) -> None:
+    done = run(script, tmp_path / "found.json", "--row", "nvfp4, optimized, compiled")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert row["optimized"] and row["mode"] == "compiled" and "missing" not in row
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_the_quantized_model_is_the_recipe_s_and_optimizing_it_changes_no_bit(script, recipe: str) -> None:
+    import fluxq
+
+    shape, cpu = {"hidden": 128, "blocks": [1, 1], "text": 16}, torch.device("cpu")
+    model = script.quantized(shape, recipe, cpu)
+    schemes = {str(part.scheme) for part in model.modules() if isinstance(part, fluxq.QuantLinear)}
+    assert any(scheme.startswith(f"{recipe}-{recipe}") for scheme in schemes)
+    assert ("nvfp4-nvfp4-static" in schemes) == (recipe == "nvfp4")
+    inputs = script.step_inputs(model, 64, 2, 16, cpu)
+    with torch.no_grad():
+        (plain,) = model(**inputs)
+        fluxq.optimize(model)
+        (fused,) = model(**inputs)
+    assert torch.equal(plain, fused) and plain.isfinite().all()
+
+
+def test_rounds_take_turns_and_the_first_two_do_not_count(script, monkeypatch) -> None:
+    order = []
+    monkeypatch.setattr(script, "seconds_of", lambda call, device: order.append(call()) or float(len(order)))
+    seconds = script.in_turn({"a": lambda: "a", "b": lambda: "b"}, 2, torch.device("cpu"))
+    assert "".join(order) == "abbaabba"
+    assert seconds == {"a": [5.0, 8.0], "b": [6.0, 7.0]}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "products"),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_TNT", "products"),
+        ("scaled_matmul_fp8_kernel", "products"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("adaln_quantize_kernel", "elementwise"),
+        ("triton_poi_fused_add_mul_7", "elementwise"),
+    ],
+)
+def test_a_kernel_belongs_to_a_part_by_its_name(script, kernel: str, part: str) -> None:
+    assert script.part_of(kernel) == part
+
+
+def test_what_cannot_be_asked_is_named(script, tmp_path: Path, monkeypatch) -> None:
+    done = run(script, tmp_path / "found.json", "--row", "fp4")
+    assert done.exit_code == 2 and "'fp4'" in done.output and "nvfp4, optimized" in done.output
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(script.main, [])
+    assert done.exit_code == 2 and "--device cpu" in done.output
+
+
+def test_the_modelled_tables_are_those_of_the_committed_file_and_of_the_model(script) -> None:
+    found = json.loads(script.MODELLED_FILE.read_text(encoding="utf-8"))
+    page, with_tables = script.PAGE.read_text(encoding="utf-8"), script.flux_modelled.with_tables
+    assert with_tables(page, found) == page
+    now = script.modelled_steps()
+    for part in ("steps", "passes", "switches", "parts", "goals"):
+        assert now[part] == found[part], part
+        changed = [_with_other_numbers(row) for row in found[part]]
+        assert with_tables(page, found | {part: changed}) != page, part
+
+
+def _with_other_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_other_numbers(each) for name, each in value.items()}
+    return value + 77 if isinstance(value, float) else value
+
+
+# --- the passes that are modelled, against the operators of real blocks
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes that the operators of a block read and write, but for products, attention and the tables of angles.
+
+    A quantized layer that rounds its own input is a pass that rounds, and a product. paused: inside an operator.
+    """
+
+    def __init__(self, tables: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.tables = {table.untyped_storage().data_ptr() for table in tables}
+        self.total, self.paused = 0.0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before, self.paused = self.paused, True
+        out = func(*args, **(kwargs or {}))
+        self.paused = before
+        name = func._schema.name.partition("::")[2]
+        if self.paused or "matmul" in name or name in ("mm", "addmm", "bmm") or "scaled_dot_product" in name:
+            return out
+        if name == "quantized_linear":
+            x, scheme = args[0], Scheme.parse(args[8])
+            rounded_to = scheme.activations
+            if rounded_to is not None:
+                self.total += x.nbytes + rounded_to.stored_bits(x.numel() // x.shape[-1], x.shape[-1]) / 8
+            return out
+        read, written = (self.tensors(values) for values in ((args, kwargs), out))
+        if not written.keys() <= read.keys():  # else it is a view
+            self.total += sum(tensor.nbytes for tensors in (read, written) for tensor in tensors.values())
+        return out
+
+    def tensors(self, values: Any) -> dict[int, torch.Tensor]:
+        tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+        held = ((tensor.untyped_storage().data_ptr(), tensor) for tensor in tensors)
+        return {place: tensor for place, tensor in held if place not in self.tables}
+
+
+@pytest.mark.parametrize("state", ["eager", "optimized"])
+@pytest.mark.parametrize("recipe", [None, "fp8", "nvfp4"])
+def test_modelled_passes_move_the_bytes_that_blocks_do(script, recipe: str | None, state: str, monkeypatch) -> None:
+    import fluxq
+
+    shape, tokens = {"hidden": 256, "blocks": [1, 1], "text": 64}, {"image": 192, "text": 64}
+    cpu = torch.device("cpu")
+    model = script.random_model(shape, cpu)
+    passes = script.flux_modelled.passes(
+        script.plan_of(model, recipe), ForwardPass("flux", tokens["image"], tokens["text"]), "sm_120"
+    )
+    expected = sum(each.bytes[state] for each in passes)
+    if recipe:
+        model = script.quantized(shape, recipe, cpu)
+    if state == "optimized":
+        fluxq.optimize(model)
+    noise = {stream: torch.randn(1, count, 256).bfloat16() for stream, count in tokens.items()}
+    rope = model.pos_embed(torch.arange(3 * sum(tokens.values())).reshape(-1, 3))
+    counted = Bytes(rope)
+    one_kernel_on_a_gpu(monkeypatch, counted)
+    with torch.no_grad(), counted:
+        for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
+            block(noise["image"], noise["text"], torch.randn(1, 256).bfloat16(), rope)
+    assert counted.total == pytest.approx(expected, rel=0.01)
+
+
+def one_kernel_on_a_gpu(monkeypatch, counted: Bytes) -> None:
+    """RMSNorm, which a CPU computes in several operators."""
+    own = torch.nn.functional.rms_norm
+
+    def rms_norm(x, *rest, **named):
+        if counted.paused:
+            return own(x, *rest, **named)
+        counted.paused = True
+        y = own(x, *rest, **named)
+        counted.paused = False
+        counted.total += x.nbytes + y.nbytes
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", rms_norm)

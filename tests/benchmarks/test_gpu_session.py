@@ -1,0 +1,573 @@
+"""The session on a GPU without one: its stages, what they judge, and what is concluded from them.
+
+What needs minutes of interpreting runs once, as a dry run of the whole script, marked slow.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from click.testing import CliRunner
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from benchmarks.kernels import on_gpu, same_bits, tune, workloads
+from benchmarks.kernels.on_gpu import launching_on
+from fluxq.kernels import tiles
+from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import MatmulTile, Tile, find_tile
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_session.py"
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+def load_session() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_session", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_session"] = module  # dataclasses look there
+    path = sys.path.copy()
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+session = load_session()
+
+
+# --- kernels on copies
+
+
+@triton.jit
+def double_kernel(x, y, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, 2 * tl.load(x + at, mask=at < N, other=0.0), mask=at < N)
+
+
+def test_a_launch_on_copies_writes_what_one_on_the_originals_writes() -> None:
+    memory = torch.arange(32.0)
+    with interpreting(), launching_on(CPU):
+        double_kernel[(1,)](memory[4:9], memory[20:25], 5, BLOCK=8)
+    expected = torch.arange(32.0)
+    expected[20:25] = 2 * expected[4:9]
+    assert torch.equal(memory, expected)
+
+
+def test_every_storage_is_copied_whole_and_once_and_copied_back(monkeypatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def launch(kernel: object, *args: Any, **options: Any) -> str:
+        seen["args"], seen["options"] = args, options
+        args[0].fill_(7.0)
+        whole = torch.empty(0).set_(args[1].untyped_storage())
+        whole[0] = -1.0  # outside of every argument, as a kernel with a fault would
+        return "compiled"
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    memory, other = torch.zeros(64), torch.ones(8, 16, dtype=torch.bfloat16)
+    view, turned = memory[8:24].view(4, 4), memory[32:48].view(4, 4).t()
+    with launching_on(CPU):
+        left = TensorDescriptor.from_tensor(other, [4, 8])
+        result = double_kernel[(3,)](view, turned, left, None, 5, (view, 2), y=other)
+    x, y, descriptor, nothing, five, pair = seen["args"]
+    assert result == "compiled" and nothing is None and five == 5 and pair[1] == 2
+    assert x.data_ptr() != view.data_ptr() and (x.shape, x.stride()) == (view.shape, view.stride())
+    assert y.stride() == (1, 4) and y.data_ptr() - x.data_ptr() == turned.data_ptr() - view.data_ptr()
+    assert x.untyped_storage().nbytes() == memory.nbytes and pair[0].data_ptr() == x.data_ptr()
+    assert descriptor.base.data_ptr() == seen["options"]["y"].data_ptr() != other.data_ptr()
+    assert descriptor.block_shape == [4, 8] and seen["options"]["grid"] == (3,)
+    assert (view == 7).all() and memory[0] == -1 and (other == 1).all()
+
+
+def test_after_the_block_launches_are_as_before_even_if_it_raises() -> None:
+    before = JITFunction.run
+    with pytest.raises(ZeroDivisionError), launching_on(CPU):
+        assert JITFunction.run is not before
+        raise ZeroDivisionError
+    assert JITFunction.run is before
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_on_copies_of_cpu_tensors() -> None:
+    memory = torch.arange(32.0)
+    with launching_on(torch.device("cuda")):
+        double_kernel[(1,)](memory[4:9], memory[20:25], 5, BLOCK=8)
+    assert memory[20:25].tolist() == [8, 10, 12, 14, 16] and memory[25] == 25
+
+
+@dataclass
+class Item:
+    name: str
+    path: str = "a.py"
+
+    @property
+    def nodeid(self) -> str:
+        return self.name
+
+
+class Config:
+    """What the plugin asks of pytest's."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.deselected = options, []
+        self.hook = self
+
+    def getoption(self, name: str) -> Any:
+        return self.options.get(name.removeprefix("--").replace("-", "_"))
+
+    def pytest_deselected(self, items: list[Item]) -> None:
+        self.deselected = items
+
+
+def test_shards_share_out_all_tests_but_those_that_plant_faults(tmp_path) -> None:
+    names = ["test_a", "test_a_fault_in_x[1]", "test_b", "test_outside_the_interpreter_cpu", "test_c"]
+    found = []
+    for shard in ("0/2", "1/2"):
+        items = [Item(name) for name in names]
+        config = Config(shard=shard, outcomes=tmp_path / "lines")
+        on_gpu.pytest_collection_modifyitems(config, items)
+        found.append([item.name for item in items])
+        assert {item.name for item in config.deselected} == set(names) - set(found[-1])
+    assert found == [["test_a", "test_c"], ["test_b"]]
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line["test"] for line in lines] == ["test_a", "test_c", "test_b"]
+    assert {line["outcome"] for line in lines} == {"not run"}
+
+
+# --- bytes
+
+
+def test_the_interpreters_bytes_are_compared_and_counted(tmp_path) -> None:
+    answers = iter([torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -torch.nan])])
+    same = same_bits.against_interpreter(same_bits.Exact("same", lambda chip: next(answers)), CPU, "sm_90")
+    assert same["ok"] and same["differ"] == 0 and same["interpreter"] == same["device"]
+    answers = iter([torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])])
+    other = same_bits.against_interpreter(same_bits.Exact("other", lambda chip: next(answers)), CPU, "sm_90")
+    assert not other["ok"] and other["differ"] == 1 and other["interpreter"] != other["device"]
+
+
+def test_codes_of_blocks_of_nan_may_be_any_and_others_not() -> None:
+    x = torch.ones(2, 64)
+    x[1, 40] = torch.nan
+    q = QuantizedTensor(*(t.clone() for t in _mxfp8(x)), None, (2, 64), same_bits.FORMATS["mxfp8"])
+    codes = q.codes.view(torch.uint8).clone()
+    codes[1, 33] = 99
+    within = QuantizedTensor(codes.view(torch.float8_e4m3fn), q.scale, None, q.shape, q.format)
+    codes = codes.clone()
+    codes[1, 3] = 99
+    outside = QuantizedTensor(codes.view(torch.float8_e4m3fn), q.scale, None, q.shape, q.format)
+    hashes = [same_bits._hash(same_bits.canonical(result)) for result in (q, within, outside)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def _mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from fluxq.kernels import ops
+
+    q = ops.quantize_activation(x, same_bits.FORMATS["mxfp8"])
+    return q.codes, q.scale
+
+
+def test_awkward_input_holds_every_bfloat16_number() -> None:
+    x = same_bits.awkward()
+    assert x.shape == (32, 4096) and x[16:].isfinite().all()
+    assert torch.equal(x[:16].view(torch.int16).flatten(), torch.arange(2**16, dtype=torch.int32).to(torch.int16))
+
+
+def test_bytes_of_a_dry_run_agree_and_what_differs_ends_in_an_error(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "found.json"
+    run = ["interpreter", "--dry-run", "--json", str(file), "--shard", "1/3"]
+    assert CliRunner().invoke(same_bits.main, run, catch_exceptions=False).exit_code == 0
+    found = json.loads(file.read_text())
+    assert found["complete"] and found["cases"] and all(row["ok"] and row["bytes"] for row in found["cases"])
+    monkeypatch.setattr(same_bits, "exact_calls", lambda x: [same_bits.Exact("broken", lambda chip: 1 / 0)])
+    done = CliRunner().invoke(same_bits.main, ["interpreter", "--dry-run", "--json", str(file)])
+    assert done.exit_code == 1 and "ZeroDivisionError" in done.output
+    assert json.loads(file.read_text())["cases"][0] == {
+        "case": "broken",
+        "ok": False,
+        "reason": "ZeroDivisionError: division by zero",
+    }
+
+
+def test_a_result_that_changes_from_run_to_run_is_found(monkeypatch) -> None:
+    results = iter(torch.ones(4) + i / 1000 for i in range(100))
+    work = workloads.Work(lambda: next(results), lambda: torch.ones(4), 0.0, 16, None)
+    monkeypatch.setattr(workloads, "prepare", lambda *_: work)
+    row = same_bits.run_to_run((workloads.BASELINE, (4, 4, 4)), CPU, "sm_90", 10)
+    assert not row["ok"] and row["different"] == 10
+    steady = workloads.Work(lambda: torch.ones(4), lambda: torch.ones(4), 0.0, 16, None)
+    monkeypatch.setattr(workloads, "prepare", lambda *_: steady)
+    assert same_bits.run_to_run((workloads.BASELINE, (4, 4, 4)), CPU, "sm_90", 10)["ok"]
+
+
+# --- tiles
+
+
+@pytest.mark.parametrize("search", tune.SEARCHES, ids=lambda s: f"{s.kernel} {s.format} {s.max_m}")
+def test_searches_are_of_tiles_that_the_tables_hold(search: tune.Search) -> None:
+    chip = "sm_100" if search.kernel == "block_scaled_matmul" else "sm_90"
+    base = find_tile(search.kernel, search.format, chip, search.max_m or search.shapes[0][0])
+    assert all(m <= (search.max_m or m) for m, _, _ in search.shapes)
+    for changes in search.tiles:
+        tile = tune._changed(base, changes)
+        assert not isinstance(tile, MatmulTile) or tile.acc_split == 0 or tile.k % tile.acc_split == 0
+    for name in search.also:
+        assert find_tile(search.kernel, name, chip, 1) is not None
+
+
+def timed(best: Tile | MatmulTile, search: tune.Search, dry_run: bool = False) -> dict[str, Any]:
+    row = {"search": tune.SEARCHES.index(search), "best": tune._plain(best)}
+    return {"chip": "sm_90", "dry_run": dry_run, "device": {"gpu": "NVIDIA H200"}, "searches": [row]}
+
+
+def test_the_best_tile_is_taken_on_its_chip_up_to_its_tokens_and_nowhere_else(tmp_path) -> None:
+    search = next(s for s in tune.SEARCHES if s.kernel == "scaled_matmul" and s.format == "fp8" and s.max_m == 64)
+    best = MatmulTile(16, 256, 64, 8, 5, acc_split=64)
+    before = {(chip, m): find_tile("scaled_matmul", "fp8", chip, m) for chip in ("sm_89", "sm_90") for m in (1, 64, 65)}
+    tune.write_tuned(timed(best, search), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in tiles.TUNED.glob("*.json"))
+    with tune.tuned_from(tmp_path):
+        assert find_tile("scaled_matmul", "fp8", "sm_90", 64) == best
+        assert find_tile("scaled_matmul", "fp8_tensor", "sm_90", 1) == best
+        assert find_tile("scaled_matmul", "fp8", "sm_90", 65) == before["sm_90", 65]
+        assert find_tile("scaled_matmul", "fp8", "sm_89", 64) == before["sm_89", 64]
+        row = next(row for row in tiles.tuned_rows("scaled_matmul") if row.tile == best)
+        assert row.measured == "NVIDIA H200" and row.chips == ("sm_90",)
+    assert find_tile("scaled_matmul", "fp8", "sm_90", 64) == before["sm_90", 64]
+
+
+def test_rows_that_are_replaced_for_a_chip_are_gone_for_it_alone() -> None:
+    front = [{"format": "fp8", "max_m": 64}]
+    left = tune._without(front, "sm_90")
+    assert left({"format": "fp8", "chips": ["sm_90"], "max_m": 64}) is None
+    assert left({"format": "fp8", "chips": ["sm_90", "sm_100"], "max_m": 16})["chips"] == ["sm_100"]
+    for kept in (
+        {"format": "fp8", "chips": ["sm_90"]},
+        {"format": "int8", "chips": ["sm_90"], "max_m": 64},
+        {"format": "fp8", "max_m": 64},
+    ):
+        assert left(kept) is kept
+
+
+def test_no_tile_is_chosen_by_a_dry_run(tmp_path) -> None:
+    with pytest.raises(ValueError, match="timings of a dry run"):
+        tune.write_tuned(timed(Tile(1, 64, 1), tune.SEARCHES[0], dry_run=True), tmp_path)
+
+
+def test_candidates_are_compiled_checked_and_timed(tmp_path) -> None:
+    tried, timings = tmp_path / "tried.json", tmp_path / "timed.json"
+    for arguments in (
+        ["try", "--dry-run", "--json", str(tried)],
+        ["time", "--dry-run", "--json", str(timings), str(tried)],
+    ):
+        assert CliRunner().invoke(tune.main, arguments, catch_exceptions=False).exit_code == 0
+    rows = json.loads(tried.read_text())
+    assert rows["complete"] and [row["fit"] for row in rows["candidates"]] == [True, True]
+    found = json.loads(timings.read_text())
+    (search,) = found["searches"]
+    assert found["dry_run"] and len(search["tiles"]) == 2 and search["best"] in [row["tile"] for row in search["tiles"]]
+
+
+def test_fewer_bits_are_timed_and_not_chosen(monkeypatch) -> None:
+    search = tune.SEARCHES[0]
+    base = find_tile("scaled_matmul", "fp8", "sm_90", 4096)
+    assert isinstance(base, MatmulTile) and base.acc_split
+    slow, quick = MatmulTile(64, 64, 64, 4, 3, acc_split=64), MatmulTile(128, 256, 128, 8, 3)
+    work = workloads.Work(lambda: None, lambda: torch.ones(1), 0.0, 1, None)
+    monkeypatch.setattr(workloads, "prepare", lambda *_: work)
+    times = {"0": 3.0, "1": 2.0, "2": 1.0}
+    monkeypatch.setattr(
+        tune.timing, "measure", lambda calls, *_: {n: tune.timing.Times(times[n], 0, 0, 2) for n in calls}
+    )
+    found = tune.time_search(search, [base, slow, quick], CPU, "sm_90", 2)
+    assert tune.tile_of(found["best"]) == slow and [row["us"] for row in found["tiles"]][2] == [1.0, 1.0]
+
+
+def test_a_candidate_that_does_not_compile_well_or_computes_wrongly_is_unfit(monkeypatch) -> None:
+    candidate = next(tune.candidates("sm_90", dry_run=True))
+    row = tune.aot.Row("dequantize_kernel", "nvfp4", "sm_90", reason="7 spills")
+    monkeypatch.setattr(tune.aot, "compile_cell", lambda *_: row)
+    found = tune.try_candidate(candidate, CPU, "sm_90")
+    assert not found["fit"] and "7 spills" in found["reason"]
+    monkeypatch.setattr(tune.aot, "compile_cell", lambda *_: tune.aot.Row("k", "nvfp4", "sm_90", ok=True))
+    monkeypatch.setattr(workloads, "error", lambda work: float("nan"))
+    found = tune.try_candidate(candidate, CPU, "sm_90")
+    assert not found["fit"] and "relative errors [nan]" in found["reason"]
+
+
+# --- stages
+
+
+def stage(name: str, code: str, judged: dict[str, Any] | Callable, weight: float = 1.0) -> Any:
+    """A stage of one Python process."""
+    judge = judged if callable(judged) else lambda _: {"right": True, "complete": True, "about": name} | judged
+    return session.Stage(name, weight, lambda s, seconds: [[sys.executable, "-S", "-c", code]], judge)
+
+
+@pytest.fixture
+def dry(tmp_path) -> Any:
+    (tmp_path / "stages").mkdir()
+    return session.Session(tmp_path, dry_run=True)
+
+
+def test_a_stage_that_crashes_hangs_or_leaves_nothing_takes_no_other_with_it(dry) -> None:
+    def unreadable(_: object) -> dict:
+        raise FileNotFoundError("tests.0.json")
+
+    stages = [
+        stage("crashes", "import os; os.abort()", {}),
+        stage("hangs", "import time; print('begun', flush=True); time.sleep(60)", {"right": None}),
+        stage("wrong", "raise SystemExit(1)", {"right": False}),
+        stage("raises", "1 / 0", {}),
+        stage("silent", "", unreadable),
+        stage("partial", "", {"complete": False}),
+        stage("well", "print('all well')", {}),
+        session.Stage("absent", 1.0, lambda s, seconds: [], lambda s: {"about": "no such tool"}),
+    ]
+    found = session.run_stages(dry, stages, seconds=16)
+    verdicts = {row["stage"]: row["verdict"] for row in found["stages"]}
+    assert verdicts == {
+        "crashes": "crashed",
+        "hangs": "incomplete",
+        "wrong": "wrong",
+        "raises": "crashed",
+        "silent": "crashed",
+        "partial": "incomplete",
+        "well": "right",
+        "absent": "not here",
+    }
+    log = (dry.out / "log.txt").read_text()
+    assert "begun" in log and "ZeroDivisionError" in log and "all well" in log
+    written = json.loads((dry.out / "results.json").read_text())
+    assert [row["stage"] for row in written["stages"]] == list(verdicts)
+    assert "out of time" in written["stages"][1]["about"] and "-6" in written["stages"][0]["about"]
+    assert written["dry_run"] and written["commit"] and written["device"]["torch"] == torch.__version__
+
+
+def test_a_stage_may_run_again_and_the_others_stay(dry) -> None:
+    for run in ("first", "second"):
+        only = [stage("a", f"print('{run} a')", {"about": run})]
+        only += [stage("b", "", {"about": run})] if run == "first" else []
+        kept = session.forget(dry, only)
+        for name in ("a", "b"):
+            if any(s.name == name for s in only):
+                dry.file(name).write_text("{}")
+        found = session.run_stages(dry, only, 20.0, kept)
+    assert {row["stage"]: row["about"] for row in found["stages"]} == {"a": "second", "b": "first"}
+    assert dry.file("b").exists() and "second a" in (dry.out / "log.txt").read_text()
+    (dry.out / "results.json").write_text(json.dumps(found | {"commit": "another"}))
+    assert session.forget(dry, only) == [] and not dry.file("b").exists()
+
+
+def test_without_time_a_stage_is_not_begun(dry) -> None:
+    found = session.run_stages(dry, [stage("late", "open('never')", {})], seconds=0.5)
+    assert found["stages"][0]["verdict"] == "no time"
+
+
+def test_a_stage_that_needs_more_than_its_share_leaves_it_to_the_next(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(session.timing, "describe", lambda device: {})
+    (tmp_path / "stages").mkdir()
+    shares = []
+    stages = [
+        session.Stage("long", 3.0, lambda s, seconds: shares.append(seconds) or [], None, least=50),
+        session.Stage("short", 1.0, lambda s, seconds: shares.append(seconds) or [], lambda s: {"about": "nothing"}),
+    ]
+    found = session.run_stages(session.Session(tmp_path, dry_run=False), stages, seconds=40)
+    assert [row["verdict"] for row in found["stages"]] == ["no time", "not here"]
+    assert shares == [pytest.approx(0.9 * 40, rel=0.05)]
+
+
+def test_what_is_not_done_is_done_by_another_call(dry) -> None:
+    """Right, wrong and missing stages stay; one that continues finds what it left, the others begin anew."""
+    verdicts = {"a": "right", "b": "incomplete", "c": "crashed", "d": "no time", "e": "not here", "f": "wrong"}
+    stages = [session.Stage(name, 1.0, None, None, continues=name == "b") for name in (*verdicts, "g")]
+    rows = [{"stage": name, "verdict": verdict} for name, verdict in verdicts.items()]
+    for name in verdicts:
+        dry.file(name).write_text("{}")
+    found = {"stages": rows, "commit": session.commit(), "dry_run": True}
+    (dry.out / "results.json").write_text(json.dumps(found))
+    left = session.unfinished(dry, stages)
+    assert [stage.name for stage in left] == ["b", "c", "d", "g"]
+    kept = session.forget(dry, left, resume=True)
+    assert [row["stage"] for row in kept] == ["a", "e", "f"]
+    assert {file.name for file in (dry.out / "stages").iterdir()} == {"a.0.json", "b.0.json", "e.0.json", "f.0.json"}
+    (dry.out / "results.json").write_text(json.dumps(found | {"commit": "another"}))
+    assert session.unfinished(dry, stages) == stages
+    session.forget(dry, stages, resume=True)
+    assert not any((dry.out / "stages").iterdir())
+
+
+def test_right_comes_before_fast_and_all_of_it_fits_into_one_call() -> None:
+    names = [stage.name for stage in session.STAGES]
+    assert max(map(names.index, (*session.PROOFS, "blocks"))) < min(map(names.index, ("try", "time", "bench", "step")))
+    minutes = next(option for option in session.main.params if option.name == "minutes").default
+    assert 60 * minutes + 30 <= 600  # a call of ten minutes; processes start, files are written
+    weights = sum(stage.weight for stage in session.STAGES)
+    for stage in session.STAGES:  # from a fresh start, where the stages before it took all of their shares
+        assert 60 * minutes * stage.weight / weights > min(stage.least, 20), stage.name
+
+
+def test_the_tests_that_want_a_gpu_are_found() -> None:
+    found = {Path(path).name for path in session.gpu_tests()}
+    assert "test_fused_kernels.py::test_on_a_gpu_every_op_of_a_block_is_its_reference_too" in found
+    assert any(name.startswith("test_graphs.py") for name in found)
+    assert not any("test_gpu_session" in name for name in found)
+
+
+def test_stages_of_whole_models_say_what_is_not_installed(dry, monkeypatch) -> None:
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name == "diffusers" else name)
+    whole = [stage for stage in session.STAGES if stage.name in ("blocks", "step")]
+    found = session.run_stages(dry, whole, 9.0)
+    assert [row["verdict"] for row in found["stages"]] == ["not here"] * 2
+    assert {row["about"] for row in found["stages"]} == {"not installed: diffusers"}
+
+
+def test_a_step_is_judged_by_its_rows_and_says_its_goals(dry) -> None:
+    goal = {"goal": "fp8", "at_least": 1.5, "measured": 1.44, "met": False, "row": "fp8, optimized"}
+    found = {
+        "complete": False,
+        "rows": [{"seconds": [1.0]}, {"missing": "memory"}],
+        "goals": [goal, goal | {"measured": None}],
+    }
+    dry.file("step").write_text(json.dumps(found))
+    judged = session._judge_step(dry)
+    assert (judged["right"], judged["complete"]) == (True, False)
+    assert judged["about"] == "1 rows, 1 missing, fp8 1.44x of 1.5x: not met"
+    dry.file("step").write_text(json.dumps(found | {"rows": []}))
+    assert session._judge_step(dry)["right"] is None
+
+
+def test_times_of_steps_are_kept_if_blocks_are_right(dry) -> None:
+    dry.file("step").write_text('{"rows": []}')
+    well, files = concluded(dry, PROVEN | {"blocks": "right"})
+    assert well and "flux_step.json" in files
+    assert json.loads((dry.out / "flux_step.json").read_text())["proofs"]["blocks"] == "right"
+    (dry.out / "flux_step.json").unlink()
+    well, files = concluded(dry, PROVEN | {"blocks": "wrong"})
+    assert not well and "flux_step.json" not in files
+
+
+BENCH = {
+    "kind": session.report.__globals__["KIND"],
+    "dry_run": True,
+    "commit": "c",
+    "chip": "sm_90",
+    "device": {"gpu": "none", "torch": "2", "triton": "3"},
+    "complete": True,
+    "peaks": {"copy": 1.0},
+    "results": [],
+    "left_out": [],
+    "wrong": [],
+}
+
+
+def concluded(dry: Any, verdicts: dict[str, str], **bench: Any) -> tuple[bool, set[str]]:
+    """Whether all is well, and the files that are there then."""
+    dry.file("bench").write_text(json.dumps(BENCH | bench))
+    rows = [{"stage": name, "verdict": verdict, "about": ""} for name, verdict in verdicts.items()]
+    well = session.conclude(dry, {"dry_run": True, "stages": rows})
+    return well, {path.name for path in dry.out.iterdir()} - {"stages"}
+
+
+PROVEN = dict.fromkeys(session.PROOFS, "right")
+
+
+def test_there_is_a_report_if_nothing_is_wrong(dry) -> None:
+    well, files = concluded(dry, PROVEN | {"tests": "incomplete", "bench": "right"})
+    assert well and files == {"results.json", "bench.json", "report.md"}
+    assert "- tests: incomplete" in (dry.out / "report.md").read_text()
+    assert "Dry run" in (dry.out / "report.md").read_text()
+    goals = json.loads((dry.out / "results.json").read_text())["goals"]
+    assert goals and {row["verdict"] for row in goals} == {"not measured"}
+
+
+@pytest.mark.parametrize("verdict", ["wrong", "crashed", "no time", None])
+def test_there_is_none_if_a_proof_is_wrong_or_missing(dry, capsys, verdict: str | None) -> None:
+    verdicts = {name: word for name, word in (PROVEN | {"runs": verdict}).items() if word}
+    well, files = concluded(dry, verdicts)
+    assert not well and "report.md" not in files and "runs is" in capsys.readouterr().out
+
+
+def test_there_is_none_if_the_benchmark_found_something_wrong(dry) -> None:
+    well, files = concluded(dry, PROVEN | {"bench": "wrong"}, wrong=[{"case": "x"}])
+    assert not well and "report.md" not in files
+
+
+def test_on_a_gpu_tables_are_left_too(tmp_path) -> None:
+    (tmp_path / "stages").mkdir()
+    real = session.Session(tmp_path, dry_run=False)
+    real.file("time").write_text(json.dumps(timed(Tile(1, 2048, 4), tune.SEARCHES[8])))
+    row = {"op": "linear", "scheme": "fp8-fp8", "implementation": "scaled_matmul", "shared": 1, "m": 1, "n": 2, "k": 3}
+    row |= {"us": 1.0, "us_low": 1.0, "us_high": 1.0, "tflops": 1.0, "gb_per_s": 1.0, "mb": 1.0, "roofline": 1.0}
+    well, files = concluded(real, PROVEN, dry_run=False, results=[row])
+    assert well and {"tuned", "measured.json", "report.md"} <= files
+    (measured,) = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["scheme"] == "fp8-fp8" and measured["chip"] == "sm_90"
+
+
+def test_what_tests_left_is_counted(dry) -> None:
+    def judged(*outcomes: str) -> dict[str, Any]:
+        lines = [{"test": f"t{i}", "outcome": outcome} for i, outcome in enumerate(outcomes)]
+        (dry.out / "stages" / "tests.0.lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return session._judge_outcomes("tests")(dry)
+
+    assert judged("passed", "skipped")["right"] is True
+    assert judged("passed", "not run") | {"failed": 0} == {
+        "right": True,
+        "complete": False,
+        "about": "1 passed, 0 failed, 0 skipped, 1 not run",
+        "failed": 0,
+    }
+    assert judged("passed", "failed")["right"] is False
+    assert judged()["right"] is None and judged("not run")["right"] is None
+
+
+def test_the_sanitizer_is_judged_by_its_summaries(dry, monkeypatch) -> None:
+    monkeypatch.setattr(session.shutil, "which", lambda name: None)
+    assert session._sanitizer(dry, 9.0) == []
+    assert "not available: compute-sanitizer is not on the PATH" in session._judge_sanitizer(dry)["about"]
+    dry.file("sanitizer").write_text('{"why_not": ""}')
+    log = dry.out / "stages" / "sanitizer.0.log"
+    log.write_text("x\n========= ERROR SUMMARY: 0 errors\n")
+    assert session._judge_sanitizer(dry)["right"] is True
+    log.write_text("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n")
+    assert session._judge_sanitizer(dry)["right"] is False
+    log.write_text("killed")
+    assert session._judge_sanitizer(dry)["right"] is None
+
+
+def test_a_gpu_is_asked_for() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        done = CliRunner().invoke(session.main, ["--out", "never"])
+    assert done.exit_code == 2 and "there is no CUDA device" in done.output and not Path("never").exists()
+    done = CliRunner().invoke(session.main, ["--out", "never", "--dry-run", "--only", "everything"])
+    assert done.exit_code == 2 and "no stage everything" in done.output
+
+
+@pytest.mark.slow
+def test_the_whole_session_runs_dry(tmp_path) -> None:
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "bench.json", "flux_step.json", "log.txt", "report.md", "results.json", "stages"
+    }  # fmt: skip
+    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert [row["stage"] for row in stages] == [stage.name for stage in session.STAGES]
+    assert {row["verdict"] for row in stages} <= {"right", "not here"}, stages
+    bench = json.loads((tmp_path / "bench.json").read_text())
+    assert bench["dry_run"] and bench["complete"] and bench["results"] and not bench["wrong"]

@@ -1,0 +1,92 @@
+"""The wheel: built from a clean export, installed outside the repository, it does the main job."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DATA_SUFFIXES = (".yaml", ".json", ".txt", ".md", ".html", ".safetensors", ".typed")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the files that git tracks or would track, links kept as links."""
+    folder = tmp_path_factory.mktemp("export")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert listed.returncode == 0, listed.stderr
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    with tarfile.open(folder / "source.tar", "w") as archive:
+        for name in names:
+            archive.add(ROOT / name, name)
+    with tarfile.open(folder / "source.tar") as archive:
+        archive.extractall(folder / "source", filter="fully_trusted")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder, "."]
+    done = subprocess.run(command, cwd=folder / "source", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment outside the repository that holds the wheel and sees this environment's packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    # Only the running environment's packages are wanted, not its editable fluxq, which another .pth there names.
+    (packages / "running.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    script = folder / "bin" / "fluxq"
+    script.write_text(f"#!{folder / 'bin' / 'python'}\nfrom fluxq.cli import main\nmain()\n")
+    script.chmod(0o755)
+    return folder
+
+
+def run(environment: Path, *command: str) -> str:
+    path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=environment, capture_output=True, text=True, env={**os.environ, "PATH": path, "PYTHONPATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_only_fluxq_and_every_file_of_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fluxq"}
+    package = ROOT / "src" / "fluxq"
+    wanted = set()
+    for folder, _, files in os.walk(package, followlinks=True):
+        for file in files:
+            if "__pycache__" not in folder and (file.endswith(DATA_SUFFIXES) or file.endswith(".py")):
+                wanted.add("fluxq/" + (Path(folder) / file).relative_to(package).as_posix())
+    assert len(wanted) > 40
+    assert wanted <= names, sorted(wanted - names)
+
+
+def test_the_installed_wheel_answers(environment: Path) -> None:
+    code = "import fluxq; print(fluxq.__file__); print(*fluxq.FORMATS)"
+    where, formats = run(environment, str(environment / "bin" / "python"), "-c", code).splitlines()
+    assert Path(where).is_relative_to(environment)
+    assert "nvfp4" in formats.split()
+    assert run(environment, "fluxq", "--version").startswith("fluxq, version ")
+
+
+def test_the_installed_wheel_does_the_main_job(environment: Path) -> None:
+    (environment / "short.yaml").write_text("extends: nvfp4\ngates: []\n")
+    order = ("quantize", "--recipe", "short.yaml", "--profile", "rtn", "--num-inference-steps", "2")
+    record = json.loads(run(environment, "fluxq", *order, "--output", "out", "--json"))
+    assert record["model"]["license"]["license"] == "apache-2.0"
+    assert record["check"]["finite"] and (environment / "out" / "model_index.json").is_file()
+    shutil.rmtree(environment / "out")
