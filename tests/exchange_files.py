@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from test_families import on_meta
 from torch import Tensor
 
 from fluxq.kernels.tensor import QuantizedTensor
@@ -20,6 +19,7 @@ from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined, original_names
+from tests.recipes.test_families import on_meta
 
 FLUX = FAMILIES["flux"]
 Tensors = dict[str, Tensor]

@@ -18,7 +18,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from shared import said_by
-from test_exchange_layers import quantized
 from torch import Tensor
 
 import fluxq
@@ -30,6 +29,7 @@ from fluxq.quantize.exchange.export import export
 from fluxq.recipes.denoisers import DENOISERS
 from fluxq.recipes.keymaps import original_names
 from fluxq.recipes.recipe import find_recipe
+from tests.exchange.test_layers import quantized
 
 CHECKOUT = os.environ.get("FLUXQ_COMFYUI", "")
 PYTHON = os.environ.get("FLUXQ_COMFYUI_PYTHON", sys.executable)

@@ -11,8 +11,6 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from exchange_files import base_state, write_base, write_model
 from safetensors.torch import load_file, save_file
-from test_exchange_layers import same_bytes
-from test_inspect import change, drop, gguf_bytes, made
 
 import fluxq
 from fluxq.base.model import ModelFolder
@@ -27,6 +25,8 @@ from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.layouts import swap_nibbles
 from fluxq.quantize.verify import CHECKS, verify
 from fluxq.recipes.keymaps import original_names
+from tests.exchange.test_inspect import change, drop, gguf_bytes, made
+from tests.exchange.test_layers import same_bytes
 
 NVFP4, FP8 = "nvfp4-nvfp4-static", "fp8-fp8"
 

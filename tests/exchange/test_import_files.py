@@ -12,10 +12,6 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from exchange_files import base_state, write_base, write_model
 from safetensors.torch import load_file, save_file
-from test_exchange_layers import same_bytes
-from test_families import on_meta
-from test_import import q8_0
-from test_inspect import gguf_bytes
 from torch import Tensor
 
 from fluxq import tiny
@@ -41,6 +37,10 @@ from fluxq.quantize.verify import verify
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, original_names
+from tests.exchange.test_import import q8_0
+from tests.exchange.test_inspect import gguf_bytes
+from tests.exchange.test_layers import same_bytes
+from tests.recipes.test_families import on_meta
 
 TINY = Path(tiny.path())
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -326,7 +326,7 @@ def test_a_whole_checkpoint_of_a_family_that_comfyui_gives_its_own_names(tmp_pat
 @pytest.fixture(scope="module")
 def three(tmp_path_factory) -> Path:
     """The embedded pipeline with its transformer and both text encoders in fp8."""
-    from test_components import quantized
+    from tests.quantize.test_components import quantized
 
     out = tmp_path_factory.mktemp("three") / "out"
     return quantized("fp8", out, ("transformer", "text_encoder_2", "text_encoder"))

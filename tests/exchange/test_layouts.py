@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_exchange_layers import K, effective, quantized, relative, same_bytes, there_and_back
 
 from fluxq.kernels.encode import pack, unpack
 from fluxq.quantize.exchange import layouts, nunchaku
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import QuantTensors, join, split
 from fluxq.recipes.formats import ELEMENTS
+from tests.exchange.test_layers import K, effective, quantized, relative, same_bytes, there_and_back
 
 # --- the permutations, against their formulas
 

@@ -7,7 +7,8 @@ embedded model, of which nothing but the code takes memory.
 from collections.abc import Iterator
 
 import pytest
-from test_streaming import full_size, linux, model_of, process  # noqa: F401
+
+from tests.quantize.test_streaming import full_size, linux, model_of, process  # noqa: F401
 
 WIDTH = 768
 LARGEST = 4 * 7 * WIDTH * WIDTH  # bytes in fp32 of what a ComfyUI file joins: q, k, v and the feed-forward's first

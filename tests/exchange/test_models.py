@@ -12,13 +12,13 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_exchange_layers import same_bytes
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
 from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
+from tests.exchange.test_layers import same_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -15,7 +15,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from packaging.requirements import Requirement
-from test_exchange_layers import quantized, same_bytes, with_needs
 from torch import Tensor
 
 from fluxq.cli import cli
@@ -25,6 +24,7 @@ from fluxq.quantize.exchange.dialects import DIALECTS, READERS, Reader
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.recipes import formats
 from fluxq.recipes.formats import Scheme
+from tests.exchange.test_layers import quantized, same_bytes, with_needs
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "exchange.md"

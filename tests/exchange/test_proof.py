@@ -12,14 +12,14 @@ import pytest
 import torch
 from exchange_files import Tensors, base_state, write_base
 from safetensors.torch import load_file, save_file
-from test_import_files import asymmetric, in_blocks, of_source
-from test_inspect import FP8, NVFP4, STATIC, Break, change, folded_state, folder_of, kinds, made
 from torch import Tensor
 
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import Inspection, inspect_path
 from fluxq.quantize.exchange.layer import Plain
+from tests.exchange.test_import_files import asymmetric, in_blocks, of_source
+from tests.exchange.test_inspect import FP8, NVFP4, STATIC, Break, change, folded_state, folder_of, kinds, made
 
 N, K, COUNT = 2048, 64, 5
 ROW = 200  # between the rows that readings are tried on

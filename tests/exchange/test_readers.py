@@ -10,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shared import said_by
-from test_exchange_layers import (
+from torch import Tensor
+
+from fluxq.base.model import resolve_model
+from fluxq.kernels.encode import input_scale_for
+from fluxq.kernels.ops import quantize_activation
+from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
+from fluxq.quantize.exchange.dialects import DIALECTS, READERS
+from fluxq.quantize.exchange.export import export
+from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.recipes.formats import FORMATS
+from tests.exchange.test_layers import (
     HOLDS,
     K,
     N,
@@ -23,16 +33,6 @@ from test_exchange_layers import (
     relative,
     same_bytes,
 )
-from torch import Tensor
-
-from fluxq.base.model import resolve_model
-from fluxq.kernels.encode import input_scale_for
-from fluxq.kernels.ops import quantize_activation
-from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
-from fluxq.quantize.exchange.dialects import DIALECTS, READERS
-from fluxq.quantize.exchange.export import export
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
-from fluxq.recipes.formats import FORMATS
 
 
 def exported(dialect: str, text: str, n: int, k: int) -> tuple[QuantTensors, Any]:

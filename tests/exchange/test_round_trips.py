@@ -19,8 +19,6 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_exchange_layers import same_bytes
-from test_exchange_page import found_formats, no_reciprocal
 from torch import Tensor
 
 import fluxq
@@ -45,6 +43,8 @@ from fluxq.recipes.families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.plan import MODULATION_ROLE
+from tests.exchange.test_layers import same_bytes
+from tests.exchange.test_page import found_formats, no_reciprocal
 
 Tensors = dict[str, Tensor]
 TINY = Path(tiny.path())

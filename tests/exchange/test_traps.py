@@ -24,7 +24,17 @@ from diffusers.quantizers.bfl.utils import _dequantize_weight
 from diffusers.quantizers.quantization_config import BFLQuantizationConfig
 from exchange_files import Tensors, write_base
 from safetensors.torch import load_file
-from test_exchange_layers import (
+from torch import Tensor
+
+from fluxq.base.model import resolve_model
+from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.export import export
+from fluxq.quantize.exchange.inspect import FAULTS, inspect_path
+from fluxq.quantize.exchange.layer import QuantTensors
+from fluxq.quantize.exchange.layouts import block_scales, pad, swap_nibbles, unblock_scales
+from tests.exchange.test_inspect import Break, change, drop, kinds, made
+from tests.exchange.test_layers import (
     GOLDEN,
     K,
     N,
@@ -37,16 +47,6 @@ from test_exchange_layers import (
     same_bytes,
     there_and_back,
 )
-from test_inspect import Break, change, drop, kinds, made
-from torch import Tensor
-
-from fluxq.base.model import resolve_model
-from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt
-from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.export import export
-from fluxq.quantize.exchange.inspect import FAULTS, inspect_path
-from fluxq.quantize.exchange.layer import QuantTensors
-from fluxq.quantize.exchange.layouts import block_scales, pad, swap_nibbles, unblock_scales
 
 NVFP4, FP8, MXFP8 = "nvfp4-nvfp4-static", "fp8-fp8", "mxfp8-mxfp8"
 QKV = "double_blocks.0.img_attn.qkv"

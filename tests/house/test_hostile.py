@@ -19,7 +19,6 @@ from exchange_files import tensors_of, write_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from shared import copy_of, write_lora
-from test_inspect import gguf_bytes
 
 from fluxq import tiny
 from fluxq.base.files import read_json, sha256_json, write_json
@@ -38,6 +37,7 @@ from fluxq.quantize.lora import LoraFile, read_updates
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import find_recipe, load_recipe
+from tests.exchange.test_inspect import gguf_bytes
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 SAME: Any = SimpleNamespace(differing=lambda _: [])  # a source that has not changed

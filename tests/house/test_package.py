@@ -75,6 +75,16 @@ def test_the_wheel_holds_only_fluxq_and_every_file_of_it(wheel: Path) -> None:
     assert wanted <= names, sorted(wanted - names)
 
 
+def test_a_checkout_without_symbolic_links_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "src" / "fluxq").mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for folder in ("calibrate", "eval", "kernels", "quantize", "recipes"):
+        (tmp_path / "src" / "fluxq" / folder).write_text(f"../../{folder}")  # what git writes where it makes no links
+    build = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and "git clone -c core.symlinks=true" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_installed_wheel_answers(environment: Path) -> None:
     code = "import fluxq; print(fluxq.__file__); print(*fluxq.FORMATS)"
     where, formats = run(environment, str(environment / "bin" / "python"), "-c", code).splitlines()

@@ -16,13 +16,13 @@ import torch
 import transformers
 from conformance import CASTS, FEW, alike, layers, marked, raw, refused, same, state, untouched
 from shared import SIXTEEN_BIT
-from test_transformers import sixteen_bit
 from torch import Tensor, nn
 
 import fluxq
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.recipe import shipped_recipes
+from tests.integrations.test_transformers import sixteen_bit
 
 OTHERS = ("umt5", "clip", "clip_projection", "qwen2_5_vl", "qwen3", "llama_lm", "gemma2", "mistral3")
 SUBJECTS = [

@@ -18,11 +18,11 @@ from conformance import CASTS, FEW, SAMPLE, SUBJECTS, alike, layers, marked, raw
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model_state_dict
 from shared import SIXTEEN_BIT
-from test_every_family import Case
 from torch import Tensor, nn
 
 import fluxq
 from fluxq.recipes.families import FAMILIES
+from tests.recipes.test_every_family import Case
 
 CPU = torch.device("cpu")
 

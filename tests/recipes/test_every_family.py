@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from shared import SIXTEEN_BIT
-from test_blocks import Pipe, captured
 from torch import Tensor, nn
 
 import fluxq
@@ -24,6 +23,7 @@ from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
+from tests.calibrate.test_blocks import Pipe, captured
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 TAKES_ADAPTERS = [row for row in TRANSFORMERS if hasattr(getattr(diffusers, row.model), "add_adapter")]

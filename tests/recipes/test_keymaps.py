@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-from test_families import FULL_SIZE, VARIANTS, on_meta
 
 from fluxq.recipes import keymaps
 from fluxq.recipes.denoisers import DENOISERS
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, Rule, diffusers_names, original_names
+from tests.recipes.test_families import FULL_SIZE, VARIANTS, on_meta
 
 FEW_LAYERS = {  # of the published width, which two converters have built in
     **{name: {"num_layers": 2, "num_single_layers": 2} for name in ("flux", "flux2", "chroma")},

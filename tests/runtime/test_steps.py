@@ -16,7 +16,6 @@ import accelerate
 import diffusers
 import pytest
 import torch
-from test_graphs import Recorder
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -36,6 +35,7 @@ from fluxq.runtime import graphs, originals, steps
 from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.originals import Originals
 from fluxq.runtime.steps import KeptSteps, keep_steps, require_followed
+from tests.runtime.test_graphs import Recorder
 
 CPU = torch.device("cpu")
 COUNT = 5  # steps of a call

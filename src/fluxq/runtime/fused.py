@@ -237,7 +237,7 @@ def _is_stock(module: Any, names: str) -> bool:
 
 
 def _is_library_class(kind: type, name: str) -> bool:
-    return kind.__name__ == name and kind.__module__.startswith(("torch.", "diffusers."))
+    return kind.__name__ == name and kind.__module__.split(".")[0] in ("torch", "diffusers")
 
 
 # --- what is known, and what is told

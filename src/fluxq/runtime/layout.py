@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.kernels import ops
-from fluxq.kernels.dispatch import SWIZZLED, kernel_row, offer
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, Origin, Prepared, QuantLinear, branch_shapes
 from fluxq.kernels.reencode.op import choose_target, reencode, row_scales, swizzle_scales_op
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
@@ -35,6 +34,8 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: Origin | None) -
     prefer: "speed" encodes anew what the chip's matrix units do not know, as int8 or fp8, with the least added error;
     "memory" keeps 4-bit weights in 4 bits. origin: where the stored tensors can be read again, for saving.
     """
+    from fluxq.kernels.dispatch import SWIZZLED, kernel_row, offer  # only here: it needs Triton
+
     scheme = layer.scheme
     if scheme.activations is None:
         return False  # the recipe asked for 16-bit activations

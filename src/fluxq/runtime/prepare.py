@@ -22,7 +22,7 @@ from fluxq.base.memory import free_bytes
 from fluxq.kernels import ops
 from fluxq.kernels.linear import Prepared, QuantLinear, quant_layers
 from fluxq.quantize.checkpoint import QUANT_METHOD
-from fluxq.runtime.layout import Origin, add_decoded, reencode_layer, targets_on_cpu
+from fluxq.runtime.layout import Origin, add_decoded, lay_out, reencode_layer, targets_on_cpu
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 Prefer = Literal["speed", "memory", "decoded"]
@@ -167,9 +167,7 @@ def _prepare_layer(
 ) -> Prepared | None:
     """What was done to a layer, None if nothing was to be done."""
     if device.type == "cuda":
-        from fluxq.kernels.dispatch import prepare as prepare_for_chip
-
-        prepare_for_chip(layer, chip, prefer, origin)
+        lay_out(layer, chip, prefer, origin)
     elif prefer == "decoded" and _is_to_decode(layer):
         add_decoded(layer)
     elif device.type == "cpu" and prefer == "speed" and (targets := targets_on_cpu(layer.scheme)):
