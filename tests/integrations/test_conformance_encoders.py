@@ -17,6 +17,8 @@ import transformers
 from conformance import CASTS, FEW, alike, layers, marked, raw, refused, same, state, untouched
 from shared import SIXTEEN_BIT
 from torch import Tensor, nn
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.peft_utils import check_peft_version
 
 import fluxq
 from fluxq.recipes.families import FAMILIES
@@ -223,6 +225,10 @@ def casts(s: Subject, tmp) -> None:
 
 def adapters(s: Subject, tmp) -> None:
     """transformers' own adapters: added, chosen, disabled, enabled, saved, loaded and deleted."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as refusal:
+        pytest.skip(f"transformers {transformers.__version__} with peft {peft.__version__}: {refusal}")
     model = s.load()
     for name in ("a", "b"):
         add(model, name)
