@@ -3,10 +3,11 @@
 import inspect
 from pathlib import Path
 
-import test_conformance_encoders as encoders
-import test_conformance_models as models
-import test_conformance_pipelines as pipelines
 from conformance import Check
+
+from tests.integrations import test_conformance_encoders as encoders
+from tests.integrations import test_conformance_models as models
+from tests.integrations import test_conformance_pipelines as pipelines
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 SUITES = {
