@@ -99,7 +99,7 @@ def assert_equal_codes(found: Tensor, expected: Tensor) -> None:
     assert_equal_values(found.float(), expected.float())
 
 
-# Checks of quantize_activation.py
+# Checks of quantize_activation
 
 
 def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -262,7 +262,7 @@ def check_tie_of_four_and_six(kernels: ModuleType) -> None:
     assert_equal_values(q.dequantize(), x)
 
 
-# Checks of dequantize.py
+# Checks of dequantize
 
 
 def check_dequantize(kernels: ModuleType, format: str, dtype: torch.dtype) -> None:
