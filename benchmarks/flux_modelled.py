@@ -7,8 +7,8 @@
     every fusion       what products could take or write at their ends: q/k norm, rotation, GELU, gates, joined tokens
 
 Products and attention are priced by recipes/cost.py, and so are rates: a pass takes its bytes over what a GPU attains.
-tests/benchmarks/test_flux_step.py runs a block of each kind and finds the bytes of "eager" and "optimized" in its operators. Left
-out are launches and what is read for all tokens: vectors, tables of angles, weights of norms.
+tests/benchmarks/test_flux_step.py runs a block of each kind and finds the bytes of "eager" and "optimized" in its
+operators. Left out are launches and what is read for all tokens: vectors, tables of angles, weights of norms.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class QuantLinear(nn.Linear):
     `deflate_basis` (d, K) and `deflate_out` (N, d); and where it has a rank R the low-rank branch `svdquant_lora_a`
     (R, K) and `svdquant_lora_b` (N, R), which adds B A to W. ops.py says what is computed from them.
     `prepared` says what was changed for one GPU; `scheme` always says what the layer is now. `instead` computes for the
-    layer, of it and its input, in the steps that steps.py keeps in 16 bit.
+    layer, of it and its input, in the steps that runtime/steps.py keeps in 16 bit.
     """
 
     prepared: Prepared | None = None

@@ -59,7 +59,7 @@ WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 class QuantizationConfig:
     """`quantization_config` of a component's config.json. layers: scheme -> full module names.
 
-    attention: what self-attention is computed in. steps: that are kept in 16 bit (`steps.py`). Neither is a feature
+    attention: what self-attention is computed in. steps: those kept in 16 bit (runtime/steps.py). Neither is a feature
     that loading requires: where fp8 cannot be had 16 bit is nearer to the original, and a model alone knows no steps.
     """
 

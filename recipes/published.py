@@ -3,8 +3,8 @@
     family row + configuration -> the model on the meta device -> plan, sizes, cost
 
 A configuration says what differs from the defaults of the model's class; models of the same one share a row. Each was
-read in what its authors published or in diffusers' conversion scripts, and tests/jobs/test_catalogue.py compares the number
-of parameters with the published one. Imports no torch.
+read in what its authors published or in diffusers' conversion scripts, and tests/jobs/test_catalogue.py compares the
+number of parameters with the published one. Imports no torch.
 """
 
 from __future__ import annotations

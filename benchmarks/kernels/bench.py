@@ -4,8 +4,8 @@
     python -m benchmarks.kernels.bench --cpu --json bench.json    int8 against bf16 on one CPU thread
     python -m benchmarks.kernels.bench --write-tables             the tables of kernels/README.md anew
 
-On a GPU (workloads.py says what, timing.py how) correctness comes first: of every case at one shape, then again at
-each shape where it is timed. If one is wrong there is no report. Shares of the roofline are of peaks that were
+On a GPU (workloads.py says what, eval/speed/timing.py how) correctness comes first: of every case at one shape, then
+again at each shape where it is timed. If one is wrong there is no report. Shares of the roofline are of peaks that were
 measured in the same run. report.py makes tables of the result, and holds what the figures ought to be.
 
 On a CPU pairs are timed in turns: other work on a shared machine slows both halves of a pair about equally, so their

@@ -270,7 +270,7 @@ def with_tables(text: str) -> str:
 
 
 def offered_table() -> str:
-    """Which kernel runs in which format on which chip, as dispatch.py offers it, and under it why the others do not.
+    """Which kernel runs in which format on which chip, as kernels/dispatch.py offers it; under it why others do not.
 
     Formats that agree share a line.
     """

@@ -5,9 +5,9 @@
     python -m benchmarks.kernels.tune write --folder tuned timed.json         the best of them in front of kernels/tuned
 
 SEARCHES are the candidates. One is tried only on chips where its kernel is offered. It is fit if its results are right
-and every cell of it, but those that are not offered with any tile, is `ok` as aot.py judges: no spills, shared memory
-and registers within the chip's, the right matrix instruction. Trying needs no GPU to itself: many processes share one,
-and one that fails takes no other with it.
+and every cell of it, but those that are not offered with any tile, is `ok` as kernels/aot.py judges: no spills, shared
+memory and registers within the chip's, the right matrix instruction. Trying needs no GPU to itself: many processes
+share one, and one that fails takes no other with it.
 """
 
 from __future__ import annotations

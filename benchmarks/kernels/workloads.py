@@ -2,7 +2,7 @@
 
 A `Case` is an operation in a format by an implementation, `prepare` makes one set of random operands for it and returns
 the call, its reference, and the work: FLOPs, and the fewest bytes that must move, every input read once and every
-output written once. Everything is called as `launch.py` calls it, at the tile that kernels/tuned holds.
+output written once. Everything is called as kernels/launch.py calls it, at the tile that kernels/tuned holds.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python -m benchmarks.layers.compare --peers --json rows.json           also other packages that are installed
 
 dB is the SQNR of a layer's output, 10 log10 Σ y² / Σ (y^ - y)² with y = x Wᵀ and y^ what the quantized layer computes,
-as ops.py defines it in fp32. The tokens x are three sets: one to fit on, one that the gate decides by, and one that
-neither has seen, which gives the number. (One exception, in a model: NVFP4's input scale of an untransformed input
+as kernels/ops.py defines it in fp32. The tokens x are three sets: one to fit on, one that the gate decides by, and one
+that neither has seen, which gives the number. (One exception, in a model: NVFP4's input scale of an untransformed input
 follows from the largest value of all tokens.) Means are of layers and say little of a model: `fluxq eval` compares
 images.
 

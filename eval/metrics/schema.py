@@ -195,7 +195,7 @@ class Size(Strict):
 
 
 class Served(Strict):
-    """A quantized pipeline in memory, as it computes: what quality and times were taken of; see served.py.
+    """A quantized pipeline in memory, as it computes: what quality and times were taken of; see speed/served.py.
 
     arithmetic: a key of BACKENDS ("native" as stored), or in words what was done to its layers. layers: what they
     compute as -> how many. digest: SHA-256 of layer -> what it computes as. bits_per_weight: as of `Size`, in memory.

@@ -75,7 +75,7 @@ def measure_speed(
 ) -> Speed:
     """Time the unquantized sides, of which the 16-bit one comes first, and the quantized ones.
 
-    sides: have a `name`, and open(device) gives the pipeline; see sides.py. references: how many of them are
+    sides: have a `name`, and open(device) gives the pipeline; see images/sides.py. references: how many of them are
     unquantized; one may have `dtype` "float32". modes: of MODES. batches: images in a call. sizes: (height, width) in
     pixels, of videos with frames too; none: the pipeline's own. warmup: rounds that are not timed. machine: instead of
     the device's own.

@@ -6,7 +6,7 @@
 
 Separate layers round after each step to the dtype of the modulation, x's or fp32, and so does this kernel, in
 registers: v differs from theirs only where the norm's sums, added up in another order, do. Codes are, byte for byte,
-what the kernel of quantize_activation.py makes of the v that this one writes without a format. A row is read once and
+what kernels/quantize_activation makes of the v that this one writes without a format. A row is read once and
 held whole; its mean is subtracted before squares are added up, so that nothing cancels.
 """
 

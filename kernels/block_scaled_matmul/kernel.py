@@ -3,8 +3,8 @@
     v = Σ (xq · x_scale) (wq · w_scale)                   over K, in fp32, by the matrix unit
     v = (v · x_scale_2) · w_scale_2                       nvfp4: the global scales
 
-What follows is in epilogue.py. Only for chips whose matrix units take block scales: Blackwell, and AMD's CDNA 4 for the
-two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference is block_scaled_matmul in
+What follows: kernels/epilogue.py. Only for chips whose matrix units take block scales: Blackwell, and AMD's CDNA 4 for
+the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference is block_scaled_matmul in
 kernels/products.py, which decodes both matrices: products of codes and scales are exact in both, sums differ in order.
 """
 

@@ -5,7 +5,7 @@
     w8   = RNE(code · m)
 
 Two passes over the codes of a few rows in one launch: the first finds the amax of the decoded values, the second
-encodes. `eight_bit_multiplier` is the middle line; w4a8_matmul.py computes the same bytes with it in its main loop.
+encodes. `eight_bit_multiplier` is the middle line; kernels/w4a8_matmul uses it for the same bytes in its main loop.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false

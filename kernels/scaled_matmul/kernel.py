@@ -3,7 +3,7 @@
     v = (float(xq · wq^T) · x_scale) · w_scale            int8 accumulates in int32, exactly; fp8 in fp32
 
 With a bias this is the reference in kernels/ops.py, operation by operation; for int8 the result is its bits. What
-follows is in epilogue.py.
+follows is in kernels/epilogue.py.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false

@@ -4,7 +4,7 @@
     w8   = RNE(code · m)                                  int8 or e4m3, as x is
     v    = (float(xq · w8^T) · x_scale) · row_scale       int8 accumulates in int32, exactly; fp8 in fp32
 
-w8 are the bytes that `reencode` gives (reencode/op.py says why there is but one rounding), so this is `reencode`
+w8 are the bytes that `reencode` gives (kernels/reencode/op.py says why it rounds once), so this is `reencode`
 and then `scaled_matmul`; for int8 the result is their bits. It reads half the bytes, and nothing in 8 bits is kept.
 
 Decoding is what such a kernel spends its time on, so it is cheap: eight codes of a word are moved, two at a time, to

@@ -1,4 +1,4 @@
-"""The `fluxq` command: each subcommand parses, calls one function of jobs.py or its like and prints.
+"""The `fluxq` command: each subcommand parses, calls one function of jobs/ and prints.
 
 Exit codes: 0 done, 1 something failed while working, 2 what was asked for cannot work, 130 interrupted. Results go to
 stdout, everything else to stderr. Heavy imports happen inside the commands, so that `--help` is instant.

@@ -61,7 +61,7 @@ def warm_up() -> None:
     charts._svg = lambda *_, **__: "<svg></svg>"  # its threads do not live on in a fork
     ticks = itertools.count()  # seconds are written down, and two runs are compared byte for byte
     time.perf_counter = lambda: next(ticks) * 1e-9
-    fluxq.judge.datetime = SimpleNamespace(now=lambda _: datetime(2026, 1, 1, tzinfo=UTC))
+    fluxq.jobs.judge.datetime = SimpleNamespace(now=lambda _: datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def run(words: list[str], place: Path, disturbance: Disturbance | None = None) -> Ended:

@@ -25,7 +25,7 @@ COUNT = 100  # more than the 64 features of the embedded network
 PER_IMAGE = {"psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance", "clip_score"}
 OF_SETS = {"fid", "fid_to_16bit", "fid_infinity", "kid", "cmmd"}
 FOREIGN = {"lpips", "image_reward", "hpsv2"}  # their weights are not in the package
-OF_VIDEOS = {"worst_frame_psnr", "temporal_psnr", "flicker", "video_distance"}  # see test_eval_video.py
+OF_VIDEOS = {"worst_frame_psnr", "temporal_psnr", "flicker", "video_distance"}  # see test_video.py
 
 
 def some(images, seed=0, finite=None):

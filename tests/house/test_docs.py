@@ -175,7 +175,10 @@ def test_every_command_is_in_the_readme() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))],
+    [
+        *(*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))),
+        *sorted(ROOT.glob("src/fluxq/*/README.md")),
+    ],
     ids=lambda page: f"{page.parent.name}-{page.name}",
 )
 def test_links_lead_somewhere(page: Path) -> None:

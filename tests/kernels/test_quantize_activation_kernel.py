@@ -99,7 +99,7 @@ def assert_equal_codes(found: Tensor, expected: Tensor) -> None:
     assert_equal_values(found.float(), expected.float())
 
 
-# Checks of quantize_activation.py
+# Checks of quantize_activation
 
 
 def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -262,7 +262,7 @@ def check_tie_of_four_and_six(kernels: ModuleType) -> None:
     assert_equal_values(q.dequantize(), x)
 
 
-# Checks of dequantize.py
+# Checks of dequantize
 
 
 def check_dequantize(kernels: ModuleType, format: str, dtype: torch.dtype) -> None:
@@ -630,7 +630,9 @@ def test_a_fault_in_a_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> 
 
 def with_fault(file: str, old: str, new: str, folder: Path) -> ModuleType:
     """A kernel file as a module of its own, with one text replaced; of codes.py, the quantizers on top of it."""
-    text = (Path(quantize_activation.__file__).parent / file).read_text(encoding="utf-8")
+    kernels = Path(quantize_activation.__file__).parents[1]
+    shared, op = kernels / file, kernels / Path(file).stem / "kernel.py"
+    text = (shared if shared.is_file() else op).read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{file} does not hold {old!r} once"
     faulty = load_module(f"faulty_{Path(file).stem}", text.replace(old, new), folder)
     if file != CODES:

@@ -391,7 +391,7 @@ def test_a_model_that_a_fit_cannot_use_leaves_nothing_behind(tmp_path, monkeypat
 
 
 def test_statistics_of_another_recipe_are_refused_before_anything_is_computed(tmp_path):
-    """They lack layers that this one quantizes; of another model: test_cli.py, damaged: test_statistics.py."""
+    """They lack layers that this one quantizes; see also commands/test_cli.py and calibrate/test_statistics.py."""
     few = ALL_STAGES.replace("count: 8", "count: 1").replace("steps: 2", "steps: 1")
     file = str(tmp_path / "s.safetensors")
     how = options(tmp_path, few, include=("transformer_blocks.**",))

@@ -2,8 +2,8 @@
 
 `Kernels` stands between a block and its ops: each op of fluxq is computed by its kernel, at the tiles of a chip, and
 compared with the reference of the very same arguments. Codes, n and products of int8 are equal to the bit, all else is
-within the bounds that the tests of each kernel state. What a block makes of it in the end differs by what numbers and
-codes do that were rounded to the other side: at most END, and none at all in most cases.
+within the bounds that the tests of each kernel state (tests/kernels). What a block makes of it in the end differs by
+what numbers and codes do that were rounded to the other side: at most END, and none at all in most cases.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def check_adaln(kernels: Kernels, found, tile: Tile, x, scale, shift, branch, ga
 
 
 def modulated(n: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """LayerNorm(n) · (1 + scale) + shift in float64 and its bound, as tests/kernels/test_adaln_quantize_kernel.py has it."""
+    """LayerNorm(n) · (1 + scale) + shift in float64 and its bound, as test_adaln_quantize_kernel.py has it."""
     scale, shift = (t.double().repeat_interleave(n.shape[0] // t.shape[0], 0) for t in (scale, shift))
     h = n.double()
     off = 2.0**-20 * h.abs().mean(-1, keepdim=True)
@@ -311,7 +311,7 @@ def modulated(n: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tens
 def check_rope(
     kernels: Kernels, found, tile: Tile, q, k, q_weight, k_weight, cos, sin, eps, interleaved, position, **_
 ) -> None:
-    """Within the bound of tests/kernels/test_qk_norm_rope_kernel.py; rows are heads, those of a token after those of the one before."""
+    """Within the bound of test_qk_norm_rope_kernel.py; rows are heads, one token's after those of the token before."""
     cos, sin = (t[position : position + q.shape[1], None].double() for t in (cos, sin))
     for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
         v = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
@@ -323,7 +323,7 @@ def check_rope(
 
 
 def check_activated(kernels: Kernels, found, tile: Tile, x, act, down, beside, **steps) -> None:
-    """To the bit those of the kernel's own gelu(x), which is within the bound of tests/kernels/test_act_quantize_kernel.py.
+    """To the bit those of the kernel's own gelu(x), which is within the bound of test_act_quantize_kernel.py.
 
     In a single block attention stands beside it.
     """
@@ -457,7 +457,7 @@ def assert_product(
     dtype: torch.dtype,
     **follows: Any,
 ) -> None:
-    """int8 to the bit; else within what sums in fp32 may lose, as tests/kernels/test_scaled_matmul_kernel.py has it."""
+    """int8 to the bit; else within what sums in fp32 may lose, as test_scaled_matmul_kernel.py has it."""
     assert not any(follows.values()), f"{name}: nothing is expected to follow the product, {follows} does"
     size = (tile.m, tile.n) if isinstance(tile, MatmulTile) else (1, tile.rows)
     if isinstance(x, QuantizedTensor) and x.format.name == "int8":

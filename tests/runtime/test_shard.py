@@ -1,6 +1,6 @@
 """Split over two processes by tokens, by outputs or by inputs, quantized layers and models compute what one does.
 
-This file is also the program of the two ranks: `python test_parallel.py RANK FOLDER RECIPE=CHECKPOINT...` runs
+This file is also the program of the two ranks: `python test_shard.py RANK FOLDER RECIPE=CHECKPOINT...` runs
 everything in `rank_main` over gloo and writes its results, which the tests compare with this process's own.
 """
 

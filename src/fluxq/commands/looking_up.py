@@ -36,7 +36,7 @@ def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> No
       fluxq families
     """
     with session_of(arguments) as session:
-        from fluxq.jobs import catalogue  # not through jobs.py, which imports diffusers' pipelines
+        from fluxq.jobs import catalogue  # not through jobs/making.py, which imports diffusers' pipelines
 
         chosen = catalogue.recipes_for(recipes, all_of_them=name is not None or session.as_json)
         found = list(catalogue.models(name))
@@ -56,7 +56,7 @@ def env(**arguments: Any) -> None:
       fluxq env --json
     """
     with session_of(arguments) as session:
-        from fluxq.jobs.environment import environment  # not through jobs.py, which imports diffusers
+        from fluxq.jobs.environment import environment  # not through jobs/making.py, which imports diffusers
 
         report = environment()
         session.print(report, lambda: show.environment(report))

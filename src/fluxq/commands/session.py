@@ -166,7 +166,7 @@ class Session:
             yield ranks
 
     def forecast(self, prepared: Any, of: str) -> None:
-        """Say how long the job will take and how much memory, before it starts. of: a function of forecast.py."""
+        """Say how long the job will take and how much memory, before it starts. of: a function of jobs/forecast.py."""
         if self.quiet or self.as_json or self.who or prepared.finished is not None:
             return
         from fluxq.jobs import forecast

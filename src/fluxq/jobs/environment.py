@@ -89,7 +89,7 @@ def _device(
 
 
 def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
-    """What computes a scheme, and why: on a GPU as dispatch.py chooses, where there is a Triton."""
+    """What computes a scheme, and why: on a GPU as kernels/dispatch.py chooses, where there is a Triton."""
     if device != "cuda" or find_spec("triton") is None:
         return implementation(scheme, device)
     from fluxq.kernels.chips import SAME_AS

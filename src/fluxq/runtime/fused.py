@@ -8,7 +8,7 @@
 
 A block keeps its modules and gets a subclass of its own class: copies, moves, hooks, adapters and saving find what they
 know. The fused forward computes the bits that the block's own would: only what rounds alike is joined. A low-rank
-branch is added in x's dtype after the product, as ops.py does, gates and residuals are rounded where diffusers rounds.
+branch is added in x's dtype after the product, as kernels/ops.py does; gates and residuals round where diffusers does.
 
 Two rules decide, anew at every call, because adapters, hooks and processors come and go:
 

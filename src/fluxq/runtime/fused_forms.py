@@ -143,8 +143,8 @@ def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor
 def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
     """(B, S, D) after a block whose image attends to itself, then to the text; modulation and gates in fp32.
 
-    q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op of norms.py does
-    either, so both stay as they are.
+    q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op of kernels/norms.py
+    does either, so both stay as they are.
     """
     (stream,) = fusion.row.streams
     x, attention = given.x, at(block, fusion.row.attention)
