@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fluxq.base.download import HUB_ID
+from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.figures import amount, limits, mark
 from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.eval.schema import Metric, Report, Run
@@ -28,7 +29,7 @@ _NEXT_SECTION = "## How it was made"
 
 
 def model_card(record: dict[str, Any]) -> str:
-    """README.md with the front matter that hubs read."""
+    """README.md with the front matter that hubs read, sealed: `--overwrite` replaces none that a user changed."""
     recipe, model, check = record["recipe"], record["model"], record["check"]
     parts = record["components"]
     lines = [
@@ -71,7 +72,7 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
-    return "\n".join(lines) + "\n"
+    return seal("\n".join(lines), ".md")
 
 
 def _loading(record: dict[str, Any]) -> list[str]:
@@ -129,10 +130,10 @@ def with_evaluation(card_text: str, report: Report) -> str:
     """
     from huggingface_hub import ModelCard
 
-    card = ModelCard(_with_section(card_text, "\n".join(_section(report))))
+    card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
     card.data["model_name"] = report.runs[0].name
     card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
-    return str(card)
+    return seal(str(card), ".md") if is_sealed(card_text) else str(card)
 
 
 def eval_results(report: Report) -> dict[str, str]:

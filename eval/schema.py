@@ -467,6 +467,7 @@ class Report(Strict):
     `time` are all that two equal runs differ in.
     """
 
+    kind: Literal["fluxq report"] = "fluxq report"  # first in the file, and tells it from others' JSON
     schema_version: Literal[3] = SCHEMA_VERSION
     created: str
     model: str

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from fluxq.base import units
 from fluxq.base.console import progress
-from fluxq.base.files import sha256_file, stamps, write_json, write_text
+from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
-from fluxq.base.output import Output, writing
+from fluxq.base.output import Output, contents, job_of, writing
 from fluxq.base.tensors import save_weights
 from fluxq.quantize.checkpoint import (
     PLAN_FILE,
@@ -94,9 +94,14 @@ def import_model(
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
     targets = {name: _target(path, place, name, model) for name, model in models.items()}
+    hashes = {
+        name: {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
+        for name, model in models.items()
+    }
+    read = [[name, hashes[name], sha256_json(model.config)] for name, model in models.items()]
+    job = job_of([version("fluxq"), dequantize, read, _contents(path), _contents(place)])
+    Output(output).require_free(overwrite=overwrite, job=job)
     on_start()
-    files = [file for model in models.values() for file in model.files]
-    job = [version("fluxq"), dequantize, stamps(files), stamps([place, *sorted(place.rglob("*"))] if place else [])]
     reports = []
     with writing(Output(output), job, overwrite=overwrite) as made:
         for name, model in models.items():
@@ -107,7 +112,7 @@ def import_model(
                 continue
             folder = made / target.component if target.pipeline else made / "component"
             _write(folder, model, target, Base.of(place, name, model) if place else None, report, dequantize)
-            report.files = {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
+            report.files = hashes[name]
             reports.append(report)
             if target.pipeline is None:
                 for file in folder.iterdir():
@@ -119,11 +124,19 @@ def import_model(
         if pipeline is not None:
             copy_rest(made, pipeline, [report.component for report in reports])
         write_digests(made)
-        record = record_of(made, path, pipeline, source, reports)
+        record = record_of(made, path, pipeline, source, reports, job)
         write_json(made / PLAN_FILE, record)
         if card is not None:
             write_text(made / "README.md", card(record))
     return reports
+
+
+def _contents(place: Path | None) -> Any:
+    """SHA-256 of what an import reads of a folder, of a pipeline's its components; of a file; None without one."""
+    if place is None or place.is_file():
+        return sha256_file(place) if place else None
+    is_pipeline = (place / "model_index.json").is_file()
+    return contents(place, ModelFolder(place.name, place).components if is_pipeline else None)
 
 
 def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:

@@ -24,7 +24,7 @@ from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, writing
+from fluxq.base.output import Output, job_of, require_own, seal, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
+_REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md", SPEED_FILE, DEBUG_FILE))
 _PUBLISHED_PIXELS = 512
 _WITH_FRAMES = 3  # numbers of a size
 
@@ -134,6 +135,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
             f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
             "the pipeline as --base makes a whole one"
         )
+    require_own(output, _REPLACED)
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
@@ -145,6 +147,11 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         revision=options.revision or record["model"]["revision"],
         local_files_only=options.local_files_only,
     )
+    if options.images is not None:
+        from fluxq.eval.executor import WORK_FILE
+
+        reads = {"the checkpoint": output, "the 16-bit model": folder.path, "--fid-reference": options.fid_reference}
+        Output(options.images).require_addable(reads, "--images", own=f"*/{WORK_FILE}")
     require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
     require_steps(folder)
     for gate in options.gates:
@@ -471,13 +478,14 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
         raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
     reads = {f"the report of {output}": _report_of(output) for output in outputs}
     place = Output(target, True, (".json", ".md"))
-    place.require(reads, overwrite=overwrite)
+    place.require(reads, overwrite=overwrite, exists_ok=True)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
-    job = [version("fluxq"), [sha256_file(path) for path in reads.values()]]
+    job = job_of([version("fluxq"), [sha256_file(path) for path in reads.values()]])
+    place.require_free(overwrite=overwrite, job=job)
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:
-            write_report(made / place.place.name, merged)
+            write_report(made / place.place.name, merged, job)
     return merged
 
 
@@ -671,7 +679,8 @@ def _named(asked: Subject) -> str:
 
 def _keep(asked: Subject, name: str, value: BaseModel) -> None:
     folder = asked.output / EVAL_FOLDER
-    known = {"schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
+    kind = f"fluxq {name.removesuffix('.json')}"
+    known = {"kind": kind, "schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
     write_json(folder / name, {**known, "found": value.model_dump(mode="json")})
     path = folder / JSON_FILE
     if not path.is_file():
@@ -756,4 +765,9 @@ def _write(output: Path, report: Report) -> None:
     if readme.is_file():
         write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
     for name, text in card.eval_results(report).items():
-        write_text(output / ".eval_results" / name, text)
+        try:
+            require_own(output, [f".eval_results/{name}"])
+        except ValueError as error:  # what else was found must not be lost for that
+            logger.warning("%s", error)
+            continue
+        write_text(output / ".eval_results" / name, seal(text, ".yaml"))

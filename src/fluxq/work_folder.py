@@ -22,7 +22,7 @@ import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.output import recover, remove, sole_writer
+from fluxq.base.output import Output, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.prepared import Prepared
 from fluxq.quantize import checkpoint
@@ -148,6 +148,8 @@ def _begin(prepared: Prepared, work: Path) -> None:
     ValueError for one of another job, naming what differs; with `overwrite` that is removed.
     """
     output, job = prepared.output.resolve(), _job(prepared)
+    Output(output).put_back()  # whatever command was killed
+    Output(output).clear()
     for other in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work")):
         manifest = other / _MANIFEST
         if other == work or not manifest.is_file():
@@ -188,6 +190,8 @@ def clear_leftovers(prepared: Prepared) -> None:
         for model in (prepared.identity["model"], stamps):
             job = replace(prepared, identity={**prepared.identity, "model": model})
             remove(work_folder(job))
+        Output(output).put_back()
+        Output(output).clear()
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:

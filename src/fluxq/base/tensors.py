@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import xxhash
 
 from fluxq.base import memory
+from fluxq.base.files import room_left
 
 if TYPE_CHECKING:
     import torch
@@ -313,7 +313,7 @@ def _damage(path: Path) -> Iterator[None]:
     except ValueError as error:  # JSON and UTF-8 have errors of their own, all of them ValueErrors
         raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
     except OSError as error:
-        raise OSError(error.errno, f"cannot be read ({error.strerror}); run this again", str(path)) from None
+        raise OSError(f"cannot be read ({error.strerror}); run this again", str(path)) from None
 
 
 def _version(stream: FileIO) -> tuple[int, int, int]:
@@ -420,8 +420,7 @@ def _room(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(f"cannot write {path.name} ({error}); {free / 1e9:.2f} GB are free at {path.parent}") from None
+        raise OSError(f"cannot write {path.name} ({error}){room_left(error, path.parent)}") from None
 
 
 # Header's word -> (name in torch, bytes of an element), in the order of tensors in a file.
