@@ -7,6 +7,7 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from fluxq.base.files import write_text
+from fluxq.base.output import unsealed
 from fluxq.eval.card import eval_results, model_card, with_evaluation
 from fluxq.eval.schema import Verdict
 from fluxq.quantize.checkpoint import read_plan_file
@@ -74,7 +75,7 @@ def test_card_says_the_verdict_and_the_metrics_and_keeps_the_rest(card, report):
     assert f"{report.runs[0].metrics['psnr'].value.mean:.2f}" in text and "not measured: needs alexnet" in text
     body = ModelCard(card).text
     before, after = body.split("\n## How it was made\n")
-    assert before.strip() in text and text.endswith(f"\n## How it was made\n{after}")
+    assert before.strip() in text and unsealed(text).endswith(f"\n## How it was made\n{unsealed(after)}")
     assert text.index("## Measured quality") < text.index("## Evaluation") < text.index("## How it was made")
 
 

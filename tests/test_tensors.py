@@ -233,9 +233,9 @@ def test_a_part_that_was_cut_short_since_is_noticed(tmp_path):
         join_weights(parts, tmp_path / "joined", {})
 
 
-def test_a_file_that_cannot_be_written_is_named_with_what_is_free(tmp_path):
+def test_a_file_that_cannot_be_written_is_named_and_room_is_told_of_only_where_it_lacks(tmp_path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match=r"cannot write taken \(.*GB are free at"):
+    with pytest.raises(OSError, match=r"cannot write taken \(.*\)$"):
         save_weights({"a": torch.zeros(1)}, tmp_path / "taken", {})
 
 
