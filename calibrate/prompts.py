@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json, stamps
+from fluxq.base.front_matter import require_modest
 from fluxq.base.model import PROMPTS_FILE, ModelFolder
 from fluxq.base.near import path_near
 
@@ -405,12 +406,9 @@ def _read_json(path: Path) -> Iterator[Entry]:
 def _read_yaml(path: Path) -> Iterator[Entry]:
     import yaml
 
-    text, depth = "\n".join(_lines(path)), 0
+    text = "\n".join(_lines(path))
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+        require_modest(text, 4 * _MAX_ROWS, _MAX_DEPTH)
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # of numbers, dates and nesting
         raise ValueError(f"{path}: not YAML ({first_line(error)})") from None

@@ -29,6 +29,7 @@ from fluxq.calibrate import calls, nested
 from fluxq.calibrate.blocks import _OnDisk
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import GroupSums, Statistics
+from fluxq.eval.card import with_evaluation
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.inspect import inspect_path
@@ -503,3 +504,50 @@ def test_a_recipe_that_is_hard_to_print_is_refused_with_its_line(tmp_path, text)
     (tmp_path / "mine.yaml").write_text(f"version: 1\n{text}\n")
     with pytest.raises(ValueError, match=r"mine\.yaml:2: "):
         load_recipe(str(tmp_path / "mine.yaml"))
+
+
+def _bomb(levels: int, use: str) -> str:
+    """YAML of a line a level, each of which stands for twice as much as the one before."""
+    lines = ["a: &a0 [x]", *(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, levels)), use.format(levels - 1)]
+    return "\n".join(lines)
+
+
+def _merged(levels: int) -> str:
+    """YAML tables of a line a level, each of which takes the one before in twice."""
+    lines = ["a: &a0 {x: 1}", *(f"b{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, levels))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("matter", "message"),
+    [
+        (_bomb(40, "license: *a{}"), "more than 20000 values, with what its aliases stand for"),
+        (_merged(40), "more than 20000 values"),
+        ("license: " + "[" * 3000, "nested more than 20 deep"),
+        ("a: &a [*a]\nlicense: *a", "'a' holds itself"),
+        ("license: {a: b}", "license is a dict, expected a text"),
+        ("license: mit\n" + "# \n" * 100_000, "no second line of --- within 256 KiB"),
+    ],
+)
+def test_a_model_card_takes_neither_time_nor_memory(tiny_folder, caplog, matter, message):
+    (tiny_folder / "README.md").write_text(f"---\n{matter}\n---\n# a model")
+    assert resolve_model(str(tiny_folder)).license == {}
+    assert "README.md: front matter cannot be read" in caplog.text and message in caplog.text
+
+
+def test_what_a_model_card_says_of_its_licence_is_short_and_printable(tiny_folder, caplog):
+    (tiny_folder / "README.md").write_text(f'---\nlicense: [mit, "a\\e[31m"]\nlicense_name: {"x" * 9999}\n---\n')
+    assert resolve_model(str(tiny_folder)).license == {"license": r"mit, a\x1b[31m", "license_name": "x" * 299 + "…"}
+    assert "license_name has 9999 characters; cut to 300" in caplog.text
+
+
+def test_an_evaluation_is_not_added_to_a_card_that_stands_for_too_much():
+    card = f"---\n{_bomb(40, 'license: *a{}')}\n---\n"
+    with pytest.raises(ValueError, match="more than 20000 values"):
+        with_evaluation(card, example_report.example(1, count=2))
+
+
+def test_tables_that_take_each_other_in_are_no_prompts(tmp_path):
+    (tmp_path / "p.yaml").write_text(_merged(40))
+    with pytest.raises(ValueError, match=r"p\.yaml: not YAML \(more than \d+ values"):
+        load_prompts(str(tmp_path / "p.yaml"), resolve_model("tiny"))

@@ -17,9 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger, say_once
+from fluxq.base.console import first_line, say_once
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
+from fluxq.base.front_matter import license_of
 from fluxq.base.near import did_you_mean
 from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
@@ -190,21 +191,7 @@ class ModelFolder:
     @property
     def license(self) -> dict[str, str]:
         """`license`, `license_name` and `license_link` of the model card's front matter, those that are there."""
-        card = self.path / "README.md"
-        if not card.is_file():
-            return {}
-        import yaml
-        from huggingface_hub import ModelCard
-
-        try:
-            data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
-        except (yaml.YAMLError, ValueError) as error:
-            logger.warning(
-                "%s: front matter cannot be read (%s); the licence is not carried over", card, first_line(error)
-            )
-            return {}
-        fields = ("license", "license_name", "license_link")
-        return {field: str(data.get(field)) for field in fields if data.get(field)}
+        return license_of(self.path / "README.md")
 
 
 def resolve_model(
