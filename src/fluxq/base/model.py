@@ -39,10 +39,10 @@ HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
 _MOST_LAYERS = 8000
 _LARGEST_NUMBER = 10**9  # of a size; times a text that stands where another size belongs, it would fill the memory
 _LARGEST_TABLE = 100_000  # a hundred times the steps that models are trained on
-_LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
+LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
     **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000},
     **{"num_frames": 10_000, "frames": 10_000, "video_length": 10_000},
-    **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
+    **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1, "num_videos_per_prompt": 1},  # each has its noise
 }
 _OURS = frozenset(  # arguments of a call that fluxq gives itself, and those that are no setting of a model
     "prompt generator latents output_type return_dict callback callback_on_step_end callback_on_step_end_tensor_inputs "
@@ -115,9 +115,9 @@ class ModelFolder:
         path = self.path / GENERATION_FILE
         found = read_json(path) if path.is_file() else {}
         for name, value in found.items():
-            most = _LARGEST.get(name)
+            most = LARGEST.get(name)
             if most and not (type(value) is int and 1 <= value <= most):
-                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected a whole number from 1 to {most}")
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected {whole_number(most)}")
             if name in _OURS or (name.endswith("_kwargs") and not isinstance(value, dict)) or value == []:
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
             if not _is_plain(value):
@@ -377,6 +377,11 @@ def _require_moderate(config: Path, only: str) -> None:
     for key, value in read_json(config).items():
         if only in ("", key) and isinstance(value, (int, float)) and value > _LARGEST_TABLE:
             raise ValueError(f"{config}: {key} is {str(value)[:80]}, expected a number up to {_LARGEST_TABLE}")
+
+
+def whole_number(most: int) -> str:
+    """What is expected of a count, for people."""
+    return "1" if most == 1 else f"a whole number from 1 to {most}"
 
 
 def _is_plain(value: Any) -> bool:
