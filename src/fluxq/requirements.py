@@ -88,6 +88,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, each) for each in inner)
     if kind is Literal:
         return value in inner
+    if value is None:  # many a list or text may be left out without an annotation that says so
+        return kind not in (float, int, bool)
     if isinstance(value, list):
         is_short = kind is not tuple or not inner or Ellipsis in inner or len(value) == len(inner)
         return kind in _LISTS and is_short and all(any(_fits(each, one) for one in inner or (Any,)) for each in value)
