@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json, stamps
 from fluxq.base.front_matter import require_modest
-from fluxq.base.model import PROMPTS_FILE, ModelFolder
+from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
 from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
@@ -279,10 +279,18 @@ def _read_words(value: object, where: str, _folder: Path) -> str:
     return value
 
 
-def _read_whole(value: object, where: str, folder: Path) -> int:
+def _read_size(value: object, where: str, folder: Path) -> int:
+    return _read_whole(value, where, folder, LARGEST["height"])
+
+
+def _read_frames(value: object, where: str, folder: Path) -> int:
+    return _read_whole(value, where, folder, LARGEST["num_frames"])
+
+
+def _read_whole(value: object, where: str, folder: Path, most: int) -> int:
     number = _read_number(value, where, folder)
-    if number < 1 or number != int(number):
-        raise ValueError(f"{where}: expected a whole number from 1 up, found {_shown(value)}")
+    if not 1 <= number <= most or number != int(number):
+        raise ValueError(f"{where}: expected {whole_number(most)}, found {_shown(value)}")
     return int(number)
 
 
@@ -561,10 +569,10 @@ ARGUMENTS: dict[str, tuple[str, Callable[[object, str, Path], str | int | float 
     "mask": ("mask_image", _read_mask),
     "mask_image": ("mask_image", _read_mask),
     "negative_prompt": ("negative_prompt", _read_words),
-    "height": ("height", _read_whole),
-    "width": ("width", _read_whole),
-    "frames": ("num_frames", _read_whole),
-    "num_frames": ("num_frames", _read_whole),
+    "height": ("height", _read_size),
+    "width": ("width", _read_size),
+    "frames": ("num_frames", _read_frames),
+    "num_frames": ("num_frames", _read_frames),
     "guidance": ("guidance_scale", _read_number),
     "guidance_scale": ("guidance_scale", _read_number),
     "true_cfg_scale": ("true_cfg_scale", _read_number),

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, say_once
+from fluxq.base.console import first_line, logger, say_once
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
 from fluxq.base.front_matter import license_of
@@ -34,6 +34,7 @@ PROMPTS_FILE = "fluxq_prompts.txt"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+_INDEX = ".safetensors.index.json"
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
 _MOST_LAYERS = 8000
@@ -127,17 +128,21 @@ class ModelFolder:
     def weight_files(self, component: str) -> list[Path]:
         """The component's safetensors files as its library picks them: an index's shards, or the one file.
 
-        Where both are there, diffusers takes the shards and transformers the file. Other variants beside them
-        (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at all, and for an index that
-        names a file outside the folder or one that is missing.
+        Where both are there, diffusers takes the shards and transformers the file, and a warning names the others.
+        Other variants beside them (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at
+        all, and for an index that names a file outside the folder or one that is missing.
         """
         folder = self.path / component
-        for stem in _WEIGHT_STEMS:
-            index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-            if index.is_file() and not (single.is_file() and self._is_of_transformers(component)):
-                return _indexed(index)
-            if single.is_file():
-                return [single]
+        is_of_transformers = self._is_of_transformers(component)
+        ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
+        stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
+        found = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
+        if found:
+            files = _files_of(found[0])
+            for other in found[1:]:
+                if other not in files:
+                    _warn_of_second(other, found[0], self.name, component)
+            return files
         variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
@@ -150,7 +155,7 @@ class ModelFolder:
         """Whether transformers loads the component; of a model without a pipeline, its config.json tells."""
         if self.is_one_model:
             return "_class_name" not in self.config(component)
-        said = self.index.get(component)
+        said = self.index.get(component) if (self.path / "model_index.json").is_file() else None
         return isinstance(said, (list, tuple)) and said[:1] == ["transformers"]
 
     def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
@@ -398,6 +403,20 @@ def _links_out(folder: Path) -> Iterator[Path]:
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(place) for place in allowed):
             yield path
+
+
+@cache
+def _warn_of_second(other: Path, taken: Path, model: str, component: str) -> None:
+    """Once in a process: weights are asked for again and again."""
+    logger.warning(
+        "%s: its %s has two sets of weights: %s is read, as its library does, and %s is not; remove the one that is "
+        "not meant",
+        *(model, component or "folder", taken.name, other.name),
+    )
+
+
+def _files_of(weights: Path) -> list[Path]:
+    return _indexed(weights) if weights.name.endswith(_INDEX) else [weights]
 
 
 def _indexed(index: Path) -> list[Path]:
