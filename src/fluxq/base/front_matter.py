@@ -70,9 +70,10 @@ def require_modest(text: str, most: int, deepest: int) -> None:
             anchor, before = inside.pop()
             sizes |= {anchor: count - before} if anchor else {}
         elif isinstance(event, yaml.AliasEvent):
-            if event.anchor in [anchor for anchor, _ in inside]:
-                raise ValueError(f"{event.anchor[:80]!r} holds itself")
-            count += sizes.get(event.anchor, 1)
+            name = event.anchor or ""
+            if name in [anchor for anchor, _ in inside]:
+                raise ValueError(f"{name[:80]!r} holds itself")
+            count += sizes.get(name, 1)
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
             sizes |= {event.anchor: 1} if event.anchor else {}
