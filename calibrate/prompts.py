@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json, stamps
-from fluxq.base.model import PROMPTS_FILE, ModelFolder
+from fluxq.base.front_matter import require_modest
+from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
 from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
@@ -278,10 +279,18 @@ def _read_words(value: object, where: str, _folder: Path) -> str:
     return value
 
 
-def _read_whole(value: object, where: str, folder: Path) -> int:
+def _read_size(value: object, where: str, folder: Path) -> int:
+    return _read_whole(value, where, folder, LARGEST["height"])
+
+
+def _read_frames(value: object, where: str, folder: Path) -> int:
+    return _read_whole(value, where, folder, LARGEST["num_frames"])
+
+
+def _read_whole(value: object, where: str, folder: Path, most: int) -> int:
     number = _read_number(value, where, folder)
-    if number < 1 or number != int(number):
-        raise ValueError(f"{where}: expected a whole number from 1 up, found {_shown(value)}")
+    if not 1 <= number <= most or number != int(number):
+        raise ValueError(f"{where}: expected {whole_number(most)}, found {_shown(value)}")
     return int(number)
 
 
@@ -405,12 +414,9 @@ def _read_json(path: Path) -> Iterator[Entry]:
 def _read_yaml(path: Path) -> Iterator[Entry]:
     import yaml
 
-    text, depth = "\n".join(_lines(path)), 0
+    text = "\n".join(_lines(path))
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+        require_modest(text, 4 * _MAX_ROWS, _MAX_DEPTH)
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # of numbers, dates and nesting
         raise ValueError(f"{path}: not YAML ({first_line(error)})") from None
@@ -563,10 +569,10 @@ ARGUMENTS: dict[str, tuple[str, Callable[[object, str, Path], str | int | float 
     "mask": ("mask_image", _read_mask),
     "mask_image": ("mask_image", _read_mask),
     "negative_prompt": ("negative_prompt", _read_words),
-    "height": ("height", _read_whole),
-    "width": ("width", _read_whole),
-    "frames": ("num_frames", _read_whole),
-    "num_frames": ("num_frames", _read_whole),
+    "height": ("height", _read_size),
+    "width": ("width", _read_size),
+    "frames": ("num_frames", _read_frames),
+    "num_frames": ("num_frames", _read_frames),
     "guidance": ("guidance_scale", _read_number),
     "guidance_scale": ("guidance_scale", _read_number),
     "true_cfg_scale": ("true_cfg_scale", _read_number),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fluxq.base.download import HUB_ID
+from fluxq.base.front_matter import front_matter
 from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.figures import amount, limits, mark
 from fluxq.eval.markdown import code, escaped, facts, metric_table, summary_table
@@ -126,10 +127,11 @@ def with_evaluation(card_text: str, report: Report) -> str:
 
     The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
     arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
-    that is not a table.
+    that is not a table or stands for too much.
     """
     from huggingface_hub import ModelCard
 
+    front_matter(card_text)  # a stranger's may stand for more than there is memory
     card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
     card.data["model_name"] = report.runs[0].name
     card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
+from fluxq.base.console import visible
 from fluxq.eval import figures
 from fluxq.eval.advice import advice
 from fluxq.eval.figures import (
@@ -328,12 +329,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown text: no markup, no table cells, no line breaks of its own."""
+    """Plain text as Markdown text: no markup, no table cells, no line breaks or control characters of its own."""
+    text = visible(" ".join(text.split()))
     for special in "\\`*_[]<>|#":
         text = text.replace(special, f"\\{special}")
-    return " ".join(text.split())
+    return text
 
 
 def code(text: str) -> str:
     """Plain text as what may stand between backticks, in a table too."""
-    return " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+    return visible(" ".join(text.split())).replace("`", "'").replace("|", "\\|")

@@ -187,7 +187,7 @@ def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeyp
     assert fitted(tmp_path / "out") == clean
 
 
-def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path):
+def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path, caplog):
     folder = copy_of(tiny.path(), tmp_path / "m")
     for component, stem in (("transformer", "diffusion_pytorch_model"), ("text_encoder_2", "model")):
         single = folder / component / f"{stem}.safetensors"
@@ -200,10 +200,26 @@ def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path):
     assert [path.name for path in found.weight_files("transformer")] == [
         "diffusion_pytorch_model-00001-of-00001.safetensors"
     ]
-    assert [path.name for path in found.weight_files("text_encoder_2")] == ["model.safetensors"]
+    for _ in range(2):
+        assert [path.name for path in found.weight_files("text_encoder_2")] == ["model.safetensors"]
+    one, index = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
+    assert [record.getMessage().split("; remove")[0] for record in caplog.records] == [
+        f"m: its transformer has two sets of weights: {index} is read, as its library does, and {one} is not",
+        "m: its text_encoder_2 has two sets of weights: model.safetensors is read, as its library does, and "
+        "model.safetensors.index.json is not",
+    ]
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     assert not any(parameter.any() for parameter in pipe.transformer.parameters())
     assert any(parameter.any() for parameter in pipe.text_encoder_2.parameters())
+
+
+def test_weights_under_the_other_library_s_name_are_not_taken(tmp_path, caplog):
+    folder = copy_of(tiny.path(), tmp_path / "m") / "text_encoder"
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert ModelFolder("m", tmp_path / "m").weight_files("text_encoder") == [folder / "model.safetensors"]
+    assert (
+        "model.safetensors is read, as its library does, and diffusion_pytorch_model.safetensors is not" in caplog.text
+    )
 
 
 def test_images_are_of_every_file_that_a_loader_reads(tmp_path):

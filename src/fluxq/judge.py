@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from fluxq import forecast, placement
 from fluxq.base import devices
-from fluxq.base.console import logger
+from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
@@ -472,7 +472,7 @@ def debug(
 
 def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) -> Report:
     """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
-    from fluxq.eval.report import merge, write_report
+    from fluxq.eval.report import merge
 
     if target.suffix != ".html":
         raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
@@ -485,8 +485,20 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
     place.require_free(overwrite=overwrite, job=job)
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:
-            write_report(made / place.place.name, merged, job)
+            _draw(made / place.place.name, merged, job, reads.values())
     return merged
+
+
+def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None:
+    """Write a report that was read; ValueError naming its files for values that no page can be made of."""
+    from fluxq.eval.report import write_report
+
+    try:
+        write_report(target, report, job)
+    except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"{names}: holds values that no page can be made of ({said}); evaluate again") from error
 
 
 def _read(output: Path) -> Report:
@@ -699,7 +711,7 @@ def _with_records(report: Report, asked: Subject) -> Report:
     A speed belongs to the run with the arithmetic that was timed, and to no other; without one it stands by itself.
     What debug found is of the weights as they are stored.
     """
-    if any(run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest for run in report.runs):
+    if any(run.provenance.get("checkpoint (SHA-256)") != asked.quantized.digest for run in report.runs):
         return report  # of weights that were in this folder before
     speed: Speed | None = _found(asked, SPEED_FILE, Speed, "bench")
     debugged: Debug | None = _found(asked, DEBUG_FILE, Debug, "debug")
