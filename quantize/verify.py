@@ -256,12 +256,18 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
     """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
-    taken = {file for component in checkpoint.models for file in checkpoint.folder.weight_files(component)}
+    folder = checkpoint.folder
+    taken = {file for component in checkpoint.models for file in folder.weight_files(component)}
+    taken |= {file for component in _said(checkpoint) for file in folder.adapter_files(component)}
+    adapters = {file for component in folder.components for file in folder.adapter_files(component)} - taken
     for name in _readable(checkpoint):
-        file = checkpoint.folder.path / name  # resolved, as `taken` is
+        file = folder.path / name  # resolved, as `taken` is
         if file.suffix == ".py":
             yield Finding(name, "code, of which a checkpoint has none: remove it")
-        elif file.name == "adapter_config.json" or (file.suffix == ".safetensors" and file not in taken):
+        elif file in adapters:
+            what = "an adapter, which changes the model that is loaded, and nothing records it"
+            yield Finding(name, f"{what}: copy the checkpoint again; remove it if the 16-bit model has none")
+        elif file not in taken and (file.name == "adapter_config.json" or file.suffix == ".safetensors"):
             yield Finding(name, "beside the model's own weights, and a loader may read it: remove it")
 
 
@@ -282,18 +288,24 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
-    said: dict[str, tuple[str, object]] = {}  # component -> who says it, and what
+    said = _said(checkpoint)
+    for component, (file, digest) in progress(said.items(), "Hashing tensors"):
+        if checkpoint.folder.tensors_digest(component) != digest:
+            yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
+    if set(checkpoint.models) - said.keys():
+        raise _NotRecorded
+
+
+def _said(checkpoint: _Checkpoint) -> dict[str, tuple[str, object]]:
+    """Component -> the file that records a digest of its tensors, and the digest."""
+    said: dict[str, tuple[str, object]] = {}
     for component in checkpoint.quantized:
         config = checkpoint.folder.config(component)["quantization_config"]
         others = config.get(OTHERS, {})
         for name, digest in [(component, config.get(OWN)), *(others.items() if isinstance(others, dict) else ())]:
             if name in checkpoint.models and digest is not None:
                 said.setdefault(name, (_file(component), digest))
-    for component, (file, digest) in progress(said.items(), "Hashing tensors"):
-        if checkpoint.folder.tensors_digest(component) != digest:
-            yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
-    if set(checkpoint.models) - said.keys():
-        raise _NotRecorded
+    return said
 
 
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
