@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fluxq.base.console import first_line
 from fluxq.base.download import HUB_ID
 from fluxq.base.front_matter import front_matter
 from fluxq.base.output import is_sealed, seal, unsealed
@@ -127,12 +128,15 @@ def with_evaluation(card_text: str, report: Report) -> str:
 
     The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
     arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
-    that is not a table or stands for too much.
+    that is no YAML, not a table, stands for too much or is none to hubs.
     """
     from huggingface_hub import ModelCard
 
     front_matter(card_text)  # a stranger's may stand for more than there is memory
-    card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
+    try:
+        card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
+    except (TypeError, ValueError, yaml.YAMLError) as error:  # what the class makes of keys and values
+        raise ValueError(first_line(error)) from None
     card.data["model_name"] = report.runs[0].name
     card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
     return seal(str(card), ".md") if is_sealed(card_text) else str(card)

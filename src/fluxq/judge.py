@@ -775,7 +775,11 @@ def _write(output: Path, report: Report) -> None:
     write_report(output / EVAL_FOLDER / "report.html", report)
     readme = output / "README.md"
     if readme.is_file():
-        write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
+        try:
+            write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
+        except ValueError as error:  # of an older fluxq, or somebody's own: it is theirs to correct
+            why = "is left without the evaluation: its front matter cannot be read"
+            logger.warning("%s %s (%s); correct it, and the same command adds it", readme, why, error)
     for name, text in card.eval_results(report).items():
         try:
             require_own(output, [f".eval_results/{name}"])

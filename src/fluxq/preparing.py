@@ -25,7 +25,14 @@ from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
-from fluxq.requirements import output_for, reads_of, require_call, require_pictures, scheduler_of
+from fluxq.requirements import (
+    output_for,
+    reads_of,
+    require_call,
+    require_no_adapter,
+    require_pictures,
+    scheduler_of,
+)
 from fluxq.work_folder import finished_checkpoint, finished_statistics, identity_of
 
 
@@ -112,7 +119,10 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
-    linears = {component: list_linears(folder, component) for component in _components(folder, recipe, options)}
+    components = _components(folder, recipe, options)
+    for component in components:
+        require_no_adapter(folder, component)
+    linears = {component: list_linears(folder, component) for component in components}
     names = {component: [linear.name for linear in part] for component, part in linears.items()}
     require_matches([*options.include, *options.exclude], [name for part in names.values() for name in part])
     return tuple(_plan(folder, component, part, recipe, options) for component, part in linears.items())

@@ -136,6 +136,15 @@ def call_of(
     return call
 
 
+def require_no_adapter(folder: ModelFolder, component: str) -> None:
+    """ValueError for an adapter beside a component to quantize: it is part of the model, and no weights hold it."""
+    for file in folder.adapter_files(component)[:1]:
+        raise ValueError(
+            f"{file}: an adapter, which transformers adds to the {component} as it loads it, and which quantized "
+            f"weights would lack: merge it first (PEFT's merge_and_unload), or leave {component} out of --components"
+        )
+
+
 def require_steps(folder: ModelFolder) -> None:
     """ValueError for a pipeline whose steps cannot be followed: it does not tell of them and has no scheduler."""
     from fluxq.calibrate.capture import TELLS

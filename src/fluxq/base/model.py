@@ -35,6 +35,7 @@ PROMPTS_FILE = "fluxq_prompts.txt"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _INDEX = ".safetensors.index.json"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
 _MOST_LAYERS = 8000
@@ -167,8 +168,17 @@ class ModelFolder:
         return sha256_json([sha256_file(self.path / component / "config.json"), self._described(component, read or {})])
 
     def tensors_digest(self, component: str) -> str:
-        """`digest` without the config.json."""
-        return sha256_json(self._described(component, {}))
+        """`digest` without the config.json, and with the adapter that is loaded with the component, if there is one."""
+        described: list[Any] = self._described(component, {})
+        adapter = [[path.name, sha256_file(path)] for path in self.adapter_files(component)]
+        return sha256_json([described, adapter] if adapter else described)
+
+    def adapter_files(self, component: str) -> list[Path]:
+        """What lies beside the component's weights that transformers adds to them as it loads them; mostly nothing."""
+        folder = self.path / component
+        if not (folder / _ADAPTER[0]).is_file() or not self._is_of_transformers(component):
+            return []
+        return [folder / name for name in _ADAPTER if (folder / name).is_file()]
 
     def _described(self, component: str, known: Mapping[str, str]) -> list[list[Any]]:
         files = [TensorFile(path) for path in self.weight_files(component)]
