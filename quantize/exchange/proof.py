@@ -442,8 +442,8 @@ def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
     """The base's rows in a format that is not ours: cast, or rounded to so many bits with a scale for 32 numbers."""
     n, k = layer.shape
     codes = max(layer.stored.values(), key=lambda stored: stored.nbytes)
-    if codes.dtype in _CASTS:
-        dtype = _CASTS[codes.dtype]
+    if codes.dtype in CASTS:
+        dtype = CASTS[codes.dtype]
         if not any("scale" in suffix for suffix in layer.stored):
             return truth.to(dtype).float()
         scale = truth.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(dtype).max
@@ -455,7 +455,7 @@ def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
 
 
 _ROWS_TO_A_LINE = {"weight_zero_point": (8,), "weight_scale": (WINDOW,), "weight_scale_inv": (WINDOW,)}
-_CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 def _relative(read: Tensor, truth: Tensor) -> float:
