@@ -246,6 +246,40 @@ def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
             import_model(folder, tmp_path / "out", given)
 
 
+def half_a_block(codes: Tensor) -> Tensor:
+    """The eight largest of 16 codes of a row become 0."""
+    codes = codes.clone()
+    bytes_ = codes.view(torch.uint8)
+    bytes_[3, 8:12] = 0
+    return codes
+
+
+def neighbours_scale(scale: Tensor) -> Tensor:
+    """The scale of a block, where the one beside it is most different, becomes that one's."""
+    scale = scale.clone()
+    values = scale.float()
+    row, at = divmod(int((values[:, 1:] / values[:, :-1].clamp(min=1e-3)).argmax()), values.shape[1] - 1)
+    scale.view(torch.uint8)[row, at] = scale.view(torch.uint8)[row, at + 1]
+    return scale
+
+
+SMALL: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
+    "half a block of zeros": (NVFP4, "weight", half_a_block, "damaged"),
+    "a neighbour's scale": (NVFP4, "weight_scale", neighbours_scale, "damaged"),
+    "1.5 % more of 4 bits": (NVFP4, "weight_scale_2", lambda scale: scale * 1.015, "scale off by a factor"),
+    "0.4 % more of 8 bits": (FP8, "weight_scale", lambda scale: scale * 1.004, "scale off by a factor"),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_what_was_rounded_to_nearest_is_held_to_it(case, base, tmp_path) -> None:
+    """Fitted codes may be further off; these are not, in all but one layer."""
+    scheme, name, by, kind = SMALL[case]
+    layer = "transformer_blocks.0.ff.net.2"
+    report = inspect_path(made(tmp_path, "modelopt", scheme, change(name, by, layer)), base)[""]
+    assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [(kind, layer)]
+
+
 def trained_on(state: Tensors) -> Tensors:
     """Weights of another training, all of them near these."""
     g, found = torch.Generator().manual_seed(7), {}

@@ -30,7 +30,7 @@ from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_ba
 from fluxq.quantize.exchange.layer import Plain, Row, not_finite
 from fluxq.quantize.exchange.layouts import unblock_scales
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN
-from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, largest_factor, prove
+from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.recipes.keymaps import Joined
 
@@ -473,7 +473,7 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         if against.factors is not None:
             axis, own = against.factors.axis, against.factors.left
             yield "folded factors", f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
-        elif abs(against.factor - 1) > largest_factor(against.bound) and left <= against.bound and against.cosine > 0:
+        elif against.scaled and left <= against.bound and against.cosine > 0:
             yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
         elif not against.cosine >= _ALIKE:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
