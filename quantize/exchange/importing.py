@@ -94,7 +94,7 @@ def import_model(
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
     targets = {name: _target(path, place, name, model) for name, model in models.items()}
-    notes = _beside(path, place, models) if place else []
+    unproved = _beside(path, place, models) if place else []
     on_start()
     files = [file for model in models.values() for file in model.files]
     job = [version("fluxq"), dequantize, stamps(files), stamps(_held(place) if place else [])]
@@ -109,7 +109,7 @@ def import_model(
             folder = made / target.component if target.pipeline else made / "component"
             _write(folder, model, target, Base.of(place, name, model) if place else None, report, dequantize)
             report.files = {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
-            report.notes += notes if not reports else []
+            report.unproved += unproved if not reports else []
             reports.append(report)
             if target.pipeline is None:
                 for file in folder.iterdir():
@@ -139,7 +139,7 @@ def _beside(path: Path, base: Path, models: Mapping[str, ModelFile]) -> list[str
     if faults:
         wrong = {fault.layer: f"{fault.kind}: {fault.what}" for fault in faults}
         raise ValueError(f"{path}: {_several(wrong)}; copy the base's, or give the model that it was made from")
-    return [f"not proved: {words}" for words in unproved]
+    return unproved
 
 
 def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:
@@ -239,7 +239,7 @@ def _write(
 
     joined, found = model.joined, _proved(model, base) if base is not None else None
     proved = {layer.name: layer.against for layer in found.layers} if found else {}
-    report.notes += [f"not proved: {words}" for words in found.unproved] if found else []
+    report.unproved += found.unproved if found else []
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         whole = joined.get(f"{name}.weight")
         if whole is None or not whole.parts:

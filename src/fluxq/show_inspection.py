@@ -141,6 +141,8 @@ def imported(reports: Iterable[Imported]) -> None:
             echo(f"  16 bit: {module}: {why}")
         for words in report.notes:
             echo(f"  note: {words}")
+        for words in report.unproved:
+            echo(f"  not proved: {words}")
     echo(f"checkpoint: {output}")
     echo(f"next: fluxq verify {shlex.quote(output)}")
 
