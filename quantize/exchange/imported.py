@@ -36,8 +36,8 @@ class Imported:
 
     quantized: module -> scheme. dequantized: module -> why it is in 16 bit now. mended: layer in the file -> what was
     wrong with it and is not any more. errors: module -> distance of its layer to the base's, of sampled rows, as a
-    share. files: that it was read from -> SHA-256. notes: what was left behind. was_written: before, by the same
-    command.
+    share. files: that it was read from -> SHA-256. notes: what was left behind. unproved: what the base could not tell.
+    was_written: before, by the same command.
     """
 
     component: str
@@ -51,6 +51,7 @@ class Imported:
     errors: dict[str, float] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unproved: list[str] = field(default_factory=list)
     was_written: bool = False
 
     def describe(self) -> dict[str, Any]:
