@@ -536,14 +536,14 @@ def _require_small(path: Path, said: Any, columns: Sequence[str]) -> list[str]:
 def _unpacked(array: Any) -> int:
     """Bytes that the values of an Arrow array take, those that recur as often as they do."""
     import pyarrow
-    from pyarrow import compute
+    from pyarrow.compute import call_function as call
 
     if pyarrow.types.is_dictionary(array.type):
         used = array.indices.drop_null().value_counts()
         values = array.dictionary.take(used.field("values"))
         each = values.nbytes / max(len(values), 1)
         with suppress(pyarrow.ArrowException):  # of numbers, which are all of one size
-            return compute.sum(compute.multiply(compute.binary_length(values), used.field("counts"))).as_py() or 0
+            return call("sum", [call("multiply", [call("binary_length", [values]), used.field("counts")])]).as_py() or 0
         return int(each * len(array))
     if pyarrow.types.is_struct(array.type):
         return sum(map(_unpacked, array.flatten()))
