@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from example_report import example
 from shared import copy_of
 
-from fluxq import judge, tiny
+from fluxq import jobs, judge, tiny
 from fluxq.base import files
 from fluxq.base import output as module
 from fluxq.base.files import atomic_path, clear_parts, sha256_file
@@ -567,6 +567,49 @@ def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_pat
     (tmp_path / name).mkdir()
     refused = CliRunner().invoke(cli, ["verify", str(tmp_path / name)]).output
     assert r"\x1b]0;PWNED" in refused and "\x1b" not in refused
+
+
+@pytest.mark.parametrize("encoding", ["cp437", "latin-1"])
+def test_a_sign_that_the_terminal_lacks_ends_no_command(tmp_path, encoding):
+    """R21o: × and … of a plan, and what a command warns of."""
+    words = [sys.executable, "-m", "fluxq", "plan", "--recipe", "nvfp4"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    assert "768×128".encode(encoding, errors="replace") in done.stdout
+
+
+def test_the_root_of_the_file_system_is_no_output(tmp_path, monkeypatch):
+    """R18: it has no folder around it."""
+    monkeypatch.chdir(tmp_path)
+    for words in ("quantize --recipe fp8 --no-check -o /", "calibrate --recipe nvfp4 -o / --overwrite"):
+        done = CliRunner().invoke(cli, words.split())
+        assert done.exit_code == 2 and "output / cannot be made" in done.output, done.output
+    for is_file in (False, True):
+        with pytest.raises(ValueError, match="output / cannot be made: / is no folder one may write to; give another"):
+            Output(Path("/"), is_file).require({}, overwrite=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("modes", [(0o444, 0o555), (0o600, 0o700)], ids=["read-only", "private"])
+def test_a_checkpoint_has_the_modes_of_new_files_whatever_the_models_are(tmp_path, umask, modes):
+    """R15, R21h: of a read-only model it can be overwritten, and others may read that of a private one."""
+    source, out = copy_of(tiny.path(), tmp_path / "m"), tmp_path / "out"
+    for path in source.rglob("*"):
+        path.chmod(modes[path.is_dir()])
+    source.chmod(modes[1])
+    before = os.umask(umask)
+    try:
+        for overwrite in (False, True):
+            asked = jobs.Options(str(source), "fp8", "rtn", str(out), check=False, overwrite=overwrite)
+            jobs.quantize(jobs.prepare(asked))
+            for path in (out, *out.rglob("*")):
+                expected = (0o777 if path.is_dir() else 0o666) & ~umask
+                assert stat.S_IMODE(path.stat().st_mode) == expected, path
+    finally:
+        os.umask(before)
+        for path in (source, *source.rglob("*")):
+            path.chmod(0o700)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
 
 
 def test_a_strangers_file_begins_no_line_of_its_own(tmp_path):

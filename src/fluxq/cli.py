@@ -7,6 +7,7 @@ stdout, everything else to stderr. Heavy imports happen inside the commands, so 
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import signal
 import sys
@@ -75,6 +76,9 @@ _ELSEWHERE = {
 def main() -> None:
     """Entry point: turns exceptions into one message and an exit code."""
     ended: list[int] = []
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of another encoding shows `?` for a sign that it lacks
+            stream.reconfigure(errors="replace")
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: what was begun is tidied up, what is done is kept
         number = getattr(signal, name, None)  # a system may have none, and nohup has this one ignored
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
