@@ -732,7 +732,7 @@ def test_an_interrupted_command_without_output_speaks_of_none(fluxq, monkeypatch
     command = cli.commands[words[0]]
     monkeypatch.setattr(command, "callback", interrupted)
     result = fluxq(*words)
-    assert (result.code, result.err) == (130, "interrupted; this command has no output\n")
+    assert (result.code, result.err.strip()) == (130, "interrupted; this command has no output")
     monkeypatch.setattr(cli.commands["report"], "callback", interrupted)
     assert "every output" in fluxq("report", "out").err
 
@@ -743,9 +743,8 @@ def test_help_says_where_each_command_writes(fluxq):
         "calibrate": "<model>-<recipe>-statistics.safetensors",
         "import": "<PATH>-fluxq",
     }.items():
-        assert f"by default ./{place}." in " ".join(re.sub(r"-\n\s+", "-", fluxq(command, "--help").out).split()), (
-            command
-        )
+        said = re.sub(r"-\n\s+", "-", fluxq(command, "--help").out)
+        assert f"by default ./{place}." in " ".join(said.split()), command
 
 
 # Real processes
@@ -814,9 +813,7 @@ def test_calibrate_says_what_its_statistics_are_for(fluxq, tiny_folder, quick_re
     assert "they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself" in result.out
     again = ("calibrate", tiny_folder, "--recipe", static, "--num-inference-steps", 1, "-o", "u.safetensors")
     assert "already done" not in fluxq(*again).out
-    assert (
-        fluxq(*again).out.splitlines()[1] == "already done: u.safetensors holds the statistics of this recipe and model"
-    )
+    assert "already done: u.safetensors holds the statistics of this recipe and model\n" in fluxq(*again).out
     for recipe in ("int4", "fp8"):
         result = fluxq("calibrate", tiny_folder, "--recipe", quick_recipe(recipe), *few)
         assert f"recipe {recipe} stores no input scale, so `fluxq quantize` has no use for them" in result.out

@@ -55,8 +55,8 @@ def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:
     if recorded and not (folder / PLAN_FILE).is_file():
         if _is_quantized(folder):
             raise ValueError(
-                f"{output}: its {PLAN_FILE} is missing, which says what it was made from; fetch it too (verify, inspect "
-                "and export need none)"
+                f"{output}: its {PLAN_FILE} is missing, which says what it was made from; fetch it too (verify, "
+                "inspect and export need none)"
             )
         raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
 
