@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json, stamps
-from fluxq.base.front_matter import require_modest
 from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
 from fluxq.base.near import path_near
 

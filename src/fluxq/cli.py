@@ -28,6 +28,14 @@ class _Commands(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(command.name or "", command.short_help or "") for command in commands])
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            if ctx.invoked_subcommand in _WITHOUT_OUTPUT:
+                error.add_note("this command has no output")
+            raise
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="fluxq")
@@ -46,6 +54,7 @@ _SECTIONS = {
     "Work with other programs": exchanging.COMMANDS,
     "Look up": looking_up.COMMANDS,
 }
+_WITHOUT_OUTPUT = ("plan", "inspect", "verify", "families", "env")
 for _command in (command for commands in _SECTIONS.values() for command in commands):
     cli.add_command(_command)
 

@@ -109,6 +109,12 @@ def room_left(error: OSError, folder: Path) -> str:
     return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB are free at {folder}"
 
 
+def require_no_pipe(path: Path, what: str) -> None:
+    """Raise ValueError for a pipe, a socket or a device. what: the place, as messages name it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{what} is a pipe or a device, which could be waited for without end; give a file or folder")
+
+
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
     """Place, number, size and time of each file or folder, others where one was replaced: nothing is read."""
     found = [(str(path.resolve()), path.stat()) for path in paths]
