@@ -70,7 +70,7 @@ def require_modest(text: str, most: int, deepest: int) -> None:
             anchor, before = inside.pop()
             sizes |= {anchor: count - before} if anchor else {}
         elif isinstance(event, yaml.AliasEvent):
-            name = event.anchor or ""
+            name = str(event.anchor or "")
             if name in [anchor for anchor, _ in inside]:
                 raise ValueError(f"{name[:80]!r} holds itself")
             count += sizes.get(name, 1)
