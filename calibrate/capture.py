@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.console import logger, progress
-from fluxq.base.files import sha256_json
+from fluxq.base.console import first_line, logger, progress
+from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import channels_last
+from fluxq.base.model import GENERATION_FILE
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import ImageFile, Row
 from fluxq.calibrate.statistics import GroupSums, Statistics
@@ -92,7 +93,7 @@ def run_pipeline(
         if on_step is not None:
             on_step(0)
         rows = [_row(prompt) for prompt, _ in batch]
-        with _steps_told(pipe, after_step) as telling:
+        with _steps_told(pipe, after_step) as telling, _calling(pipe, call):
             output = pipe(
                 prompt=[row.prompt for row in rows],
                 generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
@@ -101,6 +102,35 @@ def run_pipeline(
                 **{**call, **_shared_arguments(rows)},
             )
         yield output, final["latents"]
+
+
+@contextmanager
+def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what a call raises where a model's own file says something of it into a RuntimeError that names the file."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+        folder = getattr(pipe, "name_or_path", None)
+        file = Path(folder or "") / GENERATION_FILE
+        said = read_json(file) if folder and file.is_file() else {}
+        blamed = ", ".join(name for name, value in said.items() if name in call and call[name] == value)
+        if not blamed or _is_ours(error):
+            raise
+        raise RuntimeError(
+            f"the pipeline's call failed ({type(error).__name__}: {first_line(error)}), with {blamed} of {file}; "
+            "correct what does not suit this pipeline, or remove it"
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether fluxq's own code raised it, which says by itself what is wrong."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    raised = last is not None and str(last.tb_frame.f_globals.get("__name__")).startswith("fluxq.")
+    return raised and isinstance(error, (ValueError, RuntimeError))
 
 
 @contextmanager

@@ -10,17 +10,19 @@ import csv
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json, stamps
-from fluxq.base.model import PROMPTS_FILE, ModelFolder
+from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
 from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ _BUNDLED = Path(__file__).parent / "default_prompts.txt"
 _MAX_CHARACTERS = 10_000  # no text encoder reads a tenth of it
 _MAX_DEPTH = 10  # of lists and mappings in YAML; two are a file of prompts
 _MAX_ROWS, _ROWS_AT_ONCE, _MAX_TABLE = 1_000_000, 64, 1 << 28  # of a file; the last in bytes, unpacked
+_MAX_VALUES = 1 << 22  # of a table: fifty bytes each where one row holds all of them
+_MAX_LINE, _MAX_LINES = 1 << 20, 1 << 22  # characters of a line; lines of a file, empty ones too
+_MAX_DOCUMENT = 1 << 24  # bytes of JSON or YAML, read as a whole; parsed, each may take thirty
+_MAX_NODES = 250_000  # of YAML: beginnings, texts and ends; two seconds
 _MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
 _NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
@@ -278,10 +284,18 @@ def _read_words(value: object, where: str, _folder: Path) -> str:
     return value
 
 
-def _read_whole(value: object, where: str, folder: Path) -> int:
+def _read_size(value: object, where: str, folder: Path) -> int:
+    return _read_whole(value, where, folder, LARGEST["height"])
+
+
+def _read_frames(value: object, where: str, folder: Path) -> int:
+    return _read_whole(value, where, folder, LARGEST["num_frames"])
+
+
+def _read_whole(value: object, where: str, folder: Path, most: int) -> int:
     number = _read_number(value, where, folder)
-    if number < 1 or number != int(number):
-        raise ValueError(f"{where}: expected a whole number from 1 up, found {_shown(value)}")
+    if not 1 <= number <= most or number != int(number):
+        raise ValueError(f"{where}: expected {whole_number(most)}, found {_shown(value)}")
     return int(number)
 
 
@@ -368,15 +382,35 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Entry]]:
     return reader
 
 
-def _lines(path: Path) -> list[str]:
-    if path.stat().st_size > _MAX_TABLE:
-        raise ValueError(
-            f"{path}: {path.stat().st_size >> 20} MiB; at most {_MAX_TABLE >> 20} are read: make it shorter"
-        )
+def _lines(path: Path) -> Iterator[str]:
+    """Lines without their ends, of which no more are in memory than the one that is looked at."""
+    _require_short(path, _MAX_TABLE)
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        with path.open(encoding="utf-8-sig") as stream:
+            for number in itertools.count(1):
+                line = stream.readline(_MAX_LINE)
+                if len(line) == _MAX_LINE or number > _MAX_LINES:
+                    most = f"of more than {_MAX_LINE} characters" if number <= _MAX_LINES else "too many"
+                    raise ValueError(f"{path}:{number}: a line {most}; check that this is a file of prompts")
+                if not line:
+                    return
+                yield line.removesuffix("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text; save it again as UTF-8") from None
+
+
+def _document(path: Path) -> str:
+    """The text of a file that is read as a whole."""
+    _require_short(path, _MAX_DOCUMENT)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text; save it again as UTF-8") from None
+
+
+def _require_short(path: Path, most: int) -> None:
+    if path.stat().st_size > most:
+        raise ValueError(f"{path}: {path.stat().st_size >> 20} MiB; at most {most >> 20} are read: make it shorter")
 
 
 def _read_text(path: Path) -> Iterator[Entry]:
@@ -393,8 +427,9 @@ def _read_jsonl(path: Path) -> Iterator[Entry]:
 
 
 def _read_json(path: Path) -> Iterator[Entry]:
+    text = _document(path)
     try:
-        value = json.loads("\n".join(_lines(path)))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting
@@ -405,16 +440,29 @@ def _read_json(path: Path) -> Iterator[Entry]:
 def _read_yaml(path: Path) -> Iterator[Entry]:
     import yaml
 
-    text, depth = "\n".join(_lines(path)), 0
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten times as fast, where PyYAML was built so
+    text = _document(path)
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                raise ValueError(f"nested more than {_MAX_DEPTH} deep")
-        value = yaml.safe_load(text)
+        _require_plain(yaml.parse(text, Loader=loader))
+        value = yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # of numbers, dates and nesting
         raise ValueError(f"{path}: not YAML ({first_line(error)})") from None
     yield from _entries(value, path)
+
+
+def _require_plain(events: Iterable[Any]) -> None:
+    """ValueError for YAML whose values would take far more time or memory than its text."""
+    import yaml
+
+    depth = 0
+    for number, event in enumerate(events):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+        if number > _MAX_NODES:
+            raise ValueError(f"more than {_MAX_NODES} nodes; make it shorter, or a .jsonl file")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<":  # of merges of merges there is no end
+            raise ValueError("a mapping is merged into another; write out what it says")
 
 
 def _entries(value: object, path: Path) -> Iterator[Entry]:
@@ -462,21 +510,54 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
         column = _column(names, str(path))
         # Other columns may hold gigabytes of pictures.
         columns = [name for name in names if name == column or _nearest(name)]
-        number = nbytes = 0
         with pyarrow.parquet.ParquetFile(path) as file:
-            if file.metadata.num_rows > _MAX_ROWS:
-                raise ValueError(
-                    f"{path}: {file.metadata.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter"
-                )
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    nbytes += sum(len(each) for each in row.values() if isinstance(each, (str, bytes)))
-                    if nbytes > _MAX_TABLE:  # of which a small file may hold more than there is memory
-                        raise ValueError(f"{path}: more than {_MAX_TABLE >> 20} MiB of text unpacked; make it shorter")
-                    yield f"{path}: row {number}", row[column], row
+            texts = _require_small(path, file.metadata, columns)
+        number = nbytes = 0
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:  # a text that recurs is there once
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns)
+                nbytes += sum(_unpacked(chunk) for each in table.columns for chunk in each.chunks)
+                if nbytes > _MAX_TABLE:  # of which a small file may hold more than there is memory
+                    raise ValueError(f"{path}: more than {_MAX_TABLE >> 20} MiB of text unpacked; make it shorter")
+                for batch in table.to_batches(_ROWS_AT_ONCE):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{path}: row {number}", row[column], row
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or no parquet file ({first_line(error)})") from None
+
+
+def _require_small(path: Path, said: Any, columns: Sequence[str]) -> list[str]:
+    """Return where the columns hold texts; ValueError for what is too much to read, as the file's end says."""
+    if said.num_rows > _MAX_ROWS:
+        raise ValueError(f"{path}: {said.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter")
+    groups = map(said.row_group, range(said.num_row_groups))
+    read = [group.column(i) for group in groups for i in range(group.num_columns)]
+    read = [each for each in read if each.path_in_schema.partition(".")[0] in columns]
+    if sum(each.total_uncompressed_size for each in read) > _MAX_TABLE:
+        raise ValueError(f"{path}: more than {_MAX_TABLE >> 20} MiB of text unpacked; make it shorter")
+    if (count := sum(each.num_values for each in read)) > _MAX_VALUES:
+        raise ValueError(f"{path}: {count} texts and numbers; at most {_MAX_VALUES} are read: make it shorter")
+    return sorted({each.path_in_schema for each in read if each.physical_type == "BYTE_ARRAY"})
+
+
+def _unpacked(array: Any) -> int:
+    """Bytes that the values of an Arrow array take, those that recur as often as they do."""
+    import pyarrow
+    from pyarrow.compute import call_function as call
+
+    if pyarrow.types.is_dictionary(array.type):
+        used = array.indices.drop_null().value_counts()
+        values = array.dictionary.take(used.field("values"))
+        each = values.nbytes / max(len(values), 1)
+        with suppress(pyarrow.ArrowException):  # of numbers, which are all of one size
+            return call("sum", [call("multiply", [call("binary_length", [values]), used.field("counts")])]).as_py() or 0
+        return int(each * len(array))
+    if pyarrow.types.is_struct(array.type):
+        return sum(map(_unpacked, array.flatten()))
+    if pyarrow.types.is_nested(array.type) and hasattr(array, "flatten"):
+        return _unpacked(array.flatten())
+    return array.nbytes
 
 
 def _read_saved(path: Path) -> Iterator[Entry]:
@@ -563,10 +644,10 @@ ARGUMENTS: dict[str, tuple[str, Callable[[object, str, Path], str | int | float 
     "mask": ("mask_image", _read_mask),
     "mask_image": ("mask_image", _read_mask),
     "negative_prompt": ("negative_prompt", _read_words),
-    "height": ("height", _read_whole),
-    "width": ("width", _read_whole),
-    "frames": ("num_frames", _read_whole),
-    "num_frames": ("num_frames", _read_whole),
+    "height": ("height", _read_size),
+    "width": ("width", _read_size),
+    "frames": ("num_frames", _read_frames),
+    "num_frames": ("num_frames", _read_frames),
     "guidance": ("guidance_scale", _read_number),
     "guidance_scale": ("guidance_scale", _read_number),
     "true_cfg_scale": ("true_cfg_scale", _read_number),

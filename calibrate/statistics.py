@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.base.files import atomic_path, sha256_json
+from fluxq.base.files import atomic_path, require_no_pipe, sha256_json
 from fluxq.base.tensors import TensorFile, save_weights
 
 _HEADER = "fluxq_statistics"
@@ -137,6 +137,7 @@ class Statistics:
     @classmethod
     def load(cls, path: Path) -> Statistics:
         """Read a file that `save` wrote; ValueError for anything else."""
+        require_no_pipe(path, f"statistics file {path}")
         if not path.is_file():
             raise FileNotFoundError(f"statistics file {path} does not exist; `fluxq calibrate` writes one")
         with TensorFile(path) as stream:

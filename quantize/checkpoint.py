@@ -368,41 +368,58 @@ def join_shards(
 
 def copy_rest(target: Path, source: ModelFolder, components: Iterable[str]) -> None:
     """Copy everything of a pipeline folder that is not quantized: other components, index, licences, defaults."""
-    quantized = set(components)
-    for component in source.components:
-        if component not in quantized and (source.path / component).is_dir():
-            _copy(source.path / component, target / component)
+    for component in _others(source, components):
+        _copy(source.path / component, target / component)
     for path in _copied_files(source):
         shutil.copyfile(path, target / path.name)
+
+
+def _others(source: ModelFolder, components: Iterable[str]) -> list[str]:
+    """Components that have a folder and are not among those named."""
+    quantized = set(components)
+    return [name for name in source.components if name not in quantized and (source.path / name).is_dir()]
 
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a component's folder; the modes are those of new files, whatever the source's are."""
     target.mkdir()
-    dropped = _never_copied("", [path.name for path in source.iterdir()])
-    for path in sorted(path for path in source.iterdir() if path.name not in dropped):
+    for file in _files_of(source):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    """Yield what is copied of a component's folder, links followed; ValueError for what is no file and no folder."""
+    dropped = _never_copied("", [path.name for path in folder.iterdir()])
+    for path in sorted(path for path in folder.iterdir() if path.name not in dropped):
         if path.is_dir():
-            _copy(path, target / path.name)
+            yield from _files_of(path)
         elif path.is_file():
-            shutil.copyfile(path, target / path.name)
+            yield path
         else:
             raise ValueError(f"{path}: neither a file nor a folder; remove it from the model")
 
 
-def digest_rest(source: ModelFolder, components: Iterable[str]) -> dict[str, str]:
-    """Component or file -> SHA-256 of what `copy_rest` copies of it."""
-    quantized = set(components)
+def digest_rest(
+    source: ModelFolder, components: Iterable[str], hashes: dict[Path, str] | None = None
+) -> dict[str, str]:
+    """Component or file -> SHA-256 of what `copy_rest` copies of it; ValueError for what it cannot copy.
+
+    hashes: takes those of the files, but for configurations, into which digests are written later.
+    """
     found = {path.name: [path] for path in _copied_files(source)}
-    for component in source.components:
-        if component not in quantized and (source.path / component).is_dir():
-            files = sorted(path for path in (source.path / component).rglob("*") if path.is_file())
-            found[component] = [path for path in files if not _never_copied("", [path.name])]
+    for component in _others(source, components):
+        found[component] = list(_files_of(source.path / component))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        hashes = {name: pool.map(sha256_file, files) for name, files in found.items()}
-        return {
-            name: sha256_json(list(zip([str(file.relative_to(source.path)) for file in found[name]], own, strict=True)))
-            for name, own in hashes.items()
-        }
+        pending = {name: pool.map(sha256_file, files) for name, files in found.items()}
+        own = {name: dict(zip(found[name], hashed, strict=True)) for name, hashed in pending.items()}
+    if hashes is not None:
+        hashes |= {file: one for part in own.values() for file, one in part.items() if file.name != "config.json"}
+    return {
+        name: sha256_json([(str(file.relative_to(source.path)), one) for file, one in part.items()])
+        for name, part in own.items()
+    }
 
 
 def _copied_files(source: ModelFolder) -> Iterator[Path]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.files import sha256_file
+from fluxq.base.files import require_no_pipe, sha256_file
 from fluxq.base.near import path_near
 from fluxq.base.tensors import TensorFile
 
@@ -35,6 +35,7 @@ class LoraFile:
         except ValueError:
             example = "write FILE:weight with a number as weight, as in style.safetensors:0.8"
             raise ValueError(f"LoRA {text!r}: {example}") from None
+        require_no_pipe(lora.path, f"LoRA file {lora.path}")
         if not lora.path.is_file():
             raise FileNotFoundError(f"LoRA file {lora.path} does not exist{path_near(lora.path)}")
         if lora.path.suffix != ".safetensors":

@@ -49,8 +49,9 @@ class Finding:
 class Result:
     """A row of CHECKS on one checkpoint.
 
-    status: "ok", "failed", "not recorded" (nothing to hold the files against) or "not made" (a file cannot be read,
-    which an earlier check has reported). measured: what a check that is ok found out on its way, "" if nothing.
+    status: "ok", "failed", "not recorded" (nothing to hold the files against) or "not made" (a file cannot be read: the
+    one finding says why, or an earlier check has). measured: what a check that is ok found out on its way, "" if
+    nothing.
     """
 
     check: str
@@ -65,28 +66,35 @@ class Result:
 
 
 def verify(path: Path) -> list[Result]:
-    """Make every check on a checkpoint folder. FileNotFoundError if there is none; all else is a finding."""
+    """Make every check on a checkpoint folder. FileNotFoundError if there is none; all else is a finding.
+
+    Trouble of a disk, or too many open files, is no damage: that check is not made.
+    """
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; give one that `fluxq quantize` wrote")
-    checkpoint, results, unreadable = _Checkpoint(path), [], set()
-    for name, (about, check, measure) in CHECKS.items():
-        findings: list[Finding] = []
-        status = ""
-        try:
-            for finding in check(checkpoint):  # what was found before a file cannot be read counts
-                findings.append(finding)
-        except _NotRecorded:
-            status = "not recorded"
-        except (ValueError, OSError) as error:
-            if str(error) in unreadable:
-                status = "not made"
-            else:
-                unreadable.add(str(error))
-                findings.append(Finding(path.name, str(error)))
-        status = "failed" if findings else status or "ok"
-        measured = measure(checkpoint) if measure and status == "ok" else ""
-        results.append(Result(name, about, status, tuple(findings), measured))
-    return results
+    checkpoint, reported = _Checkpoint(path), set[str]()
+    return [_made(name, checkpoint, reported) for name in CHECKS]
+
+
+def _made(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
+    """Make one check. reported: errors that earlier ones met with, to which this one's is added."""
+    about, check, measure = CHECKS[name]
+    findings, unread, status = list[Finding](), list[Finding](), "ok"
+    try:
+        for finding in check(checkpoint):  # what was found before a file cannot be read counts
+            findings.append(finding)
+    except _NotRecorded:
+        status = "not recorded"
+    except (ValueError, OSError) as error:
+        is_trouble = isinstance(error, OSError) and not isinstance(error, _OF_THE_FOLDER)
+        is_reported = str(error) in reported
+        status = "not made" if is_trouble or is_reported else status
+        if not is_reported:
+            (unread if is_trouble else findings).append(Finding(checkpoint.path.name, str(error)))
+        reported.add(str(error))
+    status = "failed" if findings else status
+    measured = measure(checkpoint) if measure and status == "ok" else ""
+    return Result(name, about, status, (*findings, *unread), measured)
 
 
 class _NotRecorded(Exception):
@@ -129,6 +137,11 @@ class _Checkpoint:
         return [name for name, component_class in self.classes.items() if issubclass(component_class, nn.Module)]
 
     @property
+    def configured(self) -> list[str]:
+        """Those of them whose config.json is there; the others are a finding of `_files`."""
+        return [name for name in self.models if (self.path / _file(name)).is_file()]
+
+    @property
     def vocabularies(self) -> dict[str, tuple[str, ...]]:
         """Component -> files that its tokenizer may be made of, one of which is enough."""
         names = {name: getattr(own, "vocab_files_names", None) for name, own in self.classes.items()}
@@ -138,7 +151,7 @@ class _Checkpoint:
     def quantized(self) -> dict[str, QuantizationConfig]:
         """Component -> its quantization_config, for those that fluxq quantized."""
         found = {}
-        for component in self.models:
+        for component in self.configured:
             config = self.folder.config(component).get("quantization_config")
             if isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD:
                 try:
@@ -243,12 +256,18 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
     """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
-    taken = {file for component in checkpoint.models for file in checkpoint.folder.weight_files(component)}
+    folder = checkpoint.folder
+    taken = {file for component in checkpoint.models for file in folder.weight_files(component)}
+    taken |= {file for component in _said(checkpoint) for file in folder.adapter_files(component)}
+    adapters = {file for component in folder.components for file in folder.adapter_files(component)} - taken
     for name in _readable(checkpoint):
-        file = checkpoint.folder.path / name  # resolved, as `taken` is
+        file = folder.path / name  # resolved, as `taken` is
         if file.suffix == ".py":
             yield Finding(name, "code, of which a checkpoint has none: remove it")
-        elif file.name == "adapter_config.json" or (file.suffix == ".safetensors" and file not in taken):
+        elif file in adapters:
+            what = "an adapter, which changes the model that is loaded, and nothing records it"
+            yield Finding(name, f"{what}: copy the checkpoint again; remove it if the 16-bit model has none")
+        elif file not in taken and (file.name == "adapter_config.json" or file.suffix == ".safetensors"):
             yield Finding(name, "beside the model's own weights, and a loader may read it: remove it")
 
 
@@ -269,13 +288,7 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
-    said: dict[str, tuple[str, object]] = {}  # component -> who says it, and what
-    for component in checkpoint.quantized:
-        config = checkpoint.folder.config(component)["quantization_config"]
-        others = config.get(OTHERS, {})
-        for name, digest in [(component, config.get(OWN)), *(others.items() if isinstance(others, dict) else ())]:
-            if name in checkpoint.models and digest is not None:
-                said.setdefault(name, (_file(component), digest))
+    said = _said(checkpoint)
     for component, (file, digest) in progress(said.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
             yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
@@ -283,9 +296,21 @@ def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
         raise _NotRecorded
 
 
+def _said(checkpoint: _Checkpoint) -> dict[str, tuple[str, object]]:
+    """Component -> the file that records a digest of its tensors, and the digest."""
+    said: dict[str, tuple[str, object]] = {}
+    for component in checkpoint.quantized:
+        config = checkpoint.folder.config(component)["quantization_config"]
+        others = config.get(OTHERS, {})
+        for name, digest in [(component, config.get(OWN)), *(others.items() if isinstance(others, dict) else ())]:
+            if name in checkpoint.models and digest is not None:
+                said.setdefault(name, (_file(component), digest))
+    return said
+
+
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
     for component in checkpoint.models:
-        if not (checkpoint.path / component / "config.json").is_file():
+        if component not in checkpoint.configured:
             yield Finding(_file(component), "missing, though model_index.json names the model; copy it again")
         else:
             checkpoint.weights(component)
@@ -296,7 +321,8 @@ def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
     is_dequantized = "imported" in (read_plan_file(checkpoint.path) or {})  # by `fluxq import --dequantize`
-    if not checkpoint.quantized and not is_dequantized:
+    is_whole = checkpoint.configured == checkpoint.models
+    if not checkpoint.quantized and not is_dequantized and is_whole:
         yield Finding("config.json", "no component has a quantization_config of fluxq; `fluxq quantize` writes one")
     for component, config in checkpoint.quantized.items():
         needed = sorted({feature for scheme in config.schemes.values() for feature in scheme.features})
@@ -381,7 +407,8 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
         raise ValueError(f"{path}: does not list components with layers ({error!r}); copy it again") from None
     bits = {c: part.get("bits_per_weight") for c, part in parts.items()}
     in_16_bit = {component for component, layers in planned.items() if set(layers.values()) == {"16bit"}}
-    for component in sorted((planned.keys() - in_16_bit) ^ checkpoint.quantized.keys()):
+    missing = set(checkpoint.models) - set(checkpoint.configured)
+    for component in sorted(((planned.keys() - in_16_bit) ^ checkpoint.quantized.keys()) - missing):
         says, other = (PLAN_FILE, "config.json") if component in planned else ("config.json", PLAN_FILE)
         yield Finding(component or "the model", f"{says} says it is quantized, {other} does not; copy both files again")
     for component in sorted(planned.keys() & checkpoint.quantized.keys()):
@@ -433,6 +460,7 @@ def _numbers(tensor: Tensor) -> Tensor:
     return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
 
 
+_OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that no second look mends
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 

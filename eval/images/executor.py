@@ -42,7 +42,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_path, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.files import atomic_path, room_left, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.output import atomic_folder, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
@@ -346,8 +346,8 @@ class Worker:
             _append(self.manifest, rows)
         except OSError as error:
             raise OSError(
-                f"cannot write to {self.work.folder} ({error}); {_free(self.work.folder) / 1e9:.2f} GB are free there. "
-                "What is finished is kept: make space and run the same again"
+                f"cannot write to {self.work.folder} ({error}){room_left(error, self.work.folder)}. "
+                "What is finished is kept: mend that and run the same again"
             ) from None
 
 

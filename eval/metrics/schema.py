@@ -7,24 +7,47 @@ another schema version, with unknown keys or without one that belongs there are 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, model_validator
 
+from fluxq.base.console import visible
 from fluxq.base.files import read_json
 from fluxq.eval.metrics.statistics import Interval
 
 SCHEMA_VERSION = 3
 JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
 Digits = Annotated[str, StringConstraints(pattern=r"^(\.[0-9][efg])?$")]  # a format specification
+_LONGEST, _LONGEST_NAME = 1 << 17, 1 << 9  # characters; a recipe has 64 KiB, a folder's name 255 bytes
+_NAMES = frozenset(("name", "checkpoint", "model", "side", "unit", "scheme", "role", "first", "second"))
+_PICTURE = "data:image/"
 SPREAD = 0.05  # of times, interquartile range over median: above it no speed-up is given and no time is drawn
 
 
 class Strict(BaseModel):
-    """Unknown keys, NaN and infinity are errors."""
+    """Unknown keys, NaN and infinity are errors. Texts are made `printable`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _printable(cls, data: Any) -> Any:
+        return printable(data)
+
+
+def printable(value: Any, longest: int = _LONGEST) -> Any:
+    """Plain data whose texts may stand on a page and in a drawing: no control characters, none without end."""
+    if isinstance(value, str):
+        text = visible(value)
+        return text if len(text) <= longest or text.startswith(_PICTURE) else text[: longest - 1] + "…"
+    if isinstance(value, dict):
+        return {
+            printable(key, _LONGEST_NAME): printable(each, _LONGEST_NAME if key in _NAMES else _LONGEST)
+            for key, each in value.items()
+        }
+    return type(value)(printable(each) for each in value) if type(value) in (list, tuple) else value
 
 
 class Estimate(Strict):
@@ -467,6 +490,7 @@ class Report(Strict):
     `time` are all that two equal runs differ in.
     """
 
+    kind: Literal["fluxq report"] = "fluxq report"  # first in the file, and tells it from others' JSON
     schema_version: Literal[3] = SCHEMA_VERSION
     created: str
     model: str
@@ -501,8 +525,31 @@ def read_report(path: Path) -> Report:
             "again, which makes no image twice"
         )
     try:
-        return Report.model_validate(value)
+        report = Report.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"]))[:_LONGEST_NAME]
         raise ValueError(f"{path}: {where}: {first['msg']}; the file is damaged, evaluate again") from None
+    for where, what in _gaps(report):
+        raise ValueError(f"{path}: {where}: {what}; the file is damaged, evaluate again")
+    return report
+
+
+def _gaps(report: Report) -> Iterator[tuple[str, str]]:
+    """Where parts of a report do not go together, and how."""
+    count = len(report.items)
+    for where, values in (("items", report.items), ("runs", report.runs)):
+        if not values:
+            yield where, "is empty"
+    for index, run in enumerate(report.runs):
+        where = f"runs.{index}"
+        if len(run.images) != count:
+            yield f"{where}.images", f"{len(run.images)} of {count} items"
+        pictures = [picture for group in run.wall.groups.values() for picture in group] if run.wall else []
+        if not all(0 <= picture.index < count for picture in pictures):
+            yield f"{where}.wall", f"a picture of none of {count} items"
+        steps = len(run.drift.steps) if run.drift else 0
+        curves = run.drift.curves.values() if run.drift else ()
+        along = [len(each) for curve in curves for each in (curve.values, curve.floor) if each is not None]
+        if run.drift and ({*along, len(run.drift.sigmas)} != {steps} or not steps):
+            yield f"{where}.drift", f"curves of other lengths than its {steps} steps"

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fluxq.base.console import first_line
 from fluxq.base.download import HUB_ID
+from fluxq.base.front_matter import front_matter
+from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.metrics.figures import amount, limits, mark
 from fluxq.eval.metrics.schema import Metric, Report, Run
 from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
@@ -28,7 +31,7 @@ _NEXT_SECTION = "## How it was made"
 
 
 def model_card(record: dict[str, Any]) -> str:
-    """README.md with the front matter that hubs read."""
+    """README.md with the front matter that hubs read, sealed: `--overwrite` replaces none that a user changed."""
     recipe, model, check = record["recipe"], record["model"], record["check"]
     parts = record["components"]
     lines = [
@@ -71,7 +74,7 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
-    return "\n".join(lines) + "\n"
+    return seal("\n".join(lines), ".md")
 
 
 def _loading(record: dict[str, Any]) -> list[str]:
@@ -125,14 +128,18 @@ def with_evaluation(card_text: str, report: Report) -> str:
 
     The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
     arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
-    that is not a table.
+    that is no YAML, not a table, stands for too much or is none to hubs.
     """
     from huggingface_hub import ModelCard
 
-    card = ModelCard(_with_section(card_text, "\n".join(_section(report))))
+    front_matter(card_text)  # a stranger's may stand for more than there is memory
+    try:
+        card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
+    except (TypeError, ValueError, yaml.YAMLError) as error:  # what the class makes of keys and values
+        raise ValueError(first_line(error)) from None
     card.data["model_name"] = report.runs[0].name
     card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
-    return str(card)
+    return seal(str(card), ".md") if is_sealed(card_text) else str(card)
 
 
 def eval_results(report: Report) -> dict[str, str]:

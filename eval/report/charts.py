@@ -33,6 +33,7 @@ _WIDTH, _HEIGHT = 360, 240
 _MAX_DOTS = 300
 _MAX_LAYERS = 30
 _MAX_TEXT = 90
+_LONGEST = 500  # characters of any text of a drawing
 
 
 @dataclass(frozen=True)
@@ -610,8 +611,17 @@ def _drawing(
 ) -> Drawing:
     width = 900 if wide else _WIDTH
     chart = chart.properties(width=width, height=height, description=text).configure(**_CONFIG)
-    spec = chart.to_dict()
+    spec = _shortened(chart.to_dict())
     return Drawing(key, title, text, note, spec, _own_ids(_svg(spec), key), wide, choices or {})
+
+
+def _shortened(value: Any) -> Any:
+    """The specification with short texts alone: Vega measures each letter of a name, again and again."""
+    if isinstance(value, dict):
+        return {key: _shortened(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
+    return value if not isinstance(value, str) or len(value) <= _LONGEST else value[: _LONGEST - 1] + "…"
 
 
 def _svg(spec: dict[str, Any]) -> str:

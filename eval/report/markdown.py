@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
+from fluxq.base.console import visible
 from fluxq.eval.debug.findings import about_shares
 from fluxq.eval.metrics import figures
 from fluxq.eval.metrics.figures import (
@@ -110,7 +111,7 @@ def summary_table(report: Report) -> list[str]:
             size(row.resident),
             bits(row.bits, row.resident_bits),
             f"{durations(row.seconds)}, {row.about_time}" if row.seconds else escaped(row.unmeasured),
-            f"{both(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
+            f"{both(row.speed_up, '.2f')} × {escaped(row.over)}" if row.speed_up else NONE,
         )
         for row in summary(report)
     ]
@@ -220,17 +221,23 @@ def _speed(name: str, speed: Speed) -> list[str]:
             continue
         peak = size(row.peak_bytes)
         rows += [
-            (*where, stage, f"{duration(t.p50)} / {duration(t.p95)}", share(t.iqr / t.p50 if t.p50 else None), peak)
+            (
+                *where,
+                escaped(stage),
+                f"{duration(t.p50)} / {duration(t.p95)}",
+                share(t.iqr / t.p50 if t.p50 else None),
+                peak,
+            )
             for stage, t in row.stages.items()
         ]
     sizes = figures.sizes(speed)
     head = ("side", "mode", sizes, "stage", "p50 / p95", "IQR / p50", "peak memory")
     ratios = [
         (
-            each.stage,
-            each.mode,
+            escaped(each.stage),
+            escaped(each.mode),
             shape(each),
-            each.baseline,
+            escaped(each.baseline),
             both(each.ratio, ".3g") if each.ratio else f"not given: {escaped(each.refused or '')}",
         )
         for each in speed.speedups
@@ -328,12 +335,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown text: no markup, no table cells, no line breaks of its own."""
+    """Plain text as Markdown text: no markup, no table cells, no line breaks or control characters of its own."""
+    text = visible(" ".join(text.split()))
     for special in "\\`*_[]<>|#":
         text = text.replace(special, f"\\{special}")
-    return " ".join(text.split())
+    return text
 
 
 def code(text: str) -> str:
     """Plain text as what may stand between backticks, in a table too."""
-    return " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+    return visible(" ".join(text.split())).replace("`", "'").replace("|", "\\|")

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 
 from fluxq.base.files import write_text
+from fluxq.base.output import seal
 from fluxq.eval.debug.findings import about_shares
 from fluxq.eval.metrics import figures
 from fluxq.eval.metrics.schema import Comparison, Estimate, Image, Item, Metric, Picture, Report, Run
@@ -46,11 +47,14 @@ _LAYERS = 40  # of each run's table
 _SHOWN_ROWS = 3  # of pictures, before more are asked for
 
 
-def write_report(target: Path, report: Report) -> Path:
-    """Write `target`, an .html file, and beside it the same stem as .json and .md, each atomically; returns it."""
+def write_report(target: Path, report: Report, job: str = "") -> Path:
+    """Write `target`, an .html file, and beside it the same stem as .json and .md, each atomically; returns it.
+
+    job: that the page says it was written by.
+    """
     write_text(target.with_suffix(".json"), report.model_dump_json(indent=2) + "\n")
-    write_text(target.with_suffix(".md"), markdown(report))
-    write_text(target, render(report))
+    write_text(target.with_suffix(".md"), seal(markdown(report), ".md"))
+    write_text(target, seal(render(report), ".html", job))
     return target
 
 

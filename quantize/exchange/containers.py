@@ -8,6 +8,7 @@ compressed_tensors     a folder of transformers: the text encoder, and the token
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.files import write_json
+from fluxq.base.files import sha256_file, write_json
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import EXPORT_FILE, MARK
+from fluxq.base.output import BESIDE, EXPORT_FILE, JOB, VERSION
 from fluxq.base.tensors import Stored, join_weights
 from fluxq.quantize.checkpoint import PLAN_FILE, copy_rest, join_shards
+from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
 from fluxq.quantize.exchange.native import NativeComponent
 
-VERSION = f"{MARK}_version"  # in the header of a file
 MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
 
 
@@ -31,7 +32,8 @@ MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is wri
 class Contents:
     """An encoded component. parts: tensor -> where it lies. entries: by quantized module. plain: tensors in 16 bit.
 
-    in_16_bit: Linears, by their name in diffusers or transformers. max_shard_bytes: of the files of a folder.
+    in_16_bit: Linears, by their name in diffusers or transformers. max_shard_bytes: of the files of a folder. job: that
+    a file is written by. written: takes the SHA-256 of files as they are written.
     """
 
     source: NativeComponent
@@ -40,6 +42,8 @@ class Contents:
     plain: Sequence[str]
     in_16_bit: list[str]
     max_shard_bytes: int
+    job: str = ""
+    written: Callable[[Path, str], None] = lambda _, __: None
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,20 @@ class Writer:
     beside: tuple[str, ...] = ()
 
 
-def record(made: Path, dialect: str) -> None:
-    """Write what an exported folder was written by, and its files: `--overwrite` replaces nothing else."""
-    files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
-    write_json(made / EXPORT_FILE, {VERSION: version("fluxq"), "format": dialect, "files": files})
+def record(made: Path, dialect: str, job: str, known: Mapping[Path, str]) -> None:
+    """Write what an exported folder was written by, and the SHA-256 of its files: `--overwrite` replaces nothing else.
+
+    known: of files that were hashed before.
+    """
+    said = {VERSION: version("fluxq"), "format": dialect, "job": job, "files": hash_files(made, known)}
+    write_json(made / EXPORT_FILE, said)
 
 
 def _bfl(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
     (one,) = contents
-    _file(made, name, one, bfl.metadata(one.entries))
-    write_json(made / f"{name.removesuffix('.safetensors')}.config.json", one.source.config)
+    beside = made / f"{name.removesuffix('.safetensors')}.config.json"
+    write_json(beside, one.source.config)
+    _file(made, name, one, {**bfl.metadata(one.entries), BESIDE: json.dumps({".config.json": sha256_file(beside)})})
 
 
 def _comfy(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
@@ -82,7 +90,7 @@ def _nunchaku(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence
 
 
 def _file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
-    join_weights(one.parts, made / name, {**metadata, VERSION: version("fluxq")})
+    join_weights(one.parts, made / name, {**metadata, VERSION: version("fluxq"), JOB: one.job})
 
 
 def _modelopt(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
@@ -134,7 +142,7 @@ def _component(
     folder: Path, one: Contents, quantization: dict[str, Any] | None, metadata: Mapping[str, str] = {}
 ) -> None:
     folder.mkdir(exist_ok=True)
-    join_shards(folder, one.source.library, one.parts, {"format": "pt", **metadata}, one.max_shard_bytes)
+    join_shards(folder, one.source.library, one.parts, {"format": "pt", **metadata}, one.max_shard_bytes, one.written)
     described = {} if quantization is None else {"quantization_config": quantization}
     write_json(folder / "config.json", {**one.source.config, **described})
     origin = one.source.folder.path / one.source.component

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fluxq.base.console import progress
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import Output, remove, writing
+from fluxq.base.output import Output, contents, job_of, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
@@ -96,7 +96,7 @@ class Exported:
     """What was written. formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it
     took. notes: what the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components
     that were quantized. checkpoint_bytes, weight_bytes: all tensors of `components`, there and as written. hint: where
-    the latter are more, why and what helps. was_written: before, by the same command, which was killed at its very end.
+    the latter are more, why and what helps. was_written: before, by the same command.
     """
 
     dialect: str
@@ -152,28 +152,40 @@ def export(
     plans = [plan_of(NativeComponent(checkpoint, name, stay), dialect, requantize, side_layers) for name in names]
     others = _other_quantized(checkpoint, names) if writer.is_pipeline else []
     plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
+    options = [dialect, names, requantize, side_layers, max_shard_bytes]
+    read = contents(checkpoint.path)
+    job = job_of([version("fluxq"), options, read])
+    output.require_free(overwrite=overwrite, job=job)
     on_start()
     done = Exported(dialect, str(target), names, in_16_bit=others)
-    options = [dialect, names, requantize, side_layers, max_shard_bytes]
-    job = [version("fluxq"), options, [checkpoint.stamps(name) for name in names]]
+    hashes = dict[Path, str]()
     with writing(output, job, overwrite=overwrite) as made:
         if made is None:
             done.was_written = True
             return done
         parts = made / ".parts"
         written = [plan.write(parts, done, max_shard_bytes or MAX_SHARD_BYTES) for plan in plans]
-        writer.write(made, output.place.name, checkpoint, written)
+        of_job = [replace(each, job=job, written=hashes.__setitem__) for each in written]
+        writer.write(made, output.place.name, checkpoint, of_job)
         own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
         done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
         done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
         done.hint = _hint(done, side_layers)
         remove(parts)
         if not writer.is_file:
-            containers.record(made, dialect)
+            copied = {
+                made / name: found for name, found in read.items() if _is_copy(made / name, checkpoint.path / name)
+            }
+            containers.record(made, dialect, job, copied | hashes)
         files = sorted(path for path in made.rglob("*") if path.is_file())
         done.nbytes = sum(path.stat().st_size for path in files)
         done.files = [path.relative_to(made).as_posix() for path in files]
     return done
+
+
+def _is_copy(made: Path, source: Path) -> bool:
+    """Whether a large file can only be a copy: of those that are written here the SHA-256 is known."""
+    return made.suffix == ".safetensors" and made.is_file() and made.stat().st_size == source.stat().st_size
 
 
 @dataclass

@@ -473,7 +473,10 @@ def _compressed_entry(model: ModelFile, name: str, stored: Mapping[str, Stored])
                     "input_activations": group.get("input_activations")
                 }
     if not groups:
-        raise ValueError("config.json says how it is quantized, and is not there; get the folder, not the file alone")
+        raise ValueError(
+            "its own config.json says how it is quantized, and is not there, nor does a base say it; get the folder, "
+            "not the file alone"
+        )
     raise ValueError(f"no config group of config.json is for {name}; the folder is not whole")
 
 

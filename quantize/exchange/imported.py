@@ -36,8 +36,8 @@ class Imported:
 
     quantized: module -> scheme. dequantized: module -> why it is in 16 bit now. mended: layer in the file -> what was
     wrong with it and is not any more. errors: module -> distance of its layer to the base's, of sampled rows, as a
-    share. files: that it was read from -> SHA-256. notes: what was left behind. was_written: before, by the same
-    command, which was killed at its very end.
+    share. files: that it was read from -> SHA-256. notes: what was left behind. unproved: what the base could not tell.
+    was_written: before, by the same command.
     """
 
     component: str
@@ -51,6 +51,7 @@ class Imported:
     errors: dict[str, float] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unproved: list[str] = field(default_factory=list)
     was_written: bool = False
 
     def describe(self) -> dict[str, Any]:
@@ -59,11 +60,17 @@ class Imported:
 
 
 def record_of(
-    made: Path, path: Path, pipeline: ModelFolder | None, base: ModelFolder | None, reports: Sequence[Imported]
+    made: Path,
+    path: Path,
+    pipeline: ModelFolder | None,
+    base: ModelFolder | None,
+    reports: Sequence[Imported],
+    job: str,
 ) -> dict[str, Any]:
     """What the plan file of the folder `made` holds, whose other files are all there.
 
     path: what was imported. pipeline: whose other components were copied; base: the 16-bit model, in whatever form.
+    job: of the command, as `job_of` has it.
     """
     origin = base if base is not None and (base.path / "model_index.json").is_file() else None
     known = [report.component for report in reports if origin and report.component in origin.components]
@@ -74,7 +81,7 @@ def record_of(
     dialects = " and ".join(dict.fromkeys(report.dialect for report in reports))
     return {
         "fluxq_version": version("fluxq"),
-        "identity": {"recipe": sha256_json(files), "dtype": _dtype(made)},
+        "identity": {"recipe": sha256_json(files), "dtype": _dtype(made), "job": job},
         "model": {
             "name": (base or about).name,
             "source": _source(origin) if origin else None,

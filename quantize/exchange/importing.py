@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from fluxq.base import units
 from fluxq.base.console import progress
-from fluxq.base.files import sha256_file, stamps, write_json, write_text
+from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
-from fluxq.base.output import Output, writing
+from fluxq.base.output import Output, contents, job_of, writing
 from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import (
@@ -39,7 +39,7 @@ from fluxq.quantize.checkpoint import (
 from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
-from fluxq.quantize.exchange.inspect import inspect_model
+from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
 from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, not_finite, split
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, json_object
 from fluxq.quantize.exchange.nunchaku_file import parts_of
@@ -94,9 +94,15 @@ def import_model(
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
     targets = {name: _target(path, place, name, model) for name, model in models.items()}
+    unproved = _beside(path, place, models) if place else []
+    hashes = {
+        name: {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
+        for name, model in models.items()
+    }
+    read = [[name, hashes[name], sha256_json(model.config)] for name, model in models.items()]
+    job = job_of([version("fluxq"), dequantize, read, _contents(path), _contents(place)])
+    Output(output).require_free(overwrite=overwrite, job=job)
     on_start()
-    files = [file for model in models.values() for file in model.files]
-    job = [version("fluxq"), dequantize, stamps(files), stamps([place, *sorted(place.rglob("*"))] if place else [])]
     reports = []
     with writing(Output(output), job, overwrite=overwrite) as made:
         for name, model in models.items():
@@ -107,7 +113,8 @@ def import_model(
                 continue
             folder = made / target.component if target.pipeline else made / "component"
             _write(folder, model, target, Base.of(place, name, model) if place else None, report, dequantize)
-            report.files = {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
+            report.files = hashes[name]
+            report.unproved += unproved if not reports else []
             reports.append(report)
             if target.pipeline is None:
                 for file in folder.iterdir():
@@ -119,11 +126,28 @@ def import_model(
         if pipeline is not None:
             copy_rest(made, pipeline, [report.component for report in reports])
         write_digests(made)
-        record = record_of(made, path, pipeline, source, reports)
+        record = record_of(made, path, pipeline, source, reports, job)
         write_json(made / PLAN_FILE, record)
         if card is not None:
             write_text(made / "README.md", card(record))
     return reports
+
+
+def _contents(place: Path | None) -> Any:
+    """SHA-256 of what an import reads of a folder, of a pipeline's its components; of a file; None without one."""
+    if place is None or place.is_file():
+        return sha256_file(place) if place else None
+    is_pipeline = (place / "model_index.json").is_file()
+    return contents(place, ModelFolder(place.name, place).components if is_pipeline else None)
+
+
+def _beside(path: Path, base: Path, models: Mapping[str, ModelFile]) -> list[str]:
+    """What of the other components could not be compared; ValueError where one is not the base's."""
+    faults, unproved = beside_weights(path, base, models)
+    if faults:
+        wrong = {fault.layer: f"{fault.kind}: {fault.what}" for fault in faults}
+        raise ValueError(f"{path}: {_several(wrong)}; copy the base's, or give the model that it was made from")
+    return unproved
 
 
 def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:
@@ -221,7 +245,9 @@ def _write(
         save_weights({name: tensor.contiguous() for name, tensor in tensors.items()}, files[-1], {})
         written.update(tensors)
 
-    joined, proved = model.joined, _proved(model, base) if base is not None else {}
+    joined, found = model.joined, _proved(model, base) if base is not None else None
+    proved = {layer.name: layer.against for layer in found.layers} if found else {}
+    report.unproved += found.unproved if found else []
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         whole = joined.get(f"{name}.weight")
         if whole is None or not whole.parts:
@@ -230,12 +256,12 @@ def _write(
         modules = [own_name(part).removesuffix(".weight") for part in whole.parts]
         try:
             against = proved.get(name)
-            found = _read(model, layer, whole, base, against)
+            read = _read(model, layer, whole, base, against)
             if against is not None:
                 report.errors |= dict.fromkeys(modules, against.error)
             if against is not None and against.best:
                 report.mended[name] = list(against.best)
-            for module, part in zip(modules, _split(found, modules, expected), strict=True):
+            for module, part in zip(modules, _split(read, modules, expected), strict=True):
                 why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
                 if not why and isinstance(part, QuantTensors):
                     schemes[module] = part.scheme
@@ -285,8 +311,8 @@ def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Mo
         ) from error
 
 
-def _proved(model: ModelFile, base: Base) -> dict[str, Against]:
-    """Layer -> what the base says of it; ValueError for all that `inspect` calls wrong and nothing here mends."""
+def _proved(model: ModelFile, base: Base) -> Inspection:
+    """What the base says of the model; ValueError for all that `inspect` calls wrong and nothing here mends."""
     report = inspect_model(model, base)
     wrong: dict[str, str] = {}
     for fault in report.faults:
@@ -294,7 +320,7 @@ def _proved(model: ModelFile, base: Base) -> dict[str, Against]:
             wrong.setdefault(fault.layer or model.path.name, f"{fault.kind}: {fault.what}")
     if wrong:
         raise ValueError(f"{model.path}: {_several(wrong)}; `fluxq inspect --base` says more")
-    return {layer.name: layer.against for layer in report.layers if layer.against is not None}
+    return report
 
 
 def _read(

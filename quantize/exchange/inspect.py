@@ -23,13 +23,14 @@ from torch import Tensor
 
 from fluxq.base.console import progress
 from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
+from fluxq.quantize.exchange.beside import beside, other_settings
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_back
 from fluxq.quantize.exchange.layer import Plain, Row, not_finite
 from fluxq.quantize.exchange.layouts import unblock_scales
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN
-from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, largest_factor, prove
+from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.recipes.keymaps import Joined
 
@@ -67,7 +68,7 @@ class LayerReport:
 @dataclass
 class Inspection:
     """What `inspect` found of one model. scope: role -> format -> layers. in_16_bit: Linears by module. plain: count of
-    the other tensors. proofs: what the base proved, in words. base: its path, "" without.
+    the other tensors. proofs: what the base proved, in words; unproved: what it cannot. base: its path, "" without.
     """
 
     path: str
@@ -88,6 +89,7 @@ class Inspection:
     plain: int = 0
     faults: list[Fault] = field(default_factory=list)
     proofs: list[str] = field(default_factory=list)
+    unproved: list[str] = field(default_factory=list)
     base: str = ""
 
     @property
@@ -113,9 +115,31 @@ def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
     has no such component.
     """
     models = open_models(path)
-    if base is not None:
-        models = {name: model for name, model in models.items() if model.dialect != PLAIN} or models
-    return {name: inspect_model(model, Base.of(base, name, model) if base else None) for name, model in models.items()}
+    if base is None:
+        return {name: inspect_model(model) for name, model in models.items()}
+    models = {name: model for name, model in models.items() if model.dialect != PLAIN} or models
+    found = {name: inspect_model(model, Base.of(base, name, model)) for name, model in models.items()}
+    first = next(iter(found.values()), None)
+    if first is not None:
+        faults, unproved = beside_weights(path, base, found)
+        first.faults += faults
+        first.unproved += unproved
+    return found
+
+
+def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> tuple[list[Fault], list[str]]:
+    """What is not the base's among a pipeline's other components, and what could not be compared.
+
+    looked_at: components that are inspected themselves.
+    """
+
+    def compare(model: ModelFile, other: ModelFile) -> list[str]:
+        wrong = [fault for fault in inspect_model(model, Base(other)).faults if fault.is_error]
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return [f"{wrong[0].layer}: {wrong[0].what}{more}"] if wrong else []
+
+    found = beside(path, base, looked_at, compare)
+    return [Fault("another component", name, what) for name, what in found.differences], found.unproved
 
 
 def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
@@ -168,6 +192,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.faults += [*_no_numbers(model), *_integers(model, unreadable)]
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
+    done.unproved += _of_activations(model)
     if base is not None:
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
             parts = joined.get(f"{name}.weight")
@@ -176,6 +201,9 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
                 compared[name] = _compared_16_bit(model, name, shape, parts, truth, orders, base)
                 done.faults += _faults_of_16_bit(name, compared[name].against)
         done.faults = _with_folding(model, done.faults, compared, joined, base)
+        done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
+        if model.config and not base.model.config:
+            done.unproved.append("config.json: the base has none, so its settings were not compared")
         done.proofs += _proofs(done)
         done.faults += _other_base(done)
     return done
@@ -248,7 +276,7 @@ def _linear(
         _block(module),
         x,
         lambda: _truth(base, shape, joined),
-        _cast_error(bias),
+        _cast_error(bias, _base_bias(base, joined, shape)),
         modules,
         (f"{located[1]}.{by.linear}", by) if located and by else None,
     )
@@ -260,9 +288,12 @@ def _block(name: str) -> str:
     return found[1] if found else ""
 
 
-def _cast_error(dtype: str) -> float:
-    """The relative error of a tensor by rounding to its dtype, at most."""
-    return _IN_FP8 if dtype.startswith("F8") else _CAST
+def _cast_error(dtype: str, truth: Tensor) -> float:
+    """The relative error of the base's tensor by rounding to a dtype, at most: in fp8 small numbers lose much of it."""
+    if dtype not in CASTS:
+        return _CAST
+    cast = truth.float().to(CASTS[dtype]).float()
+    return float((cast - truth).norm() / truth.norm().clamp(min=1e-30)) + _CAST
 
 
 def _truth(base: Base, shape: tuple[int, int], joined: Joined) -> Tensor:
@@ -315,7 +346,7 @@ def _with_folding(
         truth, own = base.other(joined[name], 0), model.read(name)
         if not own.is_floating_point() or not joined[name].parts:  # positions, which classes make themselves
             continue
-        own, most = own.float(), _cast_error(model.stored[name].dtype)
+        own, most = own.float(), _CAST if truth is None else _cast_error(model.stored[name].dtype, truth)
         if truth is None:
             found.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
         elif truth.numel() != own.numel():
@@ -442,7 +473,7 @@ def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
         if against.factors is not None:
             axis, own = against.factors.axis, against.factors.left
             yield "folded factors", f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
-        elif abs(against.factor - 1) > largest_factor(against.bound) and left <= against.bound and against.cosine > 0:
+        elif against.scaled and left <= against.bound and against.cosine > 0:
             yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
         elif not against.cosine >= _ALIKE:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
@@ -517,6 +548,13 @@ def _scale_numbers(
         largest = float(decoder) * 2688  # 448 · 6, the largest weight where scales are as nvfp4 has them
         if largest > _LARGEST_WEIGHT:
             yield "reciprocal global scale", f"{suffix} is {float(values.max()):.4g}: weights would reach {largest:.3g}"
+
+
+def _of_activations(model: ModelFile) -> Iterator[str]:
+    """Scales that were measured on activations, of which a weight says nothing."""
+    count = sum(any(suffix in _OF_X for suffix in layer.parts) for layer in model.layers.values())
+    if count:
+        yield f"input scales of {count} layers, which are of activations: no base tells whether they are right"
 
 
 def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
@@ -707,11 +745,11 @@ _CONVERT = "write it again with a converter that does, or read it with `fluxq im
 _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
 _MATTERS = 0.05  # of the weights
 _ALIKE = 0.9  # the least cosine of a weight that was tuned
-_IN_FP8 = 0.05  # error of a bias or norm that is in fp8, at most
-_CAST = 0.004  # of one that was in another 16-bit dtype: twice the error of bf16
+_CAST = 0.004  # error of a bias or norm that was in another 16-bit dtype: twice that of bf16
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
 _E8M0_LARGEST = 127 + 20  # 2^20, as LARGEST
 _INPUT_SCALES = ("input_scale", "input_global_scale", "scale_input")
+_OF_X = (*_INPUT_SCALES, "activation_scale", "_weight_act_per_tensor_scale")
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale"),
@@ -733,13 +771,20 @@ FAULTS: dict[str, Kind] = {
     "lost scale": Kind("rows or columns carry factors that no layer takes back: a scale is lost or wrong", _AGAIN),
     "another value": Kind("a bias, norm or table is not the base's", _AGAIN),
     "differs": Kind(
-        "near the base's, further off than rounding takes it, and so are most Linears: another training, or a LoRA",
-        "give the model that it was made from",
-        False,
+        "near the base's, further off than rounding takes it, and so are most Linears: rounded from another training "
+        "(a fine-tune, a LoRA), or damaged throughout",
+        "give the model that it was made from as base; if that is this one, get the file again",
     ),
     "damaged": Kind(
         "near the base's and further off than rounding takes it, while most Linears are not",
         f"{_AGAIN}; where a LoRA is fused into it, give the model with the LoRA as base",
+    ),
+    "other settings": Kind(
+        "config.json has settings that are not the base's: a loader would build another model",
+        "copy the base's config.json, without what it says of quantization, or give the model that it was made from",
+    ),
+    "another component": Kind(
+        "a component beside the quantized ones is not the base's", "copy the base's, or give the model that it is from"
     ),
     "missing": Kind("the base has a tensor that the file lacks", _AGAIN),
     "no numbers": Kind("a weight, bias or norm in 16 bit is NaN or infinite", _AGAIN),

@@ -35,6 +35,9 @@ _FAR = 1.2  # a reading is told from another by so much more error
 _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the output, have up to 1.5 of it
 _OF_A_LINE = 4.0  # the same for one row or column: fitted ones had up to 3.4
 _LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 7.0}
+_PLAIN = 1.06  # of the error of rounding to nearest has what was rounded so: ours had 1.01, fitted codes 1.15 and more
+_LINES_OF_PLAIN = {"rows": 2.0, "columns": 2.0, "blocks of 16": 2.5}  # of which parts had up to 1.2, 1.2 and 1.5
+_FACTOR_OF_PLAIN = 0.006  # beside its own and 1, of 4 bits, which had 0.0025; 8 bits have that of one scale in bf16
 _IN = {"rows": "row", "columns": "column", "blocks of 16": "row"}
 _FOUR_BITS = 0.1  # the least bound of a format of 4 bits
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
@@ -45,6 +48,7 @@ _CODED = (
 )
 _WIDENED = 0.2  # of 16 bit that were codes, of 4 bits too
 _GAINED = 0.97  # of the error, at most, is left by factors that are no coincidence
+_OF_BF16 = 2**-8
 _FOLDED = 0.3  # the most error that factors of rows or columns leave
 
 
@@ -95,7 +99,8 @@ class Against:
     rounding to the format explains; plausible: whether it does. factors: of columns or rows, that would explain the
     rest. strays: parts that rounding does not explain, though it explains the layer. products: sums over each column,
     (3, K), of the layer's squares, its products with the base, and the base's squares. widened: in 16 bit, and off as
-    evenly as codes are. bias: (the layer's (N,), the base's), None where none was given to compare with.
+    evenly as codes are. scaled: all of it, by more than rounding does. bias: (the layer's (N,), the base's), None where
+    none was given to compare with.
     """
 
     errors: dict[str, float]
@@ -108,6 +113,7 @@ class Against:
     strays: Strays | None = None
     products: Tensor | None = None
     widened: bool = False
+    scaled: bool = False
     bias: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -131,6 +137,18 @@ class Against:
         """Whether the errors decide what the repair `name` would change."""
         other = self.errors.get(name)
         return self.plausible and not self.best and other is not None and other > _FAR * self.error
+
+
+class _Nearest(NamedTuple):
+    """A layer that was rounded to nearest, by samples. error: of that, once all takes `factor`, which is its own."""
+
+    error: float
+    factor: float
+
+    def is_scaled(self, factor: float) -> bool:
+        """Whether a reading that comes nearest to the base by `factor` is off by more than ways of rounding differ."""
+        most = _FACTOR_OF_PLAIN if self.error > _FOUR_BITS / _MARGIN else _OF_BF16
+        return not min(self.factor, 1) - most <= factor <= max(self.factor, 1) + most
 
 
 @dataclass
@@ -177,6 +195,14 @@ class _Rows:
         by: as `rounded` has it.
         """
         return max(_MARGIN * _relative(self.rounded(truth, by), truth), _CODED)
+
+    def plain(self, read: Tensor, truth: Tensor) -> _Nearest | None:
+        """What rounding the base's rows to nearest gives, where a reading of them is that; None where it was fitted."""
+        if not isinstance(self.found, QuantTensors) or self.has_branch:
+            return None
+        nearest = self.rounded(truth)
+        (factor, left), (_, own) = _scale_of(nearest, truth), _scale_of(read, truth)
+        return _Nearest(left, factor) if own <= _PLAIN * left else None
 
     @property
     def has_branch(self) -> bool:
@@ -325,15 +351,14 @@ def _against(
 ) -> Against:
     """What a reading (N, K) is beside the base's rows. rows: the layer, to round the base as it was, and `at` of it."""
     error = errors[" and ".join(best) or DECLARED]
-    dot, own, other = (
-        float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
-    )
-    factor, cosine = dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
-    plausible = error <= bound and abs(factor - 1) <= largest_factor(bound)
+    factor, cosine = _factor_and_cosine(read, truth)
+    plain = rows.plain(read[at], truth[at]) if rows is not None and at is not None else None
+    scaled = abs(factor - 1) > largest_factor(bound) or (plain is not None and plain.is_scaled(factor))
+    plausible = error <= bound and not scaled
     if plausible and rows is not None and at is not None:
         plausible = rows.explains_codes(read, truth, at)
     columns = _factors_of(read, truth, 0)
-    wrong = _strays(read, truth, bound, rows, None)
+    wrong = _strays(read, truth, bound, rows, None, plain)
     factors = None
     if not plausible or wrong:
         alone = max(0.0, 1 - cosine**2) ** 0.5  # the error once all of the layer takes one factor
@@ -353,28 +378,52 @@ def _against(
     strays = wrong if plausible and factors is None else None
     is_right = plausible and factors is None and not wrong
     products = torch.stack([(a * b).sum(0) for a, b in ((read, read), (read, truth), (truth, truth))])
-    return Against(errors, best, cosine, factor, bound, is_right, factors, strays, products)
+    return Against(errors, best, cosine, factor, bound, is_right, factors, strays, products, scaled=scaled)
 
 
-def _strays(read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, by: Tensor | None) -> Strays | None:
+def _factor_and_cosine(read: Tensor, truth: Tensor) -> tuple[float, float]:
+    """The factor by which a reading comes nearest to the base, and the cosine between the two."""
+    dot, own, other = (
+        float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
+    )
+    return dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
+
+
+def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float]:
+    """The factor by which a reading comes nearest to the base, and the error that then is left."""
+    factor, cosine = _factor_and_cosine(read, truth)
+    return factor, max(0.0, 1 - cosine**2) ** 0.5
+
+
+def _strays(
+    read: Tensor,
+    truth: Tensor,
+    bound: float,
+    rows: _Rows | None,
+    by: Tensor | None,
+    plain: _Nearest | None = None,
+) -> Strays | None:
     """Find rows, columns or blocks of a row that are further from the base than rounding takes them; None without any.
 
-    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it.
+    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. plain: what
+    the layer is where it was rounded to nearest, which leaves every part as near as it can be.
     """
     unit = rows.smoothing(by).abs() if rows is not None else torch.ones((), dtype=torch.float32)
     unit = unit.mean(0) if unit.ndim == 2 else unit
     rounded = None
-    for name, margin in _LINES.items():
+    for name, margin in (_LINES if plain is None else _LINES_OF_PLAIN).items():
         error, size = _sizes(read - truth, unit, name), _sizes(truth, unit, name)
         # Fitting moves errors of codes along a row, whatever the sizes; from row to row only by a low-rank branch.
-        is_moved = name != "rows" or (rows is not None and rows.has_branch)
+        is_moved = plain is None and (name != "rows" or (rows is not None and rows.has_branch))
         common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
-        if (error <= torch.maximum(bound * size, margin * common)).all():
+        most = bound if plain is None else margin * plain.error
+        if (error <= torch.maximum(most * size, margin * common)).all():
             continue
+        least = _CODED / _OF_A_LINE if plain is None else plain.error
         expected = bound / _MARGIN * size
         if rows is not None:
             rounded = rows.rounded(truth, by) if rounded is None else rounded
-            expected = torch.maximum(_sizes(rounded - truth, unit, name), _CODED / _OF_A_LINE * size)
+            expected = torch.maximum(_sizes(rounded - truth, unit, name), least * size)
         wrong = error > margin * torch.maximum(expected, common)
         if wrong.any():
             at = wrong.nonzero()[:, -1 if name == "columns" else 0].unique()
@@ -442,8 +491,8 @@ def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
     """The base's rows in a format that is not ours: cast, or rounded to so many bits with a scale for 32 numbers."""
     n, k = layer.shape
     codes = max(layer.stored.values(), key=lambda stored: stored.nbytes)
-    if codes.dtype in _CASTS:
-        dtype = _CASTS[codes.dtype]
+    if codes.dtype in CASTS:
+        dtype = CASTS[codes.dtype]
         if not any("scale" in suffix for suffix in layer.stored):
             return truth.to(dtype).float()
         scale = truth.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(dtype).max
@@ -455,7 +504,7 @@ def _cast(truth: Tensor, layer: FileLayer) -> Tensor:
 
 
 _ROWS_TO_A_LINE = {"weight_zero_point": (8,), "weight_scale": (WINDOW,), "weight_scale_inv": (WINDOW,)}
-_CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 def _relative(read: Tensor, truth: Tensor) -> float:

@@ -7,6 +7,7 @@ stdout, everything else to stderr. Heavy imports happen inside the commands, so 
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import signal
 import sys
@@ -27,6 +28,14 @@ class _Commands(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(command.name or "", command.short_help or "") for command in commands])
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            if ctx.invoked_subcommand in _WITHOUT_OUTPUT:
+                error.add_note("this command has no output")
+            raise
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="fluxq")
@@ -45,6 +54,7 @@ _SECTIONS = {
     "Work with other programs": exchanging.COMMANDS,
     "Look up": looking_up.COMMANDS,
 }
+_WITHOUT_OUTPUT = ("plan", "inspect", "verify", "families", "env")
 for _command in (command for commands in _SECTIONS.values() for command in commands):
     cli.add_command(_command)
 
@@ -75,6 +85,9 @@ _ELSEWHERE = {
 def main() -> None:
     """Entry point: turns exceptions into one message and an exit code."""
     ended: list[int] = []
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of another encoding shows `?` for a sign that it lacks
+            stream.reconfigure(errors="replace")
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: what was begun is tidied up, what is done is kept
         number = getattr(signal, name, None)  # a system may have none, and nohup has this one ignored
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:

@@ -21,15 +21,27 @@ from shared import copy_of
 from fluxq import tiny
 from fluxq.base import files
 from fluxq.base import output as module
-from fluxq.base.files import atomic_path, clear_parts
-from fluxq.base.output import EXPORT_FILE, GENERATOR, PLAN_FILE, Output, put, put_back, remove, sole_writer, writing
+from fluxq.base.files import atomic_path, clear_parts, sha256_file
+from fluxq.base.output import (
+    BESIDE,
+    EXPORT_FILE,
+    PLAN_FILE,
+    Output,
+    job_of,
+    put,
+    put_back,
+    remove,
+    seal,
+    sole_writer,
+    writing,
+)
 from fluxq.base.tensors import save_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
-from fluxq.jobs import judge
+from fluxq.jobs import judge, making
 
-MARKS = GENERATOR + '"schema_version":'
-JOB = ["a job"]
+REPORT = '{"kind": "fluxq report"'
+A_JOB = job_of(["a job"])
 
 
 def checkpoint(folder: Path, *names: str) -> Path:
@@ -37,8 +49,13 @@ def checkpoint(folder: Path, *names: str) -> Path:
     folder.mkdir(parents=True)
     for name in names:
         (folder / name).write_text("ours")
-    (folder / PLAN_FILE).write_text(json.dumps({"files": dict.fromkeys(names, "")}))
+    (folder / PLAN_FILE).write_text(json.dumps({"files": {name: sha256_file(folder / name) for name in names}}))
     return folder
+
+
+def written(text: str, suffix: str, job: str = "") -> str:
+    """A text as a report has it: sealed, or of JSON with its kind."""
+    return f'{REPORT}, "text": "{text}"}}' if suffix == ".json" else seal(text, suffix, job)
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -93,7 +110,7 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
     out = checkpoint(tmp_path / "out", "weights")
     for name in ("README.md", "eval/report.json", ".eval_results/one.yaml"):
         (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text("of eval")
+        (out / name).write_text(written("of eval", Path(name).suffix))
     Output(out).require({}, overwrite=True)
     for folder in ("vae", "eval"):
         (out / folder).mkdir(exist_ok=True)
@@ -109,7 +126,7 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
     (tmp_path / "empty").mkdir()
     Output(tmp_path / "empty").require({}, overwrite=False)
     (export := tmp_path / "export").mkdir()
-    (export / EXPORT_FILE).write_text(json.dumps({"files": []}))
+    (export / EXPORT_FILE).write_text(json.dumps({"files": {}}))
     Output(export).require({}, overwrite=True)
     (export / "README.md").write_text("mine, since exports come without one")
     with pytest.raises(ValueError, match=r"fluxq did not write README\.md"):
@@ -127,7 +144,7 @@ def test_files_beside_are_the_output_too(tmp_path, name):
     with pytest.raises(ValueError, match="is the report of run"):
         output.require({"the report of run": beside}, overwrite=True)
     if name.endswith("html"):
-        (tmp_path / name).write_text(f"<html>{GENERATOR}")
+        (tmp_path / name).write_text(written("<html>", ".html"))
     else:
         save_weights({"a": torch.ones(2)}, tmp_path / name, {"fluxq_version": "1"})
     with pytest.raises(ValueError, match=r"fluxq did not write x\.json"):
@@ -137,7 +154,12 @@ def test_files_beside_are_the_output_too(tmp_path, name):
     with pytest.raises(ValueError, match=r"fluxq did not write x\.json"):
         output.require({}, overwrite=True)
     beside.unlink()
-    beside.write_text('{"schema_version": 3}')
+    if name.endswith("html"):
+        beside.write_text(written("old", ".json"))
+    else:
+        beside.write_text("{}")
+        named = {"fluxq_version": "1", BESIDE: json.dumps({".json": sha256_file(beside)})}
+        save_weights({"a": torch.ones(2)}, tmp_path / name, named)
     output.require({}, overwrite=True)
     if name.endswith("html"):
         (tmp_path / name).write_text("<html>")
@@ -184,7 +206,7 @@ def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp
     output = Output(tmp_path / "x.html", is_file=True, beside=(".json",)) if is_file else Output(tmp_path / "out")
     if is_file:
         for place in output.places:
-            place.write_text(f"old {MARKS}")
+            place.write_text(written("old", place.suffix))
     else:
         checkpoint(output.target, "weights")
     before, rename, left = tree(tmp_path), Path.rename, [1]
@@ -196,7 +218,7 @@ def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp
         return rename(path, target)
 
     def write(overwrite: bool) -> None:
-        with writing(output, JOB, overwrite=overwrite) as new:
+        with writing(output, A_JOB, overwrite=overwrite) as new:
             for place in output.places if is_file and new else ():
                 (new / place.name).write_text("new")
 
@@ -255,7 +277,7 @@ def test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_remov
     monkeypatch.setattr(Path, "rename", lambda p, t: done.append(f"{p.name}>{t.name}") or rename(p, t))
     monkeypatch.setattr(module, "remove", lambda path: done.append(f"-{path.suffix or path.name}"))
     output = Output(checkpoint(tmp_path / "out", "weights"))
-    with writing(output, JOB, overwrite=True) as new:
+    with writing(output, A_JOB, overwrite=True) as new:
         assert new is not None
         (new / "vae").mkdir()
         (new / "vae" / "a").write_text("new")
@@ -292,22 +314,27 @@ def test_statistics_that_a_kill_left_half_written_lie_where_the_next_run_clears(
 def test_what_is_made_stands_in_its_place_and_nothing_else_is_left(tmp_path, is_file):
     output = Output(tmp_path / "x.html", is_file, (".json",) if is_file else ())
     for text, overwrite in (("first", False), ("second", True)):
-        with writing(output, JOB, overwrite=overwrite) as new:
+        with writing(output, A_JOB, overwrite=overwrite) as new:
             for name in ("x.json", "x.html") if is_file else ("a", PLAN_FILE):
-                (new / name).write_text(text + MARKS if is_file else json.dumps({"files": ["a"], "text": text}))
+                if is_file:
+                    content = written(text, Path(name).suffix)
+                else:
+                    plan = {"files": {"a": sha256_file(new / "a")}, "text": text} if name == PLAN_FILE else text
+                    content = json.dumps(plan)
+                (new / name).write_text(content)
         names = ["x.html", "x.json"] if is_file else ["x.html"]
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         assert all(text in content for content in tree(tmp_path).values())
     with (
         pytest.raises(ValueError, match="exists; give another --output, or --overwrite"),
-        writing(output, JOB, overwrite=False),
+        writing(output, A_JOB, overwrite=False),
     ):
         pytest.fail("began")
 
 
 def test_an_error_leaves_the_old_output_and_nothing_else(tmp_path):
     before = tree(checkpoint(tmp_path / "out", "weights"))
-    with pytest.raises(OSError, match="full"), writing(Output(tmp_path / "out"), JOB, overwrite=True) as new:
+    with pytest.raises(OSError, match="full"), writing(Output(tmp_path / "out"), A_JOB, overwrite=True) as new:
         (new / "half").write_text("half")
         raise OSError("full")
     assert tree(tmp_path / "out") == before and [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -317,7 +344,8 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from fluxq.base import output as module
-from fluxq.base.output import Output, writing
+from fluxq.base.files import sha256_file
+from fluxq.base.output import Output, job_of, seal, writing
 left, is_file, overwrite = int(sys.argv[1]), sys.argv[2] == "file", sys.argv[3] == "overwrite"
 
 def watch(event, arguments):  # all that changes the file system goes by here
@@ -331,13 +359,19 @@ def watch(event, arguments):  # all that changes the file system goes by here
 
 output = Output(Path("x.html"), is_file, (".json",) if is_file else ())
 names = ("x.json", "x.html") if is_file else ("a", "fluxq_plan.json")
-text = json.dumps({"files": ["a"], "text": "new", "page": '<meta name="generator" content="fluxq">'.replace('"', "'")})
+job = job_of(["job"])
+def text(new, name):
+    if is_file:
+        return '{"kind": "fluxq report"}' if name == "x.json" else seal("new", ".html", job)
+    plan = {"files": {"a": sha256_file(new / "a")}, "identity": {"job": job}} if name != "a" else "new"
+    return json.dumps(plan)
 sys.addaudithook(watch)
 try:
-    output.require({}, overwrite=overwrite)
-    with writing(output, ["job"], overwrite=overwrite) as new:
+    output.require({}, overwrite=overwrite, exists_ok=True)
+    output.require_free(overwrite=overwrite, job=job)
+    with writing(output, job, overwrite=overwrite) as new:
         for name in names if new else ():
-            (new / name).write_text('<meta name="generator" content="fluxq">"schema_version":new' if is_file else text)
+            (new / name).write_text(text(new, name))
 except ValueError as error:
     sys.exit(str(error))
 print("finished" if new is None else "made", left)
@@ -359,8 +393,8 @@ def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_fi
         folder = tmp_path / name
         folder.mkdir()
         if overwrite and is_file == "file":
-            (folder / "x.html").write_text(MARKS + "old")
-            (folder / "x.json").write_text(MARKS + "old")
+            for name in ("x.html", "x.json"):
+                (folder / name).write_text(written("old", Path(name).suffix))
         elif overwrite:
             checkpoint(folder / "x.html", "weights")
         return folder
@@ -376,8 +410,7 @@ def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_fi
         assert run(folder, at).returncode == -signal.SIGKILL
         visible = {name: text for name, text in tree(folder).items() if not name.startswith(".")}
         again = run(folder, most)
-        if again.returncode:  # only behind the last trace, where all stands and nothing of ours is left to tell
-            assert "x.html exists" in again.stderr and visible == expected, (at, again.stderr)
+        assert again.returncode == 0, (at, again.stderr)
         finished += again.stdout.startswith("finished")
         assert tree(folder) == expected, at
         assert old == {} or visible in (old, expected) or is_file == "file" or visible == {}, at
@@ -390,7 +423,7 @@ def test_what_was_moved_aside_by_another_job_is_put_back_before_anything_else(tm
     checkpoint(tmp_path / ".out.more.0123456789abcdef.old" / "0", "weights")  # of another output, out.more
     with (
         pytest.raises(ValueError, match="out exists; give another --output, or --overwrite"),
-        writing(Output(tmp_path / "out"), JOB, overwrite=False),
+        writing(Output(tmp_path / "out"), A_JOB, overwrite=False),
     ):
         pytest.fail("began")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.more.0123456789abcdef.old", "out"]
@@ -405,7 +438,7 @@ def test_a_link_to_another_disk_stays_and_its_target_is_replaced(tmp_path):
     place.mkdir()
     try:
         (tmp_path / "out").symlink_to(place / "out")
-        with writing(Output(tmp_path / "out"), JOB, overwrite=False) as new:
+        with writing(Output(tmp_path / "out"), A_JOB, overwrite=False) as new:
             (new / "a").write_text("new")
         assert (tmp_path / "out").is_symlink() and tree(place) == {"out/a": "new"}
     finally:
@@ -474,8 +507,8 @@ def test_what_a_killed_process_left_of_a_file_is_cleared(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_end_a_command_as_ctrl_c_does(tmp_path, number):
     program = f"""
-import os, signal, fluxq.cli, fluxq.jobs.making as jobs
-jobs.prepare = lambda *a, **k: os.kill(os.getpid(), {number})
+import os, signal, fluxq.cli, fluxq.jobs.making as making
+making.prepare = lambda *a, **k: os.kill(os.getpid(), {number})
 plain = signal.default_int_handler if {number} == signal.SIGINT else signal.SIG_DFL
 signal.signal({number}, plain)  # below nohup, or in the background, it is ignored, which a command leaves so
 fluxq.cli.main()
@@ -535,6 +568,49 @@ def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_pat
     (tmp_path / name).mkdir()
     refused = CliRunner().invoke(cli, ["verify", str(tmp_path / name)]).output
     assert r"\x1b]0;PWNED" in refused and "\x1b" not in refused
+
+
+@pytest.mark.parametrize("encoding", ["cp437", "latin-1"])
+def test_a_sign_that_the_terminal_lacks_ends_no_command(tmp_path, encoding):
+    """R21o: × and … of a plan, and what a command warns of."""
+    words = [sys.executable, "-m", "fluxq", "plan", "--recipe", "nvfp4"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    assert "768×128".encode(encoding, errors="replace") in done.stdout
+
+
+def test_the_root_of_the_file_system_is_no_output(tmp_path, monkeypatch):
+    """R18: it has no folder around it."""
+    monkeypatch.chdir(tmp_path)
+    for words in ("quantize --recipe fp8 --no-check -o /", "calibrate --recipe nvfp4 -o / --overwrite"):
+        done = CliRunner().invoke(cli, words.split())
+        assert done.exit_code == 2 and "output / cannot be made" in done.output, done.output
+    for is_file in (False, True):
+        with pytest.raises(ValueError, match="output / cannot be made: / is no folder one may write to; give another"):
+            Output(Path("/"), is_file).require({}, overwrite=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("modes", [(0o444, 0o555), (0o600, 0o700)], ids=["read-only", "private"])
+def test_a_checkpoint_has_the_modes_of_new_files_whatever_the_models_are(tmp_path, umask, modes):
+    """R15, R21h: of a read-only model it can be overwritten, and others may read that of a private one."""
+    source, out = copy_of(tiny.path(), tmp_path / "m"), tmp_path / "out"
+    for path in source.rglob("*"):
+        path.chmod(modes[path.is_dir()])
+    source.chmod(modes[1])
+    before = os.umask(umask)
+    try:
+        for overwrite in (False, True):
+            asked = making.Options(str(source), "fp8", "rtn", str(out), check=False, overwrite=overwrite)
+            making.quantize(making.prepare(asked))
+            for path in (out, *out.rglob("*")):
+                expected = (0o777 if path.is_dir() else 0o666) & ~umask
+                assert stat.S_IMODE(path.stat().st_mode) == expected, path
+    finally:
+        os.umask(before)
+        for path in (source, *source.rglob("*")):
+            path.chmod(0o700)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
 
 
 def test_a_strangers_file_begins_no_line_of_its_own(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tracemalloc
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -233,9 +234,9 @@ def test_a_part_that_was_cut_short_since_is_noticed(tmp_path):
         join_weights(parts, tmp_path / "joined", {})
 
 
-def test_a_file_that_cannot_be_written_is_named_with_what_is_free(tmp_path):
+def test_a_file_that_cannot_be_written_is_named_and_room_is_told_of_only_where_it_lacks(tmp_path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match=r"cannot write taken \(.*GB are free at"):
+    with pytest.raises(OSError, match=r"cannot write taken \(.*\)$"):
         save_weights({"a": torch.zeros(1)}, tmp_path / "taken", {})
 
 
@@ -318,3 +319,37 @@ def test_large_files_go_to_the_disk_as_they_are_written(tmp_path, monkeypatch):
     for write in (lambda to: save_weights(tensors, to, {}), lambda to: join_weights(parts, to, {})):
         with pytest.raises(OSError, match=r"cannot write full \(.*no room\); .* GB are free"):
             write(tmp_path / "full")
+
+
+@pytest.mark.parametrize("when", ["opened", "read"])
+def test_a_part_that_cannot_be_read_is_no_failure_of_writing(tmp_path, monkeypatch, when):
+    """R11: what kind of trouble it was is kept, and the file is named that had it."""
+    save_weights({"a": torch.ones(4)}, tmp_path / "part", {})
+    stored = TensorFile(tmp_path / "part").stored["a"]
+
+    class Failing(FileIO):
+        def __init__(self, path: Path, mode: str = "r") -> None:
+            if when == "opened" and mode == "r":
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            super().__init__(path, mode)
+
+        def readinto(self, _: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "FileIO", Failing)
+    with pytest.raises(OSError, match=r"cannot be read .*; run this again: '.*part'") as caught:
+        join_weights({"a": (tmp_path / "part", stored)}, tmp_path / "whole", {})
+    assert caught.value.errno == (errno.EMFILE if when == "opened" else errno.EIO)
+
+
+def test_a_full_disk_is_told_by_its_number(tmp_path, monkeypatch):
+    """R11: whoever calls can tell it from a disk that fails."""
+
+    class Full(FileIO):
+        def write(self, _: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "FileIO", Full)
+    with pytest.raises(OSError, match=r"cannot write full \(.*No space.*\); .* GB are free") as caught:
+        save_weights({"a": torch.ones(4)}, tmp_path / "full", {})
+    assert caught.value.errno == errno.ENOSPC

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.calibrate import prompts
 from fluxq.calibrate.prompts import COLUMNS, DATASETS, READERS, PromptSet, load_prompts
 
 TEXTS = ("a red three, on black", 'a "quoted" ünïcode circle', "a blue square")
@@ -228,7 +230,8 @@ def test_a_known_dataset_is_read_from_its_split_and_column(model, monkeypatch, n
 def test_a_file_of_many_bytes_is_refused_before_it_is_read(tmp_path, model, suffix):
     with (tmp_path / f"p{suffix}").open("wb") as file:
         file.truncate(5 << 30)
-    with pytest.raises(ValueError, match="5120 MiB; at most 256 are read: make it shorter"):
+    most = 16 if suffix == ".yaml" else 256
+    with pytest.raises(ValueError, match=f"5120 MiB; at most {most} are read: make it shorter"):
         load_prompts(str(tmp_path / f"p{suffix}"), model)
 
 
@@ -334,3 +337,79 @@ def test_a_fifo_is_refused_before_anything_is_asked_for_it(tmp_path, model) -> N
     for source in (tmp_path / "p.txt", Path("/dev/zero")):
         with pytest.raises(ValueError, match="a FIFO or device, which ends nowhere"):
             load_prompts(str(source), model)
+
+
+# What is small on disk
+
+
+def refused(tmp_path: Path, name: str, model, most: int) -> str:
+    """What is said of a file; it took no more than so many bytes of Python's and Arrow's memory."""
+    usual = pyarrow.default_memory_pool()
+    watched = pyarrow.proxy_memory_pool(usual)
+    pyarrow.set_memory_pool(watched)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=name) as caught:
+            load_prompts(str(tmp_path / name), model)
+        assert tracemalloc.get_traced_memory()[1] + watched.max_memory() < most
+    finally:
+        tracemalloc.stop()
+        pyarrow.set_memory_pool(usual)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("prompt", pyarrow.array(["a" * 6_000_000] * 64)),
+        ("captions", pyarrow.array([["b" * 9_000] * 1_000] * 40)),
+        ("text", pyarrow.array(["c" * 9_000] * 40_000).dictionary_encode()),
+    ],
+    ids=["wide", "lists", "dictionary"],
+)
+def test_a_table_is_refused_before_it_is_unpacked(tmp_path, model, column, values):
+    """R18: a wide .parquet, lists of texts that recur, and a dictionary's."""
+    pyarrow.parquet.write_table(pyarrow.table({column: values}), tmp_path / "p.parquet", compression="zstd")
+    assert (tmp_path / "p.parquet").stat().st_size < 100_000
+    said = refused(tmp_path, "p.parquet", model, 64 << 20)
+    assert said.endswith("more than 256 MiB of text unpacked; make it shorter")
+
+
+def test_a_table_of_too_many_texts_is_refused(tmp_path, model):
+    """R18: in one row, so that no limit of rows sees them."""
+    pyarrow.parquet.write_table(pyarrow.table({"captions": [["b"] * (1 << 22), ["c"]]}), tmp_path / "p.parquet")
+    assert refused(tmp_path, "p.parquet", model, 64 << 20).endswith(
+        "texts and numbers; at most 4194304 are read: make it shorter"
+    )
+
+
+def test_what_recurs_in_a_table_is_read_as_often_as_it_does(tmp_path, model):
+    """R18: texts are kept as a dictionary while they are read, in several groups of rows too."""
+    names = [f"{text} {i % 5}" for i in range(100) for text in TEXTS]
+    table = pyarrow.table({"prompt": names, "height": [16] * len(names)})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet", row_group_size=70)
+    assert read(tmp_path / "p.parquet", model) == tuple(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("p.txt", "\n" * 9_000, ":4001: a line too many; check that this is a file of prompts"),
+        ("p.txt", "a" * 2_000_000, ":1: a line of more than 1048576 characters; check that this is a file of prompts"),
+        ("p.txt", "ab\n" * 3_000_000, ": more than 1000 prompts, which are the most that are read; make it shorter"),
+        ("p.json", "[]" + " " * (17 << 20), ": 17 MiB; at most 16 are read: make it shorter"),
+        ("p.yaml", "- a\n" * 2_500, ": not YAML (more than 2000 nodes; make it shorter, or a .jsonl file)"),
+        (
+            "p.yaml",
+            "- &a {prompt: x}\n- {<<: [*a, *a]}\n",
+            ": not YAML (a mapping is merged into another; write out what it says)",
+        ),
+    ],
+)
+def test_text_is_refused_before_its_memory_is_spent(tmp_path, model, monkeypatch, name, text, said):
+    """R18: lines are looked at one after the other, documents that are parsed as a whole are short."""
+    monkeypatch.setattr(prompts, "_MAX_ROWS", 1_000)
+    monkeypatch.setattr(prompts, "_MAX_LINES", 4_000)
+    monkeypatch.setattr(prompts, "_MAX_NODES", 2_000)
+    write(tmp_path / name, text)
+    assert refused(tmp_path, name, model, 8 << 20) == f"{tmp_path / name}{said}"

@@ -666,7 +666,8 @@ def test_a_write_that_fails_is_named_and_leaves_nothing(fluxq, quick_recipe, com
         result = fluxq(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(result, 1, "cannot write ", "File too large", "GB are free")
+    assert_refused(result, 1, "cannot write ", "File too large")
+    assert "GB are free" not in result.output  # room is not what lacks
 
 
 @pytest.mark.parametrize("size", ["0GB", "5", "GB", "-1MB", "5 bananas"])
@@ -725,6 +726,30 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
     result = fluxq("quantize", "--recipe", "fp8", "--no-check")
     assert result.code == 0 and caplog.messages[-1] == f"going on with what an interrupted run left in {work}"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-fp8"]
+
+
+@pytest.mark.parametrize("words", [("plan",), ("inspect", "out"), ("verify", "out"), ("families",)])
+def test_an_interrupted_command_without_output_speaks_of_none(fluxq, monkeypatch, tmp_path, words):
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "out").mkdir()
+    command = cli.commands[words[0]]
+    monkeypatch.setattr(command, "callback", interrupted)
+    result = fluxq(*words)
+    assert (result.code, result.err.strip()) == (130, "interrupted; this command has no output")
+    monkeypatch.setattr(cli.commands["report"], "callback", interrupted)
+    assert "every output" in fluxq("report", "out").err
+
+
+def test_help_says_where_each_command_writes(fluxq):
+    for command, place in {
+        "quantize": "<model>-<recipe>",
+        "calibrate": "<model>-<recipe>-statistics.safetensors",
+        "import": "<PATH>-fluxq",
+    }.items():
+        said = re.sub(r"-\n\s+", "-", fluxq(command, "--help").out)
+        assert f"by default ./{place}." in " ".join(said.split()), command
 
 
 # Real processes
@@ -791,6 +816,9 @@ def test_calibrate_says_what_its_statistics_are_for(fluxq, tiny_folder, quick_re
     assert fluxq(*shlex.split(command)[2:], "--no-check").code == 0
     result = fluxq("calibrate", tiny_folder, "--recipe", quick_recipe("nvfp4"), *few)
     assert "they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself" in result.out
+    again = ("calibrate", tiny_folder, "--recipe", static, "--num-inference-steps", 1, "-o", "u.safetensors")
+    assert "already done" not in fluxq(*again).out
+    assert "already done: u.safetensors holds the statistics of this recipe and model\n" in fluxq(*again).out
     for recipe in ("int4", "fp8"):
         result = fluxq("calibrate", tiny_folder, "--recipe", quick_recipe(recipe), *few)
         assert f"recipe {recipe} stores no input scale, so `fluxq quantize` has no use for them" in result.out

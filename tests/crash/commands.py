@@ -119,6 +119,9 @@ COMMANDS = {
         "import {base}/model.safetensors --base {base}/model -o out --overwrite", (("other-imported", "out"),)
     ),
     "eval": Command("eval out --count 2 --images images " + _EVAL, (("model-fp8", "out"),), in_place=True),
+    "bench": Command(
+        "bench out --rounds 3 --warmup 1 --prompts {base}/prompts.txt " + SIZES, _EVALUATED, in_place=True
+    ),
     "debug": Command(
         "debug out --count 1 --budget 24 --growth 1 --prompts {base}/prompts.txt --patch patch.yaml " + SIZES + "",
         _EVALUATED,

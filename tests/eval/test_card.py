@@ -7,9 +7,11 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from fluxq.base.files import write_text
+from fluxq.base.output import unsealed
 from fluxq.commands.show import _facts
 from fluxq.eval.metrics.schema import Verdict
 from fluxq.eval.report.card import eval_results, model_card, with_evaluation
+from fluxq.jobs.judge import _write
 from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.verify import verify
 
@@ -74,7 +76,7 @@ def test_card_says_the_verdict_and_the_metrics_and_keeps_the_rest(card, report):
     assert f"{report.runs[0].metrics['psnr'].value.mean:.2f}" in text and "not measured: needs alexnet" in text
     body = ModelCard(card).text
     before, after = body.split("\n## How it was made\n")
-    assert before.strip() in text and text.endswith(f"\n## How it was made\n{after}")
+    assert before.strip() in text and unsealed(text).endswith(f"\n## How it was made\n{unsealed(after)}")
     assert text.index("## Measured quality") < text.index("## Evaluation") < text.index("## How it was made")
 
 
@@ -138,3 +140,26 @@ def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
     assert parsed["license_name"] == text and "base_model" not in parsed and parsed["tags"][-1] == text
     body = ModelCard(card).text
     assert not re.search(r"(?<!\\)(<img|\]\(javascript)", re.sub("`[^`]*`", "", body))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "license_name: Foo: community licence",  # as fluxq itself once wrote it
+        "model-index: 3",
+        "ignore_metadata_errors: 3",
+        "3: 4",
+        "tags: 3",
+    ],
+)
+def test_front_matter_that_is_none_is_named_and_the_card_left_as_it_is(report, written, tmp_path, caplog):
+    """R17: of an older fluxq, or of somebody else; what was measured is written all the same."""
+    text = f"---\n{written}\n---\n\n# Mine\n"
+    with pytest.raises(ValueError):
+        with_evaluation(text, report)
+    write_text(tmp_path / "README.md", text)
+    _write(tmp_path, report)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == text
+    assert (tmp_path / "eval" / "report.json").is_file()
+    (said,) = [message for message in caplog.messages if "README.md" in message]
+    assert said.startswith(f"{tmp_path / 'README.md'} is left without the evaluation: its front matter")

@@ -1,8 +1,15 @@
+import copy
+import functools
+import operator
+import re
+from collections.abc import Iterator
+
 import example_report
 import pytest
+from pydantic import ValidationError
 
 from fluxq.eval.metrics.figures import both, count, duration, figure, limits, mark, share, size
-from fluxq.eval.metrics.schema import Estimate, Verdict
+from fluxq.eval.metrics.schema import Estimate, Report, Verdict
 from fluxq.eval.report.markdown import escaped, markdown
 
 
@@ -95,3 +102,36 @@ def test_sizes_and_shares():
         "–",
     ]
     assert [share(value) for value in (0.123, -0.05, 19.704, None)] == ["12.3 %", "−5 %", "1970 %", "–"]
+
+
+def test_no_text_of_a_report_is_markup_in_its_markdown(three):
+    """R21p: whatever a stranger's report.json says, each of its texts and names in turn."""
+    evil, said, names, tried = "<img src=x>", three.model_dump(mode="json"), set(), 0
+    for where in _places(said):
+        name = tuple("" if isinstance(key, int) else key for key in where)
+        if name in names:
+            continue
+        names.add(name)
+        for as_key in (False, True):
+            changed = copy.deepcopy(said)
+            held = functools.reduce(operator.getitem, where[:-1], changed)
+            if as_key and isinstance(held, dict):
+                held[evil] = held.pop(where[-1])
+            else:
+                held[where[-1]] = evil
+            try:
+                text = markdown(Report.model_validate(changed))
+            except ValidationError:
+                continue  # as reading it would
+            tried += 1
+            outside = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+            assert evil not in outside, name
+    assert tried > 90
+
+
+def _places(value: object, at: tuple = ()) -> Iterator[tuple]:
+    """The keys that lead to each text, and to each table in tables."""
+    for key, held in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        if isinstance(held, (str, dict)):
+            yield (*at, key)
+        yield from _places(held, (*at, key))

@@ -150,6 +150,13 @@ def test_what_is_not_the_bases_is_refused_by_name_and_nothing_is_left(base, tmp_
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors"]
 
 
+def test_a_link_in_the_base_that_leads_nowhere_is_no_reason_to_stop(tmp_path) -> None:
+    mine = write_base(tmp_path / "base")
+    (mine / "dangling").symlink_to(tmp_path / "nowhere")
+    (report,) = import_model(made(tmp_path, "modelopt", "fp8-fp8"), tmp_path / "out", mine)
+    assert len(report.quantized) == 22
+
+
 def test_a_file_that_says_nothing_needs_a_base(base, tmp_path) -> None:
     marked, bare = made(tmp_path / "a", "comfy", NVFP4), made(tmp_path / "b", "comfy", NVFP4, marked=False)
     with pytest.raises(ValueError, match="does not say the model's configuration; give the 16-bit model as --base"):

@@ -606,7 +606,7 @@ def test_a_bare_file_of_compressed_tensors_says_that_its_configuration_is_missin
     report = inspect_path(bare)[""]
     assert report.dialect == "compressed_tensors" and not report.layers
     assert sum("config.json says how it is quantized, and is not there" in f.what for f in report.faults) == 22
-    with pytest.raises(ValueError, match="get the folder, not the file alone"):
+    with pytest.raises(ValueError, match="nor does a base say it; get the folder, not the file alone"):
         import_model(bare, tmp_path / "out", base)
 
 

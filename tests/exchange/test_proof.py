@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from exchange_files import Tensors, base_state, write_base
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fluxq.cli import cli
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import Inspection, inspect_path
@@ -244,13 +246,87 @@ def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
             import_model(folder, tmp_path / "out", given)
 
 
-def test_most_linears_further_off_than_rounding_are_another_training(base, tmp_path) -> None:
-    g, state = torch.Generator().manual_seed(7), {}
-    for name, value in base_state().items():
+def codes_less(codes: Tensor) -> Tensor:
+    """Four of 16 codes of a row become 0."""
+    codes = codes.clone()
+    codes.view(torch.uint8)[3, 8:10] = 0
+    return codes
+
+
+def neighbours_scale(scale: Tensor) -> Tensor:
+    """The scale of a block, where the one beside it is half as large again, becomes that one's."""
+    codes, values = scale.view(torch.uint8).clone(), scale.float()
+    row, at = divmod(int((values[:, 1:] / values[:, :-1] - 1.45).abs().argmin()), values.shape[1] - 1)
+    codes[row, at] = codes[row, at + 1]
+    return codes.view(scale.dtype)
+
+
+SMALL: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
+    "four codes of zero": (NVFP4, "weight", codes_less, "damaged"),
+    "a neighbour's scale": (NVFP4, "weight_scale", neighbours_scale, "damaged"),
+    "1.5 % more of 4 bits": (NVFP4, "weight_scale_2", lambda scale: scale * 1.015, "scale off by a factor"),
+    "0.4 % more of 8 bits": (FP8, "weight_scale", lambda scale: scale * 1.004, "scale off by a factor"),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_what_was_rounded_to_nearest_is_held_to_it(case, base, tmp_path) -> None:
+    """Fitted codes may be further off; these are not, in all but one layer."""
+    scheme, name, by, kind = SMALL[case]
+    layer = "transformer_blocks.0.ff.net.2"
+    report = inspect_path(made(tmp_path, "modelopt", scheme, change(name, by, layer)), base)[""]
+    assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [(kind, layer)]
+
+
+def trained_on(state: Tensors) -> Tensors:
+    """Weights of another training, all of them near these."""
+    g, found = torch.Generator().manual_seed(7), {}
+    for name, value in state.items():
         noise = torch.randn(value.shape, generator=g) * value.float().std() * 0.3
-        state[name] = (value.float() + noise).bfloat16() if value.ndim == 2 else value
-    report = inspect_path(made(tmp_path, "modelopt", FP8, state=state), base)[""]
-    assert report.is_sound and kinds(report, notes=True)["differs"] > 20
+        found[name] = (value.float() + noise).bfloat16() if value.ndim == 2 else value
+    return found
+
+
+def without_low_bits(module: str, tensors: Tensors) -> None:
+    tensors["weight"] = (tensors["weight"].view(torch.uint8) & 0xF8).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("broken", "state"), [(None, trained_on), (without_low_bits, dict)])
+def test_what_is_further_off_than_rounding_in_most_linears_is_not_the_bases(broken, state, base, tmp_path) -> None:
+    """Another training, or damage of all layers: numbers do not tell them apart, and neither is taken for the base."""
+    folder = made(tmp_path, "modelopt", FP8, broken, state=state(base_state()))
+    report = inspect_path(folder, base)[""]
+    assert not report.is_sound and kinds(report)["differs"] > 20
+    with pytest.raises(ValueError, match="differs: error"):
+        import_model(folder, tmp_path / "out", base)
+    tuned = tmp_path / "tuned"
+    shutil.copytree(base, tuned)
+    save_file(state(base_state()), tuned / "diffusion_pytorch_model.safetensors")
+    assert inspect_path(folder, tuned)[""].is_sound == (broken is None)
+
+
+def test_a_cast_to_fp8_may_lose_what_it_loses_of_the_bases_small_numbers(base, tmp_path) -> None:
+    name, state = "transformer_blocks.0.attn.to_q.bias", base_state()
+    small = state | {name: (state[name].float() / state[name].float().abs().max() * 0.0147).bfloat16()}
+    plain = tmp_path / "base"
+    shutil.copytree(base, plain)
+    save_file(small, plain / "diffusion_pytorch_model.safetensors")
+    cast = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in small.items()}
+    assert (cast[name].float() - small[name].float()).norm() > 0.05 * small[name].float().norm()
+    report = inspect_path(folder_of(tmp_path / "theirs", cast), plain)[""]
+    assert report.is_sound, report.faults
+    cast[name] = (small[name].float() * 1.15).to(torch.float8_e4m3fn)
+    assert not inspect_path(folder_of(tmp_path / "off", cast), plain)[""].is_sound
+
+
+def test_scales_of_activations_are_said_not_to_be_proved(base, tmp_path) -> None:
+    folder = made(tmp_path, "modelopt", STATIC, change("input_scale", lambda scale: scale * 100))
+    report = inspect_path(folder, base)[""]
+    assert report.is_sound and report.unproved[0].startswith(f"input scales of {len(report.layers)} layers")
+    (done,) = import_model(folder, tmp_path / "out", base)
+    assert done.unproved == report.unproved and not done.notes
+    said = CliRunner().invoke(cli, ["inspect", str(folder), "--base", str(base)]).output
+    assert "not proved" in said and "nothing is wrong in what the base can prove" in said.splitlines()[-1]
 
 
 # --- readers

@@ -26,8 +26,11 @@ from fluxq.base.model import load_pipeline, resolve_model
 from fluxq.base.tensors import TensorFile
 from fluxq.calibrate import calls, nested
 from fluxq.calibrate.blocks import _OnDisk
+from fluxq.calibrate.capture import run_pipeline
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import GroupSums, Statistics
+from fluxq.eval.report.card import with_evaluation
+from fluxq.jobs.requirements import require_call
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.inspect import inspect_path
@@ -375,12 +378,66 @@ def test_numbers_that_published_models_have_are_read(tiny_folder):
         ("guidance_scale", float("nan"), "expected finite numbers or text"),
         ("guidance_scale", {"a": 1}, "expected finite numbers or text"),
         ("sigmas", [[1.0]], "expected finite numbers or text"),
+        ("num_images_per_prompt", 3, "expected 1$"),
     ],
 )
 def test_arguments_that_no_call_takes_are_named(tiny_folder, argument, value, message):
     write_json(tiny_folder / "fluxq_generation.json", {argument: value})
     with pytest.raises(ValueError, match=rf"fluxq_generation\.json: {argument} is .*{message}"):
         _ = resolve_model(str(tiny_folder)).generation_defaults
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"true_cfg_scale": "x", "negative_prompt": "b"}, "true_cfg_scale is 'x', expected a number"),
+        ({"ip_adapter_image": "x"}, "ip_adapter_image is 'x', expected what no file can say; remove it"),
+        ({"height": 1}, "height is 1, expected a multiple of 2 from 4 up"),
+        ({"width": 17}, "width is 17, expected a multiple of 2"),
+        ({"prompt_2": ["a", "b"]}, r"prompt_2 is .*, expected one text, which all prompts share"),
+        ({"negative_prompt_2": 5}, "negative_prompt_2 is '5', expected a text or a list, each a text"),
+        (
+            {"negative_prompt": "x" * 20_000},
+            "negative_prompt is .*, a text of 20000 characters, expected 10000 at most",
+        ),
+        ({"guidance_scale": None}, "guidance_scale is 'None', expected a number"),
+        ({"guidance_scale": True}, "guidance_scale is 'True', expected a number"),
+        ({"sigmas": ["a"]}, "sigmas is .*, expected a list, each a number"),
+    ],
+)
+def test_values_of_a_kind_that_the_call_does_not_take_are_named(tiny_folder, said, message):
+    write_json(tiny_folder / "fluxq_generation.json", said)
+    model = resolve_model(str(tiny_folder))
+    with pytest.raises(ValueError, match=rf"fluxq_generation\.json: {message}"):
+        require_call(model, model.generation_defaults)
+
+
+def test_values_of_every_kind_that_the_call_takes_pass(tiny_folder):
+    said = {"height": 32, "guidance_scale": 1, "negative_prompt": "b", "sigmas": [1, 0.5], "prompt_2": None}
+    write_json(tiny_folder / "fluxq_generation.json", {**said, "true_cfg_scale": 2.5, "max_sequence_length": 8})
+    model = resolve_model(str(tiny_folder))
+    require_call(model, model.generation_defaults)
+
+
+def test_a_size_that_the_vae_does_not_make_is_said_of_the_option_that_asks_for_it():
+    with pytest.raises(ValueError, match=r"^--height is 3, expected a multiple of 2 from 4 up"):
+        require_call(resolve_model("tiny"), {"height": 3}, {"height"})
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"max_sequence_length": 2000}, "ValueError: `max_sequence_length` cannot be greater than 512"),
+        ({"guidance_scale": 1.0, "timesteps": [1]}, "TypeError: "),  # of another pipeline
+    ],
+)
+def test_what_only_the_call_finds_wrong_names_the_file_and_its_keys(tiny_folder, said, error):
+    write_json(tiny_folder / "fluxq_generation.json", said)
+    model = resolve_model(str(tiny_folder))
+    with pytest.raises(
+        RuntimeError, match=rf"call failed \({error}.*with {', '.join(said)} of .*fluxq_generation\.json"
+    ):
+        list(run_pipeline(load_pipeline(model), [("a", 0)], {**model.generation_defaults, "height": 16, "width": 16}))
 
 
 @pytest.mark.parametrize("file", ["../batch-0000-x", "/etc/passwd", "batch-0001-x.safetensors", "batch-0000-/../x"])
@@ -503,3 +560,50 @@ def test_a_recipe_that_is_hard_to_print_is_refused_with_its_line(tmp_path, text)
     (tmp_path / "mine.yaml").write_text(f"version: 1\n{text}\n")
     with pytest.raises(ValueError, match=r"mine\.yaml:2: "):
         load_recipe(str(tmp_path / "mine.yaml"))
+
+
+def _bomb(levels: int, use: str) -> str:
+    """YAML of a line a level, each of which stands for twice as much as the one before."""
+    lines = ["a: &a0 [x]", *(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, levels)), use.format(levels - 1)]
+    return "\n".join(lines)
+
+
+def _merged(levels: int) -> str:
+    """YAML tables of a line a level, each of which takes the one before in twice."""
+    lines = ["a: &a0 {x: 1}", *(f"b{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, levels))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("matter", "message"),
+    [
+        (_bomb(40, "license: *a{}"), "more than 20000 values, with what its aliases stand for"),
+        (_merged(40), "more than 20000 values"),
+        ("license: " + "[" * 3000, "nested more than 20 deep"),
+        ("a: &a [*a]\nlicense: *a", "'a' holds itself"),
+        ("license: {a: b}", "license is a dict, expected a text"),
+        ("license: mit\n" + "# \n" * 100_000, "no second line of --- within 256 KiB"),
+    ],
+)
+def test_a_model_card_takes_neither_time_nor_memory(tiny_folder, caplog, matter, message):
+    (tiny_folder / "README.md").write_text(f"---\n{matter}\n---\n# a model")
+    assert resolve_model(str(tiny_folder)).license == {}
+    assert "README.md: front matter cannot be read" in caplog.text and message in caplog.text
+
+
+def test_what_a_model_card_says_of_its_licence_is_short_and_printable(tiny_folder, caplog):
+    (tiny_folder / "README.md").write_text(f'---\nlicense: [mit, "a\\e[31m"]\nlicense_name: {"x" * 9999}\n---\n')
+    assert resolve_model(str(tiny_folder)).license == {"license": r"mit, a\x1b[31m", "license_name": "x" * 299 + "…"}
+    assert "license_name has 9999 characters; cut to 300" in caplog.text
+
+
+def test_an_evaluation_is_not_added_to_a_card_that_stands_for_too_much():
+    card = f"---\n{_bomb(40, 'license: *a{}')}\n---\n"
+    with pytest.raises(ValueError, match="more than 20000 values"):
+        with_evaluation(card, example_report.example(1, count=2))
+
+
+def test_tables_that_take_each_other_in_are_no_prompts(tmp_path):
+    (tmp_path / "p.yaml").write_text(_merged(40))
+    with pytest.raises(ValueError, match=r"p\.yaml: not YAML \(more than \d+ values"):
+        load_prompts(str(tmp_path / "p.yaml"), resolve_model("tiny"))

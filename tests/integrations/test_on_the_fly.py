@@ -385,6 +385,15 @@ def test_dequantizing_leaves_nothing_behind(model, tmp_path):
     assert not quantized(FluxTransformer2DModel.from_pretrained(tmp_path))
 
 
+def test_a_config_that_cannot_be_written_leaves_the_one_that_was_there(model, tmp_path, monkeypatch):
+    """R10: as all that fluxq writes."""
+    (tmp_path / "q.json").write_text("old")
+    monkeypatch.setattr("fluxq.base.files.os.fsync", lambda _: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        model.config["quantization_config"].to_json_file(tmp_path / "q.json")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("q.json", "old")]
+
+
 def test_it_is_written_as_any_config(model, tmp_path):
     config = model.config["quantization_config"]
     config.to_json_file(tmp_path / "q.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,11 @@ WRONG = [
     (["quantize", "model", "--device", "gpu"], "device 'gpu' cannot be used; give --device cpu, or cuda with a GPU"),
     (["eval", "nope"], "nope is no folder; give one that `fluxq quantize` wrote"),
     (["eval", "model"], "model: not a fluxq checkpoint (it has no fluxq_plan.json)"),
+    (["eval", "download"], "download: its fluxq_plan.json is missing, which says what it was made from; fetch it too"),
+    (["inspect", "pipe"], "pipe is a pipe or a device, which could be waited for without end; give a file or folder"),
+    (["import", "pipe.safetensors"], "pipe.safetensors is a pipe or a device"),
+    (["quantize", "model", "--statistics", "pipe.safetensors"], "--statistics pipe.safetensors is a pipe or a device"),
+    (["quantize", "model", "--lora", "pipe.safetensors:0.5"], "LoRA file pipe.safetensors is a pipe or a device"),
     (["bench", "flux1-dev.safetensors"], "flux1-dev.safetensors is no folder"),
     (["debug", "modell"], "modell is no folder (did you mean 'model'?)"),
     (["verify", "nope"], "nope is no folder"),
@@ -72,6 +78,11 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     for name in ("model", "damaged", "cut"):
         copy_of(tiny.path(), place / name)
     (place / "damaged" / "model_index.json").write_text("{")
+    for name in ("pipe", "pipe.safetensors"):
+        os.mkfifo(place / name)
+    copy_of(place / "model", place / "download")
+    config = place / "download" / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fluxq"}}))
     (place / "out").mkdir()
     (place / "out" / "fluxq_plan.json").write_text("{}")
     weights = next((place / "cut" / "vae").glob("*.safetensors"))

@@ -24,6 +24,7 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import SourceWeights, library_of, list_linears, write_component
 from fluxq.quantize.nearest import quantize_weight
 from fluxq.quantize.run import quantize_component
+from fluxq.quantize.verify import verify
 from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -402,3 +403,47 @@ def test_groups_of_one_component_keep_their_names(pipe):
     items, call = [(tiny.PROMPTS[0], 0)], {**tiny.CALL_KWARGS, "num_inference_steps": 1}
     one = capture_statistics(pipe, {"transformer": {"q": path}}, items, call, steps=1, digests={"transformer": "d"})
     assert list(one.groups) == ["q"] and one.trajectory["model"] == "d" and one.of_component("transformer") is one
+
+
+# An adapter beside a text encoder, which transformers loads with it
+
+
+@pytest.fixture
+def adapted(tiny_folder) -> Path:
+    """The pipeline with an adapter beside its second text encoder, as PEFT saves one."""
+    folder = tiny_folder / "text_encoder_2"
+    said = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "lora_alpha": 2}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    layer = "base_model.model.encoder.block.0.layer.0.SelfAttention.q"
+    k = TINY.config("text_encoder_2")["d_model"]
+    save_file({f"{layer}.lora_A.weight": torch.ones(2, k)}, folder / "adapter_model.safetensors")
+    return tiny_folder
+
+
+def test_an_adapter_that_quantized_weights_would_lack_is_refused(fluxq, adapted, tmp_path):
+    for command in ("plan", "quantize"):
+        done = fluxq(command, adapted, "--recipe", "fp8", "--components", "text_encoder_2,transformer")
+        assert done.exit_code == 2, done.output
+        said = f"{adapted / 'text_encoder_2' / 'adapter_config.json'}: an adapter, which transformers adds"
+        assert said in done.output and "leave text_encoder_2 out" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_adapter_that_is_copied_is_recorded_where_a_lost_plan_file_leaves_it(adapted, tmp_path):
+    folder = quantized("fp8", tmp_path / "out", ("transformer",), adapted)
+    assert {result.status for result in verify(folder)} == {"ok"}
+    (folder / "fluxq_plan.json").unlink()
+    assert [finding for result in verify(folder) for finding in result.findings] == []
+    file = folder / "text_encoder_2" / "adapter_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    (found,) = [finding for result in verify(folder) for finding in result.findings]
+    assert found.where == "text_encoder_2" and found.what.startswith("other tensors than transformer/config.json")
+    config = folder / "transformer" / "config.json"
+    said = json.loads(config.read_text())
+    said["quantization_config"].pop("digests")
+    config.write_text(json.dumps(said))
+    found = [finding for result in verify(folder) for finding in result.findings]
+    assert [each.where for each in found] == [
+        f"text_encoder_2/adapter_{name}" for name in ("config.json", file.name[8:])
+    ]
+    assert all("nothing records it" in each.what for each in found)

@@ -8,25 +8,31 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import example_report
 import pyarrow.parquet
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from shared import copy_of
 
 import fluxq  # noqa: F401  registers the quantizer
 from fluxq import tiny
+from fluxq.base.files import sha256_file
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile
 from fluxq.calibrate import prompts
 from fluxq.calibrate.prompts import load_prompts
+from fluxq.calibrate.statistics import Statistics
+from fluxq.cli import cli
 from fluxq.jobs import judge, making
-from fluxq.quantize import finished, run
+from fluxq.quantize import checkpoint, finished, run
 from fluxq.quantize.checkpoint import SourceWeights
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -50,24 +56,37 @@ def quantize(source: Path, out: Path, **more) -> Path:
     return out / "transformer" / WEIGHTS
 
 
-def stopped(
-    monkeypatch, source: Path, out: Path, after: int = 4, error: type[BaseException] = KeyboardInterrupt
-) -> Path:
-    """A run that ends behind some finished blocks; its work folder."""
-    real, left = finished.finish, [4]
+def behind(monkeypatch, blocks: int, happens: Callable[[], object]) -> None:
+    """Let something happen behind a number of finished blocks."""
+    real, left = finished.finish, [blocks]
 
     def finish(*arguments) -> None:
         real(*arguments)
         left[0] -= 1
         if not left[0]:
-            raise error
+            happens()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "finish", finish)
-        with pytest.raises(error):
-            quantize(source, out)
+    monkeypatch.setattr(run, "finish", finish)
+
+
+def stopped(monkeypatch, source: Path, out: Path) -> Path:
+    """A run that is interrupted behind some finished blocks; its work folder."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        behind(patch, 4, raising(KeyboardInterrupt()))
+        quantize(source, out)
     (work,) = out.parent.glob(f".{out.name}.*.work")
     return work
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_arguments, **_named):
+        raise error
+
+    return fail
+
+
+def blocks_of(work: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(work.glob("transformer/*.safetensors"))}
 
 
 def test_a_finished_block_that_was_damaged_is_made_again(tmp_path, monkeypatch, caplog):
@@ -106,15 +125,73 @@ def test_touched_weights_are_the_same_model(tmp_path, monkeypatch, caplog):
     assert "going on" in caplog.text and "made again" not in caplog.text
 
 
-def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path):
+def test_weights_replaced_before_blocks_are_read_end_the_run(tmp_path):
+    """R7, of layers that are only rounded."""
     source, other = model(tmp_path / "m"), model(tmp_path / "other", 1.02)
     prepared = making.prepare(options(source, tmp_path / "out"))
-    file = Path("transformer", WEIGHTS)
-    os.utime(other / file, ns=((source / file).stat().st_mtime_ns,) * 2)
-    (other / file).rename(source / file)
+    replace_weights(source, other)
     with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
         making.quantize(prepared)
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path, monkeypatch, quick_recipe):
+    """R7: of fitted layers, between the calls that they are fitted to and the weights that would be quantized."""
+    source, other = model(tmp_path / "m"), model(tmp_path / "other", 1.02)
+    real, ran = making.capture_calls, []
+
+    def capture(*arguments, **named):
+        calls = real(*arguments, **named)
+        replace_weights(source, other)
+        ran.append(calls)
+        return calls
+
+    monkeypatch.setattr(making, "capture_calls", capture)
+    monkeypatch.setattr(making, "_level_weights", lambda *_: {})  # takes its time
+    asked = making.Options(str(source), str(quick_recipe("nvfp4")), None, str(tmp_path / "out"), call=FEW, check=False)
+    with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
+        making.quantize(making.prepare(asked))
+    assert ran and not (tmp_path / "out").exists()
+
+
+def replace_weights(source: Path, other: Path) -> None:
+    """By a rename, as other programs replace files, with equal times."""
+    file = Path("transformer", WEIGHTS)
+    os.utime(other / file, ns=((source / file).stat().st_mtime_ns,) * 2)
+    (other / file).rename(source / file)
+
+
+@pytest.mark.parametrize("changed", ["vae/config.json", "vae/more/new.json", "LICENSE.txt"])
+def test_what_is_copied_is_what_the_plan_records_or_nothing_is_written(tmp_path, changed):
+    """R7, of parts that are copied unchanged: they change between the start and the copying."""
+    source, out = model(tmp_path / "m"), tmp_path / "out"
+    clean = quantize(source, tmp_path / "clean").read_bytes()
+    prepared = making.prepare(options(source, out))
+    file = source / changed
+    before = file.read_text() if file.exists() else None
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"{before or ''} ")
+    with pytest.raises(RuntimeError, match=rf"m: {changed.partition('/')[0]} changed since this run began"):
+        making.quantize(prepared)
+    (work,) = tmp_path.glob(".out.*.work")
+    assert not out.exists() and len(blocks_of(work)) > 4
+    file.unlink() if before is None else file.write_text(before)
+    assert quantize(source, out).read_bytes() == clean
+    record = json.loads((out / "fluxq_plan.json").read_text())
+    assert checkpoint.digest_rest(ModelFolder("out", out), ["transformer"]) == record["identity"]["copied"]
+    assert all(sha256_file(out / name) == said for name, said in record["files"].items())
+
+
+def test_a_folder_behind_a_link_is_copied_and_recorded_as_one(tmp_path):
+    """R7: what is hashed is what is copied."""
+    source = model(tmp_path / "m")
+    (source / "vae" / "linked").symlink_to("../tokenizer")
+    before = checkpoint.digest_rest(ModelFolder("m", source), ["transformer"])["vae"]
+    quantize(source, tmp_path / "out")
+    copy = tmp_path / "out" / "vae" / "linked"
+    assert not copy.is_symlink() and {path.name for path in copy.iterdir()} >= {"tokenizer_config.json"}
+    (source / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    assert checkpoint.digest_rest(ModelFolder("m", source), ["transformer"])["vae"] != before
 
 
 def test_a_file_replaced_by_one_of_equal_size_and_time_is_seen_at_the_next_read(tmp_path):
@@ -151,22 +228,89 @@ def trouble(real, number: int):
         if left[0]:
             return real(self, name)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fluxq.base.tensors.FileIO", raising(number))
+            patch.setattr("fluxq.base.tensors.FileIO", raising(OSError(number, os.strerror(number), str(name))))
             return real(self, name)
 
     return read
 
 
-def raising(number: int):
-    def opened(path):
-        raise OSError(number, os.strerror(number), str(path))
-
-    return opened
-
-
 def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypatch):
-    work = stopped(monkeypatch, tiny.path(), tmp_path / "out", error=RuntimeError)
-    assert len(list(work.glob("transformer/*.safetensors"))) == 4
+    """R11: the model's file is touched behind four blocks."""
+    source, out = model(tmp_path / "m"), tmp_path / "out"
+    clean = quantize(source, tmp_path / "clean").read_bytes()
+    with monkeypatch.context() as patch:
+        behind(patch, 4, (source / "transformer" / WEIGHTS).touch)
+        with pytest.raises(RuntimeError, match="it was replaced or written to while it was read; start again"):
+            quantize(source, out)
+    (work,) = tmp_path.glob(".out.*.work")
+    done = blocks_of(work)
+    assert len(done) == 4
+    made: list[Path] = []
+    monkeypatch.setattr(run, "finish", lambda file, *more: made.append(file) or finished.finish(file, *more))
+    assert quantize(source, out).read_bytes() == clean
+    assert made and not {file.name for file in made} & done.keys()
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("fluxq.quantize.checkpoint.copy_rest", ValueError("of another library")),
+        ("fluxq.jobs.making.write_digests", ValueError("m: cannot be loaded (CUDA out of memory)")),
+        ("fluxq.quantize.checkpoint.join_weights", ValueError("was written to while it was copied")),
+        ("fluxq.quantize.checkpoint.join_weights", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    ],
+)
+def test_no_error_deletes_finished_blocks(tmp_path, monkeypatch, plain, place, error):
+    """R11: the ValueErrors of other libraries too, and a full disk in a run that goes on."""
+    work = stopped(monkeypatch, tiny.path(), tmp_path / "out")
+    done = blocks_of(work)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, raising(error))
+        with pytest.raises(type(error)):
+            quantize(tiny.path(), tmp_path / "out")
+    assert blocks_of(work).items() >= done.items() and not (work / "new").exists()
+    assert quantize(tiny.path(), tmp_path / "out").read_bytes() == plain
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> bytes:
+    """The weights of an undisturbed run on the embedded pipeline."""
+    return quantize(tiny.path(), tmp_path_factory.mktemp("plain") / "out").read_bytes()
+
+
+def test_what_a_kill_left_of_a_work_folder_that_was_not_begun_is_cleared(tmp_path):
+    """R21b: between making it and its manifest; one of the user's own, which holds something, stays."""
+    begun, theirs = tmp_path / ".out.0123456789abcdef.work", tmp_path / ".out.photos.work"
+    begun.mkdir()
+    (begun / ".job.json.abc.part").touch()
+    theirs.mkdir()
+    (theirs / "one.png").touch()
+    quantize(tiny.path(), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, "out"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monkeypatch, overwrite):
+    """R2, R3: not without --overwrite, and with it nothing that fluxq did not write."""
+    out = tmp_path / "s.safetensors"
+    statistics = Statistics({}, {"items": []}, "")
+    monkeypatch.setattr(making.Prepared, "load_reference", lambda _: None)
+
+    def calibrate(*_):
+        if overwrite:
+            save_file({"a": torch.ones(2)}, out)
+        else:
+            statistics.save(out, "another job")
+        before.append(out.read_bytes())
+        return statistics
+
+    before: list[bytes] = []
+    monkeypatch.setattr(making, "_calibrate", calibrate)
+    prepared = making.prepare(making.Options("tiny", "nvfp4", output=str(out), overwrite=overwrite), writes=False)
+    said = "fluxq did not write" if overwrite else "holds statistics of another run"
+    with pytest.raises(RuntimeError, match=f"{said}.*put there meanwhile"):
+        making.calibrate(prepared)
+    assert [out.read_bytes()] == before and [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
 def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeypatch, quick_recipe):
@@ -177,7 +321,7 @@ def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeyp
 
     clean = fitted(tmp_path / "clean")
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(run, "finish", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             fitted(tmp_path / "out")
     (work,) = tmp_path.glob(".out.*.work")
@@ -188,7 +332,7 @@ def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeyp
     assert fitted(tmp_path / "out") == clean
 
 
-def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path):
+def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path, caplog):
     folder = copy_of(tiny.path(), tmp_path / "m")
     for component, stem in (("transformer", "diffusion_pytorch_model"), ("text_encoder_2", "model")):
         single = folder / component / f"{stem}.safetensors"
@@ -201,10 +345,26 @@ def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path):
     assert [path.name for path in found.weight_files("transformer")] == [
         "diffusion_pytorch_model-00001-of-00001.safetensors"
     ]
-    assert [path.name for path in found.weight_files("text_encoder_2")] == ["model.safetensors"]
+    for _ in range(2):
+        assert [path.name for path in found.weight_files("text_encoder_2")] == ["model.safetensors"]
+    one, index = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
+    assert [record.getMessage().split("; remove")[0] for record in caplog.records] == [
+        f"m: its transformer has two sets of weights: {index} is read, as its library does, and {one} is not",
+        "m: its text_encoder_2 has two sets of weights: model.safetensors is read, as its library does, and "
+        "model.safetensors.index.json is not",
+    ]
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     assert not any(parameter.any() for parameter in pipe.transformer.parameters())
     assert any(parameter.any() for parameter in pipe.text_encoder_2.parameters())
+
+
+def test_weights_under_the_other_library_s_name_are_not_taken(tmp_path, caplog):
+    folder = copy_of(tiny.path(), tmp_path / "m") / "text_encoder"
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert ModelFolder("m", tmp_path / "m").weight_files("text_encoder") == [folder / "model.safetensors"]
+    assert (
+        "model.safetensors is read, as its library does, and diffusion_pytorch_model.safetensors is not" in caplog.text
+    )
 
 
 def test_images_are_of_every_file_that_a_loader_reads(tmp_path):
@@ -253,6 +413,17 @@ def test_a_pipe_is_no_file_to_wait_for(tmp_path):
     os.mkfifo(config)
     with pytest.raises(ValueError, match="no regular file, which could be waited for without end; remove it"):
         making.prepare(options(folder, tmp_path / "out"))
+
+
+def test_a_pipe_in_a_component_is_refused_before_the_work(tmp_path):
+    """R18: with exit code 2, and what it is in words."""
+    folder = copy_of(tiny.path(), tmp_path / "m")
+    os.mkfifo(folder / "vae" / "pipe")
+    words = ["quantize", str(folder), "--recipe", "fp8", "--no-check", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 2, done.output
+    assert f"{folder / 'vae' / 'pipe'}: neither a file nor a folder; remove it from the model" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """`fluxq verify`: an undamaged checkpoint passes; every single damage is found by the right check and named."""
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from shared import copy_of
 from torch import Tensor
 
 from fluxq.base.files import sha256_file
+from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
 from fluxq.quantize.digests import OTHERS, OWN
@@ -446,3 +449,35 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
     assert CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"]).exit_code == 0
     monkeypatch.chdir(folder.parent)  # a relative path names the same files
     assert CliRunner().invoke(cli, ["verify", folder.name, "--allow-unrecorded"]).exit_code == 0
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_file_that_cannot_be_read_is_a_check_not_made(plain_checkpoint, monkeypatch, number):
+    """R11: trouble of a disk, or too many open files, is no damage; nothing that is accepted by --allow-unrecorded."""
+
+    def trouble(*_: object) -> Tensor:
+        raise OSError(number, os.strerror(number), WEIGHTS)
+
+    folder = plain_checkpoint("int8")
+    monkeypatch.setattr(TensorFile, "get_tensor", trouble)
+    (result,) = [result for result in verify(folder) if result.check == "tensors"]
+    assert result.status == "not made" and os.strerror(number) in result.findings[0].what
+    assert {status for check, status in statuses(folder).items() if check != "tensors"} == {"ok"}
+    for words in ([], ["--allow-unrecorded"]):
+        done = CliRunner().invoke(cli, ["verify", str(folder), *words])
+        last = done.output.strip().splitlines()[-1]
+        assert done.exit_code == 1
+        assert "1 of 7 checks could not be made (tensors): a file cannot be read; run this again" in last
+
+
+def test_a_component_that_is_missing_is_said_once_and_the_others_are_looked_at(plain_checkpoint, tmp_path):
+    folder = copy_of(plain_checkpoint("int8"), tmp_path / "checkpoint")
+    shutil.rmtree(folder / "vae")
+    edit_weights(folder, lambda tensors: tensors[f"{LAYER}.weight_scale"].fill_(-1))
+    found = failed(folder)
+    assert "Errno" not in "".join(found.values())
+    assert found["files"].startswith("vae/config.json: missing, though model_index.json names the model")
+    assert "config" not in found and found["tensors"].startswith(f"transformer: {LAYER}.weight_scale")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import time
-import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -128,8 +128,11 @@ def first_line(error: BaseException) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Show control characters as `\x1b`: names in a stranger's file cannot move the cursor or turn the text."""
-    return "".join(char if char in "\n\t" or not _is_control(char) else ascii(char)[1:-1] for char in text)
+    r"""Show control characters as `\x1b`: names in a stranger's file cannot move the cursor or turn the text.
+
+    So too what XML and UTF-8 have no room for: what is left may stand in a drawing, a page or a file.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def visible_name(text: str) -> str:
@@ -137,11 +140,11 @@ def visible_name(text: str) -> str:
     return visible(text).replace("\n", r"\x0a").replace("\t", r"\x09")
 
 
-def _is_control(char: str) -> bool:
-    return unicodedata.category(char) == "Cc" or char in _BIDIRECTIONAL
-
-
-_BIDIRECTIONAL = {chr(code) for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_CONTROLS = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # all but \n and \t
+    "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"  # they turn the direction of text
+    "\\ud800-\\udfff\\ufffe\\uffff]"  # half a pair, and no characters
+)
 
 
 class _Visible(logging.Formatter):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -99,6 +100,19 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def room_left(error: OSError, folder: Path) -> str:
+    """For the end of a message: what is free on the disk, where a write failed for want of that."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB are free at {folder}"
+
+
+def require_no_pipe(path: Path, what: str) -> None:
+    """Raise ValueError for a pipe, a socket or a device. what: the place, as messages name it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{what} is a pipe or a device, which could be waited for without end; give a file or folder")
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:

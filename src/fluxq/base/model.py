@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.base.console import first_line, logger, say_once, without_loading_bars
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
+from fluxq.base.front_matter import license_of
 from fluxq.base.near import did_you_mean
 from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
@@ -32,15 +33,17 @@ PROMPTS_FILE = "fluxq_prompts.txt"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+_INDEX = ".safetensors.index.json"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
 _MOST_LAYERS = 8000
 _LARGEST_NUMBER = 10**9  # of a size; times a text that stands where another size belongs, it would fill the memory
 _LARGEST_TABLE = 100_000  # a hundred times the steps that models are trained on
-_LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
+LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
     **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000},
     **{"num_frames": 10_000, "frames": 10_000, "video_length": 10_000},
-    **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1 << 10, "num_videos_per_prompt": 1 << 10},
+    **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1, "num_videos_per_prompt": 1},  # each has its noise
 }
 _OURS = frozenset(  # arguments of a call that fluxq gives itself, and those that are no setting of a model
     "prompt generator latents output_type return_dict callback callback_on_step_end callback_on_step_end_tensor_inputs "
@@ -113,9 +116,9 @@ class ModelFolder:
         path = self.path / GENERATION_FILE
         found = read_json(path) if path.is_file() else {}
         for name, value in found.items():
-            most = _LARGEST.get(name)
+            most = LARGEST.get(name)
             if most and not (type(value) is int and 1 <= value <= most):
-                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected a whole number from 1 to {most}")
+                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected {whole_number(most)}")
             if name in _OURS or (name.endswith("_kwargs") and not isinstance(value, dict)) or value == []:
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
             if not _is_plain(value):
@@ -125,17 +128,21 @@ class ModelFolder:
     def weight_files(self, component: str) -> list[Path]:
         """The component's safetensors files as its library picks them: an index's shards, or the one file.
 
-        Where both are there, diffusers takes the shards and transformers the file. Other variants beside them
-        (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at all, and for an index that
-        names a file outside the folder or one that is missing.
+        Where both are there, diffusers takes the shards and transformers the file, and a warning names the others.
+        Other variants beside them (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at
+        all, and for an index that names a file outside the folder or one that is missing.
         """
         folder = self.path / component
-        for stem in _WEIGHT_STEMS:
-            index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-            if index.is_file() and not (single.is_file() and self._is_of_transformers(component)):
-                return _indexed(index)
-            if single.is_file():
-                return [single]
+        is_of_transformers = self._is_of_transformers(component)
+        ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
+        stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
+        found = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
+        if found:
+            files = _files_of(found[0])
+            for other in found[1:]:
+                if other not in files:
+                    _warn_of_second(other, found[0], self.name, component)
+            return files
         variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
@@ -148,7 +155,7 @@ class ModelFolder:
         """Whether transformers loads the component; of a model without a pipeline, its config.json tells."""
         if self.is_one_model:
             return "_class_name" not in self.config(component)
-        said = self.index.get(component)
+        said = self.index.get(component) if (self.path / "model_index.json").is_file() else None
         return isinstance(said, (list, tuple)) and said[:1] == ["transformers"]
 
     def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
@@ -160,8 +167,17 @@ class ModelFolder:
         return sha256_json([sha256_file(self.path / component / "config.json"), self._described(component, read or {})])
 
     def tensors_digest(self, component: str) -> str:
-        """`digest` without the config.json."""
-        return sha256_json(self._described(component, {}))
+        """`digest` without the config.json, and with the adapter that is loaded with the component, if there is one."""
+        described: list[Any] = self._described(component, {})
+        adapter = [[path.name, sha256_file(path)] for path in self.adapter_files(component)]
+        return sha256_json([described, adapter] if adapter else described)
+
+    def adapter_files(self, component: str) -> list[Path]:
+        """What lies beside the component's weights that transformers adds to them as it loads them; mostly nothing."""
+        folder = self.path / component
+        if not (folder / _ADAPTER[0]).is_file() or not self._is_of_transformers(component):
+            return []
+        return [folder / name for name in _ADAPTER if (folder / name).is_file()]
 
     def _described(self, component: str, known: Mapping[str, str]) -> list[list[Any]]:
         files = [TensorFile(path) for path in self.weight_files(component)]
@@ -189,21 +205,7 @@ class ModelFolder:
     @property
     def license(self) -> dict[str, str]:
         """`license`, `license_name` and `license_link` of the model card's front matter, those that are there."""
-        card = self.path / "README.md"
-        if not card.is_file():
-            return {}
-        import yaml
-        from huggingface_hub import ModelCard
-
-        try:
-            data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
-        except (yaml.YAMLError, ValueError) as error:
-            logger.warning(
-                "%s: front matter cannot be read (%s); the licence is not carried over", card, first_line(error)
-            )
-            return {}
-        fields = ("license", "license_name", "license_link")
-        return {field: str(data.get(field)) for field in fields if data.get(field)}
+        return license_of(self.path / "README.md")
 
 
 def resolve_model(
@@ -375,6 +377,11 @@ def _require_moderate(config: Path, only: str) -> None:
             raise ValueError(f"{config}: {key} is {str(value)[:80]}, expected a number up to {_LARGEST_TABLE}")
 
 
+def whole_number(most: int) -> str:
+    """What is expected of a count, for people."""
+    return "1" if most == 1 else f"a whole number from 1 to {most}"
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_plain(item) and not isinstance(item, list) for item in value)
@@ -389,6 +396,20 @@ def _links_out(folder: Path) -> Iterator[Path]:
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(place) for place in allowed):
             yield path
+
+
+@cache
+def _warn_of_second(other: Path, taken: Path, model: str, component: str) -> None:
+    """Once in a process: weights are asked for again and again."""
+    logger.warning(
+        "%s: its %s has two sets of weights: %s is read, as its library does, and %s is not; remove the one that is "
+        "not meant",
+        *(model, component or "folder", taken.name, other.name),
+    )
+
+
+def _files_of(weights: Path) -> list[Path]:
+    return _indexed(weights) if weights.name.endswith(_INDEX) else [weights]
 
 
 def _indexed(index: Path) -> list[Path]:

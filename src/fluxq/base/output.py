@@ -6,6 +6,10 @@
     writing           all of it, for a command that starts over after a kill
     atomic_folder     the swap alone, for one that goes on from what was done
 
+What an output is, it says itself: a folder by its record, with the SHA-256 of its files; safetensors by their header,
+which names those of the files beside them; a text by its last line, which has the SHA-256 of the others (`seal`). The
+same place tells of which job it is, so that the same command again finds what it had finished.
+
 Imports no torch.
 """
 
@@ -19,31 +23,35 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from fluxq.base.console import logger
-from fluxq.base.files import clear_parts, read_json, sha256_json, sync, write_text
+from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, stamps, sync, write_text
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
 MARK = "fluxq"  # with it begin keys in the header of each safetensors file that fluxq writes as an output
-GENERATOR = '<meta name="generator" content="fluxq">'  # of a page
+VERSION, JOB, BESIDE = f"{MARK}_version", f"{MARK}_job", f"{MARK}_beside"  # such keys
+STATISTICS = f"{MARK}_statistics"
 _LATER = re.compile(  # in a checkpoint beside what its record lists, and what a kill left of it
     r"README\.md|eval/(report\.(html|json|md)|speed\.json|debug\.json)|\.eval_results/[^/]+\.yaml"
     r"|(eval/|\.eval_results/)?\.[^/]+\.part"
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
 _LONGEST_HEADER = 1 << 27  # bytes
-_LONGEST_TEXT = 1 << 22  # bytes in which a mark is looked for
-_MARKS = {  # suffix -> what files of fluxq have: pages, their Markdown, reports and models' configurations
-    ".html": (GENERATOR,),
-    ".md": ("\n## Provenance\n",),
-    ".json": ('"schema_version":', '"_class_name":'),
-}
+_LONGEST_TEXT = 1 << 26  # bytes of a page
+_SMALL = 1 << 24  # bytes; larger files that nobody touched since their record was written are not read
+_SEALS = {".html": ("<!--", " -->"), ".md": ("<!--", " -->"), ".yaml": ("#", "")}  # suffix -> how a comment stands
+_SEAL = re.compile(r"(?:<!--|#) written by fluxq(?:, job ([0-9a-f]{64}))?, SHA-256 ([0-9a-f]{64})(?: -->)?\n\Z")
+_KIND = re.compile(rb'\{\s*"kind":\s*"fluxq [a-z]+"')  # how JSON of fluxq begins
+_WEIGHTS = (".safetensors", ".gguf", ".sft", ".bin", ".ckpt", ".pt", ".pth")
 _NEW, _OLD, _ANY_JOB = "new", "old", "[0-9a-f]" * 16
 Pairs = Sequence[tuple[Path, Path]]  # what was made, and where it goes; the last one is what people look for
 
@@ -62,7 +70,12 @@ class Output:
     @property
     def place(self) -> Path:
         """The target, links followed: on a larger disk, say."""
-        return self.target.expanduser().resolve()
+        try:
+            return self.target.expanduser().resolve(strict=self.target.is_symlink())
+        except FileNotFoundError:  # a link that leads to what is not there yet
+            return self.target.expanduser().resolve()
+        except (OSError, RuntimeError):
+            raise ValueError(f"output {self.target} is a link that leads to itself; remove it") from None
 
     @property
     def places(self) -> tuple[Path, ...]:
@@ -83,31 +96,93 @@ class Output:
             raise ValueError(f"output {self.target} holds the current folder, which would be replaced; give another")
         self.require_free(overwrite=overwrite, exists_ok=exists_ok)
 
-    def require_free(self, *, overwrite: bool, exists_ok: bool = False) -> None:
+    def require_free(self, *, overwrite: bool, exists_ok: bool = False, job: str = "") -> None:
         """Raise ValueError where something stands that is not, or may not be, replaced.
 
-        Where a killed process left its traces, `writing` clears them first and asks then.
+        job: whose output is no error, as `job_of` has it. Where a killed process left its traces, `writing` clears them
+        first and asks then.
         """
+        if job:
+            self.settle()
+            if not overwrite and self.holds(job):
+                return
         standing = [place for place in self.places if os.path.lexists(place) and not _is_empty(place)]
-        left = list(self.left_behind())
+        left = [] if job else list(self.left_behind())
         if not standing or (left and (not overwrite or any(path.with_suffix(f".{_NEW}").exists() for path in left))):
             return
-        if exists_ok and not overwrite and (_is_marked(self.place) if self.is_file else _is_checkpoint(self.place)):
+        if (
+            exists_ok
+            and not overwrite
+            and (_is_marked(self.place) if self.is_file else _is_checkpoint(self.place) or _job_at(self.place))
+        ):
             return
         if not overwrite:
             cure = "" if _foreign(self) else ", or --overwrite to replace it"
             raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
-        if overwrite and (name := _foreign(self)):
-            raise ValueError(f"output {self.target} is not replaced: fluxq did not write {name}; give another --output")
+        if overwrite and (what := _foreign(self)):
+            raise ValueError(f"output {self.target} is not replaced: {what}; give another --output")
+
+    def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, own: str) -> None:
+        """Raise ValueError for a folder that files may not be added to: is no folder, or is or lies in what is read.
+
+        own: a pattern of what fluxq adds; a folder that holds what is read is refused unless some is there already.
+        """
+        place = self.place
+        if os.path.lexists(place) and not place.is_dir():
+            raise ValueError(f"{what} {self.target} is no folder; give another")
+        parent = next(parent for parent in (place, *place.parents) if parent.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ValueError(f"{what} {self.target} cannot be made: {parent} is no folder one may write to")
+        for name, path in reads.items():
+            read = Path(path).expanduser().resolve() if path else None
+            if read is None or not read.is_dir():
+                continue
+            if place.is_relative_to(read):
+                is_same = "is" if place == read else "lies in"
+                raise ValueError(f"{what} {self.target} {is_same} {name}, which would be changed; give another")
+            if read.is_relative_to(place) and not any(place.glob(own)):
+                raise ValueError(f"{what} {self.target} holds {name}, which others would lie beside; give another")
+
+    def holds(self, job: str) -> bool:
+        """Whether the output of a job stands here, whole and as it was written. job: as `job_of` has it."""
+        if not self.place.exists() or _job_at(self.place) != job or _foreign(self):
+            return False
+        made = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
+        return all(path.is_file() for path in made)
+
+    def settle(self) -> None:
+        """Undo what kills ended in the middle of a swap, of any command; RuntimeError while another process writes."""
+        if any(self.left_behind()):
+            with sole_writer(self.place):
+                self.put_back()
+
+    def put_back(self) -> None:
+        """`settle`, for the sole writer."""
+        for left in sorted(self.left_behind()):
+            theirs = left.with_name(_NEW) if left.name == _OLD else left.with_suffix(f".{_NEW}")
+            put_back(_pairs(self.place, theirs, left), left)
+            if not any(left.iterdir()):
+                left.rmdir()
+
+    def clear(self, but: Path | None = None) -> None:
+        """Remove what killed processes left beside what stands whole, for the sole writer; not `but`."""
+        for left in (
+            *self.left_behind(),
+            *self.place.parent.glob(f".{glob.escape(self.place.name)}.{_ANY_JOB}.{_NEW}"),
+        ):
+            if left != but:
+                remove(left)
 
     def left_behind(self) -> Iterator[Path]:
-        """Yield what killed processes moved aside in `writing`, and have not removed yet."""
-        return self.place.parent.glob(f".{glob.escape(self.place.name)}.{_ANY_JOB}.{_OLD}")
+        """Yield what killed processes moved aside, and have not removed yet."""
+        name = glob.escape(self.place.name)
+        yield from self.place.parent.glob(f".{name}.{_ANY_JOB}.{_OLD}")
+        yield from self.place.parent.glob(f".{name}.{_ANY_JOB}.work/{_OLD}")
 
     def _require_writable(self) -> None:
         """Raise ValueError where nothing can be made, or not what is to be."""
         parent = next(parent for parent in self.place.parents or (self.place,) if parent.exists())
-        if self.place == parent or not parent.is_dir() or not os.access(parent, os.W_OK):
+        if self.place == parent or not parent.is_dir() or not _takes_files(parent):
             raise ValueError(
                 f"output {self.target} cannot be made: {parent} is no folder one may write to; give another --output"
             )
@@ -123,6 +198,27 @@ class Output:
             raise ValueError(
                 f"output {self.target} is a mount point, which cannot be replaced as a whole; give a folder in it"
             )
+
+
+def require_own(folder: Path, names: Iterable[str]) -> None:
+    """Raise ValueError for a file of a folder that a command replaces, where fluxq did not write it."""
+    for path in (path for name in names for path in sorted(folder.glob(name))):
+        if not _is_marked(path):
+            raise ValueError(f"{path} would be replaced, and fluxq did not write it as it is now; move it elsewhere")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a folder can be written to; in one that is on no disk, as /proc, that is tried."""
+    if not os.access(folder, os.W_OK):
+        return False
+    if os.name == "nt" or os.statvfs(folder).f_blocks:
+        return True
+    probe = folder / f".{os.getpid()}.part"
+    with suppress(OSError):
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL))
+        probe.unlink()
+        return True
+    return False
 
 
 def _require_apart(target: Path, place: Path, reads: Mapping[str, Path]) -> None:
@@ -149,18 +245,27 @@ def _as_given(output: Output, place: Path) -> Path:
 
 
 def _foreign(output: Output) -> str:
-    """Return the name of something at the output that fluxq did not write; "" where there is none."""
+    """Say of something at the output that fluxq did not write it as it is now; "" where there is nothing."""
     place = output.place
     if output.is_file:
         standing = [each for each in output.places if os.path.lexists(each)]  # a link that leads nowhere is a file too
-        return next((each.name for each in reversed(standing) if not _is_marked(each)), "")
+        return next((_not_ours(each.name) for each in reversed(standing) if not _is_marked(each, place)), "")
     names = _recorded(place)
     is_checkpoint = _is_checkpoint(place)  # only beside those does `fluxq eval` write
     for path in _files(place):
         name = path.relative_to(place).as_posix()
-        if name not in names and not (names and is_checkpoint and _LATER.fullmatch(name)):
-            return name
+        if name in names:
+            if not _is_as_recorded(path, names[name], place):
+                return f"{name} was changed since fluxq wrote it"
+        elif not (names and is_checkpoint and _LATER.fullmatch(name)):
+            return _not_ours(name)
+        elif not name.endswith(".part") and not _is_marked(path):
+            return f"{name} was changed since fluxq wrote it"
     return ""
+
+
+def _not_ours(name: str) -> str:
+    return f"fluxq did not write {name}"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -171,61 +276,175 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted((*files, *links)))
 
 
-def _recorded(folder: Path) -> set[str]:
-    """Return the names of the files that fluxq wrote into a folder, by its own record."""
-    for record in (PLAN_FILE, EXPORT_FILE):
-        if (folder / record).is_file():
+def _record_of(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The name of a folder's record, and what it says; "" where it has none."""
+    for name in (PLAN_FILE, EXPORT_FILE):
+        if (folder / name).is_file() and not (folder / name).is_symlink():
             with suppress(ValueError, OSError):
-                said = read_json(folder / record).get("files")
-                return (
-                    {record, *(name for name in said if isinstance(name, str))}
-                    if isinstance(said, dict | list)
-                    else set()
-                )
-    return set()
+                return name, read_json(folder / name)
+            break
+    return "", {}
 
 
-def _is_marked(file: Path) -> bool:
-    """Return whether fluxq wrote a file: by the header of safetensors, or by words of a page and what goes with it."""
+def _recorded(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files that fluxq wrote into a folder, by its own record; "" for that itself."""
+    record, said = _record_of(folder)
+    files = said.get("files")
+    return {record: "", **{name: str(found) for name, found in files.items()}} if isinstance(files, dict) else {}
+
+
+def _job_at(place: Path) -> str:
+    """The job whose output stands at a place, "" for one that does not say."""
+    if place.is_dir():
+        name, said = _record_of(place)
+        said = said.get("identity", {}) if name == PLAN_FILE else said
+        found = said.get("job") if isinstance(said, dict) else None
+    elif place.suffix in _SEALS:
+        found = _sealed(place)
+    else:
+        found = _header(place).get(JOB)
+    return found if isinstance(found, str) else ""
+
+
+def _is_as_recorded(file: Path, found: str, folder: Path) -> bool:
+    """Whether a file has the SHA-256 that the folder's record has of it; a large one that is older is not read."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    if not found:  # the record itself
+        return True
+    status, since = file.stat(), (folder / _record_of(folder)[0]).stat()
+    if os.name != "nt" and status.st_size > _SMALL and status.st_ctime_ns < since.st_ctime_ns:
+        return True
+    return _hash_of(file) == found
+
+
+def _hash_of(file: Path) -> str:
+    return _hash_as_stamped(file, tuple(stamps([file])), file.stat().st_ctime_ns)
+
+
+@lru_cache(1 << 14)
+def _hash_as_stamped(file: Path, *_: Any) -> str:
+    return sha256_file(file)
+
+
+def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str]:
+    """SHA-256 of what a command reads of a folder, by name: of large files of a checkpoint as its record has them.
+
+    Records, cards, reports and hidden files do not count. within: subfolders, with the files beside them.
+    """
+    known, parts = _recorded(folder), None if within is None else set(within)
+
+    def one(path: Path) -> str:
+        name = path.relative_to(folder).as_posix()
+        is_known = known.get(name) and _is_as_recorded(path, known[name], folder)
+        return known[name] if is_known else _hash_of(path)
+
+    def counts(name: str) -> bool:
+        top, _, rest = name.partition("/")
+        return (
+            not top.startswith(".")
+            and name not in (PLAN_FILE, EXPORT_FILE)
+            and not _LATER.fullmatch(name)
+            and (parts is None or top in parts or (not rest and Path(name).suffix not in _WEIGHTS))
+        )
+
+    found = [path for path in _files(folder) if path.is_file() and counts(path.relative_to(folder).as_posix())]
+    with ThreadPoolExecutor(4) as pool:
+        names = [path.relative_to(folder).as_posix() for path in found]
+        return dict(zip(names, pool.map(one, found), strict=True))
+
+
+def job_of(job: object) -> str:
+    """SHA-256 of what decides the bytes of an output (JSON): an output says whose it is by that."""
+    return sha256_json(job)
+
+
+def seal(text: str, suffix: str, job: str = "") -> str:
+    """A text of an output with the line at its end that tells it from a user's, and from one that a user changed."""
+    begin, end = _SEALS[suffix]
+    text = unsealed(text)
+    text += "" if text.endswith("\n") else "\n"
+    return f"{text}{begin} written by fluxq{f', job {job}' if job else ''}, SHA-256 {_text_hash(text, job)}{end}\n"
+
+
+def unsealed(text: str) -> str:
+    """The text without the line that `seal` wrote."""
+    return _SEAL.sub("", text)
+
+
+def is_sealed(text: str) -> bool:
+    """Whether a text is as fluxq wrote it."""
+    found = _SEAL.search(text)
+    return found is not None and found[2] == _text_hash(text[: found.start()], found[1] or "")
+
+
+def _text_hash(text: str, job: str) -> str:
+    return sha256((job + text).encode(errors="surrogatepass")).hexdigest()
+
+
+def _sealed(file: Path) -> str | None:
+    """The job of a text that is as fluxq wrote it, "" for none; None for another text."""
     try:
-        if file.is_symlink():
-            return False
+        if file.is_symlink() or file.stat().st_size > _LONGEST_TEXT:
+            return None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    found = _SEAL.search(text)
+    return (found[1] or "") if found and is_sealed(text) else None
+
+
+def _header(file: Path) -> dict[str, str]:
+    """The metadata of a safetensors file, {} for what is none."""
+    try:
         with file.open("rb") as stream:
-            if file.suffix in _MARKS:
-                text = stream.read(_LONGEST_TEXT).decode(errors="replace")
-                return any(mark in text for mark in _MARKS[file.suffix])
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length)) if length < _LONGEST_HEADER else {}
     except (OSError, ValueError, RecursionError):
-        return False
+        return {}
     said = header.get("__metadata__") if isinstance(header, dict) else None
-    return isinstance(said, dict) and any(key.startswith(MARK) for key in said)
+    return said if isinstance(said, dict) else {}
+
+
+def _is_marked(file: Path, main: Path | None = None) -> bool:
+    """Whether fluxq wrote a file, as it is now as far as that can be told.
+
+    main: the file that this one goes beside, if it is another; a configuration is ours where that names its SHA-256.
+    """
+    if file.is_symlink() or not file.is_file():
+        return False
+    if file.suffix in _SEALS:
+        return _sealed(file) is not None
+    if file.suffix == ".json" and main is not None and main.suffix not in _SEALS:
+        with suppress(ValueError, OSError, AttributeError):
+            said = json.loads(_header(main).get(BESIDE, "{}"))
+            return any(file == main.with_suffix(suffix) and _hash_of(file) == found for suffix, found in said.items())
+        return False
+    if file.suffix == ".json":
+        with suppress(OSError), file.open("rb") as stream:
+            return _KIND.match(stream.read(64)) is not None
+        return False
+    return not {VERSION, STATISTICS}.isdisjoint(_header(file))
 
 
 @contextmanager
-def writing(output: Output, job: object, *, overwrite: bool) -> Iterator[Path | None]:
+def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | None]:
     """Yield an empty folder; what the block makes in it is put in place at the end, or nothing is.
 
-    A folder: what is yielded becomes the output. A file: `places` of the same names are made in it. None: a process
-    that was killed at its very end had done the same `job` (JSON) already, and what it left is cleared away now.
+    A folder: what is yielded becomes the output. A file: `places` of the same names are made in it. None: what the same
+    `job` (of `job_of`) makes stands there already, and what a killed process left is cleared away. With `overwrite` it
+    is made again, unless such a process was killed just behind its swap.
 
     Raises RuntimeError where another process writes there and ValueError as `Output.require_free` does.
     """
     place = output.place
-    stem = f".{place.name}.{sha256_json(job)[:16]}"
+    stem = f".{place.name}.{job[:16]}"
     new, old = place.with_name(f"{stem}.{_NEW}"), place.with_name(f"{stem}.{_OLD}")
     pairs = [(new / each.name, each) for each in output.places] if output.is_file else [(new, place)]
     with sole_writer(place):
-        is_done = (
-            old.is_dir() and place.exists() and not any(made.exists() for made, _ in pairs) and not _foreign(output)
-        )
-        for left in sorted(output.left_behind()):
-            theirs = left.with_suffix(f".{_NEW}")
-            put_back([(theirs / n.name, n) for n in output.places] if output.is_file else [(theirs, place)], left)
-            if left != old or not is_done:
-                remove(left)
-        for left in place.parent.glob(f".{glob.escape(place.name)}.{_ANY_JOB}.{_NEW}"):
-            remove(left)
+        output.put_back()
+        is_done = (not overwrite or old.is_dir()) and not any(made.exists() for made, _ in pairs) and output.holds(job)
+        output.clear(but=old if is_done else None)
         if not is_done:
             output.require_free(overwrite=overwrite)
             new.mkdir(parents=True)
@@ -237,7 +456,7 @@ def writing(output: Output, job: object, *, overwrite: bool) -> Iterator[Path | 
                     remove(new)
                 raise
             remove(new)
-    remove(old)  # the last trace: until it is gone, the same command knows that it had finished
+    remove(old)
     if is_done:
         yield None
 
@@ -294,6 +513,18 @@ def put(pairs: Pairs, aside: Path) -> None:
         raise
 
 
+def _pairs(place: Path, new: Path, old: Path) -> Pairs:
+    """What a killed process of any command was about to put in place, by what it made and moved aside."""
+    main = new / place.name
+    if not main.is_file() and not any(path.is_file() for path in old.iterdir()):
+        return [(new, place)]
+    names = {path.name for folder in (new, old) if folder.is_dir() for path in folder.iterdir() if path.is_file()}
+    if main.is_file():  # else the last move was made
+        suffixes = (".json", ".md") if main.suffix == ".html" else json.loads(_header(main).get(BESIDE, "{}"))
+        names |= {place.with_suffix(suffix).name for suffix in suffixes}
+    return [(new / name, place.with_name(name)) for name in (*sorted(names - {place.name}), place.name)]
+
+
 def put_back(pairs: Pairs, aside: Path) -> None:
     """Undo a `put` that a kill ended in the middle; one that had made its last move stands."""
     if aside.is_dir() and any(made.exists() for made, _ in pairs):
@@ -346,6 +577,12 @@ def sole_writer(target: Path) -> Iterator[None]:
     for serving in (lock, owner):
         if serving.is_symlink() or (serving.exists() and not serving.is_file()):
             raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
+    try:
+        os.close(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644))  # what fails here is no other process
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be made: {target.parent} takes no new file ({error.strerror}); give another --output"
+        ) from None
     try:
         with FileLock(lock, timeout=0):
             # What one that was killed just here left behind.

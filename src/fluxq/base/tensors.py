@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import xxhash
 
 from fluxq.base import memory
+from fluxq.base.files import room_left
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ def write_weights(
     """`save_weights` of tensors that are made as they are written; described: the same on any device, meta included."""
     stored = {name: Stored(word_for(t.dtype), tuple(t.shape), 0, t.nbytes) for name, t in described.items()}
     header, placed = _lay_out(stored, metadata)
-    with _room(path), _Written(path) as target:
+    with _Written(path) as target:
         target.write(header)
         for name in placed:
             target.write(_bytes_of(make(name)))
@@ -174,14 +174,17 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
     """
     header, placed = _lay_out({name: stored for name, (_, stored) in parts.items()}, metadata)
     found, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
-    with _room(path), ExitStack() as opened:
-        sources = {file: opened.enter_context(FileIO(file)) for file in {file: None for file, _ in parts.values()}}
+    with ExitStack() as opened:
+        sources = {}
+        for file in {file: None for file, _ in parts.values()}:
+            with _reading(file):
+                sources[file] = opened.enter_context(FileIO(file))
         target = opened.enter_context(_Written(path))
         hasher = opened.enter_context(ThreadPoolExecutor(1))
         target.write(header)
         for name in placed:
             file, stored = parts[name]
-            for data in _pieces(sources[file], stored, room):
+            for data in _pieces(sources[file], file, stored, room):
                 hashed = hasher.submit(found.update, data)  # beside writing it
                 target.write(data)
                 hashed.result()
@@ -304,14 +307,22 @@ def _require_whole(found: Mapping[str, Stored], start: int, size: int) -> None:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Whatever is wrong with what was read, as a ValueError that names the file and the cure.
+    """Whatever is wrong with what was read, as a ValueError that names the file and the cure."""
+    with _reading(path):
+        try:
+            yield
+        except ValueError as error:  # JSON and UTF-8 have errors of their own, all of them ValueErrors
+            raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """An error of reading, with the file's name; its number stays.
 
     An OSError says nothing of the file: a disk, a network or the number of open files had a trouble, which may pass.
     """
     try:
         yield
-    except ValueError as error:  # JSON and UTF-8 have errors of their own, all of them ValueErrors
-        raise ValueError(f"{path}: truncated or damaged safetensors file ({error}); copy it again") from None
     except OSError as error:
         raise OSError(error.errno, f"cannot be read ({error.strerror}); run this again", str(path)) from None
 
@@ -353,7 +364,9 @@ class _Written:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = FileIO(path, "w")
+        self._path = path
+        with _room(path):
+            self._file = FileIO(path, "w")
         self._closing = ExitStack()
         self._at = self._settled = 0
         self._settling: Future[None] | None = None
@@ -364,17 +377,18 @@ class _Written:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._closing:
+        with _room(self._path), self._closing:
             if self._at >= _LARGE and error[0] is None:
                 self._settle().result()
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
-        self._at += len(data)
-        if self._at - self._settled >= _BEHIND:
-            self._settle()
+        with _room(self._path):
+            while view:
+                view = view[self._file.write(view) :]
+            self._at += len(data)
+            if self._at - self._settled >= _BEHIND:
+                self._settle()
 
     def _settle(self) -> Future[None]:
         """Begin with what is not on the disk, when all before it is."""
@@ -398,16 +412,17 @@ def _advise(file: FileIO, begin: int, count: int, what: str) -> None:
         os.posix_fadvise(file.fileno(), begin, count, getattr(os, what))
 
 
-def _pieces(source: FileIO, stored: Stored, room: memoryview) -> Iterator[memoryview]:
+def _pieces(source: FileIO, path: Path, stored: Stored, room: memoryview) -> Iterator[memoryview]:
     """The bytes of a tensor, a few at a time, each in place of the ones before; what was read is forgotten."""
     source.seek(stored.begin)
     left = stored.nbytes
     if stored.nbytes >= _LARGE:
         _advise(source, stored.begin, stored.nbytes, "POSIX_FADV_WILLNEED")
     while left:
-        count = source.readinto(room[: min(left, len(room))])
+        with _reading(path):
+            count = source.readinto(room[: min(left, len(room))])
         if not count:
-            raise ValueError(f"{source.name}: ends {left} bytes too early; it was written to while it was copied")
+            raise ValueError(f"{path}: ends {left} bytes too early; it was written to while it was copied")
         yield room[:count]
         left -= count
     if stored.nbytes >= _LARGE:
@@ -416,12 +431,13 @@ def _pieces(source: FileIO, stored: Stored, room: memoryview) -> Iterator[memory
 
 @contextmanager
 def _room(path: Path) -> Iterator[None]:
-    """An error of writing, with the file's name and what is free where it lies."""
+    """An error of writing, with the file's name and what is free where it lies; its number stays."""
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(f"cannot write {path.name} ({error}); {free / 1e9:.2f} GB are free at {path.parent}") from None
+        named = OSError(f"cannot write {path.name} ({error}){room_left(error, path.parent)}")
+        named.errno = error.errno
+        raise named from None
 
 
 # Header's word -> (name in torch, bytes of an element), in the order of tensors in a file.

@@ -93,7 +93,7 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
 @click.command("import", short_help="Make a checkpoint of a file that another program quantized.")
 @click.argument("path")
 @click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, and gives what it lacks.")
-@output_option
+@output_option("<PATH>-fluxq")
 @click.option("--dequantize", is_flag=True, help="Make layers 16 bit whose codes fluxq has no format for.")
 @overwrite_option
 @common_options

@@ -267,6 +267,12 @@ def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> 
         if failed:
             rest = f", {len(unmade)} could not be made ({', '.join(unmade)})" if unmade else ""
             raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)}){rest}")
+        if unread := [result.check for result in results if result.status == "not made"]:
+            names = ", ".join(unread)
+            raise RuntimeError(
+                f"{output}: {len(unread)} of {len(results)} checks could not be made ({names}): a file cannot be read; "
+                "run this again"
+            )
         if unmade and not allow_unrecorded:
             raise RuntimeError(
                 f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "

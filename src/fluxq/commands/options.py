@@ -149,7 +149,13 @@ run_options = option_group(
     size_options,
     click.option("--frames", "num_frames", type=click.IntRange(min=1), metavar="N", help="Frames of each video."),
 )
-output_option = click.option("--output", "-o", metavar="PATH", help="Where to write; by default ./<model>-<recipe>.")
+
+
+def output_option(default: str) -> Callable:
+    """--output, of a command that writes to `default` in the current folder unless told where."""
+    return click.option("--output", "-o", metavar="PATH", help=f"Where to write; by default ./{default}.")
+
+
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what fluxq wrote there.")
 fitting_options = option_group(
     model_options,
@@ -167,8 +173,6 @@ fitting_options = option_group(
         metavar="[COMPONENT=]FILE[:WEIGHT]",
         help="Fuse a LoRA before quantizing (repeatable). Its keys say the component; of two transformers, the first.",
     ),
-    output_option,
-    overwrite_option,
 )
 statistics_option = click.option(
     "--statistics", metavar="FILE", help="Statistics of `fluxq calibrate`; input scales then cover what that saw too."

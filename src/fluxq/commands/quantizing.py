@@ -12,6 +12,8 @@ from fluxq.commands.options import (
     common_options,
     fitting_options,
     model_options,
+    output_option,
+    overwrite_option,
     recipe_options,
     size_options,
     statistics_option,
@@ -78,6 +80,8 @@ def plan(
 
 @click.command(short_help="Gather statistics of a model's activations, to widen input scales with.")
 @fitting_options
+@output_option("<model>-<recipe>-statistics.safetensors")
+@overwrite_option
 @common_options
 def calibrate(**arguments: Any) -> None:
     """Run MODEL on prompts and write statistics of the inputs of its Linears.
@@ -99,6 +103,8 @@ def calibrate(**arguments: Any) -> None:
 
 @click.command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
 @fitting_options
+@output_option("<model>-<recipe>")
+@overwrite_option
 @statistics_option
 @click.option(
     "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Make no images to compare at the end."

@@ -31,6 +31,10 @@ def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
     session = Session(arguments)
     set_verbosity(-1 if session.quiet else session.verbose)
     try:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise ValueError("the current folder was removed; change to one that is there") from None
         yield session
     except BrokenPipeError:
         raise

@@ -120,7 +120,10 @@ def forecast(of_job: Forecast) -> None:
 
 def calibrated(prepared: Prepared, path: Path) -> None:
     """Where the statistics are and what they are for."""
-    echo(f"statistics of {prepared.calibration.count} images in {path}")
+    if prepared.finished is not None:
+        echo(f"already done: {path} holds the statistics of this recipe and model")
+    else:
+        echo(f"statistics of {prepared.calibration.count} images in {path}")
     if not any(plan.static_groups() for plan in prepared.plans):
         echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
         return

@@ -58,11 +58,19 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
         console.print(f"[green]proved[/]  {escape(words)}")
     for line in _faults(report.faults):
         console.print(line)
+    for words in report.unproved:
+        console.print(f"[yellow]not proved[/]  {escape(words)}")
     if not any(fault.is_error for fault in report.faults):
-        said = (
-            "nothing is wrong" if report.base else "nothing is wrong as far as the file alone tells; --base proves it"
+        console.print(f"[green]{_sound(report)}[/]")
+
+
+def _sound(report: Inspection) -> str:
+    """The last line where nothing was found to be wrong: no more than was looked at."""
+    if not report.base:
+        return "nothing is wrong as far as the file alone tells; --base proves it" + (
+            ", all but what is not proved" if report.unproved else ""
         )
-        console.print(f"[green]{said}[/]")
+    return "nothing is wrong" + (" in what the base can prove; the rest is named above" if report.unproved else "")
 
 
 def _scope(report: Inspection) -> None:
@@ -133,6 +141,8 @@ def imported(reports: Iterable[Imported]) -> None:
             echo(f"  16 bit: {module}: {why}")
         for words in report.notes:
             echo(f"  note: {words}")
+        for words in report.unproved:
+            echo(f"  not proved: {words}")
     echo(f"checkpoint: {output}")
     echo(f"next: fluxq verify {shlex.quote(output)}")
 

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fluxq.base.files import write_text
 from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
@@ -108,7 +109,7 @@ class FluxqConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def to_json_file(self, json_file_path: str | PathLike[str]) -> None:
-        Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
+        write_text(Path(json_file_path), self.to_json_string())
 
     def update(self, **kwargs: Any) -> dict[str, Any]:
         """The libraries offer loading arguments to a config; this one takes none."""

@@ -49,7 +49,9 @@ def export_checkpoint(
     elif suffix and Path(target).suffix != suffix:
         raise ValueError(f"{target}: {format} is one file; let its name end in {suffix}")
     writer = WRITERS[dialect]
-    Output(Path(target), writer.is_file, writer.beside).require({"the checkpoint": folder}, overwrite=overwrite)
+    Output(Path(target), writer.is_file, writer.beside).require(
+        {"the checkpoint": folder}, overwrite=overwrite, exists_ok=True
+    )
     return export(
         resolve_model(str(folder), one_model=True),
         dialect,

@@ -7,9 +7,11 @@ check again what they depend on: these functions only say it early.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import PLAN_FILE, ModelFolder, check_weights, resolve_model
 from fluxq.base.near import did_you_mean, path_near
 from fluxq.base.output import Output
@@ -51,7 +53,22 @@ def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"{output} is no folder{path_near(folder)}; give one that `fluxq quantize` wrote")
     if recorded and not (folder / PLAN_FILE).is_file():
+        if _is_quantized(folder):
+            raise ValueError(
+                f"{output}: its {PLAN_FILE} is missing, which says what it was made from; fetch it too (verify, "
+                "inspect and export need none)"
+            )
         raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
+
+
+def _is_quantized(folder: Path) -> bool:
+    """Whether fluxq quantized a component of a pipeline's folder, or the one model of a folder."""
+    for config in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
+        with suppress(ValueError, OSError):
+            said = read_json(config).get("quantization_config")
+            if isinstance(said, dict) and said.get("quant_method") == "fluxq":
+                return True
+    return False
 
 
 def require_local(output: str) -> None:
@@ -60,10 +77,11 @@ def require_local(output: str) -> None:
 
 
 def require_path(path: str | Path) -> None:
-    """Raise FileNotFoundError for a file or folder that is not there."""
+    """Raise FileNotFoundError for a file or folder that is not there, ValueError for a pipe or a device."""
     place = Path(path).expanduser()
     if not place.exists():
         raise FileNotFoundError(f"{path} does not exist{path_near(place)}")
+    require_no_pipe(place, str(path))
 
 
 def require_evaluated(path: str | Path) -> None:
@@ -121,8 +139,12 @@ def require_files(arguments: Mapping[str, Any]) -> None:
 
     for name, message in PATHS.items():
         value = arguments.get(name)
-        if value and value != "hub" and not Path(value).expanduser().exists():
-            raise FileNotFoundError(message.format(path=value) + path_near(Path(value).expanduser()))
+        if not value or value == "hub":
+            continue
+        place = Path(value).expanduser()
+        if not place.exists():
+            raise FileNotFoundError(message.format(path=value) + path_near(place))
+        require_no_pipe(place, f"--{name.replace('_', '-')} {value}")
     for text in arguments.get("lora") or ():
         LoraFile.parse(text)
     if arguments.get("prompts"):

@@ -47,7 +47,7 @@ def import_(
     target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
     where = _found(base) if base else None
     reads = {"what is imported": source, "the 16-bit model": where.path if where else None}
-    Output(target).require(reads, overwrite=overwrite)
+    Output(target).require(reads, overwrite=overwrite, exists_ok=True)
     return import_model(
         source, target, where, dequantize=dequantize, overwrite=overwrite, card=model_card, on_start=on_start
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,11 +19,11 @@ import torch
 from pydantic import BaseModel
 
 from fluxq.base import devices
-from fluxq.base.console import logger
+from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, writing
+from fluxq.base.output import Output, job_of, require_own, seal, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
+_REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md", SPEED_FILE, DEBUG_FILE))
 _PUBLISHED_PIXELS = 512
 _WITH_FRAMES = 3  # numbers of a size
 
@@ -134,6 +135,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
             f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
             "the pipeline as --base makes a whole one"
         )
+    require_own(output, _REPLACED)
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
@@ -145,6 +147,11 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         revision=options.revision or record["model"]["revision"],
         local_files_only=options.local_files_only,
     )
+    if options.images is not None:
+        from fluxq.eval.images.executor import WORK_FILE
+
+        reads = {"the checkpoint": output, "the 16-bit model": folder.path, "--fid-reference": options.fid_reference}
+        Output(options.images).require_addable(reads, "--images", own=f"*/{WORK_FILE}")
     require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
     require_steps(folder)
     for gate in options.gates:
@@ -465,20 +472,33 @@ def debug(
 
 def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) -> Report:
     """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
-    from fluxq.eval.report.report import merge, write_report
+    from fluxq.eval.report.report import merge
 
     if target.suffix != ".html":
         raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
     reads = {f"the report of {output}": _report_of(output) for output in outputs}
     place = Output(target, True, (".json", ".md"))
-    place.require(reads, overwrite=overwrite)
+    place.require(reads, overwrite=overwrite, exists_ok=True)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
-    job = [version("fluxq"), [sha256_file(path) for path in reads.values()]]
+    job = job_of([version("fluxq"), [sha256_file(path) for path in reads.values()]])
+    place.require_free(overwrite=overwrite, job=job)
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:
-            write_report(made / place.place.name, merged)
+            _draw(made / place.place.name, merged, job, reads.values())
     return merged
+
+
+def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None:
+    """Write a report that was read; ValueError naming its files for values that no page can be made of."""
+    from fluxq.eval.report.report import write_report
+
+    try:
+        write_report(target, report, job)
+    except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"{names}: holds values that no page can be made of ({said}); evaluate again") from error
 
 
 def _read(output: Path) -> Report:
@@ -671,7 +691,8 @@ def _named(asked: Subject) -> str:
 
 def _keep(asked: Subject, name: str, value: BaseModel) -> None:
     folder = asked.output / EVAL_FOLDER
-    known = {"schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
+    kind = f"fluxq {name.removesuffix('.json')}"
+    known = {"kind": kind, "schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
     write_json(folder / name, {**known, "found": value.model_dump(mode="json")})
     path = folder / JSON_FILE
     if not path.is_file():
@@ -690,7 +711,7 @@ def _with_records(report: Report, asked: Subject) -> Report:
     A speed belongs to the run with the arithmetic that was timed, and to no other; without one it stands by itself.
     What debug found is of the weights as they are stored.
     """
-    if any(run.provenance["checkpoint (SHA-256)"] != asked.quantized.digest for run in report.runs):
+    if any(run.provenance.get("checkpoint (SHA-256)") != asked.quantized.digest for run in report.runs):
         return report  # of weights that were in this folder before
     speed: Speed | None = _found(asked, SPEED_FILE, Speed, "bench")
     debugged: Debug | None = _found(asked, DEBUG_FILE, Debug, "debug")
@@ -754,6 +775,15 @@ def _write(output: Path, report: Report) -> None:
     write_report(output / EVAL_FOLDER / "report.html", report)
     readme = output / "README.md"
     if readme.is_file():
-        write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
+        try:
+            write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
+        except ValueError as error:  # of an older fluxq, or somebody's own: it is theirs to correct
+            why = "is left without the evaluation: its front matter cannot be read"
+            logger.warning("%s %s (%s); correct it, and the same command adds it", readme, why, error)
     for name, text in card.eval_results(report).items():
-        write_text(output / ".eval_results" / name, text)
+        try:
+            require_own(output, [f".eval_results/{name}"])
+        except ValueError as error:  # what else was found must not be lost for that
+            logger.warning("%s", error)
+            continue
+        write_text(output / ".eval_results" / name, seal(text, ".yaml"))

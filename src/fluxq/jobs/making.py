@@ -20,7 +20,7 @@ import fluxq
 from fluxq.base.console import logger
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
-from fluxq.base.output import atomic_folder
+from fluxq.base.output import Output, atomic_folder
 from fluxq.base.provenance import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
@@ -37,6 +37,7 @@ from fluxq.jobs.preparing import demand, prepare
 from fluxq.jobs.work_folder import (
     clear_leftovers,
     finished_checkpoint,
+    finished_statistics,
     identity_of,
     job_digest,
     require_space,
@@ -135,8 +136,19 @@ def calibrate(prepared: Prepared) -> Path:
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
         statistics = _calibrate(prepared, prepared.load_reference(), work)
         if prepared.ranks.leads:
+            _require_free(prepared)
             statistics.save(prepared.output.resolve(), job_digest(prepared), folder=work)
     return prepared.output
+
+
+def _require_free(prepared: Prepared) -> None:
+    """Raise RuntimeError for what was put at the output since this was prepared, and may not be replaced."""
+    try:
+        Output(prepared.output, True).require_free(overwrite=prepared.options.overwrite, exists_ok=True)
+        if not prepared.options.overwrite and prepared.output.exists():
+            finished_statistics(prepared)
+    except ValueError as error:
+        raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
 
 def quantize(prepared: Prepared) -> dict[str, Any]:
@@ -165,7 +177,7 @@ def _written_meanwhile(prepared: Prepared) -> dict[str, Any] | None:
 
 def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
     """The record of what the first process wrote; None in those that helped it."""
-    options, folder, ranks = prepared.options, prepared.folder, prepared.ranks
+    options, ranks = prepared.options, prepared.ranks
     started = time.perf_counter()
     if ranks.leads:
         require_space(prepared, work)
@@ -200,7 +212,7 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
         written = [_write(part, prepared, *one, outcome, hashes) for one, outcome in zip(done, outcomes, strict=True)]
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(prepared.plans, outcomes, strict=True)}
         prepared = replace(prepared, identity=with_digests(prepared, read))
-        checkpoint.copy_rest(part, folder, [plan.component for plan in prepared.plans])
+        _copy_rest(part, prepared, hashes)
         write_digests(part)
         record = _record(prepared, statistics, trajectory, written)
         record["files"] = hash_files(part, hashes)
@@ -210,6 +222,22 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
         write_json(part / PLAN_FILE, record)
         write_text(part / "README.md", card.model_card(record))
     return record
+
+
+def _copy_rest(part: Path, prepared: Prepared, hashes: dict[Path, str]) -> None:
+    """Copy what is not quantized; RuntimeError if it is not what this was prepared with, and what the record names.
+
+    hashes: takes those of the files.
+    """
+    quantized = [plan.component for plan in prepared.plans]
+    checkpoint.copy_rest(part, prepared.folder, quantized)
+    copied = checkpoint.digest_rest(ModelFolder(prepared.output.name, part), quantized, hashes)
+    meant = prepared.identity["copied"]
+    if differing := sorted(name for name in meant.keys() | copied if meant.get(name) != copied.get(name)):
+        raise RuntimeError(
+            f"{prepared.folder.path}: {', '.join(differing)} changed since this run began, and the checkpoint would be "
+            "recorded with what was there before. Put that back, or start again when nothing writes there any more"
+        )
 
 
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:

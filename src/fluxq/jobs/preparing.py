@@ -18,7 +18,14 @@ from fluxq.jobs import footprint, memory, placement
 from fluxq.jobs.hub import require_pushable
 from fluxq.jobs.memory import Demand
 from fluxq.jobs.prepared import Options, Prepared
-from fluxq.jobs.requirements import output_for, reads_of, require_call, require_pictures, scheduler_of
+from fluxq.jobs.requirements import (
+    output_for,
+    reads_of,
+    require_call,
+    require_no_adapter,
+    require_pictures,
+    scheduler_of,
+)
 from fluxq.jobs.work_folder import finished_checkpoint, finished_statistics, identity_of
 from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
@@ -112,7 +119,10 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
-    linears = {component: list_linears(folder, component) for component in _components(folder, recipe, options)}
+    components = _components(folder, recipe, options)
+    for component in components:
+        require_no_adapter(folder, component)
+    linears = {component: list_linears(folder, component) for component in components}
     names = {component: [linear.name for linear in part] for component, part in linears.items()}
     require_matches([*options.include, *options.exclude], [name for part in names.values() for name in part])
     return tuple(_plan(folder, component, part, recipe, options) for component, part in linears.items())

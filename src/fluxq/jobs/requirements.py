@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fluxq.base.model import GENERATION_FILE, ModelFolder
+
+_SHOWN = 80  # characters of a value, and names
+_LONGEST_TEXT = 10_000  # characters; no text encoder reads a tenth of it
+_LISTS = (list, tuple, Sequence, Iterable)
+_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
 
 
 def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
@@ -27,9 +33,81 @@ def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[st
         said = ", ".join(options).replace("_", "-")
         raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {said}")
     if unknown:
-        raise ValueError(
-            f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {', '.join(unknown)}; remove it"
-        )
+        named = ", ".join(name[:_SHOWN] for name in unknown[:_SHOWN])
+        raise ValueError(f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {named}; remove it")
+    _require_sizes(folder, call, asked)
+    _require_values(folder, pipeline, {name: value for name, value in call.items() if name not in asked})
+
+
+def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], asked: Collection[str]) -> None:
+    """ValueError for an image of fewer pixels than two by two latents, or of a part of one, where the VAE tells."""
+    if folder.components.get("vae") != "AutoencoderKL":
+        return
+    stages = folder.config("vae").get("block_out_channels")
+    unit = 1 << (len(stages) - 1) if isinstance(stages, list) and stages else 1
+    for name in ("height", "width"):
+        size = call.get(name)
+        if type(size) is int and (size < 2 * unit or size % unit):
+            where = f"--{name}" if name in asked else f"{folder.path / GENERATION_FILE}: {name}"
+            raise ValueError(
+                f"{where} is {size}, expected a multiple of {unit} from {2 * unit} up, as the VAE makes them"
+            )
+
+
+def _require_values(folder: ModelFolder, pipeline: type, said: Mapping[str, Any]) -> None:
+    """ValueError for a value of a kind that the call does not take, by its annotations, else by its defaults."""
+    call = inspect.unwrap(pipeline.__call__)
+    try:
+        hints = get_type_hints(call)
+    except (NameError, TypeError):  # of names for type checkers alone
+        hints = {}
+    for name, parameter in inspect.signature(call).parameters.items():
+        if name not in said or said[name] == parameter.default:
+            continue
+        value = said[name]
+        hint = hints.get(name, Any if parameter.default in (None, parameter.empty) else type(parameter.default))
+        where = f"{folder.path / GENERATION_FILE}: {name} is {str(value)[:_SHOWN]!r}"
+        if isinstance(value, list) and _fits("", hint):
+            raise ValueError(f"{where}, expected one text, which all prompts share; correct it")
+        if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+            raise ValueError(
+                f"{where}…, a text of {len(value)} characters, expected {_LONGEST_TEXT} at most; shorten it"
+            )
+        if not _fits(value, hint):
+            expected = " or ".join(dict.fromkeys(_words(hint)))
+            cure = f"expected {expected}; correct it" if expected else "expected what no file can say; remove it"
+            raise ValueError(f"{where}, {cure}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a JSON file is what an annotation says."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return True
+    if kind in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if kind is Literal:
+        return value in inner
+    if value is None:  # many a list or text may be left out without an annotation that says so
+        return kind not in (float, int, bool)
+    if isinstance(value, list):
+        is_short = kind is not tuple or not inner or Ellipsis in inner or len(value) == len(inner)
+        return kind in _LISTS and is_short and all(any(_fits(each, one) for one in inner or (Any,)) for each in value)
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def _words(hint: Any) -> Iterator[str]:
+    """What an annotation says, as far as a JSON file can say it, for people."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        for each in inner:
+            yield from _words(each)
+    elif kind in _LISTS and (found := [word for each in inner for word in _words(each)]):
+        yield f"a list, each {found[0]}"
+    elif kind is Literal:
+        yield from map(repr, inner)
+    elif kind in _KINDS:
+        yield _KINDS[kind]
 
 
 def call_of(
@@ -56,6 +134,15 @@ def call_of(
     if sizes is not None and folder.config("transformer").get("sample_size") not in sizes:
         call.setdefault("use_resolution_binning", False)
     return call
+
+
+def require_no_adapter(folder: ModelFolder, component: str) -> None:
+    """ValueError for an adapter beside a component to quantize: it is part of the model, and no weights hold it."""
+    for file in folder.adapter_files(component)[:1]:
+        raise ValueError(
+            f"{file}: an adapter, which transformers adds to the {component} as it loads it, and which quantized "
+            f"weights would lack: merge it first (PEFT's merge_and_unload), or leave {component} out of --components"
+        )
 
 
 def require_steps(folder: ModelFolder) -> None:

@@ -21,8 +21,8 @@ import torch
 import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
-from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.output import recover, remove, sole_writer
+from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
+from fluxq.base.output import Output, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.prepared import Prepared
 from fluxq.jobs.requirements import existing_parent
@@ -64,7 +64,7 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
     output = prepared.output
     if not is_taken(prepared):
         return None
-    record = read_plan_file(output) or {}  # require_output_folder has refused what has none
+    record = read_plan_file(output) or {}  # `Output.require` has refused what has none
     differing = _differing(with_digests(prepared), record.get("identity", {}))
     if differing:
         raise ValueError(
@@ -105,7 +105,7 @@ def with_digests(prepared: Prepared, read: Mapping[str, Mapping[str, str]] | Non
 
 @contextmanager
 def work_of(prepared: Prepared) -> Iterator[Path]:
-    """The work folder, for the processes of one job; removed when that is done, kept when it is stopped."""
+    """The work folder, for the processes of one job; removed when that is done, kept when it ends otherwise."""
     ranks, work = prepared.ranks, work_folder(prepared)
     with sole_writer(prepared.output) if ranks.leads else nullcontext():
         if ranks.leads:
@@ -116,9 +116,7 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
         try:
             yield work
         except BaseException as error:
-            if isinstance(error, ValueError) and ranks.world == 1:  # it would fail again: what was begun is of no use
-                remove(work)
-            elif ranks.leads:
+            if ranks.leads:  # whatever it was: who can tell a fault of the job from trouble that passes
                 _keep_what_is_done(work, error)
             raise
         if ranks.leads:
@@ -148,9 +146,12 @@ def _begin(prepared: Prepared, work: Path) -> None:
     ValueError for one of another job, naming what differs; with `overwrite` that is removed.
     """
     output, job = prepared.output.resolve(), _job(prepared)
+    Output(output).put_back()  # whatever command was killed
+    Output(output).clear()
     for other in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work")):
         manifest = other / _MANIFEST
         if other == work or not manifest.is_file():
+            _remove_if_unbegun(other)
             continue
         differing = _differing(job, _read_manifest(manifest))
         recover(output, other)
@@ -162,12 +163,19 @@ def _begin(prepared: Prepared, work: Path) -> None:
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
-    for half in work.rglob(".*.part"):
-        half.unlink()
+    for folder in (work, *(path for path in work.rglob("*") if path.is_dir())):
+        clear_parts(folder)
     if (work / _MANIFEST).is_file():
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
     write_json(work / _MANIFEST, job)
+
+
+def _remove_if_unbegun(work: Path) -> None:
+    """Remove a work folder that holds no more than half a manifest: its process was killed in between."""
+    clear_parts(work, _MANIFEST)
+    with suppress(OSError):  # it holds something
+        work.rmdir()
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
@@ -188,6 +196,8 @@ def clear_leftovers(prepared: Prepared) -> None:
         for model in (prepared.identity["model"], stamps):
             job = replace(prepared, identity={**prepared.identity, "model": model})
             remove(work_folder(job))
+        Output(output).put_back()
+        Output(output).clear()
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:

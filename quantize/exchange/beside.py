@@ -1,0 +1,124 @@
+"""What stands beside the weights of a file, held against the base too: settings, and a pipeline's other components.
+
+A loader builds the model of config.json, and a pipeline calls all its components: with another one of them, weights
+that are the base's make images of another model. Values that one side leaves out are the class's defaults.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fluxq.base.files import read_json, sha256_file
+from fluxq.base.model import ModelFolder
+from fluxq.quantize.exchange.files import ModelFile, open_component
+from fluxq.quantize.exchange.marks import PLAIN
+
+_NO_SETTINGS = ("quantization_config", "transformers_version", "torch_dtype", "dtype")  # of no effect on numbers
+_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model")
+_SCHEDULER, _SHOWN = "scheduler_config.json", 60
+
+
+class Beside(NamedTuple):
+    """differences: (component, what is not the base's). unproved: in words, what was compared with nothing."""
+
+    differences: list[tuple[str, str]]
+    unproved: list[str]
+
+
+def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of a config.json that are not the base's, both values named. Empty ones are not compared."""
+    if not own or not base:
+        return
+    mine, bases = (side.get("_class_name") for side in (own, base))
+    if mine and bases and mine != bases:
+        yield f"_class_name is {_shown(mine)}, the base's {_shown(bases)}"
+        return
+    ours, theirs = _settings(own), _settings(base)
+    defaults = _defaults(base) if ours.keys() != theirs.keys() else {}
+    for key in sorted(ours.keys() | theirs.keys()):
+        if not (key in ours and key in theirs) and key not in defaults:
+            continue  # nothing that this version of the class takes
+        mine, bases = (side.get(key, defaults.get(key)) for side in (ours, theirs))
+        if mine != bases:
+            yield f"{key} is {_shown(mine)}, the base's {_shown(bases)}"
+
+
+def beside(
+    path: Path, base: Path, looked_at: Mapping[str, object], compare: Callable[[ModelFile, ModelFile], list[str]]
+) -> Beside:
+    """The other components of a pipeline's folder. looked_at: components that were compared layer by layer.
+
+    compare: (model, the base's in 16 bit) -> what is wrong with it.
+    """
+    done = Beside([], [])
+    if not (path / "model_index.json").is_file():
+        return done
+    own = ModelFolder(path.name, path)
+    others = {name: word for name, word in own.components.items() if name not in looked_at and (path / name).is_dir()}
+    if not (base / "model_index.json").is_file():
+        if others:
+            done.unproved.append(f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared")
+        return done
+    whole = ModelFolder(base.name, base)
+    for key in ("_class_name", *own.components):
+        mine, bases = (folder.index.get(key) for folder in (own, whole))
+        if mine != bases and bases is not None:
+            done.differences.append((key, f"model_index.json has {_shown(mine)}, the base's {_shown(bases)}"))
+    lacking = [name for name in others if not (base / name).is_dir()]
+    if lacking:
+        done.unproved.append(f"{', '.join(lacking)}: the base has none, so they were not compared")
+    for name in others:
+        if name not in lacking:
+            done.differences.extend((name, what) for what in _component(own, whole, name, compare))
+    return done
+
+
+def _component(
+    own: ModelFolder, base: ModelFolder, name: str, compare: Callable[[ModelFile, ModelFile], list[str]]
+) -> Iterator[str]:
+    """What is not the base's of one component: settings and weights, or a vocabulary."""
+    ours, theirs = own.path / name, base.path / name
+    if (ours / _SCHEDULER).is_file() and (theirs / _SCHEDULER).is_file():
+        yield from other_settings(read_json(ours / _SCHEDULER), read_json(theirs / _SCHEDULER))
+    for file in _VOCABULARIES:
+        both = [folder / file for folder in (ours, theirs)]
+        if all(each.is_file() for each in both) and len(set(map(sha256_file, both))) > 1:
+            yield f"{file} is not the base's"
+    if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
+        return
+    yield from other_settings(own.config(name), base.config(name))
+    if own.tensors_digest(name) == base.tensors_digest(name):
+        return
+    mine, bases = (open_component(folder, "component of a pipeline folder") for folder in (ours, theirs))
+    if bases.dialect != PLAIN:
+        yield f"the base's is quantized itself ({bases.dialect}), so they could not be compared; give the 16-bit model"
+        return
+    yield from compare(mine, bases)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
+
+
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class of diffusers, or a configuration of transformers, takes for settings that nobody gives."""
+    try:
+        name, kind = config.get("_class_name"), config.get("model_type")
+        if isinstance(name, str):
+            found = inspect.signature(getattr(importlib.import_module("diffusers"), name).__init__).parameters
+            values = {key: each.default for key, each in found.items() if each.default is not each.empty}
+            return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        if isinstance(kind, str):
+            return importlib.import_module("transformers").AutoConfig.for_model(kind).to_dict()
+    except (AttributeError, ImportError, ValueError):
+        pass  # no class of these versions: what only one side says cannot be held against anything
+    return {}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
