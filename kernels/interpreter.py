@@ -85,7 +85,7 @@ def check_version(version: str) -> None:
     if ".".join(version.split(".")[:2]) not in PROVEN:
         raise RuntimeError(
             f"the interpreter of Triton {version} was never compared with exact arithmetic, only those of "
-            f"{' and '.join(PROVEN)} were: install one of these, or add the version to PROVEN in "
+            f"{', '.join(PROVEN[:-1])} and {PROVEN[-1]} were: install one of these, or add the version to PROVEN in "
             "kernels/interpreter.py once `pytest tests/kernels/test_interpreter.py` passes"
         )
 
