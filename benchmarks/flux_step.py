@@ -46,8 +46,8 @@ from fluxq.eval.speed.timing import describe  # noqa: E402
 from fluxq.kernels.encode import global_scale_for  # noqa: E402
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
+from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.cost import forward_pass, in_16_bit  # noqa: E402
-from fluxq.recipes.families import FAMILIES  # noqa: E402
 from fluxq.recipes.plan import LinearShape, Plan, make_plan  # noqa: E402
 from fluxq.recipes.recipe import load_recipe  # noqa: E402
 

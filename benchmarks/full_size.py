@@ -58,8 +58,8 @@ from fluxq.quantize.finished import Outcome  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
 from fluxq.quantize.nearest import Rounded, pieces_of, round_pieces, sqnr  # noqa: E402
 from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
+from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402
-from fluxq.recipes.families import FAMILIES  # noqa: E402
 from fluxq.recipes.family import Maker  # noqa: E402
 from fluxq.recipes.formats import FORMATS, Scheme  # noqa: E402
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, make_plan, with_method  # noqa: E402

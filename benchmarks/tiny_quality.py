@@ -46,9 +46,9 @@ from fluxq.jobs import making
 from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.record import fitted_db
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, LinearShape, Plan, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes

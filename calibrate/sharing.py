@@ -48,7 +48,7 @@ class _Watch:
                     raise ValueError(
                         f"{path} and {other} read different values, though their names say that they share an input. "
                         f"--exclude '{_in_every_block(path)}' keeps such Linears in 16 bit; --profile rtn quantizes "
-                        "all without looking at inputs; a row in recipes/denoisers.py says what shares one "
+                        "all without looking at inputs; a row in recipes/all_families.py says what shares one "
                         "(CONTRIBUTING.md, 'Adding a model family')"
                     )
             self.seen = {} if len(self.seen) == self.readers - 1 else {**self.seen, path: (x, version)}

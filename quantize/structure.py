@@ -12,7 +12,7 @@ from torch import nn
 
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta, shapes_of
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.generic import ModuleTree
 

@@ -1,326 +1,117 @@
-"""Rows for the blocks that `fluxq.optimize` fuses: which of diffusers' modules play which role in them.
+"""Say which of diffusers' modules play which role in the blocks that `fluxq.optimize` fuses.
 
-A row needs a function in runtime/fused_calls.py that reads what the forward of its class is called with. Paths and
+A block needs a function in runtime/fused_calls.py that reads what the forward of its class is called with. Paths and
 classes are compared with diffusers' own in tests/runtime/test_fused_families.py.
 """
 
 from __future__ import annotations
 
-from fluxq.recipes.family import CrossAttention, FusableBlock, OwnAttention, Stream
-
-_NORM = "LayerNorm"
-_HEADS = {"attn.norm_q": "RMSNorm", "attn.norm_k": "RMSNorm"}
-_TEXT_HEADS = {"attn.norm_added_q": "RMSNorm", "attn.norm_added_k": "RMSNorm"}
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
-def _feed_forward(path: str, lacking: str = "") -> dict[str, str]:
-    """The classes in diffusers' FeedForward with GELU; lacking: "|None" for one that a block may lack."""
+@dataclass(frozen=True)
+class OwnAttention:
+    """Describe a second attention, of one stream alone, over another modulation of the same norm.
+
+    Its fields say what those of a `Stream` say. A block whose `path` is None has none.
+    """
+
+    path: str
+    qkv: str
+    q_norm: str
+    k_norm: str
+    out: str
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Describe an attention of a stream to text that all blocks read.
+
+    It also reads an image's features where the block has room for them. The first Linear of a group stands for the
+    group.
+
+    norm: before it. q: the Linear of the stream; kv: the first of the text's, image_kv: of the image's, or None. q_norm
+    to image_k_norm: RMSNorm over all heads. text_tokens: those at the end of what is read; the rest is the image's.
+    """
+
+    path: str
+    norm: str
+    q: str
+    q_norm: str
+    kv: str
+    k_norm: str
+    image_kv: str
+    image_k_norm: str
+    out: str
+    text_tokens: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Describe one stream of tokens through a block that `fluxq.optimize` fuses.
+
+    Modules are paths below the block, and the first Linear of an input group stands for the group.
+
+    name: "text" or "image", or "both" for one stream of both. modulation: the modules that the embedded timestep goes
+    through, one after another, to become shift, scale and gate of the attention, then of the feed-forward; none where
+    a call brings these. norm: LayerNorm before the attention, qkv: the Linears behind it, q_norm, k_norm: RMSNorm of
+    each head. out: after the attention; None in a block after which the stream ends. second_norm: LayerNorm before the
+    feed-forward, of which `up` is the first Linear, then `act`, a row of ACTS in kernels/producers.py, then `down`.
+    Where out, second_norm and up are empty, the Linears of qkv make what the activation reads too, and `down` reads
+    attention and feed-forward side by side. clipped: fp16 is kept from overflowing in the end.
+    """
+
+    name: str
+    norm: str
+    qkv: str
+    q_norm: str
+    k_norm: str
+    down: str
+    modulation: tuple[str, ...] = ()
+    out: str = ""
+    second_norm: str = ""
+    up: str = ""
+    act: str = "gelu_tanh"
+    clipped: bool = False
+    own: OwnAttention | None = None
+    cross: CrossAttention | None = None
+
+
+@dataclass(frozen=True)
+class FusableBlock:
+    """Describe a block whose forward `fluxq.optimize` replaces, and which modules in it play which role.
+
+    block: pattern of its path. model: its class. attention: the module that its streams go through, in that order of
+    their tokens. attentions: path -> class of the processor that the fused form knows. passed_over: path -> class, what
+    the fused form computes itself instead of calling it: several classes with "|" between them, and "None" for what a
+    block may lack.
+
+    per_head: norms of q and k are of each head, else of all channels. rotary: q and k are rotated. fp32_modulation:
+    shift, scale and gate are in fp32, whatever the tokens are in. dispatched: the processor asks diffusers' dispatcher
+    for the attention, else torch. contiguous: it copies each stream's part of the attention before the next Linear,
+    which adds a bias in 16 bit to what is not contiguous.
+    """
+
+    block: str
+    model: str
+    attention: str
+    attentions: Mapping[str, str]
+    streams: tuple[Stream, ...]
+    passed_over: Mapping[str, str]
+    per_head: bool = True
+    rotary: bool = True
+    fp32_modulation: bool = False
+    dispatched: bool = True
+    contiguous: bool = False
+
+
+NORM = "LayerNorm"
+HEADS = {"attn.norm_q": "RMSNorm", "attn.norm_k": "RMSNorm"}
+TEXT_HEADS = {"attn.norm_added_q": "RMSNorm", "attn.norm_added_k": "RMSNorm"}
+
+
+def feed_forward_classes(path: str, lacking: str = "") -> dict[str, str]:
+    """Name the classes in diffusers' FeedForward with GELU; lacking: "|None" for one that a block may lack."""
     found = {path: "FeedForward", f"{path}.net.0": "GELU", f"{path}.net.1": "Dropout"}
     return {path: kind + lacking for path, kind in found.items()}
-
-
-FLUX_BLOCKS = (
-    FusableBlock(
-        block="transformer_blocks.*",
-        model="FluxTransformerBlock",
-        attention="attn",
-        attentions={"attn": "FluxAttnProcessor"},
-        contiguous=True,
-        streams=(
-            Stream(
-                name="text",
-                modulation=("norm1_context.silu", "norm1_context.linear"),
-                norm="norm1_context.norm",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="norm2_context",
-                up="ff_context.net.0.proj",
-                down="ff_context.net.2",
-                clipped=True,
-            ),
-            Stream(
-                name="image",
-                modulation=("norm1.silu", "norm1.linear"),
-                norm="norm1.norm",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="norm2",
-                up="ff.net.0.proj",
-                down="ff.net.2",
-            ),
-        ),
-        passed_over={
-            "norm1": "AdaLayerNormZero",
-            "norm1.norm": _NORM,
-            "norm1_context": "AdaLayerNormZero",
-            "norm1_context.norm": _NORM,
-            "attn": "FluxAttention",
-            **_HEADS,
-            **_TEXT_HEADS,
-            "attn.to_out.1": "Dropout",
-            "norm2": _NORM,
-            "norm2_context": _NORM,
-            **_feed_forward("ff"),
-            **_feed_forward("ff_context"),
-        },
-    ),
-    FusableBlock(
-        block="single_transformer_blocks.*",
-        model="FluxSingleTransformerBlock",
-        attention="attn",
-        attentions={"attn": "FluxAttnProcessor"},
-        streams=(
-            Stream(
-                name="both",
-                modulation=("norm.silu", "norm.linear"),
-                norm="norm.norm",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                down="proj_out",
-                clipped=True,
-            ),
-        ),
-        passed_over={
-            "norm": "AdaLayerNormZeroSingle",
-            "norm.norm": _NORM,
-            "attn": "FluxAttention",
-            **_HEADS,
-            "act_mlp": "GELU",
-        },
-    ),
-)
-
-FLUX2_BLOCKS = (
-    FusableBlock(
-        block="transformer_blocks.*",
-        model="Flux2TransformerBlock",
-        attention="attn",
-        attentions={"attn": "Flux2AttnProcessor"},
-        streams=(
-            Stream(
-                name="text",
-                norm="norm1_context",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="norm2_context",
-                up="ff_context.linear_in",
-                act="silu_mul",
-                down="ff_context.linear_out",
-                clipped=True,
-            ),
-            Stream(
-                name="image",
-                norm="norm1",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="norm2",
-                up="ff.linear_in",
-                act="silu_mul",
-                down="ff.linear_out",
-            ),
-        ),
-        passed_over={
-            "norm1": _NORM,
-            "norm1_context": _NORM,
-            "attn": "Flux2Attention",
-            **_HEADS,
-            **_TEXT_HEADS,
-            "attn.to_out.1": "Dropout",
-            "norm2": _NORM,
-            "norm2_context": _NORM,
-            "ff": "Flux2FeedForward",
-            "ff.act_fn": "Flux2SwiGLU",
-            "ff.act_fn.gate_fn": "SiLU",
-            "ff_context": "Flux2FeedForward",
-            "ff_context.act_fn": "Flux2SwiGLU",
-            "ff_context.act_fn.gate_fn": "SiLU",
-        },
-    ),
-    FusableBlock(
-        block="single_transformer_blocks.*",
-        model="Flux2SingleTransformerBlock",
-        attention="attn",
-        attentions={"attn": "Flux2ParallelSelfAttnProcessor"},
-        streams=(
-            Stream(
-                name="both",
-                norm="norm",
-                qkv="attn.to_qkv_mlp_proj",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                act="silu_mul",
-                down="attn.to_out",
-                clipped=True,
-            ),
-        ),
-        passed_over={
-            "norm": _NORM,
-            "attn": "Flux2ParallelSelfAttention",
-            **_HEADS,
-            "attn.mlp_act_fn": "Flux2SwiGLU",
-            "attn.mlp_act_fn.gate_fn": "SiLU",
-        },
-    ),
-)
-
-SD3_BLOCKS = (
-    FusableBlock(
-        block="transformer_blocks.*",
-        model="JointTransformerBlock",
-        attention="attn",
-        attentions={"attn": "JointAttnProcessor2_0", "attn2": "JointAttnProcessor2_0"},
-        rotary=False,
-        dispatched=False,
-        streams=(
-            Stream(
-                name="image",
-                modulation=("norm1.silu", "norm1.linear"),
-                norm="norm1.norm",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="norm2",
-                up="ff.net.0.proj",
-                down="ff.net.2",
-                own=OwnAttention("attn2", "attn2.to_q", "attn2.norm_q", "attn2.norm_k", "attn2.to_out.0"),
-            ),
-            Stream(
-                name="text",
-                modulation=("norm1_context.silu", "norm1_context.linear"),
-                norm="norm1_context.norm",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="norm2_context",
-                up="ff_context.net.0.proj",
-                down="ff_context.net.2",
-            ),
-        ),
-        passed_over={
-            "norm1": "AdaLayerNormZero|SD35AdaLayerNormZeroX",
-            "norm1.norm": _NORM,
-            "norm1_context": "AdaLayerNormZero|AdaLayerNormContinuous",
-            "norm1_context.norm": _NORM,
-            "attn": "Attention",
-            "attn.norm_q": "RMSNorm|None",
-            "attn.norm_k": "RMSNorm|None",
-            "attn.norm_added_q": "RMSNorm|None",
-            "attn.norm_added_k": "RMSNorm|None",
-            "attn.to_out.1": "Dropout",
-            "attn2": "Attention|None",
-            "attn2.norm_q": "RMSNorm|None",
-            "attn2.norm_k": "RMSNorm|None",
-            "attn2.to_out.1": "Dropout|None",
-            "norm2": _NORM,
-            "norm2_context": f"{_NORM}|None",
-            **_feed_forward("ff"),
-            **_feed_forward("ff_context", "|None"),
-        },
-    ),
-)
-
-QWEN_IMAGE_BLOCKS = (
-    FusableBlock(
-        block="transformer_blocks.*",
-        model="QwenImageTransformerBlock",
-        attention="attn",
-        attentions={"attn": "QwenDoubleStreamAttnProcessor2_0"},
-        contiguous=True,
-        streams=(
-            Stream(
-                name="text",
-                modulation=("txt_mod",),
-                norm="txt_norm1",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="txt_norm2",
-                up="txt_mlp.net.0.proj",
-                down="txt_mlp.net.2",
-                clipped=True,
-            ),
-            Stream(
-                name="image",
-                modulation=("img_mod",),
-                norm="img_norm1",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="img_norm2",
-                up="img_mlp.net.0.proj",
-                down="img_mlp.net.2",
-                clipped=True,
-            ),
-        ),
-        passed_over={
-            "img_norm1": _NORM,
-            "txt_norm1": _NORM,
-            "attn": "Attention",
-            **_HEADS,
-            **_TEXT_HEADS,
-            "attn.to_out.1": "Dropout",
-            "img_norm2": _NORM,
-            "txt_norm2": _NORM,
-            **_feed_forward("img_mlp"),
-            **_feed_forward("txt_mlp"),
-        },
-    ),
-)
-
-WAN_BLOCKS = (
-    FusableBlock(
-        block="blocks.*",
-        model="WanTransformerBlock",
-        attention="attn1",
-        attentions={"attn1": "WanAttnProcessor", "attn2": "WanAttnProcessor"},
-        per_head=False,
-        fp32_modulation=True,
-        streams=(
-            Stream(
-                name="image",
-                norm="norm1",
-                qkv="attn1.to_q",
-                q_norm="attn1.norm_q",
-                k_norm="attn1.norm_k",
-                out="attn1.to_out.0",
-                second_norm="norm3",
-                up="ffn.net.0.proj",
-                down="ffn.net.2",
-                cross=CrossAttention(
-                    path="attn2",
-                    norm="norm2",
-                    q="attn2.to_q",
-                    q_norm="attn2.norm_q",
-                    kv="attn2.to_k",
-                    k_norm="attn2.norm_k",
-                    image_kv="attn2.add_k_proj",
-                    image_k_norm="attn2.norm_added_k",
-                    out="attn2.to_out.0",
-                    text_tokens=512,
-                ),
-            ),
-        ),
-        passed_over={
-            "norm1": "FP32LayerNorm",
-            "attn1": "WanAttention",
-            "attn1.to_out.1": "Dropout",
-            "attn2": "WanAttention",
-            "attn2.to_out.1": "Dropout",
-            "norm3": "FP32LayerNorm",
-            **_feed_forward("ffn"),
-        },
-    ),
-)

@@ -51,7 +51,7 @@ def generic_family(model_class: str, tree: ModuleTree) -> Family:
     found = read_structure(model_class, tree)
     if found.certainty < LEAST_CERTAINTY:
         raise ValueError(
-            f"unknown model family: {model_class} has no row in recipes/denoisers.py, and its structure says too "
+            f"unknown model family: {model_class} has no row in recipes/all_families.py, and its structure says too "
             f"little (certainty {found.certainty:.0%}, needed {LEAST_CERTAINTY:.0%}): {'; '.join(found.reasons)}. "
             "CONTRIBUTING.md, 'Adding a model family', shows how to add a row"
         )
@@ -77,7 +77,7 @@ def read_structure(model_class: str, tree: ModuleTree) -> Structure:
     keep.update({linear.name: _why_outside(linear.name) for linear in tree.linears if linear.name not in inside})
     certainty, reasons = _judge(tree, stacks, groups)
     note = (
-        f"{model_class} has no row in recipes/denoisers.py; its structure was read instead, with a certainty of "
+        f"{model_class} has no row in recipes/all_families.py; its structure was read instead, with a certainty of "
         f"{certainty:.0%}: {'; '.join(reasons)}. Look at `fluxq plan`, or add a row as CONTRIBUTING.md shows"
     )
     family = Family(GENERIC, model_class, tuple(groups), keep, notes=(note,))

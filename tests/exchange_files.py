@@ -16,7 +16,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, nunchaku, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import QuantTensors
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined, original_names
 from tests.recipes.test_families import on_meta

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluxq.kernels.linear import QuantLinear, branch_shapes
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import fused

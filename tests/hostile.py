@@ -216,7 +216,7 @@ def read_statistics(folder: Path) -> None:
 
 
 def read_recipe(folder: Path) -> None:
-    from fluxq.recipes.families import family_of
+    from fluxq.recipes.all_families import family_of
     from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
     from fluxq.recipes.recipe import load_recipe
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fluxq.base.files import write_json
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.published import PUBLISHED
 
 ROWS = {row.name: row for row in PUBLISHED}

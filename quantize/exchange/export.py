@@ -38,7 +38,8 @@ from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.formats import Scheme, find_format
-from fluxq.recipes.keymaps import Order, original_names
+from fluxq.recipes.keymap_rows import Order
+from fluxq.recipes.keymaps import original_names
 from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes

@@ -47,9 +47,10 @@ from fluxq.quantize.exchange.marks import (
     other_program,
     said_by_comfy,
 )
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
+from fluxq.recipes.keymap_rows import SAME_NAMES
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, diffusers_names
 
 
@@ -235,7 +236,7 @@ class ModelFile:
     def joined(self) -> dict[str, Joined]:
         """Tensor in the file (weights of quantized layers under `<name>.weight`) -> what of diffusers it joins.
 
-        ValueError that names the tensor that no row of recipes/keymaps.py knows.
+        ValueError that names the tensor that no row of recipes/families knows.
         """
         held = self.of_model()
         if self.names == "nunchaku":
@@ -579,7 +580,7 @@ def _identify(model: ModelFile) -> tuple[Family | None, str]:
     for family in named or FAMILIES.values():
         if family.library == "diffusers" or named:
             scores[family.name, "diffusers"] = sum(_is_known(family, module) for module in bare)
-        if family.name in ORIGINALS and family.name not in _SAME_NAMES:
+        if family.name in ORIGINALS and family.originals != SAME_NAMES:
             scores[family.name, "original"] = _mapped(family.name, bare, tensors)
     (found, names), score = scores.most_common(1)[0]
     if 2 * score <= len(bare):
@@ -623,4 +624,3 @@ def _knows(family: str, names: list[str]) -> bool:
 
 _OF_SEVERAL = ("text_encoders", "conditioner", "cond_stage_model")  # what follows is a component's name
 _SINGLE = "single_transformer_blocks."
-_SAME_NAMES = ("qwen_image", "hidream")  # ComfyUI's names are diffusers' own

@@ -802,7 +802,7 @@ FAULTS: dict[str, Kind] = {
         "a quantization that is not read here, of which nothing else was looked at", "get the model in 16 bit"
     ),
     "unreadable": Kind("no reader of the dialect takes the layer", _AGAIN),
-    "unknown names": Kind("no row of recipes/keymaps.py knows a tensor's name", "is it another model?", False),
+    "unknown names": Kind("no row of recipes/families knows a tensor's name", "is it another model?", False),
     "codes that are NaN": Kind("weights that are NaN", _AGAIN),
     "scales that are no numbers": Kind("NaN, infinite or negative scales", _AGAIN),
     "global scale of 0": Kind("all weights of the layer would be 0", _AGAIN),

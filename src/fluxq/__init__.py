@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fluxq.kernels.linear import QuantLinear
     from fluxq.kernels.tensor import QuantizedTensor
     from fluxq.quantize.run import quantize_linear
-    from fluxq.recipes.families import FAMILIES
+    from fluxq.recipes.all_families import FAMILIES
     from fluxq.recipes.formats import FORMATS
     from fluxq.runtime.attention_choice import set_attention
     from fluxq.runtime.graphs import capture
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FAMILIES": "fluxq.recipes.families",
+    "FAMILIES": "fluxq.recipes.all_families",
     "FORMATS": "fluxq.recipes.formats",
     "FluxqConfig": "fluxq.integrations.config",
     "QuantLinear": "fluxq.kernels.linear",

@@ -13,7 +13,7 @@ from fluxq.base.linears import linears_of
 from fluxq.calibrate.blocks import Replay, block_names, replaced_forwards
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.sensitivity import noise_level_weights
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 4}

@@ -31,7 +31,7 @@ from fluxq.calibrate.prompts import ARGUMENTS, Row, load_prompts
 from fluxq.calibrate.sensitivity import noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import making
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 
 
 @pytest.fixture

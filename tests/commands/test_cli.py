@@ -471,7 +471,7 @@ BAD_MODELS = {
             (m / CONFIG).write_text('{"num_layers": 1}'),
         ),
         [
-            "DiTTransformer2DModel has no row in recipes/denoisers.py",
+            "DiTTransformer2DModel has no row in recipes/all_families.py",
             "its structure says too little (certainty 0%, needed 50%)",
             "how to add a row",
         ],

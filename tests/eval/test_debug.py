@@ -19,7 +19,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.encode import decode
 from fluxq.quantize.checkpoint import list_linears, read_plan_file
 from fluxq.quantize.record import bits_per_weight
-from fluxq.recipes.families import family_of
+from fluxq.recipes.all_families import family_of
 from fluxq.recipes.formats import FORMATS
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import Recipe, load_recipe

@@ -18,10 +18,10 @@ from fluxq.eval.report.report import render
 from fluxq.eval.speed import speed
 from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
 from fluxq.eval.speed.speed import STEP, TEXT, VAE, WHOLE, Setting, device_row, measure_speed, step_at_peak, summarize
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cards import CONTEXT
 from fluxq.recipes.cost import LEVELS, cost, forward_pass
 from fluxq.recipes.devices import DEVICES
-from fluxq.recipes.families import FAMILIES
 from fluxq.runtime import graphs
 
 CALL = {"height": 8, "width": 8, "num_inference_steps": 4}

@@ -26,7 +26,7 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange import comfy
 from fluxq.quantize.exchange.dialects import READERS
 from fluxq.quantize.exchange.export import export
-from fluxq.recipes.denoisers import DENOISERS
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.keymaps import original_names
 from fluxq.recipes.recipe import find_recipe
 from tests.exchange.test_layers import quantized
@@ -185,7 +185,7 @@ def exported(family: str, recipe: str, folder: Path) -> tuple[dict[str, Tensor],
     """What a file of a random model stands for, by diffusers' names; the file; the model's configuration."""
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    (row,) = [row for row in DENOISERS if row.name == family]
+    row = FAMILIES[family]
     kind, config = getattr(diffusers, row.model), {**row.tiny_config, **LIKE_PUBLISHED[family][0]}
     kind.from_config(config).to(torch.bfloat16).save_pretrained(folder / "16bit")
     rules = fluxq.FluxqConfig(recipe=recipe_of(recipe, folder), profile="rtn")
@@ -236,7 +236,7 @@ def test_comfyui_loads_and_computes_what_was_exported(read, number) -> None:
     assert set(said["parameters"]) <= whole.keys() <= held.keys()
     for name, value in whole.items():
         assert torch.equal(held[name].reshape(value.shape), value), name
-    model = getattr(diffusers, next(row.model for row in DENOISERS if row.name == family)).from_config(config)
+    model = getattr(diffusers, FAMILIES[family].model).from_config(config)
     model.load_state_dict(state)
     with torch.no_grad():
         expected = model(**inputs_of(family)[1], return_dict=False)[0]

@@ -31,7 +31,7 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.export import MOST_ADDED, export, plan_of
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.keymaps import ORIGINALS, diffusers_names
 from fluxq.recipes.plan import MODULATION_ROLE
 

@@ -34,7 +34,7 @@ from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.proof import window
 from fluxq.quantize.record import read_record
 from fluxq.quantize.verify import verify
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, original_names
 from tests.exchange.test_import import q8_0

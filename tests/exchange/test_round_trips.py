@@ -39,7 +39,7 @@ from fluxq.quantize.exchange.export import MOST_ADDED, Exported, export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.plan import MODULATION_ROLE

@@ -24,7 +24,7 @@ from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange.dialects import READERS
 from fluxq.quantize.exchange.export import export
-from fluxq.recipes.denoisers import DENOISERS
+from fluxq.recipes.all_families import FAMILIES
 
 PYTHON = os.environ.get("FLUXQ_VLLM_OMNI_PYTHON", "")
 given = pytest.mark.skipif(not PYTHON, reason="FLUXQ_VLLM_OMNI_PYTHON names no interpreter that has vLLM-Omni")
@@ -135,7 +135,7 @@ def exported(family: str, recipe: str, exclude: tuple[str, ...], folder: Path) -
     said = yaml.safe_load(file.read_text())
     said["components"]["transformer"]["exclude"] = list(exclude)
     file.write_text(yaml.safe_dump(said))
-    (row,) = [row for row in DENOISERS if row.name == family]
+    row = FAMILIES[family]
     kind = getattr(diffusers, row.model)
     if family == "flux":  # a pipeline, which calibrates
         making.quantize(

@@ -37,7 +37,7 @@ from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.finished import GroupOutcome, Outcome, finish, is_finished
 from fluxq.quantize.group import Stage
 from fluxq.quantize.lora import LoraFile, read_updates
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import find_recipe, load_recipe
 from tests.exchange.test_inspect import gguf_bytes

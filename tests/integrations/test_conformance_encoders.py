@@ -21,7 +21,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
 import fluxq
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.recipe import shipped_recipes
 from tests.integrations.test_transformers import sixteen_bit

@@ -21,7 +21,7 @@ from shared import SIXTEEN_BIT
 from torch import Tensor, nn
 
 import fluxq
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from tests.recipes.test_every_family import Case
 
 CPU = torch.device("cpu")

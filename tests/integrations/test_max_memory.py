@@ -32,7 +32,7 @@ from fluxq.eval.images.generate import generate
 from fluxq.integrations.bounded import load_bounded
 from fluxq.jobs import making, memory
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 
 RECIPE = """
 version: 1

@@ -25,7 +25,7 @@ from fluxq.integrations.loading import Arrivals
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.nearest import sqnr
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 

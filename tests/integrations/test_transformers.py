@@ -21,7 +21,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, write_component
 from fluxq.quantize.run import quantize_component
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes

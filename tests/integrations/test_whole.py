@@ -20,7 +20,7 @@ import fluxq
 from fluxq import FluxqConfig, tiny
 from fluxq.integrations import diffusers as backend
 from fluxq.kernels.pointwise import placeholder
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 
 FP8 = FluxqConfig("fp8")

@@ -17,7 +17,7 @@ from fluxq import QuantLinear, tiny
 from fluxq.base.linears import linears_of
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import read_report
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 
 SMALL = {"num_inference_steps": 2, "height": 16, "width": 16}
 FLOW = diffusers.FlowMatchEulerDiscreteScheduler

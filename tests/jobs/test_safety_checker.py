@@ -18,7 +18,7 @@ from fluxq.base.model import load_pipeline, module_of, resolve_model
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import library_of, model_on_meta
 from fluxq.quantize.verify import verify
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 
 CALL = {"num_inference_steps": 1, "height": 16, "width": 16}
 CHECKED = "safety_checker/model.safetensors"

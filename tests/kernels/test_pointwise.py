@@ -28,7 +28,7 @@ from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
 from fluxq.quantize.nearest import pieces_of, round_pieces, sqnr, weight_matrix
 from fluxq.quantize.run import quantize_linear
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes

@@ -18,7 +18,7 @@ from fluxq.jobs import judge, making
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, of_component, updates_of
 from fluxq.quantize.structure import denoisers_of
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 
 CALL = {"num_inference_steps": 2, "height": 16, "width": 16}
 

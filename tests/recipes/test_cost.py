@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fluxq.kernels.dispatch import choose, offer
 from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import (
     EIGHT_BIT,
     LEVELS,
@@ -26,7 +27,6 @@ from fluxq.recipes.cost import (
     steps,
 )
 from fluxq.recipes.devices import DEVICES
-from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import LinearShape, Plan, make_plan
 from fluxq.recipes.published import PUBLISHED

@@ -19,7 +19,7 @@ from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.quantize.checkpoint import SourceWeights, shapes_of, write_component
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.run import Fitting, quantize_component
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes

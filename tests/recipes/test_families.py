@@ -1,5 +1,6 @@
 """FAMILIES against the diffusers and transformers classes they describe, on the meta device and in forward passes."""
 
+import ast
 import copy
 import dataclasses
 import json
@@ -14,10 +15,11 @@ from torch import nn
 
 from fluxq.base.linears import channels_last, is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import build_on_meta, shapes_of
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
+from tests.house.test_house import our_modules
 
 VARIANTS = [  # published models whose configuration makes other layers than the tiny one does
     ("t5", {"feed_forward_proj": "relu"}),
@@ -240,8 +242,61 @@ def test_only_the_language_model_of_a_text_encoder_is_quantized(name):
 
 def test_an_unknown_class_says_how_to_add_a_family():
     assert family_of("FluxTransformer2DModel") is FAMILIES["flux"]
-    with pytest.raises(ValueError, match=r"MyTransformer2DModel has no row in recipes/families\.py .*CONTRIB"):
+    with pytest.raises(ValueError, match=r"MyTransformer2DModel has no row in recipes/all_families\.py .*CONTRIB"):
         family_of("MyTransformer2DModel")
+
+
+# One file for each family
+
+TABLE = "fluxq.recipes.all_families"
+NAMED_ELSEWHERE = {  # module -> families that it names outside comments and docstrings
+    # The arguments of a block's forward, which need torch: a function for each class of blocks.
+    "fluxq.runtime.fused_calls": {"flux", "flux2", "qwen_image", "sd3", "wan"},
+    # nunchaku's single files hold FLUX.1 only.
+    "fluxq.quantize.exchange.export": {"flux"},
+    "fluxq.quantize.exchange.files": {"flux"},
+}
+OTHER_WORDS = ("clip", "unet")  # also a metric and an operation, and a component of pipelines
+
+
+def named(source: str) -> set[str]:
+    """Families that a source text names: by a string, by the name of a function or variable, or by their class."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        texts = [value for value in vars(node).values() if isinstance(value, str)]
+        for family in FAMILIES.values():
+            if family.name not in OTHER_WORDS and family.name in [text.strip("_") for text in texts]:
+                found.add(family.name)
+            if family.model in texts:
+                found.add(family.name)
+    return found
+
+
+def test_no_family_is_named_outside_its_file_and_the_table():
+    outside = {name: path for name, path in our_modules().items() if not name.startswith("fluxq.recipes.families.")}
+    found = {name: named(path.read_text(encoding="utf-8")) for name, path in outside.items() if name != TABLE}
+    assert {name: families for name, families in found.items() if families} == NAMED_ELSEWHERE
+
+
+def test_a_name_outside_is_found():
+    assert named('if family == "qwen_image": pass') == {"qwen_image"}
+    assert named("def _wan(block): pass") == {"wan"}
+    assert named('"QwenImageTransformer2DModel" in names') == {"qwen_image"}
+    assert named("part = pipe.unet  # of qwen_image") == set()
+
+
+def test_a_file_names_no_other_family():
+    """The module whose rows it shares is imported, and encoders and VAEs go by the names of published models."""
+    files = {name: path for name, path in our_modules().items() if name.startswith("fluxq.recipes.families.")}
+    families_of = {name: named(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    owners = {family: [name for name, families in families_of.items() if family in families] for family in FAMILIES}
+    assert [family for family, names in owners.items() if family not in OTHER_WORDS and len(names) != 1] == []
+
+
+def test_published_models_stand_in_their_family(family):
+    assert family.published and {model.family for model in family.published} == {family.name}
+    names = {name for model in family.published for name in (model.name, *model.also)}
+    assert family.hub_ids.keys() <= names
 
 
 # Input groups in a forward pass

@@ -21,7 +21,7 @@ from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.structure import component_family, denoisers_of, model_family, tree_of
-from fluxq.recipes.families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.generic import LEAST_CERTAINTY, ModuleTree, generic_family, read_structure
 from fluxq.recipes.plan import LinearShape
@@ -220,7 +220,7 @@ def test_only_denoisers_go_without_a_row():
             num_encoder_blocks=(1,),
             num_decoder_blocks=(1,),
         )
-    with pytest.raises(ValueError, match=r"AutoencoderTiny has no row in recipes/families\.py"):
+    with pytest.raises(ValueError, match=r"AutoencoderTiny has no row in recipes/all_families\.py"):
         model_family(vae)
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-from fluxq.recipes import keymaps
-from fluxq.recipes.denoisers import DENOISERS
-from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, Rule, diffusers_names, original_names
+from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.keymap_rows import Rule, compiled
+from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, diffusers_names, original_names
 from tests.recipes.test_families import FULL_SIZE, VARIANTS, on_meta
 
+DENOISERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 FEW_LAYERS = {  # of the published width, which two converters have built in
     **{name: {"num_layers": 2, "num_single_layers": 2} for name in ("flux", "flux2", "chroma")},
     "hunyuan_video": {"num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2},
@@ -151,7 +151,7 @@ def test_every_row_is_some_model_s():
         seen.setdefault(name, set()).update(each.original for each in found)
     for name in ORIGINALS:
         for rule in rules_of(name):
-            used = any(keymaps._compile(rule.original).fullmatch(original) for original in seen[name])
+            used = any(compiled(rule.original).fullmatch(original) for original in seen[name])
             assert used or not rule.parts, (name, rule)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from fluxq.base.model import resolve_model
 from fluxq.quantize.checkpoint import list_linears
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.plan import LinearShape, Method, component_recipe, make_plan
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
 

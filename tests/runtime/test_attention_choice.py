@@ -26,7 +26,7 @@ from fluxq.base import settings
 from fluxq.jobs import making
 from fluxq.kernels import chips
 from fluxq.kernels.attention.op import BACKEND, attention_fp8, attention_of
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.runtime import attention_choice as choice

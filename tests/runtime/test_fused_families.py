@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fluxq
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.runtime import fused, fused_forms
 
 OTHERS = [name for name in FUSABLE if name != "flux"]

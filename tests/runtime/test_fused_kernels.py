@@ -39,7 +39,7 @@ from fluxq.kernels.quantize_activation import kernel as producer
 from fluxq.kernels.reencode.op import reencode, stored_matrix
 from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.runtime import layout
 

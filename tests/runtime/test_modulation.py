@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fluxq import tiny
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import modulation
 from fluxq.runtime.modulation import HoistedModulation, hoist_modulation

@@ -25,8 +25,8 @@ from fluxq.base.tensors import Stored
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
 from fluxq.quantize.nearest import most_at_once, pieces_of
 from fluxq.quantize.run import blocks_of
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import activation_bytes, forward_pass
-from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
 from fluxq.recipes.published import PUBLISHED, Published, find_published

@@ -19,7 +19,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import FRAMES, Item, batches, frames_in
 from fluxq.calibrate.prompts import Row
 from fluxq.quantize.checkpoint import SourceWeights, library_of, model_on_meta
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.workloads import ForwardPass, forward_pass
 

@@ -1,6 +1,6 @@
 """Which card holds which published model, and what computes it there: the tables of docs/large-models.md.
 
-Everything is computed from configurations (recipes/published.py), data sheets (recipes/devices.py) and what becomes of
+Everything is computed from configurations (recipes/families), data sheets (recipes/devices.py) and what becomes of
 weights on a chip (recipes/cost.py); nothing was run. Parts of a pipeline are those of recipes/cards.py.
 """
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels.attention.op import BACKEND, FLOATS, attention_fp8
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import require_replaceable_attention

@@ -32,8 +32,9 @@ from diffusers.hooks._helpers import TransformerBlockRegistry
 from torch import nn
 
 from fluxq.kernels.linear import QuantLinear
-from fluxq.recipes.families import FAMILIES
-from fluxq.recipes.family import Family, FusableBlock, Maker, Stream
+from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.family import Family, Maker
+from fluxq.recipes.fusable import FusableBlock, Stream
 from fluxq.recipes.patterns import matches
 from fluxq.runtime.fused_calls import CALLS, Given
 from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, rounding_of, takers_of, why_alone
@@ -69,7 +70,7 @@ def optimize(
     """
     if not family.fusable:
         raise ValueError(
-            f"{family.model} has no fused form: recipes/fusable.py describes the blocks of {fusable_models()}"
+            f"{family.model} has no fused form: recipes/families describes the blocks of {fusable_models()}"
         )
     parts: list[FusedPart] = []
     fused = 0

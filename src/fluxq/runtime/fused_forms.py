@@ -4,7 +4,7 @@
     one_stream        attention and feed-forward side by side, over text and image (FLUX.1, FLUX.2)
     self_and_cross    attention of the image to itself, then to the text (Wan)
 
-A row of recipes/fusable.py says which modules play which role, a function of fused_calls.py what a call gives. Each
+The `fusable` rows of a family say which modules play which role, a function of fused_calls.py what a call gives. Each
 step rounds where diffusers' own does; `why_alone` says which layer computes by itself, on the group's input.
 """
 
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from fluxq.kernels import norms, producers, products
 from fluxq.kernels.linear import QuantLinear
-from fluxq.recipes.family import FusableBlock, InputGroup, OwnAttention, Stream
+from fluxq.recipes.family import InputGroup
 from fluxq.recipes.formats import Scheme
+from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
 from fluxq.runtime.fused_calls import Given
 
 SCALED = ("int8", "fp8", "fp8_tensor")

@@ -1,6 +1,6 @@
 """Modulation of all denoising steps in one product: adaLN's weights are read once for an image, not once a step.
 
-The Linears that make shift, scale and gate (role "modulation" of recipes/denoisers.py, and the last norm's) see one row
+The Linears that make shift, scale and gate (role "modulation" of a family, and the last norm's) see one row
 per image and step s,
 
     y_s = W silu(e_s) + b,      e_s = embedder(t_s, guidance, pooled text),
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.recipes.families import family_of
+from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import MODULATION_ROLE
 
@@ -59,16 +59,17 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
     _require_eager(transformer)
     family = family_of(type(transformer).__name__)
     layers = dict(_modulations(transformer, family))
-    if family.name not in EMBEDDED_TIMESTEP:
+    if family.embedded_timestep is None:
+        known = ", ".join(name for name, row in FAMILIES.items() if row.embedded_timestep)
         raise ValueError(
             f"the modulation of a {type(transformer).__name__} cannot be hoisted, only that of "
-            f"{', '.join(EMBEDDED_TIMESTEP)}: all its blocks share it, or what its embedder gets is not known here"
+            f"{known}: all its blocks share it, or what its embedder gets is not known here"
         )
     if any(_is_hoisted(linear) for linear, _ in layers.values()):
         raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")
     if offload:
         _require_not_offloaded(transformer, [linear for linear, _ in layers.values()])
-    return HoistedModulation(pipe, layers, EMBEDDED_TIMESTEP[family.name], max_rows, offload)
+    return HoistedModulation(pipe, layers, family.embedded_timestep, max_rows, offload)
 
 
 class HoistedModulation:
@@ -366,11 +367,3 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 _LAST_NORM = "norm_out.linear"  # kept in 16 bit by every row, so it has no role, but it reads what modulations read
-
-# What the embedder of a family gets for a timestep of the scheduler: the pipeline's arithmetic, then the model's, in
-# the dtype that arrives. A row that is wrong costs the look-up, not the image.
-EMBEDDED_TIMESTEP: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
-    "flux": lambda t, dtype: t.to(dtype) / 1000 * 1000,
-    "sd3": lambda t, dtype: t.to(dtype),
-    "qwen_image": lambda t, dtype: t.to(dtype) / 1000,
-}

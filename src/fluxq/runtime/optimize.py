@@ -17,7 +17,7 @@ from torch import nn
 
 from fluxq.base.console import logger
 from fluxq.kernels.linear import QuantLinear
-from fluxq.recipes.families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family, Maker
 from fluxq.runtime import fused
 from fluxq.runtime.fused import FusedPart

@@ -1,0 +1,77 @@
+"""Describe Chroma."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, SHARED, TEXT_FF, both_at_once, image_and_text
+from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, bfl_double, rows
+
+_ORIGINALS = rows(
+    {
+        **BFL_ENDS,
+        "distilled_guidance_layer.in_proj": "distilled_guidance_layer.in_proj",
+        "distilled_guidance_layer.out_proj": "distilled_guidance_layer.out_proj",
+        "distilled_guidance_layer.layers.*.in_layer": "distilled_guidance_layer.layers.*.linear_1",
+        "distilled_guidance_layer.layers.*.out_layer": "distilled_guidance_layer.layers.*.linear_2",
+        "distilled_guidance_layer.norms.*.scale": "distilled_guidance_layer.norms.*.weight",
+        **bfl_double("net.0.proj", "net.2"),
+        **BFL_SINGLE,
+    }
+)
+
+
+def _count_modulations(config: Mapping[str, Any]) -> int:
+    """Count the vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
+    return 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2
+
+
+def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"modulations": _count_modulations(config)}
+
+
+CHROMA = Family(
+    name="chroma",
+    model="ChromaTransformer2DModel",
+    groups=(
+        # FLUX.1 with one network that makes the modulation of all blocks: nothing to fold into.
+        *image_and_text("transformer_blocks.*", FF, TEXT_FF),
+        *both_at_once("single_transformer_blocks.*", (*QKV, "proj_mlp"), "proj_out"),
+    ),
+    keep={
+        "x_embedder": EMBEDDER,
+        "context_embedder": EMBEDDER,
+        "distilled_guidance_layer.**": SHARED,
+        "proj_out": FINAL,
+    },
+    tiny_config={
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+        "approximator_num_channels": 32,
+        "approximator_hidden_dim": 64,
+        "approximator_layers": 1,
+    },
+    workload=Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # as for FLUX.1
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
+        ),
+        special=_special,
+    ),
+    originals=_ORIGINALS,
+    published=(Published("Chroma1-HD", "chroma", {"num_layers": 19, "num_single_layers": 38}, also=("Chroma1-Base",)),),
+    hub_ids={
+        "Chroma1-HD": ("lodestones/Chroma1-HD",),
+        "Chroma1-Base": ("lodestones/Chroma1-Base",),
+    },
+)

@@ -1,0 +1,174 @@
+"""Describe FLUX.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
+from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, TEXT_FF, both_at_once, image_and_text
+from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
+
+_BLOCKS = (
+    FusableBlock(
+        block="transformer_blocks.*",
+        model="FluxTransformerBlock",
+        attention="attn",
+        attentions={"attn": "FluxAttnProcessor"},
+        contiguous=True,
+        streams=(
+            Stream(
+                name="text",
+                modulation=("norm1_context.silu", "norm1_context.linear"),
+                norm="norm1_context.norm",
+                qkv="attn.add_q_proj",
+                q_norm="attn.norm_added_q",
+                k_norm="attn.norm_added_k",
+                out="attn.to_add_out",
+                second_norm="norm2_context",
+                up="ff_context.net.0.proj",
+                down="ff_context.net.2",
+                clipped=True,
+            ),
+            Stream(
+                name="image",
+                modulation=("norm1.silu", "norm1.linear"),
+                norm="norm1.norm",
+                qkv="attn.to_q",
+                q_norm="attn.norm_q",
+                k_norm="attn.norm_k",
+                out="attn.to_out.0",
+                second_norm="norm2",
+                up="ff.net.0.proj",
+                down="ff.net.2",
+            ),
+        ),
+        passed_over={
+            "norm1": "AdaLayerNormZero",
+            "norm1.norm": NORM,
+            "norm1_context": "AdaLayerNormZero",
+            "norm1_context.norm": NORM,
+            "attn": "FluxAttention",
+            **HEADS,
+            **TEXT_HEADS,
+            "attn.to_out.1": "Dropout",
+            "norm2": NORM,
+            "norm2_context": NORM,
+            **feed_forward_classes("ff"),
+            **feed_forward_classes("ff_context"),
+        },
+    ),
+    FusableBlock(
+        block="single_transformer_blocks.*",
+        model="FluxSingleTransformerBlock",
+        attention="attn",
+        attentions={"attn": "FluxAttnProcessor"},
+        streams=(
+            Stream(
+                name="both",
+                modulation=("norm.silu", "norm.linear"),
+                norm="norm.norm",
+                qkv="attn.to_q",
+                q_norm="attn.norm_q",
+                k_norm="attn.norm_k",
+                down="proj_out",
+                clipped=True,
+            ),
+        ),
+        passed_over={
+            "norm": "AdaLayerNormZeroSingle",
+            "norm.norm": NORM,
+            "attn": "FluxAttention",
+            **HEADS,
+            "act_mlp": "GELU",
+        },
+    ),
+)
+
+_ORIGINALS = rows(
+    {
+        **BFL_ENDS,
+        "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+        "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+        "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+        "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+        "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+        **bfl_double("net.0.proj", "net.2"),
+        "double_blocks.*.img_mod.lin": "transformer_blocks.*.norm1.linear",
+        "double_blocks.*.txt_mod.lin": "transformer_blocks.*.norm1_context.linear",
+        **BFL_SINGLE,
+        "single_blocks.*.modulation.lin": "single_transformer_blocks.*.norm.linear",
+    },
+    SWAPPED_FINAL,
+)
+
+
+def _embedded_timestep(t: Any, dtype: Any) -> Any:
+    return t.to(dtype) / 1000 * 1000
+
+
+FLUX = Family(
+    name="flux",
+    model="FluxTransformer2DModel",
+    groups=(
+        *image_and_text("transformer_blocks.*", FF, TEXT_FF, ("norm1.linear", "norm1_context.linear")),
+        *both_at_once("single_transformer_blocks.*", (*QKV, "proj_mlp"), "proj_out", "norm.linear"),
+    ),
+    keep={
+        "x_embedder": EMBEDDER,
+        "context_embedder": EMBEDDER,
+        "time_text_embed.**": EMBEDDER,
+        "norm_out.linear": FINAL,
+        "proj_out": FINAL,
+    },
+    tiny_config={
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+    },
+    self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+    fusable=_BLOCKS,
+    workload=Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # the pipeline packs 2 x 2 latents, the configuration says 1
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_q", "both", "both"),
+        ),
+    ),
+    originals=_ORIGINALS,
+    embedded_timestep=_embedded_timestep,
+    published=(
+        Published(
+            "FLUX.1-dev",
+            "flux",
+            {"guidance_embeds": True},
+            also=("FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"),
+            beside=("CLIP-L", "T5-XXL", "FLUX.1 VAE"),
+        ),
+        Published("FLUX.1-schnell", "flux", {"guidance_embeds": False}),
+        Published("FLUX.1-Fill-dev", "flux", {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}),
+        Published(
+            "FLUX.1-Depth-dev",
+            "flux",
+            {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},
+            also=("FLUX.1-Canny-dev",),
+        ),
+    ),
+    hub_ids={
+        "FLUX.1-dev": ("black-forest-labs/FLUX.1-dev",),
+        "FLUX.1-Kontext-dev": ("black-forest-labs/FLUX.1-Kontext-dev",),
+        "FLUX.1-Krea-dev": ("black-forest-labs/FLUX.1-Krea-dev",),
+        "FLUX.1-schnell": ("black-forest-labs/FLUX.1-schnell",),
+        "FLUX.1-Fill-dev": ("black-forest-labs/FLUX.1-Fill-dev",),
+        "FLUX.1-Depth-dev": ("black-forest-labs/FLUX.1-Depth-dev",),
+        "FLUX.1-Canny-dev": ("black-forest-labs/FLUX.1-Canny-dev",),
+    },
+)

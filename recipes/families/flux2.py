@@ -1,0 +1,181 @@
+"""Describe FLUX.2."""
+
+from __future__ import annotations
+
+from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream
+from fluxq.recipes.groups import EMBEDDER, FINAL, SHARED, both_at_once, image_and_text
+from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
+
+_BLOCKS = (
+    FusableBlock(
+        block="transformer_blocks.*",
+        model="Flux2TransformerBlock",
+        attention="attn",
+        attentions={"attn": "Flux2AttnProcessor"},
+        streams=(
+            Stream(
+                name="text",
+                norm="norm1_context",
+                qkv="attn.add_q_proj",
+                q_norm="attn.norm_added_q",
+                k_norm="attn.norm_added_k",
+                out="attn.to_add_out",
+                second_norm="norm2_context",
+                up="ff_context.linear_in",
+                act="silu_mul",
+                down="ff_context.linear_out",
+                clipped=True,
+            ),
+            Stream(
+                name="image",
+                norm="norm1",
+                qkv="attn.to_q",
+                q_norm="attn.norm_q",
+                k_norm="attn.norm_k",
+                out="attn.to_out.0",
+                second_norm="norm2",
+                up="ff.linear_in",
+                act="silu_mul",
+                down="ff.linear_out",
+            ),
+        ),
+        passed_over={
+            "norm1": NORM,
+            "norm1_context": NORM,
+            "attn": "Flux2Attention",
+            **HEADS,
+            **TEXT_HEADS,
+            "attn.to_out.1": "Dropout",
+            "norm2": NORM,
+            "norm2_context": NORM,
+            "ff": "Flux2FeedForward",
+            "ff.act_fn": "Flux2SwiGLU",
+            "ff.act_fn.gate_fn": "SiLU",
+            "ff_context": "Flux2FeedForward",
+            "ff_context.act_fn": "Flux2SwiGLU",
+            "ff_context.act_fn.gate_fn": "SiLU",
+        },
+    ),
+    FusableBlock(
+        block="single_transformer_blocks.*",
+        model="Flux2SingleTransformerBlock",
+        attention="attn",
+        attentions={"attn": "Flux2ParallelSelfAttnProcessor"},
+        streams=(
+            Stream(
+                name="both",
+                norm="norm",
+                qkv="attn.to_qkv_mlp_proj",
+                q_norm="attn.norm_q",
+                k_norm="attn.norm_k",
+                act="silu_mul",
+                down="attn.to_out",
+                clipped=True,
+            ),
+        ),
+        passed_over={
+            "norm": NORM,
+            "attn": "Flux2ParallelSelfAttention",
+            **HEADS,
+            "attn.mlp_act_fn": "Flux2SwiGLU",
+            "attn.mlp_act_fn.gate_fn": "SiLU",
+        },
+    ),
+)
+
+_ORIGINALS = rows(
+    {
+        **BFL_ENDS,
+        "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+        "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+        "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+        "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+        "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+        "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+        "single_stream_modulation.lin": "single_stream_modulation.linear",
+        **bfl_double("linear_in", "linear_out"),
+        **BFL_SINGLE,
+        "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+        "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
+    },
+    SWAPPED_FINAL,
+)
+
+FLUX2 = Family(
+    name="flux2",
+    model="Flux2Transformer2DModel",
+    groups=(
+        # Three Linears modulate all blocks: nothing to fold into. Gate and up are one Linear.
+        *image_and_text(
+            "transformer_blocks.*",
+            ("ff.linear_in", "ff.linear_out"),
+            ("ff_context.linear_in", "ff_context.linear_out"),
+        ),
+        # So are q, k, v, gate and up here.
+        *both_at_once("single_transformer_blocks.*", ("attn.to_qkv_mlp_proj",), "attn.to_out"),
+    ),
+    keep={
+        "x_embedder": EMBEDDER,
+        "context_embedder": EMBEDDER,
+        "time_guidance_embed.**": EMBEDDER,
+        "double_stream_modulation_img.linear": SHARED,
+        "double_stream_modulation_txt.linear": SHARED,
+        "single_stream_modulation.linear": SHARED,
+        "norm_out.linear": FINAL,
+        "proj_out": FINAL,
+    },
+    tiny_config={
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "timestep_guidance_channels": 32,
+        "axes_dims_rope": [16, 16, 16, 16],
+    },
+    self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+    fusable=_BLOCKS,
+    workload=Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        patch=2,  # as for FLUX.1
+        gated=True,
+        attention=(
+            ("transformer_blocks.*.attn.to_q", "both", "both"),
+            ("single_transformer_blocks.*.attn.to_out", "both", "both"),
+        ),
+    ),
+    originals=_ORIGINALS,
+    published=(
+        Published("FLUX.2-dev", "flux2", {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48}),
+        Published(
+            "FLUX.2-klein-4B",
+            "flux2",
+            {
+                "num_layers": 5,
+                "num_single_layers": 20,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 7680,
+                "guidance_embeds": False,
+            },
+        ),
+        Published(
+            "FLUX.2-klein-9B",
+            "flux2",
+            {
+                "num_layers": 8,
+                "num_single_layers": 24,
+                "num_attention_heads": 32,
+                "joint_attention_dim": 12288,
+                "guidance_embeds": False,
+            },
+        ),
+    ),
+    hub_ids={
+        "FLUX.2-dev": ("black-forest-labs/FLUX.2-dev",),
+        "FLUX.2-klein-4B": ("black-forest-labs/FLUX.2-klein-4B",),
+        "FLUX.2-klein-9B": ("black-forest-labs/FLUX.2-klein-9B",),
+    },
+)

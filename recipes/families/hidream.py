@@ -1,0 +1,119 @@
+"""Describe HiDream-I1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fluxq.recipes.family import Family, InputGroup, Published, Workload
+from fluxq.recipes.groups import EMBEDDER, FINAL, normed
+from fluxq.recipes.keymap_rows import SAME_NAMES
+
+_QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
+_TEXT_QKV = ("attn1.to_q_t", "attn1.to_k_t", "attn1.to_v_t")
+
+
+def _experts(block: str) -> tuple[InputGroup, ...]:
+    """Group the feed-forward: each of four experts sees the tokens that are routed to it, a shared one sees all.
+
+    The router reads the same norm and is no Linear: what were folded into that norm would route tokens otherwise.
+    """
+    paths = ("ff_i.shared_experts", *(f"ff_i.experts.{index}" for index in range(4)))
+    ups = [normed("expert_up", block, (f"{path}.w1", f"{path}.w3")) for path in paths]
+    downs = [InputGroup("expert_down", block, (f"{path}.w2",), made_by="activation") for path in paths]
+    return (*ups, *downs)
+
+
+def _most_tokens(config: Mapping[str, Any]) -> int:
+    height, width = config.get("max_resolution", (128, 128))
+    return height * width // config.get("patch_size", 2) ** 2
+
+
+def _routed(config: Mapping[str, Any]) -> float:
+    return config.get("num_activated_experts", 2) / config.get("num_routed_experts", 4)
+
+
+def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    padded = {} if rows == columns else {"image": _most_tokens(config)}  # what is not square is padded
+    return {**padded, "routed": _routed(config)}
+
+
+HIDREAM = Family(
+    name="hidream",
+    model="HiDreamImageTransformer2DModel",
+    groups=(
+        normed("qkv", "double_stream_blocks.*.block", _QKV, "adaLN_modulation.1", 0),
+        normed("text_qkv", "double_stream_blocks.*.block", _TEXT_QKV, "adaLN_modulation.1", 6),
+        InputGroup("attn_out", "double_stream_blocks.*.block", ("attn1.to_out",), made_by="attention"),
+        InputGroup("text_attn_out", "double_stream_blocks.*.block", ("attn1.to_out_t",), made_by="attention"),
+        *_experts("double_stream_blocks.*.block"),
+        normed("text_ff_up", "double_stream_blocks.*.block", ("ff_t.w1", "ff_t.w3"), "adaLN_modulation.1", 9),
+        InputGroup("text_ff_down", "double_stream_blocks.*.block", ("ff_t.w2",), made_by="activation"),
+        InputGroup("modulation", "double_stream_blocks.*.block", ("adaLN_modulation.1",)),
+        normed("qkv", "single_stream_blocks.*.block", _QKV, "adaLN_modulation.1", 0),
+        InputGroup("attn_out", "single_stream_blocks.*.block", ("attn1.to_out",), made_by="attention"),
+        *_experts("single_stream_blocks.*.block"),
+        InputGroup("modulation", "single_stream_blocks.*.block", ("adaLN_modulation.1",)),
+    ),
+    keep={
+        "t_embedder.**": EMBEDDER,
+        "p_embedder.**": EMBEDDER,
+        "x_embedder.**": EMBEDDER,
+        "caption_projection.**": EMBEDDER,
+        "final_layer.**": FINAL,
+    },
+    tiny_config={
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "caption_channels": [64, 64],
+        "text_emb_dim": 64,
+        "axes_dims_rope": [32, 16, 16],
+        "max_resolution": [8, 8],
+        "llama_layers": [0, 1],
+        "force_inference_output": True,
+    },
+    workload=Workload(
+        size=(1024, 1024, 1),
+        text=128,
+        prompts=3,  # T5's, the last layer of Llama, and another one of Llama for each block
+        gated=True,
+        streams={
+            "double_stream_blocks.*.block.ff_i.experts.**": "routed image",
+            "single_stream_blocks.*.block.ff_i.experts.**": "routed both",
+            "single_stream_blocks.**": "both",
+            "caption_projection.**": "prompt",
+            "p_embedder.**": "one",
+            "final_layer.adaLN_modulation.*": "one",
+        },
+        attention=(
+            ("double_stream_blocks.*.block.attn1.to_q", "both", "both"),
+            ("single_stream_blocks.*.block.attn1.to_q", "both", "both"),
+        ),
+        special=_special,
+    ),
+    originals=SAME_NAMES,
+    published=(
+        Published(
+            "HiDream-I1-Full",
+            "hidream",
+            {
+                "patch_size": 2,
+                "in_channels": 16,
+                "out_channels": 16,
+                "caption_channels": [4096, 4096],
+                "axes_dims_rope": [64, 32, 32],
+                "llama_layers": [*range(32), *[31] * 16],
+            },
+            also=("HiDream-I1-Dev", "HiDream-I1-Fast"),
+        ),
+    ),
+    hub_ids={
+        "HiDream-I1-Full": ("HiDream-ai/HiDream-I1-Full",),
+        "HiDream-I1-Dev": ("HiDream-ai/HiDream-I1-Dev",),
+        "HiDream-I1-Fast": ("HiDream-ai/HiDream-I1-Fast",),
+    },
+)

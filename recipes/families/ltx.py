@@ -1,0 +1,72 @@
+"""Describe LTX-Video."""
+
+from __future__ import annotations
+
+from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.groups import EMBEDDER, FF, FINAL, SHARED, feed_forward, self_and_cross
+from fluxq.recipes.keymap_rows import TO_QKV, rows
+
+_ORIGINALS = rows(
+    {
+        "patchify_proj": "proj_in",
+        "adaln_single.**": "time_embed.**",
+        "caption_projection.**": "caption_projection.**",
+        **{
+            f"transformer_blocks.*.{attn}.{name}": f"transformer_blocks.*.{attn}.{called}"
+            for attn in ("attn1", "attn2")
+            for name, called in {
+                **{name: name for name in (*TO_QKV, "to_out.0")},
+                **{"q_norm": "norm_q", "k_norm": "norm_k"},
+            }.items()
+        },
+        "transformer_blocks.*.ff.**": "transformer_blocks.*.ff.**",
+        "transformer_blocks.*.scale_shift_table": "transformer_blocks.*.scale_shift_table",
+        "scale_shift_table": "scale_shift_table",
+        "proj_out": "proj_out",
+    }
+)
+
+LTX = Family(
+    name="ltx",
+    model="LTXVideoTransformer3DModel",
+    groups=(
+        # As PixArt.
+        *self_and_cross("transformer_blocks.*", cross_q="outside"),
+        *feed_forward("transformer_blocks.*", *FF),
+    ),
+    keep={
+        "proj_in": EMBEDDER,
+        "time_embed.emb.**": EMBEDDER,
+        "time_embed.linear": SHARED,
+        "caption_projection.**": EMBEDDER,
+        "proj_out": FINAL,
+    },
+    tiny_config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 128,
+        "num_layers": 2,
+        "caption_channels": 64,
+    },
+    self_attention=("transformer_blocks.*.attn1",),
+    workload=Workload(
+        size=(512, 704, 161),
+        text=128,
+        frames_per_latent=8,
+        vae_factor=32,
+        attention=(
+            ("transformer_blocks.*.attn1.to_q", "image", "image"),
+            ("transformer_blocks.*.attn2.to_q", "image", "text"),
+        ),
+    ),
+    originals=_ORIGINALS,
+    published=(
+        Published("LTX-Video-2B", "ltx", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}),
+        Published("LTX-Video-13B", "ltx", {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
+    ),
+    hub_ids={
+        "LTX-Video-2B": ("Lightricks/LTX-Video",),
+    },
+)

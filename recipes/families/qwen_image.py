@@ -1,0 +1,117 @@
+"""Describe Qwen-Image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
+from fluxq.recipes.groups import EMBEDDER, FINAL, image_and_text
+from fluxq.recipes.keymap_rows import SAME_NAMES
+
+_BLOCKS = (
+    FusableBlock(
+        block="transformer_blocks.*",
+        model="QwenImageTransformerBlock",
+        attention="attn",
+        attentions={"attn": "QwenDoubleStreamAttnProcessor2_0"},
+        contiguous=True,
+        streams=(
+            Stream(
+                name="text",
+                modulation=("txt_mod",),
+                norm="txt_norm1",
+                qkv="attn.add_q_proj",
+                q_norm="attn.norm_added_q",
+                k_norm="attn.norm_added_k",
+                out="attn.to_add_out",
+                second_norm="txt_norm2",
+                up="txt_mlp.net.0.proj",
+                down="txt_mlp.net.2",
+                clipped=True,
+            ),
+            Stream(
+                name="image",
+                modulation=("img_mod",),
+                norm="img_norm1",
+                qkv="attn.to_q",
+                q_norm="attn.norm_q",
+                k_norm="attn.norm_k",
+                out="attn.to_out.0",
+                second_norm="img_norm2",
+                up="img_mlp.net.0.proj",
+                down="img_mlp.net.2",
+                clipped=True,
+            ),
+        ),
+        passed_over={
+            "img_norm1": NORM,
+            "txt_norm1": NORM,
+            "attn": "Attention",
+            **HEADS,
+            **TEXT_HEADS,
+            "attn.to_out.1": "Dropout",
+            "img_norm2": NORM,
+            "txt_norm2": NORM,
+            **feed_forward_classes("img_mlp"),
+            **feed_forward_classes("txt_mlp"),
+        },
+    ),
+)
+
+
+def _embedded_timestep(t: Any, dtype: Any) -> Any:
+    return t.to(dtype) / 1000
+
+
+QWEN_IMAGE = Family(
+    name="qwen_image",
+    model="QwenImageTransformer2DModel",
+    groups=image_and_text(
+        "transformer_blocks.*",
+        ("img_mlp.net.0.proj", "img_mlp.net.2"),
+        ("txt_mlp.net.0.proj", "txt_mlp.net.2"),
+        ("img_mod.1", "txt_mod.1"),
+    ),
+    keep={
+        "img_in": EMBEDDER,
+        "txt_in": EMBEDDER,
+        "time_text_embed.**": EMBEDDER,
+        "norm_out.linear": FINAL,
+        "proj_out": FINAL,
+    },
+    tiny_config={
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+    },
+    self_attention=("transformer_blocks.*.attn",),
+    fusable=_BLOCKS,
+    workload=Workload(
+        size=(1024, 1024, 1),
+        text=512,
+        attention=(("transformer_blocks.*.attn.to_q", "both", "both"),),
+    ),
+    originals=SAME_NAMES,
+    embedded_timestep=_embedded_timestep,
+    published=(
+        Published(
+            "Qwen-Image",
+            "qwen_image",
+            {"num_layers": 60},
+            also=("Qwen-Image-Edit", "Qwen-Image-Edit-2509"),
+            beside=("Qwen2.5-VL-7B", "AutoencoderKLQwenImage"),
+        ),
+        Published("Qwen-Image-Edit-2511", "qwen_image", {"num_layers": 60, "zero_cond_t": True}),
+    ),
+    hub_ids={
+        "Qwen-Image": ("Qwen/Qwen-Image",),
+        "Qwen-Image-Edit": ("Qwen/Qwen-Image-Edit",),
+        "Qwen-Image-Edit-2509": ("Qwen/Qwen-Image-Edit-2509",),
+        "Qwen-Image-Edit-2511": ("Qwen/Qwen-Image-Edit-2511",),
+    },
+)
