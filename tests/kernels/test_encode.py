@@ -8,9 +8,10 @@ import torch
 
 from fluxq.kernels import encode
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks
-from fluxq.recipes.formats import ELEMENTS, FORMATS
+from fluxq.recipes.formats import ELEMENTS, FORMATS, Element
 
 NAN_CODES = {"e4m3": (0x7F, 0xFF), "e8m0": (0xFF,)}
+FLOATS = {"e2m1": (2, 1, 1), "e4m3": (4, 3, 7)}  # bits of exponent and mantissa, bias
 MAGNITUDES = {"e2m1": 8, "e4m3": 127}  # codes of positive numbers, in rising order
 INTEGERS = {"int4": (-8, 7), "int8": (-127, 127)}  # what encoding saturates to
 TINIEST = 2.0**-149  # fp32's smallest subnormal number
@@ -25,7 +26,7 @@ def value_of(kind: str, code: int) -> float:
     if kind in INTEGERS:
         bits = {"int4": 4, "int8": 8}[kind]
         return float(code - (1 << bits) if code >> (bits - 1) else code)
-    exponent_bits, mantissa_bits, bias = {"e2m1": (2, 1, 1), "e4m3": (4, 3, 7)}[kind]
+    exponent_bits, mantissa_bits, bias = FLOATS[kind]
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     fraction = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
@@ -140,6 +141,48 @@ def test_fp32_neighbours_of_every_tie_round_to_their_own_side(kind):
     x = np.concatenate([ties, np.nextafter(ties, np.float32(-1e9)), np.nextafter(ties, np.float32(1e9))])
     codes = encode.encode(torch.from_numpy(x), ELEMENTS[kind])
     np.testing.assert_array_equal(codes_as_integers(codes), nearest_codes(kind, x.astype(np.float64)))
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_one_rounding_serves_every_float_element(kind):
+    """Also those whose codes torch's cast makes: the rule must be the same where there is no cast."""
+    element = ELEMENTS[kind]
+    noise = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, 200_000).astype(np.int32)
+    x = torch.cat([all_bf16(), torch.from_numpy(noise).view(torch.float32)])
+    x = x[~x.isnan()]
+    codes = nearest_codes(kind, x.double().numpy())
+    within = x.clamp(-element.max, element.max)
+    np.testing.assert_array_equal(codes_as_integers(encode.float_codes(within, element)), codes)
+    values = np.array([value_of(kind, code) for code in range(1 << element.bits)], dtype=np.float32)[codes]
+    assert torch.equal(bytes_of(encode.nearest_float(x, element)), bytes_of(torch.from_numpy(values)))
+    assert torch.equal(bytes_of(encode.round_to(x, element)), bytes_of(torch.from_numpy(values)))
+    assert encode.nearest_float(torch.tensor([math.nan]), element).isnan().all()
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_round_without_codes_too(kind):
+    x = all_bf16()
+    x = x[~x.isnan()]
+    found = encode.round_to(x, ELEMENTS[kind])
+    np.testing.assert_array_equal(found.numpy(), nearest_codes(kind, x.double().numpy()))
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        Element("e3m2", bits=6, max=28.0, storage="uint8", exponent=3, mantissa=2, bias=3),
+        Element("int16", bits=16, max=32767.0, storage="int16", exponent=0, mantissa=15),
+        Element("uint8", bits=8, max=127.0, storage="uint8", exponent=0, mantissa=7),
+        Element("e6m1", bits=8, max=2.0**32, storage="float8_e6m1", exponent=6, mantissa=1, bias=31),
+        Element("e3m0", bits=4, max=16.0, storage="uint8", exponent=3, mantissa=0, bias=3),
+    ],
+    ids=lambda element: element.name,
+)
+def test_an_unknown_element_is_an_error_and_no_integer(element):
+    x = torch.ones(2, 8)
+    for refused in (encode.encode, encode.round_to, encode.decode, encode.decoded_codes):
+        with pytest.raises(ValueError, match=f"element {element.name}: codes of .* are not known; this fluxq has e2m1"):
+            refused(x, element)
 
 
 def test_infinity_saturates_and_nan_stays_nan_where_the_element_has_one():
