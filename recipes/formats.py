@@ -264,6 +264,7 @@ ELEMENTS = {
     for row in (
         Element("e2m1", bits=4, max=6.0, storage="uint8", exponent=2, mantissa=1, bias=1),
         Element("e4m3", bits=8, max=448.0, storage="float8_e4m3fn", exponent=4, mantissa=3, bias=7),
+        Element("e5m2", bits=8, max=57344.0, storage="float8_e5m2", exponent=5, mantissa=2, bias=15),
         Element("int8", bits=8, max=127.0, storage="int8", exponent=0, mantissa=7),
         Element("int4", bits=4, max=7.0, storage="uint8", exponent=0, mantissa=3, low=-8.0),
     )
@@ -277,6 +278,7 @@ FORMATS = {
         Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0", "ceil", False, "E4M3, power of two per 32"),
         Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0", "least_squares", False, "E2M1, power of two per 32"),
         Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3", "amax", True, "E2M1, E4M3 per 16, fp32 global"),
+        Format("fp8_e5m2", ELEMENTS["e5m2"], (1, 0), "fp32", "amax", False, "E5M2, one scale per row"),
         Format("int8", ELEMENTS["int8"], (1, 0), "fp32", "amax", False, "symmetric 8-bit integer per row"),
         Format("int4", ELEMENTS["int4"], (1, 64), "bf16", "amax", False, "symmetric 4-bit integer per 64"),
     )

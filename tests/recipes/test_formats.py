@@ -13,6 +13,7 @@ FACTS = {
     "mxfp8": ("e4m3", (1, 32), "e8m0", "ceil", False, 8.25),
     "mxfp4": ("e2m1", (1, 32), "e8m0", "least_squares", False, 4.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", True, 4.5 + 32 / (128 * 256)),
+    "fp8_e5m2": ("e5m2", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
     "int8": ("int8", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
     "int4": ("int4", (1, 64), "bf16", "amax", False, 4.25),
 }
@@ -31,6 +32,7 @@ def test_the_rows_state_the_facts():
 ELEMENT_FACTS = {
     "e2m1": (4, 2, 1, 1, 6.0, None, "uint8"),
     "e4m3": (8, 4, 3, 7, 448.0, None, "float8_e4m3fn"),
+    "e5m2": (8, 5, 2, 15, 57344.0, None, "float8_e5m2"),
     "int8": (8, 0, 7, 0, 127.0, None, "int8"),
     "int4": (4, 0, 3, 0, 7.0, -8.0, "uint8"),
 }
@@ -38,6 +40,7 @@ ELEMENT_FACTS = {
 DERIVED_FACTS = {
     "e2m1": (1.0, 2.0, 7.0, False),
     "e4m3": (2.0**-6, 32.0, 464.0, True),
+    "e5m2": (2.0**-14, 8192.0, 61440.0, True),
     "int8": (None, 1.0, 127.5, False),
     "int4": (None, 1.0, 7.5, False),
 }
@@ -56,7 +59,7 @@ def test_what_follows_from_an_element_is_what_was_written_down_before():
     }
     assert derived == DERIVED_FACTS
     assert ELEMENTS["e2m1"].magnitudes == (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    assert len(ELEMENTS["e4m3"].magnitudes) == 0x7F
+    assert len(ELEMENTS["e4m3"].magnitudes) == 0x7F and len(ELEMENTS["e5m2"].magnitudes) == 0x7C
 
 
 @pytest.mark.parametrize("wrong", [{"mantissa": 2}, {"exponent": 5}, {"max": 465.0}, {"bias": 9}])
