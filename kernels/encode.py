@@ -245,7 +245,8 @@ def float_codes(x: Tensor, element: Element) -> Tensor:
     # which the steps of the smallest normal number are to count for nothing.
     codes += counted >> (23 - mantissa)
     codes += counted.bitwise_and_((4 << mantissa) - 1)
-    return codes.sub_(((151 - mantissa - element.bias) << mantissa) + (1 << mantissa >> 1)).to(torch.uint8)
+    unused = ((151 - mantissa - element.bias) << mantissa) + (1 << mantissa >> 1)
+    return codes.to(torch.uint8).sub_(unused % 256)  # bytes wrap around
 
 
 def nearest_float(v: Tensor, element: Element) -> Tensor:
