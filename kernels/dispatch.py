@@ -27,6 +27,7 @@ from fluxq.kernels.aot import Row, accepted_files
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.interpreter import PROVEN
 from fluxq.kernels.weight_only_matmul.kernel import LARGEST_GEMV
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
 
 
@@ -71,6 +72,8 @@ class Choice:
 def offer(op: str, format: str, chip: str) -> Offer:
     """What the accepted rows of this Triton version say of an op's kernel on a chip."""
     row = kernel_row(op)
+    if format in FORMATS and format not in KERNEL_FORMATS:
+        return Offer(None, f"no kernel was written for {format}")
     if format not in row.formats:
         return Offer(None, f"{op} has no {format}")
     if chip not in CHIPS:
@@ -232,8 +235,8 @@ KERNELS = (
         tuple(f"{w}-{a}" for w in ("nvfp4", "mxfp4", "int4", "int4_g128") for a in ("int8", "fp8")),
         "decode",
     ),
-    Kernel("weight_only_matmul", "weight_only_matmul", (*FORMATS, "int4_g128"), "decode"),
-    Kernel("dequantize", "dequantize", tuple(FORMATS), "memory"),
+    Kernel("weight_only_matmul", "weight_only_matmul", (*KERNEL_FORMATS, "int4_g128"), "decode"),
+    Kernel("dequantize", "dequantize", KERNEL_FORMATS, "memory"),
     Kernel(
         "reencode",
         "reencode",

@@ -6,7 +6,7 @@ Everything is computed in fp32. Outcomes that a format leaves open are fixed her
   scales 2^-126 (byte 1). Blocks too small for that lose precision, and at last become zeros;
 - E8M0 bytes of finite blocks are 1 to 254; byte 0 is never written, and read as 2^-127;
 - values beyond the largest code saturate; int4's -8 and int8's -128 are read, but never written;
-- E4M3 and E2M1 keep the sign of zero, and of a negative that rounds to zero; integers have no -0;
+- float elements keep the sign of zero, and of a negative that rounds to zero; integers have no -0;
 - a block that holds NaN or infinity gets a NaN scale and decodes to NaN throughout, and so does all that
   shares a global scale derived from it; nothing else is touched;
 - least squares over E8M0 exponents: ties go to the first of OCP's floor, floor + 1, floor - 1;
@@ -22,12 +22,6 @@ import torch
 from torch import Tensor
 
 from fluxq.recipes.formats import ELEMENTS, Element, Format
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NIBBLES = {  # what 4 bits stand for
-    "e2m1": (*E2M1_VALUES, *(-value for value in E2M1_VALUES)),
-    "int4": (*range(8), *range(-8, 0)),
-}
 
 SCALE_DTYPES = {
     "fp32": torch.float32,
@@ -45,44 +39,61 @@ _E8M0_EXPONENTS = -126, 127  # bytes 1 to 254
 
 
 def encode(x: Tensor, element: Element, *, used_up: bool = False) -> Tensor:
-    """Saturating round-to-nearest-even of fp32 x to codes, unpacked: e4m3, int8 (int4 too) or uint8 (e2m1).
+    """Round fp32 x to the nearest codes, ties to even, saturating; unpacked: uint8, or as an 8-bit element is stored.
 
-    NaN of either sign becomes the byte 0x7F in e4m3 and code 0 elsewhere: its block's scale is what says NaN. used_up:
-    x may be written over.
+    Integers come as int8, those of 4 bits too. NaN of either sign becomes the byte 0x7F where the element has NaN, and
+    code 0 elsewhere: its block's scale is what says NaN. used_up: x may be written over.
     """
+    check_known(element)
     low = -element.max if element.low is None else element.low
     x = x.clamp_(low, element.max) if used_up else x.clamp(low, element.max)
-    if element.name == "e4m3":
-        return x.nan_to_num_(nan=torch.nan).to(torch.float8_e4m3fn)  # -NaN would become 0xFF
-    if element.name == "e2m1":
-        return _encode_e2m1(x.nan_to_num_(nan=0.0))
-    return x.round_().to(torch.int8)
+    if element.is_integer:
+        return x.round_().to(torch.int8)
+    if _is_cast(element):
+        return x.nan_to_num_(nan=torch.nan).to(getattr(torch, element.storage))  # -NaN would become 0xFF
+    return float_codes(x, element)
 
 
 def round_to(v: Tensor, element: Element) -> Tensor:
     """The fp32 value of the nearest code: `decode(encode(v))`, without the codes; NaN stays NaN."""
-    if element.name == "e4m3":
-        return decode(encode(v, element), element)
-    if element.name == "e2m1":
-        sign = v.view(torch.int32) & ~_FP32_MAGNITUDE
-        return _nearest_e2m1(v.abs()).view(torch.int32).bitwise_or_(sign).view(torch.float32)
-    low = -element.max if element.low is None else element.low
-    return v.clamp(low, element.max).round_()
+    check_known(element)
+    if element.is_integer:
+        low = -element.max if element.low is None else element.low
+        return v.clamp(low, element.max).round_()
+    return decode(encode(v, element), element) if _is_cast(element) else nearest_float(v, element)
 
 
 def decoded_codes(x: Tensor, element: Element) -> Tensor:
-    """`decode(encode(x))`, without the codes of E2M1: NaN stays NaN there. x is used up."""
-    return round_to(x, element) if element.name == "e2m1" else decode(encode(x, element, used_up=True), element)
+    """`decode(encode(x))`, without the codes of an element that torch has no cast to: NaN stays NaN there.
+
+    x is used up.
+    """
+    check_known(element)
+    has_codes = element.is_integer or _is_cast(element)
+    return decode(encode(x, element, used_up=True), element) if has_codes else round_to(x, element)
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
     """Unpacked codes to the fp32 values they stand for."""
-    if element.name == "e2m1":
-        table = torch.tensor(NIBBLES["e2m1"], device=codes.device, dtype=torch.float32)
+    check_known(element)
+    if element.is_integer:
+        return codes.float()
+    if element.bits == 4:
+        table = torch.tensor(_four_bit_values(element), device=codes.device, dtype=torch.float32)
         return table.index_select(0, codes.flatten().int()).view(codes.shape)  # several times as fast as table[codes]
-    if element.name == "e4m3" and codes.device.type == "cpu":
-        return _decode_e4m3(codes)
-    return codes.float()
+    return _decode_float8(codes, element) if codes.device.type == "cpu" else codes.float()
+
+
+@functools.cache
+def check_known(element: Element) -> None:
+    """Raise ValueError for an element that is neither rounded nor stored here."""
+    is_rounded = element.is_integer or (element.exponent <= 5 and element.mantissa > 0)  # fp16 has 5 bits
+    eights = element.storage == "int8" if element.is_integer else element.storage.startswith("float8")
+    if not is_rounded or not (eights if element.bits == 8 else element.bits == 4 and element.storage == "uint8"):
+        raise ValueError(
+            f"element {element.name}: codes of {element.bits} bits ({element.exponent} of exponent, {element.mantissa} "
+            f"of mantissa) stored as {element.storage} are not known; this fluxq has {', '.join(ELEMENTS)}"
+        )
 
 
 def decode_stored(stored: Tensor, element: Element, pairs: Tensor | None = None) -> Tensor:
@@ -101,12 +112,12 @@ def stored_pairs(element: Element, device: torch.device) -> Tensor | None:
     """Of each byte the two fp32 values of its 4-bit codes, as one int64 (256,); None for other elements."""
     if element.bits != 4:
         return None
-    return torch.frombuffer(bytearray(_pairs(element.name)), dtype=torch.int64).to(device)
+    return torch.frombuffer(bytearray(_pairs(element)), dtype=torch.int64).to(device)
 
 
 @functools.cache
-def _pairs(element: str) -> bytes:
-    values = NIBBLES[element]
+def _pairs(element: Element) -> bytes:
+    values = _four_bit_values(element)
     return struct.pack("=512f", *(value for high in values for low in values for value in (low, high)))
 
 
@@ -120,11 +131,11 @@ def pack(codes: Tensor, element: Element) -> Tensor:
 
 
 def unpack(stored: Tensor, element: Element) -> Tensor:
-    """Inverse of `pack`; int4 nibbles are two's complement and come back as int8."""
+    """Inverse of `pack`; integers are two's complement and come back as int8."""
     if element.bits != 4:
         return stored
     nibbles = torch.stack([stored & 0xF, stored >> 4], dim=-1).flatten(-2)
-    if element.name == "int4":
+    if element.is_integer:
         return ((nibbles ^ 8).view(torch.int8) - 8).to(torch.int8)
     return nibbles
 
@@ -149,9 +160,10 @@ def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: T
     as they are, they would overflow or vanish in fp32.
     """
     wide = _amax_scale(_amax(blocks), 4.0, format, global_scale)
-    least = _sum_of_squares(_rounding_error(blocks, decode_scale(scale, format, global_scale)))
+    step = decode_scale(scale, format, global_scale)
+    least = _sum_of_squares(_rounding_error(blocks, step, format.element))
     ratio = (wide.float() / scale.float()).unsqueeze(-1)
-    error = _rounding_error(blocks, decode_scale(wide, format, global_scale)).mul_(ratio)
+    error = _rounding_error(blocks, decode_scale(wide, format, global_scale), format.element).mul_(ratio)
     better = _sum_of_squares(error) < least
     return torch.where(better, wide.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
 
@@ -222,41 +234,71 @@ def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tens
     return scale.to(SCALE_DTYPES[format.scale])
 
 
-def _encode_e2m1(x: Tensor) -> Tensor:
-    """Codes of x within ±6; x is used up."""
-    codes = (x.view(torch.int32) >> 28).bitwise_and_(8)  # the sign
+def float_codes(x: Tensor, element: Element) -> Tensor:
+    """Codes (uint8) of x within ±max for any float element; x is used up and NaN is 0."""
+    x = x.nan_to_num_(nan=0.0)
+    codes = (x.view(torch.int32) >> (32 - element.bits)).bitwise_and_(1 << (element.bits - 1))  # the sign
     magnitude = x.abs_()
-    counted = magnitude.add_(_many_steps(magnitude)).view(torch.int32)
-    # In the low bits how many steps; further up 299 for steps of 0.5, 301 for 1, 303 for 2: the code of 2 is 4 and not
-    # 2 / 1, that of 4 is 6.
-    codes += counted >> 22
-    codes += counted.bitwise_and_(7)
-    return codes.to(torch.uint8).sub_(299 - 256)
+    mantissa = element.mantissa
+    counted = magnitude.add_(_many_steps(magnitude, element)).view(torch.int32)
+    # In the low bits how many steps, in a binade 2^mantissa to twice as many; further up the exponent of the sum, of
+    # which the steps of the smallest normal number are to count for nothing.
+    codes += counted >> (23 - mantissa)
+    codes += counted.bitwise_and_((4 << mantissa) - 1)
+    unused = ((151 - mantissa - element.bias) << mantissa) + (1 << mantissa >> 1)
+    return codes.to(torch.uint8).sub_(unused % 256)  # bytes wrap around
 
 
-def _nearest_e2m1(magnitude: Tensor, unit: float = 1.0) -> Tensor:
-    """The nearest of E2M1's magnitudes times `unit`, a power of two; NaN stays NaN."""
-    many = _many_steps(magnitude, unit)
-    return magnitude.clamp(max=6 * unit).add_(many).sub_(many)
+def nearest_float(v: Tensor, element: Element) -> Tensor:
+    """The nearest number of any float element, with v's sign; NaN stays NaN."""
+    sign = v.view(torch.int32) & ~_FP32_MAGNITUDE
+    return _nearest_magnitude(v.abs(), element).view(torch.int32).bitwise_or_(sign).view(torch.float32)
 
 
-def _many_steps(magnitude: Tensor, unit: float = 1.0) -> Tensor:
-    """3 · 2^22 times the distance of E2M1's neighbours there: a sum with it is rounded to whole steps, ties to even.
+def _nearest_magnitude(magnitude: Tensor, element: Element, unit: float = 1.0) -> Tensor:
+    """The nearest of a float element's magnitudes times `unit`, a power of two; NaN stays NaN."""
+    many = _many_steps(magnitude, element, unit)
+    return magnitude.clamp(max=element.max * unit).add_(many).sub_(many)
 
-    That distance is half the magnitude's power of two, and within 0.5 and 2 units.
+
+def _many_steps(magnitude: Tensor, element: Element, unit: float = 1.0) -> Tensor:
+    """3 · 2^22 times the distance of the element's neighbours there: a sum with it is whole steps, ties to even.
+
+    That distance is the magnitude's power of two times 2^-mantissa, and stays the same below the smallest normal number
+    and above the largest power of two.
     """
     power = (magnitude.view(torch.int32) & _FP32_EXPONENT).view(torch.float32)
-    return power.clamp_(unit, 4 * unit).mul_(1.5 * 2.0**22)
+    power.clamp_(element.smallest_normal * unit, element.largest_power * unit)
+    return power.mul_(1.5 * 2.0 ** (23 - element.mantissa))
 
 
-def _decode_e4m3(codes: Tensor) -> Tensor:
-    """On a CPU, where torch's own cast takes ten times as long: the bits of code / 256 are those of an fp16 number."""
-    bits = codes.view(torch.uint8)
-    if bits.numel() and (bits & _E4M3_NAN).amax() == _E4M3_NAN:
+def _is_cast(element: Element) -> bool:
+    """Whether torch has a dtype of the element: its cast takes a third of the time."""
+    return getattr(torch, element.storage).is_floating_point
+
+
+@functools.cache
+def _four_bit_values(element: Element) -> tuple[float, ...]:
+    """What each of the 16 codes of a 4-bit element stands for."""
+    if element.is_integer:
+        return (*range(8), *range(-8, 0))
+    return (*element.magnitudes, *(-value for value in element.magnitudes))
+
+
+def _decode_float8(codes: Tensor, element: Element) -> Tensor:
+    """Decode on a CPU, where torch's own cast takes ten times as long: the bits are those of fp16, but for a factor."""
+    bits, largest = codes.view(torch.uint8), _largest_code(element)
+    if bits.numel() and (bits & 0x7F).amax() > largest:
         return codes.float()
-    # The sign comes along twice, from the seventh bit of the code: one of them is taken away.
-    fp16 = bits.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return fp16.view(torch.float16).float().mul_(256.0)
+    # The sign comes along more than once, from the seventh bit of the code: one of them is kept.
+    shift = 10 - element.mantissa
+    fp16 = bits.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift).bitwise_and_((0x7F << shift) - 0x8000)
+    return fp16.view(torch.float16).float().mul_(2.0 ** (15 - element.bias))
+
+
+@functools.cache
+def _largest_code(element: Element) -> int:
+    return len(element.magnitudes) - 1
 
 
 def _encode_e8m0(exponent: Tensor, amax: Tensor) -> Tensor:
@@ -284,15 +326,15 @@ def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> T
 
 def _nearest(magnitude: Tensor, unit: float, element: Element) -> Tensor:
     """The nearest magnitude of a code times `unit`, a power of two."""
-    if element.name == "e2m1":
-        return _nearest_e2m1(magnitude, unit)
+    if not element.is_integer:
+        return _nearest_magnitude(magnitude, element, unit)
     return round_to(magnitude / unit, element).mul_(unit)
 
 
-def _rounding_error(blocks: Tensor, step: Tensor) -> Tensor:
-    """How far |v| is from the nearest of E2M1's magnitudes, for v = blocks (rows, G, k) over their step (rows, G)."""
+def _rounding_error(blocks: Tensor, step: Tensor, element: Element) -> Tensor:
+    """How far |v| is from the nearest magnitude of a code, for v = blocks (rows, G, k) over their step (rows, G)."""
     magnitude = blocks.div(step.unsqueeze(-1)).abs_()
-    return _nearest_e2m1(magnitude).sub_(magnitude)
+    return _nearest(magnitude, 1.0, element).sub_(magnitude)
 
 
 def _sum_of_squares(error: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from fluxq.quantize.checkpoint import (
     shapes_of,
 )
 from fluxq.quantize.digests import OTHERS, OWN
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 
 @dataclass(frozen=True)
@@ -455,6 +455,11 @@ def _most(scheme: Scheme, parameter: str) -> float | None:
     return None if is_relative else LARGEST / element.max
 
 
+def _are_numbers(element: Element, codes: Tensor) -> Tensor:
+    """Whether codes of a float element of 8 bits are numbers, and not infinity or NaN."""
+    return (codes.view(torch.uint8) & 0x7F) < len(element.magnitudes)
+
+
 def _numbers(tensor: Tensor) -> Tensor:
     """E8M0 bytes as the powers of two that they stand for; other scales as they are."""
     return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
@@ -468,7 +473,7 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "finite": (torch.isfinite, "finite"),
     "positive": (lambda t: torch.isfinite(t.float()) & (t.float() > 0), "finite and above 0"),
     "activations": (lambda t: (t >= 1 / ACTIVATIONS) & (t <= ACTIVATIONS), "a scale of any activations"),
-    "e4m3": (lambda t: (t.view(torch.uint8) & 0x7F) != 0x7F, "numbers"),
+    **{e.name: (partial(_are_numbers, e), "numbers") for e in ELEMENTS.values() if e.has_nan},
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }
 

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fluxq.recipes.devices import Device, Efficiency
+from fluxq.recipes.devices import KERNEL_ELEMENTS, Device, Efficiency
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.patterns import matches
@@ -234,6 +234,9 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
     if chip in REFERENCE:
         return Route("fp32", None, scheme.weights, False, f"torch's reference, timed in fp32: {REFERENCE[chip]}")
     if scheme.activations is None:
+        if scheme.weights.element.name not in KERNEL_ELEMENTS:
+            about = f"torch's reference, timed in fp32: no kernel was written for {scheme.weights.name}"
+            return Route("fp32", None, scheme.weights, False, about)
         return Route("bf16", None, scheme.weights, False, "weight-only: decoded to 16 bit in the kernel")
     weights, activations = _kind(scheme.weights), _kind(scheme.activations)
     arithmetic = NATIVE[chip].get(activations)

@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fluxq.recipes.formats import FORMATS
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -497,3 +499,8 @@ DEVICES = {
         source="AMD Instinct MI355X data sheet, dense figures",
     ),
 }
+
+# Elements that GPU kernels decode, and the formats made of them. For any other format no kernel was written: torch's
+# reference computes it, or loading makes it int8 or fp8.
+KERNEL_ELEMENTS = ("e2m1", "e4m3", "int8", "int4")
+KERNEL_FORMATS = tuple(name for name, row in FORMATS.items() if row.element.name in KERNEL_ELEMENTS)

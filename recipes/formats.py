@@ -15,6 +15,7 @@ scaling, E4M3 block scales of 16) as NVIDIA ModelOpt writes it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 
@@ -23,16 +24,74 @@ from fluxq.base.near import did_you_mean
 
 @dataclass(frozen=True)
 class Element:
-    """What one code is: `bits`, the largest magnitude that encoding produces, the torch dtype that stores it.
+    """Describe one code: a sign, `exponent` bits, `mantissa` bits, and the torch dtype that stores it.
 
-    4-bit elements are stored two to a byte (uint8). `low` is the smallest code value where it is not -max.
+    exponent: 0 for an integer, whose mantissa is then all bits but the sign. bias: a code with exponent bits e and
+    mantissa fraction f means (1 + f) · 2^(e - bias); with e = 0 it means f · 2^(1 - bias). max: the largest magnitude
+    that encoding produces; float codes beyond it are infinities and NaN. 4-bit elements are stored two to a byte
+    (uint8). low: the smallest code value where it is not -max.
     """
 
     name: str
     bits: int
     max: float
     storage: str
+    exponent: int
+    mantissa: int
+    bias: int = 0
     low: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the fields contradict one another."""
+        if self.bits != 1 + self.exponent + self.mantissa:
+            raise ValueError(
+                f"element {self.name}: {self.bits} bits are not a sign, {self.exponent} exponent bits and "
+                f"{self.mantissa} mantissa bits; correct its row"
+            )
+        if not self.is_integer and self.max not in self._magnitudes:
+            raise ValueError(f"element {self.name}: no code means its max of {self.max:g}; correct its row")
+
+    @property
+    def is_integer(self) -> bool:
+        return self.exponent == 0
+
+    @property
+    def smallest_normal(self) -> float:
+        """The power of two below which neighbours keep their distance."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def largest_power(self) -> float:
+        """The largest power of two not above `max`."""
+        return 2.0 ** (math.frexp(self.max)[1] - 1)
+
+    @property
+    def largest_step(self) -> float:
+        """The distance of `max` from the code below."""
+        return 1.0 if self.is_integer else self.largest_power * 2.0**-self.mantissa
+
+    @property
+    def clips_at(self) -> float:
+        """The magnitude at which a code above `max` would be the nearest: from there on values are clipped."""
+        return self.max + self.largest_step / 2
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """The numbers of a float element's positive codes, in rising order: the code is the place."""
+        return self._magnitudes[: self._magnitudes.index(self.max) + 1]
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some codes are not numbers."""
+        return not self.is_integer and self._magnitudes[-1] != self.max
+
+    @property
+    def _magnitudes(self) -> tuple[float, ...]:
+        """Of each positive code the number that its bits would mean if none were set apart."""
+        ones = 1 << self.mantissa
+        small = [f / ones * self.smallest_normal for f in range(ones)]
+        normal = [(1 + f / ones) * 2.0 ** (e - self.bias) for e in range(1, 1 << self.exponent) for f in range(ones)]
+        return (*small, *normal)
 
 
 @dataclass(frozen=True)
@@ -201,10 +260,14 @@ _SCHEME = re.compile(
 SCALE_BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e8m0": 8}
 
 ELEMENTS = {
-    "e2m1": Element("e2m1", bits=4, max=6.0, storage="uint8"),
-    "e4m3": Element("e4m3", bits=8, max=448.0, storage="float8_e4m3fn"),
-    "int8": Element("int8", bits=8, max=127.0, storage="int8"),
-    "int4": Element("int4", bits=4, max=7.0, storage="uint8", low=-8.0),
+    row.name: row
+    for row in (
+        Element("e2m1", bits=4, max=6.0, storage="uint8", exponent=2, mantissa=1, bias=1),
+        Element("e4m3", bits=8, max=448.0, storage="float8_e4m3fn", exponent=4, mantissa=3, bias=7),
+        Element("e5m2", bits=8, max=57344.0, storage="float8_e5m2", exponent=5, mantissa=2, bias=15),
+        Element("int8", bits=8, max=127.0, storage="int8", exponent=0, mantissa=7),
+        Element("int4", bits=4, max=7.0, storage="uint8", exponent=0, mantissa=3, low=-8.0),
+    )
 }
 
 FORMATS = {
@@ -215,6 +278,7 @@ FORMATS = {
         Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0", "ceil", False, "E4M3, power of two per 32"),
         Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0", "least_squares", False, "E2M1, power of two per 32"),
         Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3", "amax", True, "E2M1, E4M3 per 16, fp32 global"),
+        Format("fp8_e5m2", ELEMENTS["e5m2"], (1, 0), "fp32", "amax", False, "E5M2, one scale per row"),
         Format("int8", ELEMENTS["int8"], (1, 0), "fp32", "amax", False, "symmetric 8-bit integer per row"),
         Format("int4", ELEMENTS["int4"], (1, 64), "bf16", "amax", False, "symmetric 4-bit integer per 64"),
     )

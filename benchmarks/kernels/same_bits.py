@@ -38,6 +38,7 @@ from fluxq.kernels.reencode.kernel import reencode
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import NoTile, find_tile
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
 
 RUNS = 10
@@ -146,7 +147,7 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
         for what, options in steps.items():
             yield Exact(f"quantize_activation {name}{what}", partial(_quantize, of, name, options))
     weights = torch.randn(len(x), min(k, 512), generator=noise) * torch.logspace(-4, 2, len(x))[:, None]
-    for name in FORMATS:
+    for name in KERNEL_FORMATS:
         w = QuantizedTensor.quantize(weights, name)
         yield Exact(f"dequantize {name}", partial(_dequantize, w))
     for source in ("nvfp4", "mxfp4", "int4"):

@@ -34,6 +34,7 @@ from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile
 from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.kernel import weight_only_matmul
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 Shape = tuple[int, int, int]  # (M, N, K)
@@ -424,7 +425,7 @@ ATTENTIONS = (
     Case("attention", "fp8", "attention_fp8"),
 )
 DECODERS = (
-    *(Case("dequantize", name, "dequantize") for name in FORMATS),
+    *(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),
     *(Case("reencode", f"nvfp4-{name}", "reencode") for name in ("int8", "fp8")),
     Case("swizzle_scales", "8bit", "swizzle_scales"),
 )

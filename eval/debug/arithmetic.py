@@ -39,10 +39,10 @@ def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     static = layer.stored("input_scale") if scheme.static_input else None
     q = ops.quantize_activation(z, row, static, scheme.four_over_six)
     codes, magnitude = decode(unpack(q.codes, row.element), row.element), z.float().abs()
-    at_limit = codes.abs() >= row.element.max
+    at_limit, beyond = codes.abs() >= row.element.max, row.element.clips_at / row.element.max
     counts |= {
         "largest": _share(at_limit),
-        "clipped": _share(at_limit & (magnitude > q.dequantize().abs() * _BEYOND[row.element.name])),
+        "clipped": _share(at_limit & (magnitude > q.dequantize().abs() * beyond)),
         "underflow": _share((codes == 0) & (magnitude > 0)),
     }
     if static is not None:
@@ -121,6 +121,3 @@ def _share(mask: Tensor) -> float:
 
 _LARGEST_SCALE = 448.0  # of E4M3, which nvfp4's block scales are
 _INPUT_SCALE, _SCHEME = 3, 7  # among `QuantLinear.operands`
-
-# element -> where, in units of its largest code, the code that would follow begins: nearer values are only rounded.
-_BEYOND = {"e2m1": 7 / 6, "e4m3": 464 / 448, "int8": 127.5 / 127, "int4": 7.5 / 7}

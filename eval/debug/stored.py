@@ -94,11 +94,10 @@ def _difference(layer: QuantLinear, source: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def code_step(codes: Tensor, element: Element) -> Tensor:
     """Distance from each code to its neighbour away from 0, fp32; the largest code has the one below."""
-    if element.name.startswith("int"):
+    if element.is_integer:
         return torch.ones_like(codes)
-    mantissa, smallest = _FLOATS[element.name]
-    exponent = torch.frexp(codes.abs().clamp(min=smallest)).exponent - 1
-    return torch.exp2(exponent.float() - mantissa)
+    exponent = torch.frexp(codes.abs().clamp(min=element.smallest_normal)).exponent - 1
+    return torch.exp2(exponent.float() - element.mantissa)
 
 
 def _factors(source: Tensor, difference: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -110,4 +109,3 @@ def _factors(source: Tensor, difference: Tensor, group: int) -> tuple[Tensor, Te
 
 
 _NORMAL = 0.6745  # median of |z| for z of unit variance
-_FLOATS = {"e2m1": (1, 1.0), "e4m3": (3, 2.0**-6)}  # element -> bits of mantissa, smallest normal number

@@ -23,6 +23,7 @@ from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
 from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Format
 
 
@@ -294,7 +295,7 @@ def _cell(format: Format, tile: Tile, chips: tuple[str, ...]) -> Cell:
 
 MAX_REGISTERS = 128  # of a memory-bound kernel: with more, too few warps fit on a chip to hide its loads
 CELLS = tuple(
-    _cell(row, tile, chips)
-    for row in FORMATS.values()
-    for tile, chips in distinct_tiles("dequantize", row.name).items()
+    _cell(FORMATS[name], tile, chips)
+    for name in KERNEL_FORMATS
+    for tile, chips in distinct_tiles("dequantize", name).items()
 )

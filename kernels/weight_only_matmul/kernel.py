@@ -40,7 +40,8 @@ from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, cell_arguments, fi
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, find_format
+from fluxq.recipes.devices import KERNEL_FORMATS
+from fluxq.recipes.formats import find_format
 
 LARGEST_GEMV = 16  # tokens
 FUSED = {"enable_fp_fusion": True}  # gemv promises a bound, no bits: multiply-adds may round once
@@ -308,6 +309,6 @@ def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
 
 CELLS = tuple(
     _cell(name, tile, chips)
-    for name in (*FORMATS, "int4_g128")
+    for name in (*KERNEL_FORMATS, "int4_g128")
     for tile, chips in distinct_tiles("weight_only_matmul", name).items()
 )

@@ -219,7 +219,7 @@ def _args(name: str, dynamic: bool | str) -> dict[str, Any]:
     per_tensor, per_token = row.block[0] == 0, bool(dynamic)
     said: dict[str, Any] = {
         "num_bits": element.bits,
-        "type": "int" if element.name.startswith("int") else "float",
+        "type": "int" if element.is_integer else "float",
         "symmetric": True,
         "group_size": group or None,
         "strategy": "tensor" if per_tensor else "group" if group else "token" if per_token else "channel",

@@ -145,10 +145,10 @@ def test_reencoded_layers_are_passed_over():
     assert stored_fault(layer, weight()) == ""
 
 
-@pytest.mark.parametrize("name", ["e2m1", "e4m3", "int8", "int4"])
+@pytest.mark.parametrize("name", ELEMENTS)
 def test_step_is_the_distance_to_the_next_code(name):
     element = ELEMENTS[name]
-    values = torch.cat([torch.linspace(0, size, 10_001) for size in (2.0**-6, 1.0, element.max)])
+    values = torch.cat([torch.linspace(0, size, 10_001) for size in (2.0**-6, 1.0, 64.0, element.max)])
     codes = decode(encode(values, element), element).unique()
     assert torch.equal(code_step(codes[:-1], element), codes.diff())
 

@@ -100,7 +100,7 @@ def test_health_of_a_static_scale_of_fp8():
     assert counts["range"] == pytest.approx(3) and counts["clipped"] == counts["largest"] == 1 / 512
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_e5m2", "mxfp8", "nvfp4"])
 def test_scales_that_follow_from_the_values_clip_nothing(name):
     layer = layer_of(name)
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)) * 100

@@ -182,6 +182,10 @@ def test_a_dialect_names_what_it_cannot_hold() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             there_and_back(dialect, quantized(text))
+    for dialect, row in DIALECTS.items():
+        if row.encode is not None:
+            with pytest.raises(ValueError, match=r"no format for fp8_e5m2 weights; it holds "):
+                there_and_back(dialect, quantized("fp8_e5m2-fp8_e5m2"))
     with pytest.raises(ValueError, match="N in multiples of 128, this layer has N = 160"):
         there_and_back("nunchaku", quantized("int4-int4"))
     with pytest.raises(ValueError, match="K in multiples of 128, this layer has K = 192"):

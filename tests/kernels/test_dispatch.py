@@ -19,7 +19,8 @@ from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.reencode.op import row_scales
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
-from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.devices import KERNEL_FORMATS
+from fluxq.recipes.formats import FORMATS, Scheme, find_format
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 N, K = 96, 256
@@ -152,6 +153,24 @@ def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, f
         assert dispatch.offer("scaled_matmul", "fp8", "sm_90") == expected
     assert dispatch.offer("scaled_matmul", "nvfp4", "sm_90").reason == "scaled_matmul has no nvfp4"
     assert dispatch.offer("scaled_matmul", "fp8", "sm_70").reason == "never compiled for sm_70"
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in KERNEL_FORMATS])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
+    """Its layers run as torch's reference, or fluxq.prepare makes them 8 bit; an op that is one kernel refuses it."""
+    for kernel in KERNELS:
+        assert name not in kernel.formats
+        assert dispatch.offer(kernel.op, name, chip) == Offer(None, f"no kernel was written for {name}")
+    for scheme in (f"{name}-{name}", f"{name}-16bit", f"{name}-fp8"):
+        choice = choose(Scheme.parse(scheme), chip, 4096, 3072, 3072)
+        assert (choice.implementation, choice.fallback) == ("torch reference", True)
+        assert f"no kernel was written for {name}" in choice.reason
+    w = QuantizedTensor.quantize(torch.ones(N, K), name)
+    with pytest.raises(ValueError, match=rf"dequantize: no kernel for {name} on {chip} \(no kernel was written for"):
+        launch.dequantize_op(w.codes, w.scale, None, name, torch.bfloat16, chip=chip)
+    with pytest.raises(ValueError, match=rf"quantize_activation: no kernel for {name} on {chip} \(no kernel was"):
+        launch.quantize_activation(torch.ones(4, K), None, None, None, None, name, 0, False, False, chip=chip)
 
 
 # --- launching what was chosen

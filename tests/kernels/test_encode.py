@@ -8,10 +8,11 @@ import torch
 
 from fluxq.kernels import encode
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks
-from fluxq.recipes.formats import ELEMENTS, FORMATS
+from fluxq.recipes.formats import ELEMENTS, FORMATS, Element
 
-NAN_CODES = {"e4m3": (0x7F, 0xFF), "e8m0": (0xFF,)}
-MAGNITUDES = {"e2m1": 8, "e4m3": 127}  # codes of positive numbers, in rising order
+NAN_CODES = {"e4m3": (0x7F, 0xFF), "e5m2": (*range(0x7D, 0x80), *range(0xFD, 0x100)), "e8m0": (0xFF,)}
+FLOATS = {"e2m1": (2, 1, 1), "e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}  # bits of exponent and mantissa, bias
+MAGNITUDES = {"e2m1": 8, "e4m3": 127, "e5m2": 124}  # codes of positive numbers, in rising order
 INTEGERS = {"int4": (-8, 7), "int8": (-127, 127)}  # what encoding saturates to
 TINIEST = 2.0**-149  # fp32's smallest subnormal number
 
@@ -25,10 +26,12 @@ def value_of(kind: str, code: int) -> float:
     if kind in INTEGERS:
         bits = {"int4": 4, "int8": 8}[kind]
         return float(code - (1 << bits) if code >> (bits - 1) else code)
-    exponent_bits, mantissa_bits, bias = {"e2m1": (2, 1, 1), "e4m3": (4, 3, 7)}[kind]
+    exponent_bits, mantissa_bits, bias = FLOATS[kind]
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     fraction = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    if kind == "e5m2" and exponent == 31:
+        return sign * math.inf
     if exponent == 0:
         return sign * fraction * 2.0 ** (1 - bias)
     return sign * (1 + fraction) * 2.0 ** (exponent - bias)
@@ -49,7 +52,7 @@ def nearest_codes(kind: str, x: np.ndarray) -> np.ndarray:
 
 
 def codes_as_integers(codes: torch.Tensor) -> np.ndarray:
-    return (codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes).numpy().astype(np.int64)
+    return (codes.view(torch.uint8) if codes.is_floating_point() else codes).numpy().astype(np.int64)
 
 
 def all_bf16() -> torch.Tensor:
@@ -73,8 +76,8 @@ def test_every_code_decodes_to_what_its_bits_mean(kind):
     values = encode.decode(codes, element)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(torch.signbit(values), torch.signbit(expected)) or kind == "e4m3"  # NaN has any sign
-    assert max(v for v in expected.tolist() if v == v) == element.max
+    assert torch.equal(torch.signbit(values), torch.signbit(expected)) or element.has_nan  # NaN has any sign
+    assert max(v for v in expected.tolist() if math.isfinite(v)) == element.max
 
 
 def test_e4m3_without_nan_decodes_to_the_same_as_with_it():
@@ -142,13 +145,55 @@ def test_fp32_neighbours_of_every_tie_round_to_their_own_side(kind):
     np.testing.assert_array_equal(codes_as_integers(codes), nearest_codes(kind, x.astype(np.float64)))
 
 
+@pytest.mark.parametrize("kind", FLOATS)
+def test_one_rounding_serves_every_float_element(kind):
+    """Also those whose codes torch's cast makes: the rule must be the same where there is no cast."""
+    element = ELEMENTS[kind]
+    noise = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, 200_000).astype(np.int32)
+    x = torch.cat([all_bf16(), torch.from_numpy(noise).view(torch.float32)])
+    x = x[~x.isnan()]
+    codes = nearest_codes(kind, x.double().numpy())
+    within = x.clamp(-element.max, element.max)
+    np.testing.assert_array_equal(codes_as_integers(encode.float_codes(within, element)), codes)
+    values = np.array([value_of(kind, code) for code in range(1 << element.bits)], dtype=np.float32)[codes]
+    assert torch.equal(bytes_of(encode.nearest_float(x, element)), bytes_of(torch.from_numpy(values)))
+    assert torch.equal(bytes_of(encode.round_to(x, element)), bytes_of(torch.from_numpy(values)))
+    assert encode.nearest_float(torch.tensor([math.nan]), element).isnan().all()
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_round_without_codes_too(kind):
+    x = all_bf16()
+    x = x[~x.isnan()]
+    found = encode.round_to(x, ELEMENTS[kind])
+    np.testing.assert_array_equal(found.numpy(), nearest_codes(kind, x.double().numpy()))
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        Element("e3m2", bits=6, max=28.0, storage="uint8", exponent=3, mantissa=2, bias=3),
+        Element("int16", bits=16, max=32767.0, storage="int16", exponent=0, mantissa=15),
+        Element("uint8", bits=8, max=127.0, storage="uint8", exponent=0, mantissa=7),
+        Element("e6m1", bits=8, max=2.0**32, storage="float8_e6m1", exponent=6, mantissa=1, bias=31),
+        Element("e3m0", bits=4, max=16.0, storage="uint8", exponent=3, mantissa=0, bias=3),
+    ],
+    ids=lambda element: element.name,
+)
+def test_an_unknown_element_is_an_error_and_no_integer(element):
+    x = torch.ones(2, 8)
+    for refused in (encode.encode, encode.round_to, encode.decode, encode.decoded_codes):
+        with pytest.raises(ValueError, match=f"element {element.name}: codes of .* are not known; this fluxq has e2m1"):
+            refused(x, element)
+
+
 def test_infinity_saturates_and_nan_stays_nan_where_the_element_has_one():
     x = torch.tensor([math.inf, -math.inf])
     for kind, element in ELEMENTS.items():
         low = {"int4": -8.0}.get(kind, -element.max)
         assert encode.decode(encode.encode(x, element), element).tolist() == [element.max, low]
-    nan = encode.encode(torch.tensor([math.nan]), ELEMENTS["e4m3"])
-    assert encode.decode(nan, ELEMENTS["e4m3"]).isnan().all()
+    for element in (ELEMENTS["e4m3"], ELEMENTS["e5m2"]):
+        assert encode.decode(encode.encode(torch.tensor([math.nan]), element), element).isnan().all()
 
 
 @pytest.mark.parametrize("length", [1, 67])  # conversions of one and of many at once are different code
@@ -158,7 +203,7 @@ def test_nan_has_one_code_whatever_its_sign(kind, length):
     nan = bits.repeat_interleave(length).view(torch.float32)
     assert nan.isnan().all() and nan[-1].signbit()
     codes = encode.encode(nan, ELEMENTS[kind]).view(torch.uint8)
-    assert codes.unique().tolist() == [0x7F if kind == "e4m3" else 0]
+    assert codes.unique().tolist() == [0x7F if kind in ("e4m3", "e5m2") else 0]
 
 
 @pytest.mark.parametrize("kind", ELEMENTS)
@@ -188,7 +233,7 @@ def test_every_byte_unpacks_low_nibble_first_and_packs_again():
     assert torch.equal(encode.pack(signed, ELEMENTS["int4"]), stored)
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "int8"])
 def test_8_bit_codes_are_stored_as_they_are(kind):
     codes = encode.encode(torch.randn(4, 8), ELEMENTS[kind])
     assert encode.pack(codes, ELEMENTS[kind]) is codes
@@ -205,7 +250,7 @@ def test_zeros_get_scale_one_and_decode_to_zeros_with_their_sign(name):
     decoded = q.dequantize()
     assert torch.equal(decoded, torch.zeros(2, 128))
     assert not torch.signbit(decoded[0]).any()
-    assert torch.signbit(decoded[1]).all() == (q.format.element.name in ("e4m3", "e2m1"))
+    assert torch.signbit(decoded[1]).all() == (q.format.element.name in FLOATS)
 
 
 @pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if row.block[0]])
@@ -234,7 +279,7 @@ def test_scales_stop_at_the_smallest_that_their_type_allows(name):
     assert q.global_scale is None or q.global_scale.item() == 2.0**-126
     decoded = q.dequantize()
     assert torch.equal(decoded, torch.zeros(2, 128))
-    assert torch.signbit(decoded[1]).all() == (q.format.element.name in ("e4m3", "e2m1"))
+    assert torch.signbit(decoded[1]).all() == (q.format.element.name in FLOATS)
 
 
 def test_an_nvfp4_block_far_below_the_tensor_maximum_gets_the_smallest_e4m3_scale():
@@ -250,9 +295,10 @@ def test_an_nvfp4_block_far_below_the_tensor_maximum_gets_the_smallest_e4m3_scal
 
 
 def test_a_negative_that_rounds_to_zero_keeps_its_sign_in_float_codes():
-    tiny = torch.tensor([-1e-6])
-    for kind in ("e2m1", "e4m3"):
-        assert codes_as_integers(encode.encode(tiny, ELEMENTS[kind])) == {"e2m1": 0x8, "e4m3": 0x80}[kind]
+    tiny = torch.tensor([-1e-7])
+    for kind in FLOATS:
+        expected = 0x8 if kind == "e2m1" else 0x80
+        assert codes_as_integers(encode.encode(tiny, ELEMENTS[kind])) == expected
     for kind in ("int4", "int8"):
         assert encode.encode(tiny, ELEMENTS[kind]).tolist() == [0]
 

@@ -31,6 +31,8 @@ SCHEMES = (
     "int4_g128-16bit",
     "fp8-16bit",
     "nvfp4-fp8",
+    "fp8_e5m2-fp8_e5m2",
+    "fp8_e5m2-16bit",
 )
 RANK = 6
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
@@ -43,6 +45,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=f32)
 E4M3 = np.array(
     [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
 )
+
+E5M2 = np.array([m / 4 * 2.0**-14 for m in range(4)] + [(1 + m / 4) * 2.0**e for e in range(-14, 16) for m in range(4)])
 
 
 def nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -70,6 +74,9 @@ def simulated(x: np.ndarray, format: str, global_scale: np.ndarray | None = None
             np.where(amax == 0, f32(1), amax / f32(448)) if global_scale is None else np.full_like(amax, global_scale)
         )
         codes = nearest(blocks / scale, E4M3)
+    elif format == "fp8_e5m2":
+        scale = np.where(amax == 0, f32(1), amax / f32(57344))
+        codes = nearest(blocks / scale, E5M2)
     elif format == "int8":
         scale = np.where(amax == 0, f32(1), amax / f32(127))
         codes = np.rint(np.clip(blocks / scale, -127, 127))
@@ -183,7 +190,7 @@ def test_the_op_passes_opcheck_and_changes_no_input(scheme, rank):
     tensors = (x, layer.weight, layer.weight_scale, global_scale, input_scale, layer.bias, *low_rank)
     kept = [None if t is None else t.detach().clone() for t in tensors]
     checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
-    if torch.float8_e4m3fn not in (layer.weight.dtype, layer.weight_scale.dtype):
+    if not {layer.weight.dtype, layer.weight_scale.dtype} & {torch.float8_e4m3fn, torch.float8_e5m2}:
         checks.append("test_schema")  # compares its inputs with allclose, which torch lacks for float8
     torch.library.opcheck(ops.quantized_linear, (*tensors, scheme), test_utils=checks)
     for tensor, before in zip(tensors, kept, strict=True):

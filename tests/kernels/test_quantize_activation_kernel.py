@@ -22,6 +22,7 @@ from fluxq.kernels.producers import PRODUCED
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
 from fluxq.kernels.tiles import Tile
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, find_format
 
 TILE = Tile(rows=16, columns=256, warps=4)
@@ -436,12 +437,12 @@ def test_rows_may_be_any_distance_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("format", [*FORMATS, "int4_g128"])
+@pytest.mark.parametrize("format", [*KERNEL_FORMATS, "int4_g128"])
 def test_dequantized_matrices_are_the_references_bits(format: str, dtype: torch.dtype) -> None:
     check_dequantize(dequantize, format, dtype)
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name != "fp8_tensor"])
+@pytest.mark.parametrize("format", [name for name in KERNEL_FORMATS if name != "fp8_tensor"])
 def test_every_code_decodes_under_every_scale(format: str) -> None:
     check_every_code_and_scale(dequantize, format)
 
@@ -542,7 +543,7 @@ steps = partial(check_steps, format="mxfp8", hadamard=32)
 tensor_scale = partial(check_steps, format="fp8_tensor", m=130)
 low_rank = partial(check_steps, format="int8", rank=33)
 beside = partial(check_steps, format="int8", m=5, act="silu_mul", beside=192)
-codes_of = {name: partial(check_every_code_and_scale, format=name) for name in FORMATS}
+codes_of = {name: partial(check_every_code_and_scale, format=name) for name in KERNEL_FORMATS}
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "nibbles swapped": (CODES, "low | (high << 4)", "high | (low << 4)", nvfp4),
     "scales transposed": (CODES, "(K // GROUP) + groups[None, :]", "1 + groups[None, :] * M", mxfp8),

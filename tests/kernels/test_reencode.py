@@ -17,6 +17,7 @@ from fluxq.kernels.reencode import kernel as kernels
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzle_scales
 from fluxq.kernels.tiles import Tile
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
 
 
@@ -31,7 +32,7 @@ def sibling(name: str) -> ModuleType:
 
 
 beside = sibling("test_quantize_activation_kernel")
-SOURCES = (*FORMATS, "int4_g128")
+SOURCES = (*KERNEL_FORMATS, "int4_g128")
 TILE = Tile(rows=4, columns=256, warps=4)
 # K is never a multiple of the tile's columns, of int8 and fp8 not of a word's four either.
 COLUMNS = {"fp8": 331, "fp8_tensor": 331, "int8": 331, "int4": 320, "int4_g128": 384, "nvfp4": 336}

@@ -66,7 +66,7 @@ def grid(row: Format) -> Tensor:
     if element.name in ("int4", "int8"):
         return torch.arange(-element.max if element.low is None else element.low, element.max + 1).double()
     codes = torch.arange(1 << element.bits, dtype=torch.uint8)
-    codes = codes.view(torch.float8_e4m3fn) if element.name == "e4m3" else codes
+    codes = codes.view(getattr(torch, element.storage))
     values = encode.decode(codes, element).double()
     return values[values.isfinite()].unique()
 
@@ -297,6 +297,7 @@ def test_stored_tensors_have_the_promised_shapes_dtypes_and_bits(row, n, k):
     [
         ("fp8", 8.125),
         ("fp8_tensor", 8 + 2**-9),
+        ("fp8_e5m2", 8.125),
         ("mxfp8", 8.25),
         ("mxfp4", 4.25),
         ("int8", 8.125),

@@ -18,6 +18,7 @@ from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile
 from fluxq.kernels.weight_only_matmul import kernel as weight_only_matmul
+from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
 
 
@@ -35,7 +36,7 @@ beside = sibling("test_quantize_activation_kernel")
 matmul = sibling("test_scaled_matmul_kernel")
 TILE = MatmulTile(m=32, n=32, k=128, warps=4, stages=3, group_m=2)
 GEMV = Tile(rows=32, columns=256, warps=4)
-WEIGHTS = (*FORMATS, "int4_g128")
+WEIGHTS = (*KERNEL_FORMATS, "int4_g128")
 FP32 = Epilogue(dtype=torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # as gelu(-100) does
 
@@ -128,7 +129,7 @@ def test_what_follows_is_computed_in_fp32(follows: str, tile: MatmulTile | Tile)
 
 
 @pytest.mark.parametrize("tile", [TILE, GEMV], ids=["matmul", "gemv"])
-@pytest.mark.parametrize("weights", [name for name in FORMATS if name != "fp8_tensor"])
+@pytest.mark.parametrize("weights", [name for name in KERNEL_FORMATS if name != "fp8_tensor"])
 def test_every_code_decodes_under_every_scale(weights: str, tile: MatmulTile | Tile) -> None:
     """Each token is one column of the identity, so that y shows the weights; the last rows' scales are extreme."""
     row = FORMATS[weights]

@@ -26,7 +26,6 @@ from fluxq.quantize.nearest import quantize_weight
 from fluxq.quantize.run import quantize_component
 from fluxq.quantize.verify import verify
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 

@@ -21,7 +21,8 @@ from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
 from fluxq.quantize.digests import OTHERS, OWN
-from fluxq.quantize.verify import CHECKS, verify
+from fluxq.quantize.verify import CHECKS, stored_fault, verify
+from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "transformer_blocks.0.attn.to_k"
@@ -449,6 +450,18 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
     assert CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"]).exit_code == 0
     monkeypatch.chdir(folder.parent)  # a relative path names the same files
     assert CliRunner().invoke(cli, ["verify", folder.name, "--allow-unrecorded"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"), [("fp8", 0x7E), ("fp8_tensor", 0x7E), ("mxfp8", 0x7E), ("fp8_e5m2", 0x7B)]
+)
+def test_codes_beyond_the_largest_are_no_numbers(name, largest):
+    scheme = Scheme.parse(f"{name}-16bit")
+    dtype = getattr(torch, scheme.weights.element.storage)
+    numbers = [sign | code for sign in (0, 0x80) for code in range(largest + 1)]
+    for code in range(256):
+        fault = stored_fault(torch.tensor([[0, code]], dtype=torch.uint8).view(dtype), "weight", scheme)
+        assert fault == "" if code in numbers else fault.startswith("1 of 2 values are not numbers: ")
 
 
 # What cannot be read

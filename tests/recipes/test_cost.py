@@ -26,7 +26,8 @@ from fluxq.recipes.cost import (
     route,
     steps,
 )
-from fluxq.recipes.devices import DEVICES
+from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
+from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import LinearShape, Plan, make_plan
 from fluxq.recipes.published import PUBLISHED
@@ -390,6 +391,12 @@ def test_what_a_chip_computes_is_what_dispatch_would_choose(device):
         if chip in REFERENCE:
             assert choice.implementation == "torch reference" and REFERENCE[chip] in found.about
             assert (found.arithmetic, found.weights, found.is_collapsed) == ("fp32", scheme.weights, False)
+            continue
+        if name not in KERNEL_FORMATS:
+            assert choice.implementation == "torch reference" and f"written for {name}" in choice.reason
+            alone, kept = route(Scheme.parse(f"{name}-16bit"), chip), route(scheme, chip, "memory")
+            assert alone.arithmetic == "fp32" and f"no kernel was written for {name}" in alone.about
+            assert found.is_collapsed and kept.is_collapsed  # loading makes it 8 bit, which the chip multiplies
             continue
         assert (choice.activations == name) == (found.weights is scheme.weights) == (not found.is_collapsed), name
         assert choice.implementation != "torch reference"

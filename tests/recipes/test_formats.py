@@ -1,5 +1,7 @@
 """FORMATS against the facts that the specifications state."""
 
+import dataclasses
+
 import pytest
 
 from fluxq.recipes.formats import ELEMENTS, FORMATS, find_format
@@ -11,6 +13,7 @@ FACTS = {
     "mxfp8": ("e4m3", (1, 32), "e8m0", "ceil", False, 8.25),
     "mxfp4": ("e2m1", (1, 32), "e8m0", "least_squares", False, 4.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", True, 4.5 + 32 / (128 * 256)),
+    "fp8_e5m2": ("e5m2", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
     "int8": ("int8", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
     "int4": ("int4", (1, 64), "bf16", "amax", False, 4.25),
 }
@@ -25,14 +28,44 @@ def test_the_rows_state_the_facts():
     assert all(name == row.name for name, row in FORMATS.items())
 
 
+# name: (bits, exponent, mantissa, bias, largest, smallest where it is not -largest, dtype)
+ELEMENT_FACTS = {
+    "e2m1": (4, 2, 1, 1, 6.0, None, "uint8"),
+    "e4m3": (8, 4, 3, 7, 448.0, None, "float8_e4m3fn"),
+    "e5m2": (8, 5, 2, 15, 57344.0, None, "float8_e5m2"),
+    "int8": (8, 0, 7, 0, 127.0, None, "int8"),
+    "int4": (4, 0, 3, 0, 7.0, -8.0, "uint8"),
+}
+# name: (smallest normal number, distance of the largest number from the one below, where clipping begins, has NaN)
+DERIVED_FACTS = {
+    "e2m1": (1.0, 2.0, 7.0, False),
+    "e4m3": (2.0**-6, 32.0, 464.0, True),
+    "e5m2": (2.0**-14, 8192.0, 61440.0, True),
+    "int8": (None, 1.0, 127.5, False),
+    "int4": (None, 1.0, 7.5, False),
+}
+
+
 def test_the_elements_state_the_facts():
-    facts = {name: (e.bits, e.max, e.low, e.storage) for name, e in ELEMENTS.items()}
-    assert facts == {
-        "e2m1": (4, 6.0, None, "uint8"),
-        "e4m3": (8, 448.0, None, "float8_e4m3fn"),
-        "int8": (8, 127.0, None, "int8"),
-        "int4": (4, 7.0, -8.0, "uint8"),
+    facts = {name: (e.bits, e.exponent, e.mantissa, e.bias, e.max, e.low, e.storage) for name, e in ELEMENTS.items()}
+    assert facts == ELEMENT_FACTS
+    assert all(name == row.name for name, row in ELEMENTS.items())
+
+
+def test_what_follows_from_an_element_is_what_was_written_down_before():
+    derived = {
+        name: (None if e.is_integer else e.smallest_normal, e.largest_step, e.clips_at, e.has_nan)
+        for name, e in ELEMENTS.items()
     }
+    assert derived == DERIVED_FACTS
+    assert ELEMENTS["e2m1"].magnitudes == (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    assert len(ELEMENTS["e4m3"].magnitudes) == 0x7F and len(ELEMENTS["e5m2"].magnitudes) == 0x7C
+
+
+@pytest.mark.parametrize("wrong", [{"mantissa": 2}, {"exponent": 5}, {"max": 465.0}, {"bias": 9}])
+def test_an_element_that_contradicts_itself_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=r"element e4m3: .*correct its row"):
+        dataclasses.replace(ELEMENTS["e4m3"], **wrong)
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("nvfp", "nvfp4"), ("mxfp_8", "mxfp8"), ("int-8", "int8"), ("f8", "fp8")])
