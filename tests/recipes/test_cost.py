@@ -27,7 +27,6 @@ from fluxq.recipes.cost import (
     steps,
 )
 from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
-from fluxq.recipes.families import FAMILIES
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import LinearShape, Plan, make_plan
 from fluxq.recipes.published import PUBLISHED
