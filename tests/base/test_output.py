@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from example_report import example
+from filelock import FileLock
 from shared import copy_of
 
 from fluxq import tiny
@@ -483,6 +484,40 @@ def test_what_lies_where_the_lock_goes_is_named_and_stays(tmp_path, kind, make):
     with pytest.raises(ValueError, match=f"{made} is in the way"), sole_writer(tmp_path / "out"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [made.name]
+
+
+def test_what_cannot_be_removed_leaves_the_rights_of_the_folder_around_it(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    tmp_path.chmod(0o755)
+    real, failing = os.rmdir, [True]
+
+    def rmdir(name, *args, **how):
+        if failing and str(name).endswith("work"):
+            failing.pop()
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), name)
+        real(name, *args, **how)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    remove(work)
+    assert not failing and stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there a file that is open cannot be removed")
+def test_a_lock_on_a_file_that_is_gone_is_taken_again(tmp_path, monkeypatch):
+    """R21d: whoever ends removes the file that another may have opened; the lower bound of filelock is for that."""
+    import fcntl
+
+    real, gone = fcntl.flock, []
+
+    def flock(descriptor, operation):
+        if not gone:
+            gone.append((tmp_path / "x.lock").unlink())
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with FileLock(tmp_path / "x.lock"):
+        assert gone and (tmp_path / "x.lock").exists()
 
 
 def test_a_folder_that_was_copied_read_only_is_removed(tmp_path):

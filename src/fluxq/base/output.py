@@ -548,10 +548,9 @@ def remove(path: Path) -> None:
     """Remove a folder of fluxq's own, if it is there; a warning names one that cannot be removed."""
 
     def retry(function: Any, name: str, _: object) -> None:
-        parent = os.path.dirname(name)
-        os.chmod(parent, stat.S_IRWXU)
-        if os.path.isdir(name) and not os.path.islink(name):
-            os.chmod(name, stat.S_IRWXU)
+        for folder in (Path(name).parent, Path(name)):  # rights are added inside what goes, never around it
+            if (folder == path or path in folder.parents) and folder.is_dir() and not folder.is_symlink():
+                folder.chmod(folder.stat().st_mode | stat.S_IRWXU)
         function(name) if function is not os.open else shutil.rmtree(name)
 
     try:
