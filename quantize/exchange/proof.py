@@ -41,7 +41,7 @@ _FACTOR_OF_PLAIN = 0.006  # beside its own and 1, of 4 bits, which had 0.0025; 8
 _IN = {"rows": "row", "columns": "column", "blocks of 16": "row"}
 _FOUR_BITS = 0.1  # the least bound of a format of 4 bits
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
-_FACTOR_OF_8_BITS = 0.005  # the same in 8 and 16 bits
+_FACTOR_OF_8_BITS = 0.005  # the same in 8 and 16 bits; and of a row, where int8 of 128 numbers had up to 0.0038
 _SAME = 0.004  # the most error of 16 bit, cast from one kind to the other: twice that of bf16
 _CODED = (
     0.05  # of any codes: those of int8 may have been in fp8 before, as a format asked for that was written meanwhile
@@ -68,7 +68,8 @@ class Repair(NamedTuple):
 class Factors:
     """What the "rows" or "columns" of a layer would have to be multiplied by. left: the error that then remains.
 
-    by: a factor for each row, or for each column. sure: rows (N,) that rounding does not explain without a factor.
+    by: a factor for each row, or for each column. sure: rows (N,) that rounding does not explain without a factor, be
+    it that of 16 bit or that of codes which a layer in 16 bit was before.
     """
 
     axis: str
@@ -373,7 +374,10 @@ def _against(
             else:
                 most = max(bound, min(rows.bound(truth[at], by[at] if each.axis == "rows" else by), _FOLDED))
             if each.left <= most and not _strays(read * by, truth, most, rows, by):
-                factors = replace(each, sure=wrong.rows if wrong and each.axis == "rows" else None)
+                sure = wrong.rows if wrong and each.axis == "rows" else None
+                if sure is not None and rows is None:  # which may have been codes: those show in what is left
+                    sure = sure & _are_multiples(read, truth, each.by)
+                factors = replace(each, sure=sure)
                 break
     strays = wrong if plausible and factors is None else None
     is_right = plausible and factors is None and not wrong
@@ -511,6 +515,15 @@ def _relative(read: Tensor, truth: Tensor) -> float:
     if not torch.isfinite(read).all():
         return torch.inf
     return float((read - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
+def _are_multiples(read: Tensor, truth: Tensor, by: Tensor) -> Tensor:
+    """Return which rows (N,) are further from the base by their factor than rounding takes them.
+
+    by: (N,), that bring them nearest to the base. What is left of the difference then is the rounding of the row.
+    """
+    left = (read * by[:, None] - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-30)
+    return (by - 1).abs() > left.clamp(min=_FACTOR_OF_8_BITS)
 
 
 def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:

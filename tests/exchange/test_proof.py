@@ -182,6 +182,44 @@ def test_a_modulation_takes_factors_back_as_it_makes_x(wrong: str, base, tmp_pat
     assert report.is_sound is (wrong == ""), [fault for fault in report.faults if fault.is_error]
 
 
+def as_codes(weight: Tensor, most: int) -> Tensor:
+    """Rounded to integers up to `most` with a scale for each row, and in 16 bit again."""
+    scale = weight.float().abs().amax(1, keepdim=True) / most
+    return ((weight.float() / scale).round() * scale).bfloat16()
+
+
+GATE = 300  # of the embedded pipeline's modulation, rows 256 to 384
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda weight: weight,
+    "a row is larger": lambda weight: at_row(weight, weight[GATE] * 1.05),
+    "a row is a little larger": lambda weight: at_row(weight, weight[GATE] * 1.02),
+    "a row is smaller": lambda weight: at_row(weight, weight[GATE] / 1.05),
+    "a row is zeros": lambda weight: at_row(weight, weight[GATE] * 0),
+    "a row is another's": lambda weight: at_row(weight, weight[GATE + 1]),
+}
+
+
+def at_row(weight: Tensor, row: Tensor) -> Tensor:
+    return torch.cat([weight[:GATE], row[None], weight[GATE + 1 :]])
+
+
+@pytest.mark.parametrize("most", [127, None], ids=["codes once", "16 bit"])
+@pytest.mark.parametrize("damage", GATES)
+def test_rounding_of_a_gate_is_told_from_its_damage(damage: str, most: int | None, base, tmp_path) -> None:
+    """A modulation that took factors, and was codes of 8 bits before it was 16 bit: nothing reads through its gate."""
+    state, factors = dict(base_state()), torch.ones(128)
+    factors[:64] = 0.25
+    state |= folded_modulation(state, "transformer_blocks.0.norm1.linear", factors)
+    state |= {name: (state[name].float() * factors).bfloat16() for name in READERS}
+    name = "transformer_blocks.0.norm1.linear.weight"
+    weight = state[name] if most is None else as_codes(state[name], most)
+    state[name] = GATES[damage](weight)
+    report = inspect_path(made(tmp_path, "modelopt", FP8, state=state), base)[""]
+    wrong = {fault.layer for fault in report.faults if fault.is_error}
+    assert (name.removesuffix(".weight") in wrong) == (damage != "whole"), report.faults
+    assert report.is_sound == (damage == "whole"), report.faults
+
+
 def folded_for_one(factors: Tensor) -> Tensors:
     """A modulation divided by what the columns of q carry, and those of k and v do not."""
     state = dict(base_state())
