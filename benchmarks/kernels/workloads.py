@@ -198,7 +198,7 @@ MATMULS: dict[str, Callable[..., Callable[[], Tensor]]] = {
 
 
 def _layer(scheme: str, n: int, k: int, device: torch.device, chip: str) -> tuple[Any, Tensor | None]:
-    """A weight (N, K) as dispatch.prepare leaves it, and the scale per row of 4-bit weights that become 8-bit."""
+    """A weight (N, K) as `lay_out` leaves it, and the scale per row of 4-bit weights that become 8-bit."""
     plain = _normal(n, k, device=device) * k**-0.5
     if scheme == "16bit":
         return plain, None

@@ -519,10 +519,6 @@ def _fid_how(found: Fid, seen: str) -> str:
     return f"{network}; {found.n} {seen} to {count} {found.reference}"
 
 
-def _minus(value: float) -> str:
-    return f"{value:g}".replace("-", "−")
-
-
 METRICS: dict[str, MetricRow] = {
     "psnr": MetricRow(
         *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values", _psnr),

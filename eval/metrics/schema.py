@@ -18,7 +18,7 @@ from fluxq.base.files import read_json
 from fluxq.eval.metrics.statistics import Interval
 
 SCHEMA_VERSION = 3
-JSON_FILE, HTML_FILE, MARKDOWN_FILE = "report.json", "report.html", "report.md"
+JSON_FILE = "report.json"
 Digits = Annotated[str, StringConstraints(pattern=r"^(\.[0-9][efg])?$")]  # a format specification
 _LONGEST, _LONGEST_NAME = 1 << 17, 1 << 9  # characters; a recipe has 64 KiB, a folder's name 255 bytes
 _NAMES = frozenset(("name", "checkpoint", "model", "side", "unit", "scheme", "role", "first", "second"))

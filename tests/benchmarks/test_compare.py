@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -257,7 +258,7 @@ def test_a_missing_module_is_not_installed():
 def test_a_configuration_that_fails_or_kills_its_process_is_a_row(monkeypatch, tmp_path):
     """A peer of our own, that the other process imports by way of sitecustomize."""
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{peers.ROOT}")
     names = ("exact", "raises", "dies", "half")
     monkeypatch.setitem(peers.PEERS, "stand-in", peers.Peer("stand-in", "os", dict.fromkeys(names)))
     exact, raises, dies, half = peers.measured("stand-in", layers())
@@ -272,7 +273,7 @@ STAND_IN = """
 import sys
 if "--peer" in sys.argv:
     import os, signal
-    from fluxq.quantize import peers
+    from benchmarks.layers import peers
 
     def raises(layer):
         print("chatter")

@@ -11,8 +11,9 @@ from fluxq import tiny
 from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, quantized_layers
 from fluxq.eval.metrics.figures import ARITHMETICS, computed
 from fluxq.eval.speed.served import model_bytes, served, stored_bits
-from fluxq.kernels import chips, dispatch, ops
+from fluxq.kernels import chips, ops
 from fluxq.quantize.record import bits_per_weight, read_record
+from fluxq.runtime.layout import lay_out
 from fluxq.runtime.prepare import prepare
 
 
@@ -92,7 +93,7 @@ def test_a_gpu_computes_re_encoded_layers_as_the_cpu_does(side, monkeypatch):
 def test_codes_that_are_decoded_in_the_kernel_are_named_as_that(side, native):
     pipe = side.open()
     for layer in quantized_layers(pipe).values():
-        dispatch.prepare(layer, "sm_90", "memory", None)
+        lay_out(layer, "sm_90", "memory", None)
     found = served(pipe, "cpu")
     assert "in the kernel" in found.arithmetic and computed(found) == found.arithmetic
     assert native.bits_per_weight < found.bits_per_weight < native.bits_per_weight + 1  # 4 bits stay

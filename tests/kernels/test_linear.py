@@ -479,7 +479,7 @@ def test_which_int8_product_is_taken_changes_no_bit(clock, scheme, monkeypatch):
 
 ONLY_WHEN_IT_RUNS = """
 import torch, fluxq
-from fluxq.quantize import ops
+from fluxq.kernels import ops
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme

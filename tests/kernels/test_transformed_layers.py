@@ -37,7 +37,7 @@ from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.verify import verify
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
-from fluxq.runtime.layout import Origin, add_row_scale, as_stored, reencode_layer, swizzle
+from fluxq.runtime.layout import Origin, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
 from fluxq.runtime.shard import RowParallel, shard
 
 N, K = 48, 128
@@ -603,8 +603,8 @@ def test_an_8_bit_weight_made_at_load_keeps_centering_and_smoothing(everything_i
 
 def test_a_layer_of_int4_activations_becomes_one_of_8_bit(everything_is_offered) -> None:
     kept, anew = layer_of("int4-int4-smooth-h64-r8")[0], layer_of("int4-int4-smooth-h64-r8")[0]
-    dispatch.prepare(kept, "sm_90", "memory", None)
-    dispatch.prepare(anew, "sm_90", "speed", None)
+    lay_out(kept, "sm_90", "memory", None)
+    lay_out(anew, "sm_90", "speed", None)
     assert re.fullmatch(r"int4-(int8|fp8)-smooth-h64-r8", str(kept.scheme))
     assert str(anew.scheme) in ("int8-int8-smooth", "fp8-fp8-smooth")
 

@@ -25,7 +25,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
 from fluxq.runtime import prepare as integration
-from fluxq.runtime.layout import Origin, add_decoded, add_row_scale, as_stored, reencode_layer, swizzle
+from fluxq.runtime.layout import Origin, add_decoded, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
 
 
 def load(folder: Path) -> diffusers.FluxTransformer2DModel:
@@ -243,18 +243,18 @@ def gpu(monkeypatch):
 def test_a_chip_with_int8_alone(offers, prefer: str, scheme: str, runs_as: str) -> None:
     offers(scaled_matmul=("int8",), w4a8_matmul=("nvfp4-int8", "int4-int8"))
     layer = layer_of(scheme)
-    changed = dispatch.prepare(layer, "sm_80", prefer, None)
+    changed = lay_out(layer, "sm_80", prefer, None)
     assert str(layer.scheme) == runs_as and changed == (scheme != runs_as)
 
 
 def test_a_chip_that_knows_the_format_or_nothing_leaves_the_codes(offers) -> None:
     offers(block_scaled_matmul=("nvfp4",), scaled_matmul=("int8", "fp8"))
     layer = layer_of("nvfp4-nvfp4")
-    dispatch.prepare(layer, "sm_120", "speed", None)
+    lay_out(layer, "sm_120", "speed", None)
     assert str(layer.scheme) == "nvfp4-nvfp4"
     offers()
     layer = layer_of("nvfp4-nvfp4")
-    assert not dispatch.prepare(layer, "sm_70", "speed", None) and layer.prepared is None
+    assert not lay_out(layer, "sm_70", "speed", None) and layer.prepared is None
 
 
 # --- a model from a folder

@@ -177,14 +177,14 @@ def test_held_out_images():
 def test_held_out_digits_are_unseen():
     """No mask of a held-out digit is a mask of training."""
     for digit in range(10):
-        seen = {mask.tobytes() for mask in data._digit_masks(digit, held_out=False)}
-        unseen = {mask.tobytes() for mask in data._digit_masks(digit, held_out=True)}
+        seen = {mask.tobytes() for mask in drawing._digit_masks(digit, held_out=False)}
+        unseen = {mask.tobytes() for mask in drawing._digit_masks(digit, held_out=True)}
         assert seen and unseen and not seen & unseen
 
 
 def test_digits_are_at_least_twelve_pixels_tall():
     for digit in range(10):
-        rows = (data._digit_masks(digit, held_out=True).max(2) > 0).sum(1)  # (N,) rows with ink
+        rows = (drawing._digit_masks(digit, held_out=True).max(2) > 0).sum(1)  # (N,) rows with ink
         assert rows.min() >= 11 and rows.max() <= 15  # the outermost row of a pale scan may fade
 
 

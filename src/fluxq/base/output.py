@@ -45,7 +45,7 @@ _LATER = re.compile(  # in a checkpoint beside what its record lists, and what a
     r"|(eval/|\.eval_results/)?\.[^/]+\.part"
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
-_LONGEST_HEADER = 1 << 27  # bytes
+_LONGEST_HEADER = 10_000_000  # bytes, as tensors.py
 _LONGEST_TEXT = 1 << 26  # bytes of a page
 _SMALL = 1 << 24  # bytes; larger files that nobody touched since their record was written are not read
 _SEALS = {".html": ("<!--", " -->"), ".md": ("<!--", " -->"), ".yaml": ("#", "")}  # suffix -> how a comment stands

@@ -90,7 +90,7 @@ def finished_statistics(prepared: Prepared) -> dict[str, Any]:
 def is_taken(prepared: Prepared) -> bool:
     """Whether something stands at the output that may not be replaced."""
     output = prepared.output
-    return not prepared.options.overwrite and output.exists() and any(output.iterdir())
+    return not prepared.options.overwrite and output.exists() and (output.is_file() or any(output.iterdir()))
 
 
 def with_digests(prepared: Prepared, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
