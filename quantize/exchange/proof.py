@@ -35,7 +35,9 @@ _FAR = 1.2  # a reading is told from another by so much more error
 _MARGIN = 2.0  # of the error of rounding to nearest: fitted codes, near in the output, have up to 1.5 of it
 _OF_A_LINE = 4.0  # the same for one row or column: fitted ones had up to 3.4
 _LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 7.0}
-_PLAIN = 1.06  # of the error of rounding to nearest has what was rounded so: ours had 1.01, fitted codes 1.15 and more
+_PLAIN = 1.06  # of the error of rounding to nearest has what was rounded so and damaged: fitted codes mostly 1.15
+_SURELY_PLAIN = 1.01  # ours, and other rules of rounding; codes that fitting hardly moved had 1.026
+_MOVED = 0.25  # of the rows and of the columns have other codes where they were fitted, damage reaches fewer of one
 _LINES_OF_PLAIN = {"rows": 2.0, "columns": 2.0, "blocks of 16": 2.5}  # of which parts had up to 1.2, 1.2 and 1.5
 _FACTOR_OF_PLAIN = 0.006  # beside its own and 1, of 4 bits, which had 0.0025; 8 bits have that of one scale in bf16
 _IN = {"rows": "row", "columns": "column", "blocks of 16": "row"}
@@ -202,8 +204,14 @@ class _Rows:
         if not isinstance(self.found, QuantTensors) or self.has_branch:
             return None
         nearest = self.rounded(truth)
-        (factor, left), (_, own) = _scale_of(nearest, truth), _scale_of(read, truth)
-        return _Nearest(left, factor) if own <= _PLAIN * left else None
+        (factor, left), (by, own) = _scale_of(nearest, truth), _scale_of(read, truth)
+        if own > _PLAIN * left:
+            return None
+        if own > _SURELY_PLAIN * left:  # in damaged parts, or fitted nearly everywhere
+            other = (read * by - nearest * factor).abs() > _OF_BF16 * nearest.abs()
+            if min(float(other.any(axis).float().mean()) for axis in (0, 1)) > _MOVED:
+                return None
+        return _Nearest(left, factor)
 
     @property
     def has_branch(self) -> bool:

@@ -159,14 +159,14 @@ def said_of_export(source: Path, dialect: str, side_layers: SideLayers, work: Pa
     return "".join(each.output for each in done if each.exit_code)
 
 
-# 16 bit beside, or as the dialect has it: modulation that took factors and was codes before is 16 bit in many.
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_every_export_of_a_shipped_recipe_is_found_right_beside_its_base(recipe, checkpoint, tmp_path) -> None:
     pairs = [(dialect, side) for dialect in containers.WRITERS for side in get_args(SideLayers)]
     said = {pair: said_of_export(checkpoint(recipe), *pair, tmp_path / "-".join(pair)) for pair in pairs}
     taken = {pair: words for pair, words in said.items() if words is not None}
-    assert taken and not any(taken.values()), taken
+    assert not any(taken.values()), taken
+    assert bool(taken) == (recipe not in ("nvfp4-max", "mxfp4-max"))  # which no dialect takes
 
 
 def test_modulation_that_was_codes_is_found_right_beside_its_base(checkpoint, tmp_path) -> None:
