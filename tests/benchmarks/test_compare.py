@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import json
+import os
 from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
