@@ -34,6 +34,7 @@ _MAX_DOTS = 300
 _MAX_LAYERS = 30
 _MAX_TEXT = 90
 _LONGEST = 500  # characters of any text of a drawing
+_EXPRESSIONS = ("expr", "labelExpr", "calculate", "filter", "test")
 
 
 @dataclass(frozen=True)
@@ -616,9 +617,9 @@ def _drawing(
 
 
 def _shortened(value: Any) -> Any:
-    """The specification with short texts alone: Vega measures each letter of a name, again and again."""
+    """Cut long texts of a specification, for Vega measures each letter of them; what it computes with stays whole."""
     if isinstance(value, dict):
-        return {key: _shortened(each) for key, each in value.items()}
+        return {key: each if key in _EXPRESSIONS else _shortened(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
     return value if not isinstance(value, str) or len(value) <= _LONGEST else value[: _LONGEST - 1] + "…"

@@ -230,7 +230,7 @@ def test_what_cannot_be_measured_is_refused_before_any_image_is_made(quantized: 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "fluxq_plan.json").unlink(), ("not a fluxq checkpoint", "fluxq quantize")),
+        (lambda folder: (folder / "fluxq_plan.json").unlink(), ("its fluxq_plan.json is missing", "fetch it too")),
         (lambda folder: shutil.rmtree(folder), ("out is no folder", "fluxq quantize")),
         (lambda folder: (folder / "fluxq_plan.json").write_text("{"), ("not valid JSON",)),
         (lambda folder: (folder / "fluxq_plan.json").write_text("{}"), ("damaged",)),

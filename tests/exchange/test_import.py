@@ -227,6 +227,8 @@ def test_the_command_imports_a_folder_by_itself(tmp_path) -> None:
     assert "22 Linears with their codes as they were, 0 made 16 bit" in done.output
     assert len(layers(loaded(out))) == 22
     again = CliRunner().invoke(cli, ["import", str(tmp_path / "model"), "-o", str(out)])
+    assert again.exit_code == 0 and "written before" in again.output
+    again = CliRunner().invoke(cli, ["import", str(tmp_path / "model"), "-o", str(out), "--dequantize"])
     assert again.exit_code == 2 and "exists" in again.output
     done = CliRunner().invoke(cli, ["import", str(tmp_path / "model"), "-o", str(out), "--overwrite", "--json"])
     assert done.exit_code == 0 and len(json.loads(done.output)[0]["quantized"]) == 22

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fluxq.kernels.dispatch import choose, offer
+from fluxq.kernels.dispatch import choose, compiled_with, offer
 from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import (
@@ -396,6 +396,9 @@ def test_what_a_chip_computes_is_what_dispatch_would_choose(device):
             alone, kept = route(Scheme.parse(f"{name}-16bit"), chip), route(scheme, chip, "memory")
             assert alone.arithmetic == "fp32" and f"no kernel was written for {name}" in alone.about
             assert found.is_collapsed and kept.is_collapsed  # loading makes it 8 bit, which the chip multiplies
+            continue
+        if (compiled_with(), chip) == ("3.8", "gfx1201") and name in ("mxfp4", "nvfp4"):
+            assert " spills" in choice.reason  # one Triton's, which the model of costs does not know
             continue
         assert (choice.activations == name) == (found.weights is scheme.weights) == (not found.is_collapsed), name
         assert choice.implementation != "torch reference"

@@ -252,6 +252,8 @@ TABLE = "fluxq.recipes.all_families"
 NAMED_ELSEWHERE = {  # module -> families that it names outside comments and docstrings
     # The arguments of a block's forward, which need torch: a function for each class of blocks.
     "fluxq.runtime.fused_calls": {"flux", "flux2", "qwen_image", "sd3", "wan"},
+    # "AutoencoderKL" is a class that makes sizes of eight pixels, whatever its tensors are called.
+    "fluxq.jobs.requirements": {"kl"},
     # nunchaku's single files hold FLUX.1 only.
     "fluxq.quantize.exchange.export": {"flux"},
     "fluxq.quantize.exchange.files": {"flux"},

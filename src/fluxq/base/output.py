@@ -50,7 +50,8 @@ _LONGEST_TEXT = 1 << 26  # bytes of a page
 _SMALL = 1 << 24  # bytes; larger files that nobody touched since their record was written are not read
 _SEALS = {".html": ("<!--", " -->"), ".md": ("<!--", " -->"), ".yaml": ("#", "")}  # suffix -> how a comment stands
 _SEAL = re.compile(r"(?:<!--|#) written by fluxq(?:, job ([0-9a-f]{64}))?, SHA-256 ([0-9a-f]{64})(?: -->)?\n\Z")
-_KIND = re.compile(rb'\{\s*"kind":\s*"fluxq [a-z]+"')  # how JSON of fluxq begins
+# How JSON of fluxq begins, and how it did before it said its kind.
+_KIND = re.compile(rb'\{\s*("kind":\s*"fluxq [a-z]+"|"schema_version":\s*\d+,\s*"(created|checkpoint)":)')
 _WEIGHTS = (".safetensors", ".gguf", ".sft", ".bin", ".ckpt", ".pt", ".pth")
 _NEW, _OLD, _ANY_JOB = "new", "old", "[0-9a-f]" * 16
 Pairs = Sequence[tuple[Path, Path]]  # what was made, and where it goes; the last one is what people look for

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
-_REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md", SPEED_FILE, DEBUG_FILE))
+_REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md"))
 _PUBLISHED_PIXELS = 512
 _WITH_FRAMES = 3  # numbers of a size
 
@@ -353,6 +353,7 @@ def bench(
     """
     from fluxq.eval.speed.speed import measure_speed
 
+    require_own(asked.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
     device = asked.options.device
     if not makes_video(asked.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
         raise ValueError(f"{asked.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
@@ -445,6 +446,7 @@ def debug(
     options = asked.options
     if patch is not None and (patch.exists() or patch.suffix != ".yaml"):
         raise ValueError(f"--patch {patch}: name a new .yaml file")
+    require_own(asked.output, [f"{EVAL_FOLDER}/{DEBUG_FILE}"])
     device = options.device
     if asked.reference.offload:
         logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)

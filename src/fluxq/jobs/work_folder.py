@@ -201,8 +201,12 @@ def clear_leftovers(prepared: Prepared) -> None:
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:
-    """And say so, of an interruption in its note; a work folder with nothing that took time to make is removed."""
-    if not any(work.rglob("*.safetensors")):
+    """Keep finished blocks whatever happened, and say so, of an interruption in its note.
+
+    What was captured alone stays too, but not where the model or the recipe is at fault, which the next run would be.
+    """
+    has_blocks = any(work.glob("*/[0-9]*.safetensors"))
+    if not has_blocks and (isinstance(error, ValueError) or not any(work.rglob("*.safetensors"))):
         remove(work)
         return
     kept = f"what is done is kept in {work}: the same command goes on with it"
