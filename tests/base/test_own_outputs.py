@@ -55,7 +55,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def test_the_same_command_again_says_that_it_had_finished_and_another_that_something_stands_there(here, words):
     fluxq("export ck --format bfl -o y.safetensors")
     (here / "run.json").write_text(example().model_dump_json())
-    words = words.format(tiny=tiny.path())
+    words = words.format(tiny="tiny")
     assert fluxq(words)[0] == 0
     before = bytes_of(here)
     code, said = fluxq(words)
@@ -96,7 +96,7 @@ fluxq.cli.main()
     assert left and place.exists()
     if place.is_dir():
         shutil.rmtree(place)
-        assert fluxq(QUANTIZE.format(model=tiny.path(), recipe="int8", output="x"))[0] == 0
+        assert fluxq(QUANTIZE.format(model="tiny", recipe="int8", output="x"))[0] == 0
         assert not list(here.glob(".x*"))
         left[0].mkdir()
     else:
@@ -117,7 +117,7 @@ Session.print = lambda *_: os.kill(os.getpid(), {number})
 fluxq.cli.main()
 """
     fluxq("export ck --format bfl -o y.safetensors")
-    for words in ("export ck --format torchao -o x", f"import y.safetensors -o z --base {tiny.path()}"):
+    for words in ("export ck --format torchao -o x", "import y.safetensors -o z --base tiny"):
         assert subprocess.run([sys.executable, "-c", script, *words.split()], capture_output=True).returncode
         assert sorted(path.name for path in here.iterdir() if path.name.startswith(".")) == []
         code, said = fluxq(words)
@@ -127,7 +127,7 @@ fluxq.cli.main()
 @pytest.mark.parametrize("words", ["export ck --format torchao -o out", "import y.safetensors -o out --base {tiny}"])
 def test_what_a_killed_quantize_moved_aside_is_put_back_before_another_command_writes(here, words, monkeypatch):
     fluxq("export ck --format bfl -o y.safetensors")
-    fluxq(QUANTIZE.format(model=tiny.path(), recipe="int8", output="out"))
+    fluxq(QUANTIZE.format(model="tiny", recipe="int8", output="out"))
     old = bytes_of(here / "out")
     rename = Path.rename
 
@@ -140,11 +140,11 @@ def test_what_a_killed_quantize_moved_aside_is_put_back_before_another_command_w
         patch.setattr(Path, "rename", killed)
         patch.setattr(module, "_undo", lambda *_: None)
         patch.setattr(Path, "rmdir", lambda _: None)
-        fluxq(QUANTIZE.format(model=tiny.path(), recipe="fp8", output="out") + " --overwrite")
+        fluxq(QUANTIZE.format(model="tiny", recipe="fp8", output="out") + " --overwrite")
     assert not (here / "out").exists() and list(here.glob(".out.*.work/old/out"))
-    code, said = fluxq(words.format(tiny=tiny.path()))
+    code, said = fluxq(words.format(tiny="tiny"))
     assert code == 2 and "output out exists" in said and bytes_of(here / "out") == old, said
-    code, said = fluxq(QUANTIZE.format(model=tiny.path(), recipe="fp8", output="out") + " --overwrite")
+    code, said = fluxq(QUANTIZE.format(model="tiny", recipe="fp8", output="out") + " --overwrite")
     assert code == 0 and not list(here.glob(".out*")), said
 
 
@@ -178,9 +178,9 @@ def test_words_that_others_use_too_do_not_make_a_file_ours(here, make, words, na
 
 
 def test_what_a_user_changed_in_a_checkpoint_or_an_export_is_not_replaced(here):
-    assert fluxq(QUANTIZE.format(model=tiny.path(), recipe="fp8", output="out"))[0] == 0
+    assert fluxq(QUANTIZE.format(model="tiny", recipe="fp8", output="out"))[0] == 0
     assert fluxq("export ck --format torchao -o x")[0] == 0
-    quantize = QUANTIZE.format(model=tiny.path(), recipe="int8", output="out") + " --overwrite"
+    quantize = QUANTIZE.format(model="tiny", recipe="int8", output="out") + " --overwrite"
     for file, command in (
         ("out/README.md", quantize),
         (f"out/{WEIGHTS}", quantize),
@@ -239,7 +239,7 @@ def test_eval_adds_no_images_to_what_it_reads(here, images, said):
     assert code == 2 and said in words and bytes_of(here) == before, words
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.md", "report.json", "speed.json", "debug.json"])
+@pytest.mark.parametrize("name", ["report.html", "report.md", "report.json"])
 def test_eval_replaces_no_report_that_fluxq_did_not_write(here, name):
     (here / "ck" / "eval").mkdir(exist_ok=True)
     (here / "ck" / "eval" / name).write_text("mine" if not name.endswith("json") else '{"mine": 1}')
