@@ -239,12 +239,19 @@ def test_eval_adds_no_images_to_what_it_reads(here, images, said):
     assert code == 2 and said in words and bytes_of(here) == before, words
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.md", "report.json"])
-def test_eval_replaces_no_report_that_fluxq_did_not_write(here, name):
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("eval", name) for name in ("report.html", "report.md", "report.json")),
+        ("bench", "speed.json"),
+        ("debug", "debug.json"),
+    ],
+)
+def test_no_figures_that_fluxq_did_not_write_are_replaced(here, command, name):
     (here / "ck" / "eval").mkdir(exist_ok=True)
     (here / "ck" / "eval" / name).write_text("mine" if not name.endswith("json") else '{"mine": 1}')
     before = bytes_of(here)
-    code, said = fluxq("eval ck --count 1 --metrics psnr -q")
+    code, said = fluxq("eval ck --count 1 --metrics psnr -q" if command == "eval" else f"{command} ck -q")
     assert code == 2 and f"ck/eval/{name} would be replaced" in said and bytes_of(here) == before, said
 
 

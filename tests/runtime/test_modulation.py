@@ -597,7 +597,7 @@ def of(name: str) -> Callable[[SimpleNamespace], SimpleNamespace]:
         (compiled_in_place, {}, "is compiled"),
         (hoisted, {}, r"hoisted already: remove\(\) it first"),
         (offloaded, {"offload": True}, "offload=False"),
-        (of("wan"), {}, "of a WanTransformer3DModel cannot be hoisted, only that of "),
+        (of("wan"), {}, "of a WanTransformer3DModel cannot be hoisted, only that of flux, sd3, qwen_image"),
         (lambda pipe: SimpleNamespace(transformer=nn.Linear(1, 1), scheduler=1), {}, "unknown model family: Linear"),
         (lambda pipe: pipe.transformer, {}, "needs a pipeline with transformer and scheduler"),
         (lambda pipe: pipe, {"max_rows": 0}, "max_rows is 0, expected at least 1"),
