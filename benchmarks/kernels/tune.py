@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torc
         folder = Path(name)
         write_rows(folder / f"{search.kernel}.json", [_row(search, tile, chip, everything=True)])
         with tuned_from(folder):
-            cells = importlib.reload(importlib.import_module(f"fluxq.kernels.{search.kernel}.kernel")).CELLS
+            cells = _cells(search.kernel)
             refused = {place for place, row in aot.accepted_rows(aot.triton.__version__).items() if not row.ok}
             offered = [cell for cell in cells if (cell.name, cell.format, chip) not in refused]
             rows = [aot.compile_cell(cell, chip, 120) for cell in offered]
@@ -183,6 +183,16 @@ def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torc
             return found | {"fit": False, "reason": f"{type(problem).__name__}: {first_line(problem)}"}
     fit = all(error <= workloads.TOLERANCE for error in errors)
     return found | {"fit": fit, "reason": "" if fit else f"relative errors {errors}", "errors": errors}
+
+
+def _cells(kernel: str) -> tuple[aot.Cell, ...]:
+    """A kernel's cells with the tiles of now, from a copy: the module that others use keeps its own."""
+    spec = find_spec(f"fluxq.kernels.{kernel}.kernel")
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"fluxq.kernels.{kernel}.kernel")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.CELLS
 
 
 @torch.inference_mode()

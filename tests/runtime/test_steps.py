@@ -350,7 +350,16 @@ def test_streamed_weights_are_two_blocks_at_most_and_none_in_between(pipe, monke
         most.append(sum(weight.nbytes for each in alive if (weight := each()) is not None))
         return made
 
+    advance = originals.Streamed._advance
+
+    def advance_late(self: originals.Streamed, index: int, device: torch.device) -> None:
+        """Once the next block is there, however slow its reader is."""
+        if self._coming is not None:
+            self._coming[2].result()
+        advance(self, index, device)
+
     monkeypatch.setattr(Originals, "read", read)
+    monkeypatch.setattr(originals.Streamed, "_advance", advance_late)
     with keep_steps(pipe, weights="streamed") as kept:
         found = kept._gates[0].originals
         sizes = [sum(found.nbytes(path) for path in block) for block in found.blocks()]
