@@ -1,4 +1,4 @@
-"""What a quantized layer costs on a CPU beside fp32 and bf16: every shipped recipe at FLUX.1-dev's shapes, one thread.
+"""Cost of a quantized layer on a CPU beside fp32 and bf16: every shipped recipe at FLUX.1-dev's shapes, one thread.
 
     python benchmarks/cpu_layers.py                      cpu_layers.json and the tables of docs/gpu.md
     python benchmarks/cpu_layers.py --small --out FILE   that it runs
@@ -105,7 +105,7 @@ def main(small: bool, rounds: int, only: tuple[str, ...], here: str | None, out:
 
 
 def _in_another_process(isa: Isa, rounds: int) -> dict[str, Any]:
-    """What libraries read when they start must be set before."""
+    """Return what another process measured: variables that libraries read when they start must be set before."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         command = [sys.executable, __file__, "--in-process", isa.name, "--rounds", str(rounds), "--out", str(out)]
@@ -172,7 +172,10 @@ def time_shape(m: int, n: int, k: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _alone(layer: QuantLinear, x: Tensor) -> Callable[[], Tensor]:
-    """What of a layer is neither the fp32 product nor about x: decoding its codes; of int8 their product."""
+    """Return the part of a layer's work that is neither the fp32 product nor about x.
+
+    That is decoding its codes, or of int8 the product of codes.
+    """
     if ops.multiplies_codes(layer.scheme.weights, layer.scheme.activations):
         codes = ops.quantize_activation(x, layer.scheme.weights).codes
         return partial(ops.int8_product, codes, layer.quantized_weight.codes)
@@ -245,7 +248,7 @@ def _milliseconds(seconds: Sequence[float]) -> float:
 
 
 def _judged(goal: Goal, rows: Sequence[Mapping[str, Any]], products: tuple[str, ...]) -> dict[str, Any]:
-    """What a goal says, the worst of the rows that it speaks of by its median, and how many of them are within it."""
+    """Return a goal's text, the worst of its rows by their median, and how many of them are within it."""
     is_asked = not goal.only or (not products if goal.only == NONE else not {*goal.only}.isdisjoint(products))
     meant = [row for row in rows if is_asked and row["m"] > 1 and row.get("layout") == goal.layout]
     meant = [row for row in meant if goal.recipe in ("", row["layer"]) and goal.ratio in row]

@@ -1,4 +1,4 @@
-"""What a step of FLUX.1-dev should take: the passes over memory of its blocks, in every way that they can be run.
+"""Modelled time of a step of FLUX.1-dev: the passes over memory of its blocks, in every way that they can be run.
 
     eager              one kernel for each operator of diffusers' blocks; every quantized layer rounds its own input
     compiled           elementwise operators join each other and a norm before them, as Inductor does; ops stay whole
@@ -50,7 +50,7 @@ def passes(plan: Plan, forward: ForwardPass, chip: str) -> Iterator[Pass]:
 
 
 def _group(layers: list[LayerPlan], forward: ForwardPass, chip: str) -> Iterator[Pass]:
-    """What makes the input of a group, and what follows its layers."""
+    """Yield the passes that make the input of a group, and those that follow its layers."""
     first, found = layers[0], {route(layer.scheme, chip).activations for layer in layers}
     if len(found) > 1 or any(layer.scheme and (layer.scheme.is_transformed or layer.scheme.rank) for layer in layers):
         raise ValueError(f"{first.name}: its group mixes formats, or does more than round: not modelled here")
@@ -103,7 +103,7 @@ def _pass(kind: str, *sizes: float) -> Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does on a chip: products, attention and its codes; and the bytes of all passes, by state."""
+    """Work of a step on a chip: products, attention and its codes; and the bytes of all passes, by state."""
 
     steps: tuple[Step, ...]
     bytes: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""What one denoising step of a FLUX.1-dev-shaped transformer costs on this device, in 16 bit and quantized.
+"""Cost of one denoising step of a FLUX.1-dev-shaped transformer on this device, in 16 bit and quantized.
 
     python benchmarks/flux_step.py --out flux_step.json                        19+38 blocks on a GPU, random weights
     python benchmarks/flux_step.py --device cpu --hidden 256 --blocks 1+1 --pixels 128 --text 32       that it runs
@@ -292,7 +292,7 @@ def step_inputs(model: Any, pixels: int, batch: int, text: int, device: torch.de
 
 
 def plan_of(model: nn.Module, recipe: str | None) -> Plan:
-    """What a recipe makes of the model's Linears when it rounds to nearest; without one they stay."""
+    """Return the plan of a recipe for the model's Linears, rounded to nearest; without one they stay in 16 bit."""
     linears = [
         LinearShape(name, part.out_features, part.in_features)
         for name, part in model.named_modules()
@@ -379,7 +379,7 @@ def taken_apart(call: Callable[[], Any], step: float) -> dict[str, float]:
 
 
 def part_of(kernel: str) -> str:
-    """Which part of a step a kernel belongs to, by its name."""
+    """Return the part of a step that a kernel belongs to, by its name."""
     name = kernel.lower()
     return next((part for part, words in PARTS.items() if any(word in name for word in words)), "elementwise")
 
@@ -390,7 +390,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def modelled_steps() -> dict[str, Any]:
-    """What flux_modelled.py makes of FLUX.1-dev."""
+    """Return the figures of flux_modelled.py for FLUX.1-dev."""
     model: Any = random_model({"hidden": 3072, "blocks": [19, 38]}, torch.device("meta"))
     plans = {recipe: plan_of(model, None if recipe == "16 bit" else recipe) for recipe in flux_modelled.RECIPES}
     return {"commit": commit(), **flux_modelled.modelled(plans, dict(model.config))}

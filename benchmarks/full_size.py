@@ -1,4 +1,4 @@
-"""How long quantizing takes at full size: a whole transformer shaped like FLUX.1-dev, or single layers of it.
+"""Time of quantizing at full size: a whole transformer shaped like FLUX.1-dev, or single layers of it.
 
     python benchmarks/full_size.py --out full_size.json                          57 blocks on a GPU, random weights
     python benchmarks/full_size.py --device cpu --hidden 256 --blocks 1+1 --pixels 128 --text 32       that it runs
@@ -281,7 +281,7 @@ class ModelWeights(SourceWeights):
 
 
 class RandomPipeline:
-    """What calibration asks of a pipeline: it denoises random latents under random prompts, and decodes nothing."""
+    """Pipeline for calibration: it denoises random latents under random prompts, and decodes nothing."""
 
     def __init__(self, transformer: nn.Module, shape: dict[str, Any]) -> None:
         from diffusers import FlowMatchEulerDiscreteScheduler

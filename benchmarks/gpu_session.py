@@ -52,7 +52,7 @@ from fluxq.eval.speed import timing  # noqa: E402
 
 @dataclass(frozen=True)
 class Session:
-    """What stages need to know: where files go, and whether this is a dry run."""
+    """Settings that stages need: where files go, and whether this is a dry run."""
 
     out: Path
     dry_run: bool
@@ -241,7 +241,7 @@ def conclude(session: Session, found: dict[str, Any]) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a process left, {} if it left nothing."""
+    """Return what a process left, {} if it left nothing."""
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
@@ -334,7 +334,7 @@ def _judge_blocks(session: Session) -> dict[str, Any]:
 
 
 def missing_packages() -> list[str]:
-    """What whole models need and kernels do not, as far as it is not here."""
+    """Return those packages that whole models need, kernels do not, and this machine lacks."""
     return [name for name in ("diffusers", "pydantic", "peft", "accelerate") if find_spec(name) is None]
 
 
@@ -473,7 +473,7 @@ def _sanitizer(session: Session, seconds: float) -> list[Sequence[str]]:
 
 
 def sanitizer_is_missing(seconds: float) -> str:
-    """Why compute-sanitizer cannot be used, as far as that shows in so many seconds; empty if it can."""
+    """Return why compute-sanitizer cannot be used, as far as that shows in so many seconds; empty if it can."""
     if not shutil.which("compute-sanitizer"):
         return "compute-sanitizer is not on the PATH"
     touch = [sys.executable, "-c", "import torch; torch.ones(8, device='cuda').sum().item()"]

@@ -1,4 +1,4 @@
-"""What users do with a quantized model, with fluxq and with two peers side by side: peers.json.
+"""Operations that users run on a quantized model, with fluxq and with two peers side by side: peers.json.
 
     python -m pip install -e ".[peers]" && python benchmarks/peers.py
 
@@ -112,7 +112,7 @@ def unload(model: Any, folder: Path) -> str:
 
 
 def fuse(model: Any, folder: Path) -> str | float:
-    """What fusing changes."""
+    """Compare the output with a fused LoRA with that of the unfused one."""
     _add_lora(model)
     unfused = velocity(model)
     model.fuse_lora()
@@ -120,7 +120,7 @@ def fuse(model: Any, folder: Path) -> str | float:
 
 
 def unfuse(model: Any, folder: Path) -> str | float:
-    """What is left of a fused LoRA after it was taken out and unloaded."""
+    """Compare the output after a fused LoRA was taken out and unloaded with that before."""
     want = velocity(model)
     _add_lora(model)
     model.fuse_lora()

@@ -1,4 +1,4 @@
-"""What waiting for the disk adds to writing a checkpoint: as it is, and with files.sync taken away, in turn.
+"""Cost of waiting for the disk in writing a checkpoint: as it is, and with files.sync taken away, in turn.
 
 On a shared disk the two differ by less than rounds among themselves: the figure is what was spent waiting in it.
 

@@ -1,4 +1,4 @@
-"""What every shipped recipe does to the embedded pipeline: tiny_quality.json, two tables and ../docs/tiny_grid.png.
+"""Effect of every shipped recipe on the embedded pipeline: tiny_quality.json, two tables and ../docs/tiny_grid.png.
 
     python benchmarks/tiny_quality.py [--prompts 256] [--seeds 4]     measure, then write tables and picture
     python benchmarks/tiny_quality.py --tables                        the tables again, from the result file
@@ -214,7 +214,7 @@ def modelled_ms(label: str, schemes: Mapping[str, Scheme]) -> dict[str, float]:
 
 
 def keeping(first: int, last: int) -> str:
-    """What the label of a row with steps in 16 bit ends in."""
+    """Return the end of the label of a row with steps in 16 bit."""
     said = [f"{end} {count}" for end, count in (("first", first), ("last", last)) if count]
     return f" + {', '.join(said)}{IN_16_BIT}"
 
@@ -267,7 +267,7 @@ def core_ms(plan: Plan, gpu: str) -> float:
 
 
 def flux_dev_plan(name: str) -> Plan:
-    """What a shipped recipe plans for FLUX.1-dev."""
+    """Return the plan of a shipped recipe for FLUX.1-dev."""
     recipe = load_recipe(name)[1]
     part = recipe.components[COMPONENT]
     return make_plan(
@@ -288,7 +288,7 @@ def flux_dev_linears() -> tuple[LinearShape, ...]:
 
 
 def result_of(measured: Mapping[str, Measured], prompts: int, seeds: int) -> dict[str, Any]:
-    """What the result file holds."""
+    """Return the contents of the result file."""
     ranked = sorted(measured, key=lambda name: -measured[name].row["psnr_db"][0])
     shipped = [name for name in ranked if " " not in name]
     pairs = [
@@ -355,7 +355,7 @@ def quality_table(found: Mapping[str, Any]) -> str:
 
 
 def _claims(found: Mapping[str, Any]) -> Iterator[str]:
-    """What is said of pairs of rows."""
+    """Yield a line for each pair of rows in CLAIMS."""
     differences = {tuple(row["recipes"]): row["difference_db"] for row in found["differences"]}
     for pair in CLAIMS:
         better, worse = (_named(label) for label in pair)

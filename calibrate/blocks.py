@@ -105,7 +105,7 @@ class Replay:
         return max(index for index in range(len(self.blocks)) if self.can_start(index))
 
     def can_start(self, index: int) -> bool:
-        """Whether the outputs lie there that block `index` and later ones need of blocks before it."""
+        """Tell whether the outputs of earlier blocks that block `index` and later ones need are stored."""
         return all(map(self._outputs.has, self._kept_for(index)))
 
     def skip_to(self, index: int) -> None:
@@ -124,7 +124,10 @@ class Replay:
         return self.weights.get(call.step, 1.0)
 
     def run(self, at: int, index: int) -> Any:
-        """What block `index` returns in call `at`, which is `current` meanwhile. ValueError if it is not reached."""
+        """Return the output of block `index` in call `at`, which is `current` meanwhile.
+
+        ValueError if the block is not reached.
+        """
         self.current = call = self.calls.calls[at]
 
         def earlier(i: int) -> Callable[..., Any]:
@@ -159,7 +162,7 @@ class Replay:
             self._outputs.finish(index)
 
     def is_open(self, index: int) -> bool:
-        """Whether the inputs of block `index` can be had."""
+        """Tell whether the inputs of block `index` can be had."""
         return self._first_open <= index <= self.turn
 
     @property
@@ -200,7 +203,7 @@ class LiveBlock:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a later block needs its output."""
+        """Flag that is true if a later block needs its output."""
         return self.replay.last_use(self.index) > self.index
 
     def observe(

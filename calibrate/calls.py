@@ -176,7 +176,7 @@ def _begin(folder: Path, asked: str) -> None:
 
 
 def _is_captured(stem: Path) -> bool:
-    """Whether a batch need not be run again; of one whose record was damaged, the log says so."""
+    """Tell whether a batch need not be run again; if its record is damaged, log that and return False."""
     record = stem.with_suffix(".json")
     try:
         return record.is_file() and bool(_record(record))
@@ -270,7 +270,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a batch's file says."""
+    """Contents of a batch's file."""
 
     sigmas: list[float]
     held: bool
@@ -281,7 +281,7 @@ _RECORD = TypeAdapter(_Record)
 
 
 def _record(path: Path) -> _Record:
-    """What a batch's file says; ValueError naming it where it is damaged or names files elsewhere."""
+    """Return the contents of a batch's file; ValueError naming it where it is damaged or names files elsewhere."""
     read_json(path)  # its errors, of sizes among others, come first
     try:
         record = _RECORD.validate_json(path.read_bytes(), strict=True)

@@ -41,7 +41,7 @@ AnyItem = TypeVar("AnyItem", bound=tuple[str | Row, int])
 
 @dataclass(frozen=True)
 class Trajectory:
-    """How calibration data was made; its hash goes into statistics, checkpoint and report.
+    """Description of how calibration data was made; its hash goes into statistics, checkpoint and report.
 
     items: (prompt, seed) of each image, and its own pipeline arguments where it has any, image files by their SHA-256.
     call: pipeline arguments of all. scheduler: class and configuration. steps_seen: indices of the denoising steps
@@ -125,7 +125,7 @@ def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether fluxq's own code raised it, which says by itself what is wrong."""
+    """Tell whether it is a ValueError or RuntimeError of fluxq's own code, which says by itself what is wrong."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -271,7 +271,7 @@ def trajectory_of(
     call: Mapping[str, Any],
     seen: Sequence[int],
 ) -> Trajectory:
-    """How the pipeline makes its data, but for the sigmas, which are known when it has run.
+    """Return how the pipeline makes its data, but for the sigmas, which are known when it has run.
 
     digests: component that is looked at -> digest of its weights.
     """
@@ -302,7 +302,7 @@ class _Gathering:
     call: Mapping[str, Any]
 
     def of(self, share: Sequence[Sequence[Item]]) -> Statistics:
-        """What flows while the pipeline makes these batches."""
+        """Return statistics of the layers' inputs while the pipeline makes these batches."""
         seen = self.trajectory.steps_seen
         recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
         handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in self.layers.items()]
@@ -376,7 +376,7 @@ def frames_in(call: Mapping[str, Any]) -> int:
 
 
 def frames_argument(pipeline: type) -> str | None:
-    """What a pipeline's class calls the number of frames, one of FRAMES; None where it takes none."""
+    """Return the name of a pipeline class's argument for the number of frames, one of FRAMES; None if it has none."""
     parameters = inspect.signature(pipeline.__call__).parameters
     return next((name for name in FRAMES if name in parameters), None)
 

@@ -1,4 +1,4 @@
-"""What is known of one input group's x: its Gram matrix, mean and amax, and samples of its tokens.
+"""Statistics of one input group's x: its Gram matrix, mean and amax, and samples of its tokens.
 
     gram = Σ w x xᵀ / Σ w        mean = Σ w x / Σ w        over the fitting tokens, w the weight of their noise level
 
@@ -101,7 +101,7 @@ class InputsBuilder:
             self.total_weight += weight * x.shape[0]
 
     def finish(self, tokens: Callable[[], Iterator[tuple[Tensor, float]]] | None = None) -> GroupInputs:
-        """What was gathered; the builder is used up. ValueError if no fitting token came."""
+        """Return what was gathered; the builder is used up. ValueError if no fitting token came."""
         if self.count == 0:
             raise ValueError(f"{self.name}: no activation reached this layer during calibration; look at more steps")
         for gram in self.grams:

@@ -80,7 +80,7 @@ class Row:
         return self.prompt, seed, plain
 
     def shares_call_with(self, other: Row) -> bool:
-        """Whether one call of the pipeline can make both: texts may differ, other arguments not.
+        """Tell whether one call of the pipeline can make both: texts may differ, other arguments may not.
 
         No row with an image does: of a list of images some pipelines take one for each prompt (FLUX Fill), others all
         of them for every prompt (Qwen-Image Edit Plus).
@@ -121,7 +121,7 @@ class PromptSet:
 
     @property
     def duplicates(self) -> int:
-        """How many rows have occurred before in the set."""
+        """Number of rows that repeat an earlier row of the set."""
         return len(self.prompts) - len(set(self.rows))
 
     @property
@@ -201,7 +201,7 @@ def require_source(source: str) -> None:
 
 
 def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
-    """What the source is called, where it is, and its rows."""
+    """Return the source's name, where it is, and its rows."""
     if source == "default":
         own = model.path / PROMPTS_FILE
         path, label = (own, f"{model.name}/{PROMPTS_FILE}") if own.is_file() else (_BUNDLED, "bundled")
@@ -362,7 +362,7 @@ def _decoded(path: Path, mode: str) -> Image.Image:
 
 
 def _is_text(value: str) -> bool:
-    """Whether UTF-8 has it: JSON can name half of a surrogate pair."""
+    """Tell whether UTF-8 can encode it: JSON can name half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""What an error of the transformer at each noise level does to the final latent.
+"""Weights of noise levels: the effect of an error of the transformer at each level on the final latent.
 
     w_t ∝ ‖latent(v + e at step t) − latent(v)‖² / ‖e‖²        e: Gaussian noise, 10 % of the transformer's output v
 

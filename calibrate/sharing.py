@@ -1,4 +1,4 @@
-"""Whether the Linears of an input group do read the same values: looked at while the pipeline runs anyway.
+"""Check that the Linears of an input group read the same values, made while the pipeline runs anyway.
 
 Rows of FAMILIES are tested on a model of their class. What `generic` takes for a group rests on names, so the first
 call of such a model is watched before anything is fitted to one Linear's input on behalf of all.

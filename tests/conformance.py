@@ -1,4 +1,4 @@
-"""What the suites of docs/conformance.md share: their subjects, how a check is listed, and the page."""
+"""Helpers of the suites of docs/conformance.md: their subjects, how a check is listed, and the page."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def refused(model: nn.Module, message: str, output: Callable[[nn.Module], Tensor
 
 
 def alike(act: Callable[[], object], stock: Callable[[], object]) -> bool:
-    """Whether both pass, False: both fail with the same kind of error. Anything else is a difference to stock."""
+    """Tell whether both pass; return False if both fail with the same kind of error.
+
+    AssertionError for anything else: it is a difference to stock.
+    """
     failures = []
     for run in (stock, act):
         try:

@@ -1,4 +1,4 @@
-"""What every process of a run needs: its environment, options, and the table of docs/diffusers.md that tests fill.
+"""Set-up of every process of a run: its environment, options, and the table of docs/diffusers.md that tests fill.
 
 Fixtures are in shared.py, which imports what is slow to import; a process that only hands out tests does without.
 """

@@ -101,7 +101,7 @@ def adapt(model: nn.Module, ends: list[str]) -> None:
 def output(
     model: nn.Module, images: int = 1, size: tuple[int, int] = SMALL, grad: bool = False, prompt: int = 1, **arguments
 ) -> Tensor:
-    """What a transformer makes of drawn inputs; prompt: seed of the text."""
+    """Return a transformer's output for drawn inputs; prompt: seed of the text."""
     noise, words = torch.Generator().manual_seed(1), torch.Generator().manual_seed(prompt)
     name, dtype, (h, w) = family(getattr(model, "_orig_mod", model)).name, model.proj_out.weight.dtype, size
 

@@ -1,4 +1,4 @@
-"""What the tests share: one thread, the embedded pipeline to damage, checkpoints made once, and which tests run."""
+"""Fixtures and helpers of all tests: one thread, the embedded pipeline to damage, checkpoints made once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def tested_recipes(pytestconfig) -> list[str]:
 
 @pytest.fixture(scope="session")
 def statistics_file(tmp_path_factory) -> Path:
-    """What `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
+    """Return the file that `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
     folder = tmp_path_factory.mktemp("statistics")
     options = making.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
     return making.calibrate(making.prepare(options, writes=False))
@@ -258,7 +258,7 @@ def quick(recipe: str, folder: Path, fitted: bool = True) -> Path:
 
 
 def said_by(command: list[str], folder: Path) -> str:
-    """What a program printed that ran in `folder`, in a process that finds no fluxq but an installed one."""
+    """Return what a program prints that runs in `folder`, in a process that finds no fluxq but an installed one."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

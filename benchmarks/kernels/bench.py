@@ -121,7 +121,7 @@ def run(seconds: float, note: Callable[[dict[str, Any]], None], *, dry_run: bool
 
 
 def gate(device: torch.device, chip: str) -> list[dict[str, str]]:
-    """What is wrong, of every case at one shape."""
+    """Return the wrong results of every case at one shape."""
     wrong = []
     for shape, cases in workloads.tiny_sweep() if device.type == "cpu" else workloads.gate_sweep():
         for case in cases:

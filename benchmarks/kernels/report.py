@@ -1,4 +1,4 @@
-"""What timings of kernels amount to: goals, tables, and the rows by which the dispatcher chooses.
+"""Results of kernel timings: goals, tables, and the rows by which the dispatcher chooses.
 
 GOALS are the figures that the kernels were built for. A goal is reached, missed, or not measured; of a figure that was
 measured in several places the least counts. The tables of kernels/README.md come from the result files in benchmarks/.
@@ -200,7 +200,7 @@ GOALS = (
 
 
 def measured_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What kernels/measured.json holds of a result: Linears, for the dispatcher to choose by."""
+    """Return the rows of a result for kernels/measured.json: Linears, for the dispatcher to choose by."""
     return [
         {
             "chip": found["chip"],
@@ -270,9 +270,9 @@ def with_tables(text: str) -> str:
 
 
 def offered_table() -> str:
-    """Which kernel runs in which format on which chip, as kernels/dispatch.py offers it; under it why others do not.
+    """Return a table of the kernel that runs in each format on each chip, as kernels/dispatch.py offers it.
 
-    Formats that agree share a line.
+    Formats that agree share a line. Under the table stands why others are not offered.
     """
     lines: dict[tuple[str, ...], list[str]] = {}
     refused: dict[tuple[str, str, str], list[str]] = {}  # (op, reason, chips) -> formats

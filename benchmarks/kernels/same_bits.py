@@ -1,4 +1,4 @@
-"""What kernels that promise bits must show on a GPU: the interpreter's bytes, and in each run the same ones.
+"""Checks of kernels that promise bits, on a GPU: the interpreter's bytes, and in each run the same ones.
 
     python -m benchmarks.kernels.same_bits interpreter --json found.0.json --shard 0/8
     python -m benchmarks.kernels.same_bits runs --json found.0.json --shard 0/8
@@ -111,7 +111,7 @@ def against_interpreter(exact: Exact, device: torch.device, chip: str) -> dict[s
 def run_to_run(
     case_and_shape: tuple[workloads.Case, workloads.Shape], device: torch.device, chip: str, runs: int
 ) -> dict:
-    """Whether runs agree in every byte, and the first is right."""
+    """Return a row that tells whether runs agree in every byte, and the first is right."""
     case, shape = case_and_shape
     row: dict[str, Any] = {"case": case.name, "shape": shape}
     why_not = "" if device.type == "cpu" else workloads.why_not(case, chip)
@@ -243,7 +243,10 @@ def _each(cases: list[Any], outcome_of: Callable[[Any], dict[str, Any]], file: P
 
 
 def _shapes(dry_run: bool) -> Iterator[tuple[workloads.Shape, tuple[workloads.Case, ...]]]:
-    """Where runs are compared: at shapes whose kernels the benchmark needs too, so that they are compiled by then."""
+    """Yield the shapes at which runs are compared, with their cases.
+
+    The benchmark needs kernels at these shapes too, so that they are compiled by then.
+    """
     if dry_run:
         yield from workloads.tiny_sweep()
         return

@@ -1,4 +1,4 @@
-"""Which tile is fastest on the GPU at hand: candidates that compile well are tried and timed, the best become rows.
+"""Search for the fastest tile on the GPU at hand: candidates that compile well are tried and timed, the best kept.
 
     python -m benchmarks.kernels.tune try  --json tried.0.json --shard 0/8     compile candidates, launch them once
     python -m benchmarks.kernels.tune time --json timed.json tried.*.json      time those that are fit
@@ -157,7 +157,7 @@ def _changed(base: Tile | MatmulTile, changes: dict[str, Any]) -> Tile | MatmulT
 
 
 def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torch.device, chip: str) -> dict[str, Any]:
-    """Whether a tile is fit, and why not."""
+    """Try a tile; return a row that tells whether it is fit, and if not, why."""
     number, search, tile = candidate
     found: dict[str, Any] = {"search": number, "kernel": search.kernel, "format": search.format, "tile": asdict(tile)}
     with tempfile.TemporaryDirectory() as name:
@@ -250,7 +250,10 @@ def write_tuned(timed: dict[str, Any], folder: Path) -> None:
 
 
 def _without(front: list[dict], chip: str) -> Any:
-    """What is left of a row for other chips, where rows in front say it all for this one."""
+    """Return a function that gives what is left of a row for other chips, None if nothing.
+
+    A row loses this chip where rows in front replace it there.
+    """
 
     def left(row: dict[str, Any]) -> dict[str, Any] | None:
         replaced = any(

@@ -1,4 +1,4 @@
-"""What is measured: operations as a transformer of FLUX.1's size runs them, each with what its result must be.
+"""Operations to measure, as a transformer of FLUX.1's size runs them, each with what its result must be.
 
 A `Case` is an operation in a format by an implementation, `prepare` makes one set of random operands for it and returns
 the call, its reference, and the work: FLOPs, and the fewest bytes that must move, every input read once and every
@@ -94,7 +94,7 @@ def as_matrix(result: Any) -> Tensor:
 
 
 def why_not(case: Case, chip: str) -> str:
-    """Why a case is not offered on a chip; empty if it is, and for what libraries and torch compute."""
+    """Return why a case is not offered on a chip; empty if it is, and for what libraries and torch compute."""
     if case.op in ("linear", "matmul") and case.implementation.endswith("_matmul"):
         scheme = Scheme.parse(case.scheme)
         decoded = f"-{scheme.activations.name}" if case.implementation == "w4a8_matmul" and scheme.activations else ""

@@ -1,4 +1,4 @@
-"""Which recipe gives which quality for how many bits, and for how much time: a table that anyone can make again.
+"""Comparison of recipes by quality, bits and time: a table that anyone can make again.
 
     python -m benchmarks.layers.compare                                    synthetic layers, all 4-bit recipes and int8
     python -m benchmarks.layers.compare --layers tiny --recipe nvfp4 --recipe nvfp4-max --plot nvfp4.svg
@@ -119,7 +119,7 @@ def main(
 
 
 def _checked(option: str, read: Callable[[], T]) -> T:
-    """What `read` returns; what it raises is said of the option."""
+    """Return what `read` returns; raise its errors as click.BadParameter of the option."""
     try:
         return read()
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
@@ -228,7 +228,7 @@ Planned = Mapping[str, Sequence[LayerPlan]]  # group -> what a recipe makes of i
 
 
 class Source(Protocol):
-    """Where layers come from. columns: families or roles."""
+    """Source of layers. columns: families or roles."""
 
     columns: tuple[str, ...]
 
@@ -531,7 +531,7 @@ def _print(summaries: Sequence[Summary], columns: Sequence[str], gpu: Device) ->
 
 
 def _escaped(text: str) -> str:
-    """What rich prints as it is."""
+    """Escape brackets, so that rich prints the text as it is."""
     return text.replace("[", r"\[")
 
 

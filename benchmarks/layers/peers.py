@@ -73,7 +73,7 @@ Configuration = Callable[[PeerLayer], tuple[Callable[[Tensor], Tensor], float]] 
 
 
 def is_installed(peer: str) -> bool:
-    """Whether its module can be found, without importing it."""
+    """Tell whether its module can be found, without importing it."""
     package, _, _ = PEERS[peer].module.rpartition(".")
     if package and find_spec(package.partition(".")[0]) is None:
         return False
@@ -288,7 +288,7 @@ def _auto_round(scheme: str, bits: int, group: int, scale_bits: int) -> Configur
 
 
 class _Block(nn.Module):
-    """What auto-round takes for a decoder layer."""
+    """Decoder layer for auto-round."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What auto-round takes for a language model: a list of layers, and a configuration that says nothing."""
+    """Language model for auto-round: a list of layers, and a configuration that says nothing."""
 
     def __init__(self, block: nn.Module, folder: str) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def _shape_masks(shape: str, rng: np.random.Generator, count: int, fine: int = 4
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Whether points lie in the shape that fills [-1, 1]^2 (y points down)."""
+    """Tell of each point whether it lies in the shape that fills [-1, 1]^2 (y points down)."""
     box = np.maximum(abs(x), abs(y))
     if shape == "circle":
         return x**2 + y**2 <= 1

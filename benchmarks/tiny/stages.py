@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Budget:
-    """What a stage may use: seconds of wall time and, for short runs, a number of steps."""
+    """Limits of a stage: seconds of wall time and, for short runs, a number of steps."""
 
     seconds: float
     steps: int | None = None

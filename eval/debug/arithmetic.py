@@ -1,4 +1,4 @@
-"""What one quantized layer's arithmetic does to an input: what rounding loses, and whether the device computes it.
+"""Effect of one quantized layer's arithmetic on an input: what rounding loses, and errors of the device's kernel.
 
 health      NaN and infinity, values beyond what codes can say, values that become 0
 kernel      what the device computes against the torch reference, of the same input and codes: an error here is a
@@ -24,12 +24,12 @@ _TILE = 64
 
 
 def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """What a quantized layer does to x (…, K) and what comes out, y (…, N), as shares of their numbers.
+    """Return the shares of values of a layer's input x (…, K) and output y (…, N) that are not finite, clipped or lost.
 
-    not_finite: of y. input_not_finite: of x, another layer's doing. Where x is rounded to codes also largest: codes of
-    the largest magnitude. clipped: values beyond the largest code, as a static scale, or a scale at its own limit,
-    leaves them. underflow: values other than 0 whose code is 0. range: of a static scale, and no share: the largest
-    value over the largest that it can say; above 1 is too much.
+    not_finite: of y. input_not_finite: of x, which is another layer's fault. A quantized layer that rounds x to codes
+    also has largest: codes of the largest magnitude; clipped: values beyond the largest code, which a static scale, or
+    a scale at its own limit, cannot hold; underflow: values other than 0 whose code is 0. With a static scale there is
+    range, which is no share: the largest value over the largest that the scale can hold; above 1 is too much.
     """
     counts = {"not_finite": _share(~torch.isfinite(y)), "input_not_finite": _share(~torch.isfinite(x))}
     if not isinstance(layer, QuantLinear) or layer.scheme.activations is None or not x.numel():
@@ -52,7 +52,7 @@ def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
-    """How far y = layer(x) is from the torch reference in the same arithmetic: the worst tile of 64 x 64, relative.
+    """Return the relative error of y = layer(x) in its worst tile of 64 x 64, against the torch reference.
 
     ‖y - r‖ over ‖r‖ of the tile, or over the mean tile's where that is larger. On a GPU the arithmetic is what dispatch
     chose there. A CPU has no kernels and the reference itself runs, but for int8: there the library's product is held
@@ -73,12 +73,12 @@ def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
 
 
 def multiplies_integers(layer: QuantLinear) -> bool:
-    """Whether the layer's product is one of int8 codes, which a library computes on a CPU too."""
+    """Tell whether the layer's product is one of int8 codes, which a library computes on a CPU too."""
     return layer.scheme.weights is FORMATS["int8"] and layer.scheme.activations is FORMATS["int8"]
 
 
 def _rounded_by(layer: QuantLinear, x: Tensor) -> Tensor:
-    """What the layer rounds to codes, (M, K)."""
+    """Return the values that the layer rounds to codes, (M, K)."""
     mean, smooth, basis, _ = (getattr(layer, name, None) for name in TRANSFORMS)
     return ops.transformed(x.reshape(-1, x.shape[-1]), layer.scheme, mean, smooth, basis)[0]
 

@@ -1,4 +1,4 @@
-"""Which layers the error of the final latents comes from: quantize one alone, or keep one alone in 16 bit, and run.
+"""Layers that make the error of the final latents: quantize one alone, or keep one alone in 16 bit, and run.
 
     error of a run    = Σ ‖latents - 16-bit latents‖² over a few prompts, with the same noise
     damage of a layer = (error with only this layer quantized - floor) / (error with all of them - floor)
@@ -48,7 +48,7 @@ class Damages:
 
     @property
     def above_floor(self) -> float:
-        """What quantization adds, 0 where that cannot be told from the floor."""
+        """Error that quantization adds, 0 where it cannot be told from the floor."""
         return max(self.total - self.floor, 0.0)
 
     def damage(self, unit: Unit) -> float | None:

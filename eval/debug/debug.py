@@ -1,4 +1,4 @@
-"""Where a quantized model breaks: what `fluxq debug` asks, in the order in which an answer would make the rest idle.
+"""Diagnosis of a quantized model: the questions that `fluxq debug` asks, those that would make the rest idle first.
 
     stored.py    is each stored weight its source, rounded?                        a damaged file, a wrong scale
     trace.py     does each kernel compute what the torch reference does?           a fault of a kernel, not of rounding
@@ -163,7 +163,7 @@ def debug_pipelines(
 
 @dataclass
 class _Traces:
-    """What three watched runs have shown. order: layers as they ran. floor_error: squared, of the second 16-bit run."""
+    """Results of three watched runs. order: layers as they ran. floor_error: squared, of the second 16-bit run."""
 
     latents: Tensor
     order: tuple[str, ...]
@@ -330,7 +330,7 @@ def _not_looked_at(
     damages: Damages,
     device: str,
 ) -> list[str]:
-    """What the findings do not cover."""
+    """Return sentences about what the findings do not cover."""
     said = []
     if torch.device(device).type == "cpu":
         integers = any(map(multiplies_integers, layers.values()))

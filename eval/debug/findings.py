@@ -1,4 +1,4 @@
-"""What `debug` found, in sentences, the most severe first: faults, who makes the error, where it begins, what helps."""
+"""Findings of `debug` in sentences, the most severe first: faults, layers that make the error, its start, and cures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def findings(
 
 
 def about_patch(patch: Patch) -> list[str]:
-    """What a patch changes, how its layers were chosen and what it gained, predicted and measured."""
+    """Return sentences about a patch: what it changes, how its layers were chosen, its predicted and measured gain."""
     several = len(patch.layers) > 1
     sentences = [
         f"{len(patch.layers)} layer{'s' * several} in {patch.format}, {patch.bits_before:.2f} -> "
@@ -50,7 +50,7 @@ def about_patch(patch: Patch) -> list[str]:
 
 
 def about_shares(rows: Sequence[LayerDamage]) -> str:
-    """What the columns of a table of layers mean, and what a gain below 0 says where there is one."""
+    """Return the meaning of the columns of a table of layers, and of a gain below 0 where there is one."""
     meaning = (
         "damage alone: share of the final latents' error that the layer makes when only it is quantized; gone if kept: "
         "share that goes when only it stays in 16 bit"

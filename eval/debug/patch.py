@@ -169,7 +169,7 @@ def _left_out(
     found: Damages,
     stored: float,
 ) -> str:
-    """Why the single layer that does most damage is not among the chosen, "" if it is."""
+    """Return the reason why the layer that does most damage is not among the chosen; "" if it is."""
     damages = {name: damage for name in layers if (damage := found.damage((name,))) is not None}
     worst = max(damages, key=damages.__getitem__)
     if any(worst in group.schemes for group in chosen):
@@ -197,7 +197,7 @@ def _with_others(group: Candidate, makes: str) -> str:
 
 
 def _reason(name: str, group: Candidate, found: Damages) -> str:
-    """Why a layer is taken, for the recipe."""
+    """Return the reason for taking a layer, for the recipe."""
     own = f"quantized alone it made {found.damage((name,)) or 0.0:.1%} of the error"
     return f"{own}; {_with_others(group, 'made')}" if len(group.schemes) > 1 else own
 

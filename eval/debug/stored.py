@@ -33,7 +33,7 @@ _LEAST_SPREAD = 0.2  # steps: no column's usual difference counts for less
 
 
 def stored_fault(layer: QuantLinear, weight: Tensor) -> str:
-    """What is wrong with a layer's stored weight beside its source (N, K), in words; "" if nothing is.
+    """Return a sentence about the fault in a layer's stored weight beside its source (N, K); "" if there is none.
 
     A layer that was re-encoded for a GPU holds other codes than its checkpoint and is passed over.
     """

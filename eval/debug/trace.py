@@ -1,4 +1,4 @@
-"""What happens in each quantized layer along a run.
+"""Traces of quantized layers along a run: their errors, and the health of their rounding.
 
     free-running    rows of a layer's output in one run against the same rows in another, same prompts and noise
     local           the 16-bit layer's own input through the quantized layer, against what the 16-bit layer made of it

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """What a pipeline calls at each step, by its component's name: its transformer, or two by noise level, or a UNet.
+    """Return the models that a pipeline calls at each step, by component: a transformer, two by noise level, or a UNet.
 
     ValueError if it has none.
     """
@@ -41,7 +41,7 @@ def hooked(
 
 
 def prediction(output: Any, model: nn.Module) -> Tensor:
-    """What a model of diffusers predicts: the first of a tuple or `ModelOutput`. ValueError for anything else."""
+    """Return a diffusers model's prediction: the first of a tuple or `ModelOutput`. ValueError for anything else."""
     first = output if isinstance(output, Tensor) else output[0]
     if not isinstance(first, Tensor):
         raise ValueError(f"{type(model).__name__} returned a {type(first).__name__}, expected a tensor")

@@ -89,7 +89,7 @@ class Work:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What decides the bits of an image besides its batch."""
+        """Facts that decide the bits of an image besides its batch."""
         return {
             "side": self.side.describe(),
             "call": dict(self.call),
@@ -111,7 +111,7 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        """Where the images lie."""
+        """Folder of the images."""
         return self.root / self.key[:_NAME]
 
     @property
@@ -199,7 +199,7 @@ class ImageFolder:
 
     @property
     def device(self) -> str:
-        """Where the images were made, several names if in several places."""
+        """Device that made the images; several names, separated by commas, if there were several."""
         return ", ".join(sorted({row.device for row in self.rows}))
 
     @property
@@ -490,7 +490,10 @@ def _read_manifest(path: Path, key: str) -> list[Row]:
 
 
 def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[str]:
-    """What of the folder is not as `rows` say; files of `pending` items are still to be written again."""
+    """Return faults of the folder: files that differ from `rows`, and files that this run did not make.
+
+    Files of `pending` items are still to be written again and are passed over.
+    """
     problems, sizes = [], Counter()
     for name in (name for chunk in work.chunks for name in chunk.names if name in rows and name not in pending):
         row = rows[name]
@@ -646,7 +649,7 @@ class _Ray:
             crew.dismiss()
 
     def _places(self, work: Work) -> int:
-        """How many actors at most."""
+        """Return the largest number of actors."""
         if self.workers is not None:
             return self.workers
         resources = self.ray.cluster_resources()
@@ -668,7 +671,7 @@ class _Crew:
 
     @property
     def busy(self) -> bool:
-        """Whether any of them makes a chunk."""
+        """Flag that is true while any actor makes a chunk."""
         return any(hand.index is not None for hand in self.hands.values())
 
     def hire(self) -> None:
@@ -682,7 +685,10 @@ class _Crew:
         self.hands[hand.actor.make.remote(index)] = replace(hand, index=index)
 
     def next(self) -> tuple[_Hand, str | None]:
-        """Who is done or dead, and of what; a failure of its own is raised here as what it is."""
+        """Return the next actor that is done, with None, or that died, with the reason.
+
+        A failure of the work itself is raised here as its own exception.
+        """
         done, _ = self.ray.wait(list(self.hands), timeout=_PATIENCE)
         while not done:
             if not self.busy:
@@ -699,7 +705,7 @@ class _Crew:
         return hand, None
 
     def finished(self, hand: _Hand) -> bool:
-        """Whether a dead actor's last chunk is complete in its manifest."""
+        """Tell whether a dead actor's last chunk is complete in its manifest."""
         manifest = _manifest_path(self.work, hand.name)
         if hand.index is None or not manifest.exists():
             return False
@@ -786,7 +792,7 @@ def _manifest_path(work: Work, worker: str) -> Path:
 
 
 def _files(folder: Path, name: str) -> tuple[Path, Path, Path]:
-    """Where an item's image, or its video, and its latents may be."""
+    """Return the paths that an item may have: its image, its video and its latents."""
     return _picture_path(folder, name, False), _picture_path(folder, name, True), _latents(folder, name)
 
 

@@ -23,7 +23,7 @@ from fluxq.calibrate.capture import batches, run_pipeline
 
 @dataclass(frozen=True)
 class Generated:
-    """What a pipeline made of `items`, in their order.
+    """Output of a pipeline for `items`, in their order.
 
     images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds, of videos (N, F, 3, H, W). latents: fp32
     (N, ...), as they leave the last denoising step. finite: bool (N,), False where the image, any frame of the video
@@ -67,7 +67,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Batch:
-    """What was made together, on the CPU: uint8 (B, 3, H, W) or (B, F, 3, H, W), fp32 (B, ...), bool (B,)."""
+    """Images or videos of one call, on the CPU: uint8 (B, 3, H, W) or (B, F, 3, H, W), fp32 (B, ...), bool (B,)."""
 
     images: Tensor
     latents: Tensor
@@ -122,7 +122,7 @@ def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[st
 
 
 def pictures(output: Any) -> Sequence[Tensor]:
-    """What a pipeline has made as `output_type="pt"`: (3, H, W) of each image, (F, 3, H, W) of each video.
+    """Return the output of a pipeline with `output_type="pt"`: (3, H, W) of each image, (F, 3, H, W) of each video.
 
     ValueError for an output that holds neither.
     """
@@ -153,7 +153,7 @@ def images_digest(images: Sequence[Tensor] | Tensor) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU is called; of anything else its type."""
+    """Return the name of a GPU, or the type of any other device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -29,7 +29,7 @@ class ModelCall:
     call: Mapping[str, Any]
 
     def fits(self, folder: ModelFolder) -> bool:
-        """Whether `folder` holds this model."""
+        """Tell whether `folder` holds this model."""
         if folder.index["_class_name"] != self.pipeline:
             return False
         config = folder.config("transformer") if self.transformer else {}
@@ -66,7 +66,7 @@ class ProtocolRow:
     comparable: str = ""
 
     def source(self, folder: ModelFolder) -> str:
-        """Where this protocol's prompts for a model come from."""
+        """Return the source of this protocol's prompts for a model."""
         has_own = self.own_prompts and (folder.path / PROMPTS_FILE).is_file()
         return "default" if has_own else self.prompts
 
@@ -86,7 +86,7 @@ class ProtocolRow:
     def departures(
         self, folder: ModelFolder, prompts: PromptSet, count: int, seeds: int, call: Mapping[str, Any]
     ) -> list[str]:
-        """What an evaluation does otherwise than a published protocol, as warnings; each makes it compare less."""
+        """Return warnings where an evaluation departs from a published protocol; each makes it less comparable."""
         if not self.comparable:
             return []
         same = {self.prompts, DATASETS[self.prompts].file}

@@ -41,7 +41,7 @@ class Side:
     offload: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """What decides the bits of its images, for hashing: neither its name nor where its files lie."""
+        """Return what decides the bits of its images, for hashing: neither its name nor where its files lie."""
         facts = asdict(self)
         del facts["name"], facts["folder"], facts["source"], facts["offload"]
         facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest

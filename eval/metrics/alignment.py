@@ -87,7 +87,7 @@ class ClipScorer:
         return Alignment(tuple(scores), self.truncated(prompts), self.network, self.warnings)
 
     def truncated(self, prompts: Sequence[str]) -> int:
-        """How many prompts do not fit the text encoder's context."""
+        """Return the number of prompts that do not fit the text encoder's context."""
         context = self.tokenizer.context_length
         room = context + max(len(text.encode()) for text in prompts)  # a token a byte at most: the last is padding
         tokens = self.tokenizer(list(prompts), context_length=room)  # (N, room)
@@ -96,7 +96,7 @@ class ClipScorer:
 
 @dataclass(frozen=True)
 class Located:
-    """What open_clip is asked for, what reports call it, and what makes its scores doubtful."""
+    """Names of a CLIP network, for open_clip and for reports, and warnings that make its scores doubtful."""
 
     model: str
     weights: str | None

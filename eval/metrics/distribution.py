@@ -1,4 +1,4 @@
-"""How far the distribution of generated images is from that of others, in a network's features.
+"""Distance between the distributions of generated images and of others, in a network's features.
 
     FID  = |μ₁ - μ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½)             (Heusel et al., 2017)
     FID∞ = the FID at 1/N = 0, by a line through FIDs of subsets  (Chong & Forsyth, 2020)
@@ -81,7 +81,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Features:
-    """What a network saw of a set of images: values (N, D), in the images' order. The rest as in `Moments`."""
+    """Features of a set of images: values (N, D), in the images' order. The rest as in `Moments`."""
 
     values: Tensor
     network: str | None
@@ -128,7 +128,7 @@ class Fid:
 
     @property
     def bias(self) -> str:
-        """What this number of images does to the value, in words (Chong & Forsyth, 2020)."""
+        """Effect of this number of images on the value, in words (Chong & Forsyth, 2020)."""
         fewest = min(self.n, self.n_reference or self.n)
         if fewest > self.features:
             return f"biased upwards by a finite number of images: compare only at N = {self.n}"
@@ -330,7 +330,7 @@ def read_statistics(path: Path) -> Features | Moments:
 
 
 def inception_variant(resize: str) -> str:
-    """How images reach Inception, in words; ValueError for an unknown resize."""
+    """Return how images are resized for Inception, in words; ValueError for an unknown resize."""
     if resize not in RESIZES:
         raise ValueError(f"FID resize {resize!r} is unknown; known: {', '.join(RESIZES)}")
     return f"uint8 input, {resize} resize to {INCEPTION_SIZE} x {INCEPTION_SIZE}"
@@ -375,7 +375,10 @@ def _forward(module: nn.Module, network: FeatureNetwork, batch: Sequence[Tensor]
 def unlike(
     network: str | None, variant: str | None, extractor: str | None, reference: Features | Moments
 ) -> str | None:
-    """Why features made so cannot be held against a reference, or None. What a file does not say cannot be checked."""
+    """Return the reason why features made so cannot be compared with a reference, or None.
+
+    Fields that a statistics file leaves out cannot be checked.
+    """
     made = {"network": network, "variant": variant, "extractor": extractor}
     for field, a in made.items():
         b = getattr(reference, field)

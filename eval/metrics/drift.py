@@ -1,4 +1,4 @@
-"""How far a pipeline is from the 16-bit one at each denoising step, and how far two 16-bit runs are from each other.
+"""Drift of a pipeline from the 16-bit one at each denoising step, and of one 16-bit run from another.
 
     velocity error  |v̂ - v| / |v|                          both transformers at the 16-bit pipeline's latents
     SQNR            10 log10(Σ x² / Σ (x - x̂)²)  dB         of latents, each pipeline on its own path
@@ -82,7 +82,7 @@ def follow(
 
 
 def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift:
-    """How far `pipe` is from what was followed, with intervals that resample prompts.
+    """Return the drift of `pipe` from the run that was followed, with intervals that resample prompts.
 
     batch_size: by default that of the followed run. ValueError if the pipeline takes other steps, asks its transformer
     another number of times or, steered, still leaves the path: another scheduler, guidance or model.

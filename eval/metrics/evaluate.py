@@ -180,7 +180,7 @@ def _require_comparable(reference: Any, quantized: Any) -> None:
 
 
 def _take(row: MetricRow, sample: Sample) -> Measured | str:
-    """What was measured, or why nothing was."""
+    """Return what a metric measured, or the reason why it measured nothing."""
     try:
         return row.measure(sample)
     except Unmeasured as reason:

@@ -1,4 +1,4 @@
-"""How far a quantized pipeline drifts from the 16-bit one when both start from the same prompts and noise.
+"""Difference between images of a quantized pipeline and of the 16-bit one, from the same prompts and noise.
 
     PSNR = 10 log10(255² / mean (a - b)²)  dB, of one image, or of one frame of a video
     SQNR = 10 log10(Σ a² / Σ (a - b)²)     dB, of its final latents, of a video all of them
@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval of the mean difference leaves out 0."""
+        """Flag that is true if the interval of the mean difference leaves out 0."""
         return self.difference.low > 0 or self.difference.high < 0
 
 
@@ -96,7 +96,10 @@ def flat_images(reference: Any, quantized: Any) -> int:
 
 
 def _is_flat(image: Tensor) -> Tensor:
-    """Whether all pixels of a uint8 image (3, H, W) are the same but for their last bits; of each frame of a video."""
+    """Tell whether all pixels of a uint8 image (3, H, W) are the same but for their last bits.
+
+    Of a video (F, 3, H, W), tell it of each frame.
+    """
     pixels = image.flatten(-2).int()
     return (pixels.amax(-1) - pixels.amin(-1) <= _LAST_BITS).all(-1)
 

@@ -1,4 +1,4 @@
-"""How reports, cards and terminals write numbers: an estimate, its limits, a size, a duration, a verdict."""
+"""Numbers as reports, cards and terminals write them: an estimate, its limits, a size, a duration, a verdict."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def short(name: str) -> str:
 
 
 def count(estimates: Sequence[Estimate | None]) -> str:
-    """How many values the estimates rest on: "256", "250 to 256" where they differ."""
+    """Return the number of values that the estimates rest on: "256", "250 to 256" where they differ."""
     found = sorted({each.n + each.infinite for each in estimates if each is not None})
     return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def amount(number: int, frames: int | None) -> str:
-    """How much was made: `8 images`, `4 videos of 25 frames`."""
+    """Return a number of images or videos in words: `8 images`, `4 videos of 25 frames`."""
     if frames is None:
         return f"{number} image{'s' * (number != 1)}"
     return f"{number} video{'s' * (number != 1)} of {frames} frame{'s' * (frames != 1)}"
 
 
 def shape(row: SpeedRow | Speedup) -> str:
-    """What was made at once: batch, height, width, and of videos frames."""
+    """Return the shape of one call: batch, height, width, and of videos frames."""
     return " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)
 
 
@@ -73,7 +73,7 @@ def asked(row: SpeedRow | Speedup) -> str:
 
 
 def sizes(speed: Speed) -> str:
-    """What `shape` says of its rows."""
+    """Return the heading of a column that holds `shape` of these rows."""
     return "batch × height × width" + " × frames" * any(row.frames is not None for row in speed.rows)
 
 
@@ -107,7 +107,7 @@ def share(value: float | None) -> str:
 
 
 def computed(served: Served | None, backend: str = "native") -> str:
-    """What computes a run's layers, in a few words."""
+    """Return what computes a run's layers, in a few words."""
     name = served.arithmetic if served else backend
     said = ARITHMETICS[name][0] if name in ARITHMETICS else name
     return f"{said}, {served.beside}" if served and served.beside else said

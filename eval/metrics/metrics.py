@@ -45,7 +45,7 @@ class Unmeasured(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a metric says of one quantized set.
+    """Result of a metric for one quantized set.
 
     value: of its images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per
     image. per_image, change_per_image: in the order of the items, None for a metric that has none, NaN for an image
@@ -87,7 +87,7 @@ class MetricRow:
         return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
 
     def taken(self, how: str | None, is_video: bool) -> str:
-        """How it was measured, in words. how: what replaces the row's."""
+        """Return how the metric was measured, in words. how: words that replace the row's."""
         how = how or self.how
         return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
 
@@ -107,9 +107,9 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Sample:
-    """What metrics look at: two sets of images or videos of the same items (as `generate.Generated`), and networks.
+    """Input of metrics: two sets of images or videos of the same items (as `generate.Generated`), and networks.
 
-    What networks saw of a set is kept in `networks.seen` and shared by all metrics and by all samples that hold it.
+    Results of networks for a set are kept in `networks.seen` and shared by all metrics and by all samples that hold it.
     """
 
     reference: Any
@@ -128,7 +128,7 @@ class Sample:
 
     @property
     def noun(self) -> str:
-        """What is compared."""
+        """Word for the things that are compared."""
         return "images" if self.frames is None else "videos"
 
     @cached_property
@@ -138,12 +138,12 @@ class Sample:
 
     @property
     def broken(self) -> str | None:
-        """Why no mean over these images means anything, or None."""
+        """Reason why no mean over these images means anything, or None."""
         bad = int((~self.quantized.finite).sum())
         return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
 
     def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
-        """What the feature network sees of images, or of the frames of videos.
+        """Return the feature network's features of images, or of the frames of videos.
 
         owner: the set they belong to, if it is not themselves.
         """
@@ -164,7 +164,10 @@ class Sample:
 
 
 def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | None:
-    """Why the metric cannot be taken whatever the images or videos, or None; ValueError for an unknown metric."""
+    """Return the reason why the metric cannot be taken of any images or videos, or None.
+
+    ValueError for an unknown metric.
+    """
     rows = metric_rows()
     if key not in rows:
         raise ValueError(f"metric {key!r} is unknown; known: {', '.join(rows)}")
@@ -197,7 +200,7 @@ def _foreign_row(offer: Offer) -> MetricRow:
 
 
 def _missing_plugin(key: str) -> str | None:
-    """Why a plug-in cannot be imported, or None; its weights are its own affair."""
+    """Return the reason why a plug-in cannot be imported, or None; its weights are its own affair."""
     offer = find_offers().get(key)
     if offer is None or offer.absent:
         return offer and offer.absent
@@ -478,7 +481,7 @@ def _reference(sample: Sample) -> Features | Moments:
 
 
 def _unchecked(sample: Sample) -> tuple[str, ...]:
-    """What a statistics file does not say, and could therefore not be checked."""
+    """Return notes about what a statistics file does not say, which could therefore not be checked."""
     known = sample.networks.reference_statistics
     if known is None:
         return ()
@@ -502,12 +505,12 @@ def _through(features: Features) -> str:
 
 
 def _seen(sample: Sample) -> str:
-    """What a network that looks at pictures has seen of a set."""
+    """Return the word for the pictures that a network has seen of a set."""
     return "images" if sample.frames is None else "frames"
 
 
 def _frames_alike(sample: Sample) -> tuple[str, ...]:
-    """Why a number of frames says less than as many images would."""
+    """Return a note that a number of frames says less than as many images would."""
     if sample.frames is None:
         return ()
     return (f"of frames one by one, {sample.frames} of each of {len(sample.quantized.items)} videos, which are alike",)

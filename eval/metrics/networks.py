@@ -42,7 +42,7 @@ class Weights:
 
 
 class Seen:
-    """What networks saw of image sets that are compared more than once, so that it is computed once."""
+    """Results of networks for image sets that are compared more than once, so that each is computed once."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -57,13 +57,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Networks:
-    """What metrics may use beside two sets of images; what is None is said in the report, never replaced.
+    """Networks and files that metrics may use beside two sets of images; reports say what is None, nothing replaces it.
 
-    feature_network: uint8 (B, 3, H, W) -> (B, D); feature_name: what reports call it. clip: what scores images for
-    their prompts, as `ClipScorer` takes it; cmmd_clip: what CMMD's embeddings are of, `clip` unless given.
-    reference_images: other images than the model's, uint8 (3, H, W) each; reference_name: what they are.
+    feature_network: uint8 (B, 3, H, W) -> (B, D); feature_name: its name in reports. clip: the network that scores
+    images for their prompts, as `ClipScorer` takes it; cmmd_clip: that of CMMD's embeddings, `clip` unless given.
+    reference_images: other images than the model's, uint8 (3, H, W) each; reference_name: their name in reports.
     reference_statistics: of such images' features, in their place. lpips, inception: checked files of weights.
-    video: the same of what looks at whole videos. weights: the folder that was searched. fid_resize: a key of
+    video: the same for metrics of whole videos. weights: the folder that was searched. fid_resize: a key of
     `distribution.RESIZES`.
     """
 
@@ -84,7 +84,7 @@ class Networks:
 
     @cached_property
     def features(self) -> FeatureNetwork | None:
-        """What FID, KID and feature distance look through: Inception where its weights are, else the model's own."""
+        """Network of FID, KID and feature distance: Inception where its weights are, else the model's own, or None."""
         if self.inception is not None:
             return distribution.inception(
                 read_weights(self.inception, WEIGHTS["inception"]), self.fid_resize, sha256_file(self.inception)
@@ -95,7 +95,7 @@ class Networks:
 
     @cached_property
     def video_features(self) -> FeatureNetwork | None:
-        """What the video distance looks through: uint8 videos (F, 3, H, W), prepared -> features (B, D)."""
+        """Network of the video distance: uint8 videos (F, 3, H, W), prepared -> features (B, D), or None."""
         return None if self.video is None else s3d(read_weights(self.video, WEIGHTS["video"]), sha256_file(self.video))
 
     @cached_property
@@ -116,7 +116,7 @@ class Networks:
         return None if self.lpips is None else Lpips(read_weights(self.lpips, WEIGHTS["lpips"]), self.device)
 
     def lacks(self, need: str) -> str | None:
-        """Why `need` (a key of NEEDS) is not there, naming file and cure, or None."""
+        """Return the reason why `need` (a key of NEEDS) is not there, naming file and cure, or None."""
         return NEEDS[need](self)
 
 

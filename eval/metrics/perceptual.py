@@ -1,4 +1,4 @@
-"""How different two images look, pair by pair: structure, learned distance, and distance in any network's features.
+"""Differences between two images, pair by pair: structure, learned distance, and distance in a network's features.
 
 SSIM     structural similarity in a Gaussian window of 11 pixels, sigma 1.5 (Wang et al., 2004); torchmetrics
 LPIPS    AlexNet's features of both images at full resolution, weighted by people (Zhang et al., 2018); torchmetrics

@@ -34,7 +34,7 @@ _MOTION_MS = 125  # for which a frame of it stays
 
 
 class Images(Protocol):
-    """What a wall needs of an image set."""
+    """Parts of an image set that a wall needs."""
 
     @property
     def images(self) -> Sequence[Tensor]: ...

@@ -53,7 +53,7 @@ class Offer:
 
     @property
     def absent(self) -> str | None:
-        """Why it cannot be had, or None."""
+        """Reason why it cannot be had, or None."""
         if self.package is None or find_spec(self.package[0]) is not None:
             return None
         return f"the package {self.package[1]} is not installed: pip install {self.package[1]}"

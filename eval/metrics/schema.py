@@ -61,7 +61,7 @@ class Estimate(Strict):
 
     @classmethod
     def of(cls, interval: Interval) -> Self:
-        """What is not finite becomes null."""
+        """Return the estimate of an interval; values that are not finite become null."""
         mean, low, high = (number(value) for value in (interval.mean, interval.low, interval.high))
         return cls(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
 
@@ -72,7 +72,7 @@ def number(value: float | None) -> float | None:
 
 
 class Margin(Strict):
-    """Where a metric has to lie for a run to count as good as 16 bit: its value, or its change against 16 bit.
+    """Limits of a metric for a run as good as 16 bit, of its value or of its change against 16 bit.
 
     None: no limit on that side.
     """
@@ -131,7 +131,7 @@ class Image(Strict):
 
 
 class Verdict(Strict):
-    """Whether a run is good enough; see verdict.py. text: a sentence or two. more_images: about how many would decide.
+    """Judgement of a run; see verdict.py. text: a sentence or two. more_images: about how many would decide.
 
     outcome: "equivalent" is to 16 bit, "comparable" to the best that is published of as many bits; "alike" and "unlike"
     are looks at few images and no judgements.
@@ -280,7 +280,7 @@ class SpeedRow(Strict):
 
     @property
     def label(self) -> str:
-        """What people read for the side."""
+        """Name of the side for readers."""
         return in_words(self.side) if self.is_reference else self.side
 
 
@@ -310,7 +310,7 @@ class Speedup(Strict):
 
 
 class Card(Strict):
-    """Whether a side runs on a card of so many gigabytes, beside what driver and libraries keep of it.
+    """Judgement of whether a side runs on a card of so many gigabytes, less what driver and libraries take.
 
     needed: bytes. basis: of what; the weights alone where no GPU has shown the peak.
     """
@@ -323,7 +323,7 @@ class Card(Strict):
 
 
 class Speed(Strict):
-    """What `fluxq bench` measured. measured_on says in words on what, and that a CPU is no GPU where it is none.
+    """Results of `fluxq bench`. measured_on: the hardware in words, with a note that a CPU is no GPU where it is none.
 
     speedups: over the baseline first; what else stands beside it follows.
     first_image_seconds: from the start of loading to the first image. served: what the quantized side computed with;
@@ -387,7 +387,7 @@ class Patch(Strict):
 
 
 class Debug(Strict):
-    """What `fluxq debug` found. blocks: in the order in which they run. layers, findings: the worst first.
+    """Results of `fluxq debug`. blocks: in the order in which they run. layers, findings: the worst first.
 
     sqnr_db: of the final latents; floor_sqnr_db: of those of a second 16-bit run. additivity: sum of the layers' own
     damages, of a block's where its layers were not measured, over the damage of all together.
@@ -436,12 +436,12 @@ class Run(Strict):
 
     @property
     def noun(self) -> str:
-        """What a thing that it made is called."""
+        """Word for one of the things that it made."""
         return "image" if self.frames is None else "video"
 
     @property
     def in_memory(self) -> Served | None:
-        """What its layers take: where it was timed, as then, else as it was evaluated. The arithmetic is the same."""
+        """Arithmetic and memory of its layers, as timed, else as evaluated. The arithmetic is the same."""
         return self.speed.served if self.speed and self.speed.served else self.served
 
 
@@ -467,7 +467,7 @@ class Comparison(Strict):
 
 
 class Protocol(Strict):
-    """What was asked for. seeds: noise per prompt. dataset: hub id of the set that the prompts are of, if of one."""
+    """Request to an evaluation. seeds: noise per prompt. dataset: hub id of the set that holds the prompts, if any."""
 
     name: str
     prompts: str
@@ -511,7 +511,7 @@ class Report(Strict):
 
     @property
     def noun(self) -> str:
-        """What a thing that all runs made is called."""
+        """Word for one of the things that all runs made."""
         return self.runs[0].noun if self.runs else "image"
 
 
@@ -536,7 +536,7 @@ def read_report(path: Path) -> Report:
 
 
 def _gaps(report: Report) -> Iterator[tuple[str, str]]:
-    """Where parts of a report do not go together, and how."""
+    """Yield the parts of a report that do not go together, each with the reason."""
     count = len(report.items)
     for where, values in (("items", report.items), ("runs", report.runs)):
         if not values:

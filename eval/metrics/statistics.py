@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a case's mean lies within its margin. interval: the one it was decided by, of confidence `level`.
+    """Decision on whether a case's mean lies within its margin. interval: the deciding one, of confidence `level`.
 
     more_images: about how many would decide; None where it is decided, or where no number can be given.
     """
@@ -160,7 +160,7 @@ def decide(
     resamples: int = _RESAMPLES,
     seed: int = 0,
 ) -> list[Decision]:
-    """Which means lie within their margins, with at most `alpha` of a wrong decision anywhere among all cases.
+    """Decide which means lie within their margins; a wrong decision among all cases has probability `alpha` at most.
 
     Each of the k cases has two hypotheses that can be rejected, that its mean is outside and that it is within, and a
     one-sided test of half the interval's error does it. Holm's procedure over these 2k: intervals of level

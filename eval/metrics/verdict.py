@@ -35,7 +35,7 @@ _UNPUBLISHED = "farther from 16 bit than its own noise, and nobody has published
 
 @dataclass(frozen=True)
 class Published:
-    """What the best published quantizer of a model reaches against that model's own 16-bit images.
+    """Figures of the best published quantizer of a model against that model's own 16-bit images.
 
     bits: of weights and activations. steps: denoising steps of each image. figures: metric -> value, or change against
     16 bit for metrics that 16-bit images have too. source: where it was published, and over how many images.
@@ -130,7 +130,7 @@ def _noise(metric: Metric) -> float:
 
 
 def _is_noisy(metric: Metric, best: float) -> bool:
-    """Whether 16 bit differs more from itself than the published best do from it."""
+    """Tell whether 16 bit differs more from itself than the published best do from it."""
     return _noise(metric) < best if metric.better == "higher" else _noise(metric) > best
 
 
@@ -159,7 +159,7 @@ def _row(image: Image, margin: Margin) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class _Decided:
-    """What was decided of a run's metrics, by key."""
+    """Decisions on a run's metrics, by key."""
 
     decisions: Mapping[str, Decision]
     has_published: bool
@@ -200,7 +200,7 @@ def _fixed(run: Run) -> Verdict | None:
 
 
 def _look(run: Run) -> Verdict:
-    """What so few images show, without a judgement."""
+    """Return the verdict on so few images: what they show, without a judgement."""
     metric = run.metrics.get("psnr")
     margin = metric.margin if metric else None
     if metric is None or metric.value is None or metric.value.mean is None:
@@ -249,7 +249,7 @@ def _nothing(run: Run) -> str:
 
 
 def _is_noise(run: Run, found: _Decided) -> bool:
-    """Whether PSNR, or else LPIPS, lies within the noise of a second 16-bit run, with all of its interval."""
+    """Tell whether PSNR, or else LPIPS, lies within the noise of a second 16-bit run, with all of its interval."""
     key = found.inside[0]
     metric, interval = run.metrics[key], found.decisions[key].interval
     if metric.floor is None:
@@ -270,7 +270,7 @@ def _undecided(run: Run, found: _Decided) -> str:
 
 
 def _decided_alone(run: Run, key: str) -> bool:
-    """Whether the printed interval lies on one side of the margin, and only the correction leaves it open."""
+    """Tell whether the printed interval lies on one side of the margin, and only the correction leaves it open."""
     estimate, margin = _estimate(run.metrics[key]), run.metrics[key].margin
     if estimate is None or estimate.mean is None or estimate.low is None or estimate.high is None:
         return False
@@ -297,7 +297,7 @@ def _asked(run: Run, key: str) -> str:
 
 
 def _theirs(run: Run, key: str) -> str:
-    """What published models of as many bits reach."""
+    """Return the figure that published models of as many bits reach, in words."""
     metric = run.metrics[key]
     best = reached(published(run), key, metric.better)
     more = "more" if metric.better == "higher" else "less"
@@ -312,7 +312,10 @@ def _floor(metric: Metric) -> str:
 
 
 def _missing(run: Run) -> str:
-    """What was not measured: the metrics that could have changed the verdict, and all that were asked for."""
+    """Return a sentence about what was not measured; "" if all was.
+
+    It names the metrics that could have changed the verdict, and all that were asked for.
+    """
     keys = [key for key in DECISIVE if key not in run.metrics or run.metrics[key].missing]
     names = [DECISIVE[key] for key in keys]
     names += [_short(metric) for key, metric in run.metrics.items() if metric.missing and key not in DECISIVE]

@@ -1,4 +1,4 @@
-"""What only videos have: change from frame to frame, and features of a whole video.
+"""Metrics that only videos have: change from frame to frame, and features of a whole video.
 
     temporal PSNR  = 10 log10(255² / mean (Δb - Δa)²)  dB     Δx = x[t + 1] - x[t], over all of a video's pixels
     flicker        = mean |Δb| / mean |Δa|                    1 where b changes as much as a
@@ -91,7 +91,7 @@ class Frames(Sequence[Tensor]):
 
 
 def all_frames(images: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
-    """What a network that looks at pictures sees of a set: its images, or the frames of its videos."""
+    """Return the pictures of a set for a network that looks at pictures: its images, or the frames of its videos."""
     count = frames_in_each(images)
     return images if count is None else Frames(images, count)
 

@@ -1,4 +1,4 @@
-"""Which of a report's checkpoints to use, and why, in a sentence or two: what a page says first.
+"""Advice on which of a report's checkpoints to use, and why, in a sentence or two: what a page says first.
 
 Of the checkpoints that are good enough, the one that takes least memory, and of those within ALIKE of it the closest to
 16 bit; a closer or faster one is named with what it costs. They are compared as the machine of `fluxq bench` serves
@@ -92,7 +92,7 @@ def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
 
 
 def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
-    """What the closest, and the fastest, would give and cost; said only of what was decided."""
+    """Return sentences on gains and costs of the closest and the fastest run, only where those were decided."""
     found = []
     closer = [gain for run in good if run is not chosen and (gain := _closer(report, run, chosen)) is not None]
     if closer:

@@ -112,7 +112,7 @@ def _recipe_lines(record: dict[str, Any]) -> list[str]:
 
 
 def _imported_lines(parts: list[dict[str, Any]]) -> list[str]:
-    """Which files of which program, and what was done to them."""
+    """Return lines on the files that were imported, the programs they are of, and what was done to them."""
     lines = []
     for part in parts:
         of = f"`{part['component']}`" if part["component"] else "the model"
@@ -294,7 +294,7 @@ def _scope_row(part: dict[str, Any], role: str, scheme: str, layers: list[dict[s
 
 
 def _about_fitting(parts: list[dict[str, Any]]) -> list[str]:
-    """Why fitted weights look worse than rounded ones, said where some were fitted."""
+    """Return a note on why fitted weights look worse than rounded ones, if some were fitted."""
     if not any(fitted_db(part["groups"]) for part in parts):
         return []
     return [

@@ -113,7 +113,7 @@ def damage_charts(index: int, debug: Debug) -> list[Drawing]:
 
 
 def stage_chart(index: int, speed: Speed) -> Drawing | None:
-    """Where an image's time goes, 16 bit and quantized, in every mode at the first size."""
+    """Draw the time of an image by stage, 16 bit and quantized, in every mode at the first size; None without times."""
     timed = _first_size(speed)
     rows = [row for each in timed for row in _stage_rows(each)]
     if not rows:
@@ -145,7 +145,7 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
 
 
 def alike(metrics: Sequence[Metric]) -> bool:
-    """Whether one metric of several runs may be compared.
+    """Tell whether one metric of several runs may be compared.
 
     It was measured in one way, and those without values per image (a FID) of equally many, on which their bias depends.
     """

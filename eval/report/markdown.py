@@ -64,7 +64,7 @@ def markdown(report: Report) -> str:
 
 
 def facts(run: Run) -> list[str]:
-    """What a run buys, in short sentences: size, bits, speed."""
+    """Return the gains of a run in short sentences: size, bits, speed."""
     before, after = run.size.bytes_before, run.size.bytes_after
     ratio = f", {before / after:.2f} times less" if before > after else ""
     parts = ", ".join(run.size.components)

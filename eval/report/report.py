@@ -309,14 +309,14 @@ def _metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
 
 
 def _asked(metric: Metric) -> str:
-    """What the verdict holds a metric against."""
+    """Return what the verdict holds a metric against, in words; "" if it has no margin."""
     if metric.margin is None:
         return ""
     return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
 
 
 def _pictures_kept(runs: Sequence[Run]) -> int:
-    """How many pictures of each group fit on the page; 0 for so many runs that not one of each does."""
+    """Return the number of pictures of each group that fit on the page, 0 if not one of each fits."""
     walls = [run.wall for run in runs if run.wall is not None]
     groups = [group for each in walls for group in each.groups.values()]
     for count in range(max(map(len, groups), default=0), 0, -1):

@@ -128,7 +128,7 @@ def _in_fp32(report: Report) -> list[Row]:
 
 
 def _timed_in(report: Report, side: str) -> list[SpeedRow]:
-    """What was timed of an unquantized side, once for each bench."""
+    """Return the fastest row of an unquantized side in each bench that timed it."""
     found = (first_speed(speed, reference=True, side=side) for _, speed in speeds(report))
     return [row for row in found if row is not None]
 
@@ -213,7 +213,7 @@ def _about(served: Served | None) -> str:
 
 
 def _why_not(run: Run, report: Report) -> str:
-    """Why a run has no times; in whose row they are where its checkpoint was timed otherwise."""
+    """Return why a run has no times: "timed as" another run of the same checkpoint, or "not measured"."""
     others = [name for name, speed in _timed_of(run.checkpoint, report) if speed is not run.speed]
     return f"timed as {others[0]}" if others else "not measured"
 

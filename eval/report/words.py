@@ -1,4 +1,4 @@
-"""What a reader of a report may not know: each word in a sentence or two, where the page uses it and at its end."""
+"""Words that a reader of a report may not know: each in a sentence or two, where the page uses it and at its end."""
 
 GLOSSARY = {
     "PSNR": (

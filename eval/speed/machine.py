@@ -1,4 +1,4 @@
-"""What times are taken with, and what the machine says of itself meanwhile: clock, memory, energy, throttling.
+"""Clocks and sensors for timings, and the machine's state meanwhile: clock, memory, energy, throttling.
 
 A GPU's clock is CUDA events in its stream, a CPU's the one on the wall. Energy and the reasons for lowered clocks come
 from NVML (nvidia-ml-py); where it does not answer they are unknown, which `conditions` says.
@@ -62,11 +62,11 @@ class Machine(Protocol):
         ...
 
     def slowdowns(self) -> frozenset[str]:
-        """Why clocks are lower now than they could be, of POWER_LIMIT, THERMAL and HARDWARE."""
+        """Return the reasons for lowered clocks, now: of POWER_LIMIT, THERMAL and HARDWARE."""
         ...
 
     def conditions(self) -> dict[str, str]:
-        """What times depend on, as it is now."""
+        """Return the conditions that times depend on, as they are now."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What computes the quantized layers of a pipeline in memory, and what its weights take there.
+"""Arithmetic of the quantized layers of a pipeline in memory, and the memory that its weights take there.
 
 One checkpoint is different arithmetic on different chips: `fluxq.prepare` may turn its codes into others, and a GPU
 without a product for them multiplies with 16-bit activations. Quality, time and memory of one of these say nothing of
@@ -79,7 +79,7 @@ def _computed(layer: QuantLinear, device: torch.device) -> str:
 
 
 def _instead(layer: QuantLinear, device: torch.device) -> str:
-    """What the device rounds a layer's input to, where that is not what its scheme says; else empty."""
+    """Return what the device rounds a layer's input to, where that is not what its scheme says; else empty."""
     own, rounded = _activations(layer), _rounded_to(layer, device)
     return "" if rounded == own else f"activations in {rounded or '16 bit'}"
 
@@ -116,14 +116,14 @@ def _arithmetic(layers: Iterable[QuantLinear], device: torch.device) -> str:
 
 
 def _change(layer: QuantLinear, device: torch.device) -> str:
-    """How a layer's arithmetic is not that of its stored codes; empty if it is."""
+    """Return how a layer's arithmetic differs from that of its stored codes; empty if it does not."""
     if layer.prepared is not None and layer.scheme != layer.stored_scheme:
         return layer.prepared.how
     return _instead(layer, device)
 
 
 def _beside(layer: QuantLinear) -> str:
-    """What `fluxq.prepare` keeps in memory beside a layer's own codes; empty for nothing."""
+    """Return what `fluxq.prepare` keeps in memory beside a layer's own codes; empty for nothing."""
     return layer.prepared.how if layer.prepared is not None and layer.prepared.kind == "decoded" else ""
 
 

@@ -1,4 +1,4 @@
-"""How long a quantized pipeline takes beside the 16-bit one, stage by stage, and what memory and energy it needs.
+"""Times of a quantized pipeline beside the 16-bit one, stage by stage, and the memory and energy that it needs.
 
     speed-up = mean over rounds of (16-bit time / quantized time), with an interval over rounds
 
@@ -112,7 +112,7 @@ def measure_speed(
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked of a pipeline: images or videos in a call, their pixels, and frames where that is said."""
+    """Shape of a call of a pipeline: number of images or videos, their pixels, and frames where that is said."""
 
     batch: int
     height: int
@@ -238,7 +238,7 @@ def _speedup(entry: Entry, best: Entry | None, stage: str) -> Speedup:
 
 
 def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
-    """Why no speed-up is given."""
+    """Return the reason why no speed-up is given, or None."""
     for each in (best, entry):
         times = each.times(stage)
         if not times.iqr <= SPREAD * times.p50:
@@ -309,7 +309,7 @@ class _Bench:
         return entries
 
     def _load(self, opened: Opened, side: Any, size: tuple[int, ...] | None) -> bool:
-        """Whether it could be loaded and run; if memory ran out, `missing` says so."""
+        """Load and run it; return False, with the reason in `missing`, if memory ran out."""
         self._bring(None)
         start = self.machine.mark()
         try:
@@ -344,7 +344,7 @@ class _Bench:
         return True
 
     def _bring(self, opened: Opened | None) -> bool:
-        """Where sides are apart: put this one on the device in place of the one there; whether anything moved."""
+        """Put this side on the device in place of the one there, if sides are apart; tell whether anything moved."""
         if not self.apart or self.present is opened:
             return False
         if self.present is not None:
@@ -647,7 +647,7 @@ def _warnings(rows: Sequence[SpeedRow], bench: _Bench) -> Iterator[str]:
 
 
 def _conditions(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """What did not change once, the rest as it was at both ends."""
+    """Return the conditions at both ends: one value where it did not change, else the first and the last."""
     found = {}
     for name in {**before, **after}:
         first, last = before.get(name, "unknown"), after.get(name, "unknown")
@@ -656,7 +656,7 @@ def _conditions(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str
 
 
 def _baseline(opened: Sequence[Opened], over_fp32: bool) -> dict[str, str]:
-    """What speed-ups are over, where more than one side is unquantized."""
+    """Return what speed-ups are over, where more than one side is unquantized; else empty."""
     timed = {each.is_fp32: each for each in opened if each.is_reference and each.pipe is not None}
     if len([each for each in opened if each.is_reference]) < 2:
         return {}
@@ -668,7 +668,10 @@ def _baseline(opened: Sequence[Opened], over_fp32: bool) -> dict[str, str]:
 
 
 def _import_classes(side: Any) -> None:
-    """What loading would import, named in the folder's model_index.json; nothing for a side without a folder."""
+    """Import the classes that loading would import, as the folder's model_index.json names them.
+
+    Do nothing for a side without a folder.
+    """
     folder = getattr(side, "folder", None)
     entries = ModelFolder(side.name, Path(folder)).index.values() if folder else ()
     for entry in entries:
@@ -683,7 +686,7 @@ def _size_of(output: Any) -> tuple[int, ...]:
 
 
 def _out_of_memory(problem: BaseException) -> str | None:
-    """What a row says of an exception that means that memory ran out; None for any other."""
+    """Return the text of a row for an exception that means that memory ran out; None for any other."""
     said = first_line(problem)
     is_it = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or any(each in said for each in _ALLOCATORS_SAY)
     return f"{_OUT_OF_MEMORY}: {said}" if is_it else None

@@ -1,4 +1,4 @@
-"""How long calls take: on a GPU by replays of CUDA graphs, elsewhere, for a dry run, by the clock on the wall.
+"""Timing of calls: on a GPU by replays of CUDA graphs, elsewhere, for a dry run, by the clock on the wall.
 
 A graph holds many launches over several sets of operands, more of them than the L2 cache holds, each launch with an
 output of its own: as in a model, operands come from memory and results go there. All graphs of a comparison are
@@ -37,7 +37,7 @@ class Times:
 
 
 def sets_of_operands(size: int, device: torch.device) -> int:
-    """How many sets of operands of `size` bytes are twice the L2 cache, and two at least; on a CPU one."""
+    """Return how many sets of operands of `size` bytes fill twice the L2 cache, two at least; on a CPU one."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -113,7 +113,7 @@ def _call_each(order: Iterable[tuple[str, Any]]) -> list[tuple[str, float]]:
 
 @torch.inference_mode()
 def peaks(device: torch.device, repeats: int = REPEATS) -> dict[str, float]:
-    """What this GPU attains now: TFLOP/s of large library products by the type they multiply, and "copy" in GB/s.
+    """Return what this GPU attains now: TFLOP/s of library products by the type they multiply, and "copy" in GB/s.
 
     A type that the library cannot multiply here is left out.
     """
@@ -148,7 +148,7 @@ def _int8_product(size: int, device: torch.device) -> Call:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """What a timing depends on: GPU, driver, clocks and power as they are now, and versions."""
+    """Return what a timing depends on: GPU, driver, clocks and power as they are now, and versions."""
     import triton
 
     found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
@@ -160,7 +160,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def _query(index: int) -> dict[str, str]:
-    """What nvidia-smi says of the GPU, as far as it is there and answers."""
+    """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
     fields = (
         "driver_version",
         "clocks.sm",

@@ -60,7 +60,10 @@ for _command in (command for commands in _SECTIONS.values() for command in comma
 
 
 def _meant(error: click.NoSuchOption) -> str:
-    """What an unknown option was meant to be: an argument, a recipe, or an option that is spelt much like it."""
+    """Return what an unknown option was meant to be; "" if nothing is near.
+
+    That is an argument, a recipe, or an option that is spelt much like it.
+    """
     parameters = error.ctx.command.params if error.ctx else []
     known = [name for each in parameters for name in (*each.opts, each.metavar or each.name.upper())]
     meant = _ELSEWHERE.get(error.option_name, "")

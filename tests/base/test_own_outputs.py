@@ -1,4 +1,4 @@
-"""What fluxq wrote is told from what it did not, and a command that had finished from another one's output."""
+"""Tests that fluxq tells its own outputs from other files, and a finished command from another one's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processor is called and what PyTorch uses of it, on machines that the test makes up."""
+"""Tests of the processor's name and of the instructions that PyTorch uses, on machines that the test makes up."""
 
 import subprocess
 import sys

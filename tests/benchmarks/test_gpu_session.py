@@ -119,7 +119,7 @@ class Item:
 
 
 class Config:
-    """What the plugin asks of pytest's."""
+    """Stand-in for pytest's config, with what the plugin asks of it."""
 
     def __init__(self, **options: Any) -> None:
         self.options, self.deselected = options, []
@@ -477,7 +477,7 @@ BENCH = {
 
 
 def concluded(dry: Any, verdicts: dict[str, str], **bench: Any) -> tuple[bool, set[str]]:
-    """Whether all is well, and the files that are there then."""
+    """Conclude a session; return whether all is well, and the files that are there then."""
     dry.file("bench").write_text(json.dumps(BENCH | bench))
     rows = [{"stage": name, "verdict": verdict, "about": ""} for name, verdict in verdicts.items()]
     well = session.conclude(dry, {"dry_run": True, "stages": rows})

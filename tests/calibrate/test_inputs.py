@@ -1,4 +1,4 @@
-"""What is gathered of a group's input, against the formulas over all tokens at once."""
+"""Tests of what is gathered of a group's input, against the formulas over all tokens at once."""
 
 import pytest
 import torch

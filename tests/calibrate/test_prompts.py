@@ -343,7 +343,7 @@ def test_a_fifo_is_refused_before_anything_is_asked_for_it(tmp_path, model) -> N
 
 
 def refused(tmp_path: Path, name: str, model, most: int) -> str:
-    """What is said of a file; it took no more than so many bytes of Python's and Arrow's memory."""
+    """Return the error about a file; check that it took less than `most` bytes of Python's and Arrow's memory."""
     usual = pyarrow.default_memory_pool()
     watched = pyarrow.proxy_memory_pool(usual)
     pyarrow.set_memory_pool(watched)

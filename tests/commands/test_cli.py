@@ -293,7 +293,7 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
 
 
 def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_path):
-    """Where nothing is fitted, they are all that quantizing needs to know of the inputs."""
+    """Check that statistics are all that quantizing needs to know of the inputs where nothing is fitted."""
     how = ("tiny", "--recipe", quick_recipe("nvfp4", fitted=False), *FEW_STEPS)
     made = fluxq("calibrate", *how, "-o", "s.safetensors")
     assert made.code == 0 and made.left == ["s.safetensors"]

@@ -1,4 +1,4 @@
-"""What is printed in columns stays whole, however narrow the terminal; long work says how far it is."""
+"""Tests that columns stay whole, however narrow the terminal, and that long work says how far it is."""
 
 from __future__ import annotations
 

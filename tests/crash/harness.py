@@ -57,7 +57,7 @@ class Call:
 
 @dataclass
 class Found:
-    """What one command came to. trials: by kind. ways: calls of an undisturbed run, by name."""
+    """Results of one command. trials: by kind. calls: of an undisturbed run, by name."""
 
     command: str
     calls: dict[str, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Found:
 
 
 class Place:
-    """Where one command runs, again and again."""
+    """Folder in which one command runs, again and again."""
 
     def __init__(self, name: str, command: Command, root: Path) -> None:
         self.name, self.command, self.base = name, command, root / "base"
@@ -129,7 +129,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def points(calls: list[Call], every: int) -> Iterator[tuple[Call, str]]:
-    """What is disturbed, and how: of all trials each `every`-th."""
+    """Yield each call to disturb, and how: of all trials each `every`-th."""
     number = 0
     for (name, _), group in groupby(calls, lambda call: (call.name, call.path)):
         chosen = list(group)
@@ -190,7 +190,7 @@ def try_all(name: str, root: Path, every: int, hows: tuple[str, ...]) -> Found:
 
 
 def _at_once(command: Command, how: str, ended: Ended, before: Tree, left: Tree, after: Tree) -> Iterator[str]:
-    """What is wrong as soon as the disturbed run has ended."""
+    """Yield the faults that show as soon as the disturbed run has ended."""
     if ended.code is None:
         yield "it hangs"
     if ended.code == CRASHED or "Traceback (most recent call last)" in ended.said:
@@ -220,7 +220,7 @@ def _top(name: str) -> str:
 
 
 def _again(place: Place, before: Tree, left: Tree, after: Tree, said: str) -> Iterator[str]:
-    """What is wrong when the same command has been run again."""
+    """Run the same command again and yield the faults that show then."""
     named = {name for name in left if name not in after and _top(name) in said}  # could not be removed, and said so
     if {name: digest for name, digest in left.items() if name not in named} == after and before != after:
         return  # it had finished, and nothing of it is left that would tell the next one

@@ -118,7 +118,7 @@ def _become(words: list[str], place: Path, disturbance: Disturbance | None, said
 
 
 def is_interposed() -> bool:
-    """Whether interposer.c was loaded into this process."""
+    """Tell whether interposer.c was loaded into this process."""
     return hasattr(ctypes.CDLL(None), "disturb")
 
 

@@ -70,7 +70,10 @@ def test_layers_are_ranked_by_what_they_do_to_the_latents(sound):
 
 
 def test_restoring_what_does_most_damage_gains(sound):
-    """What one small layer gains is within what the order of a CPU's sums changes; the worst block is far above."""
+    """Check that the worst block gains far more than the order of a CPU's sums changes.
+
+    The gain of one small layer would be within that.
+    """
     worst = max(sound.blocks, key=lambda block: block.damage)
     assert worst.gain > 0.1
 

@@ -85,7 +85,7 @@ def work(tmp_path) -> Work:
 
 @pytest.fixture(params=["fake", pytest.param("tiny", marks=pytest.mark.slow)])
 def side(request) -> str:
-    """Whose images: processes that have to import diffusers take three times as long."""
+    """Return whose images are made: processes that have to import diffusers take three times as long."""
     return request.param
 
 
@@ -577,7 +577,7 @@ def dying(root, side, *deaths, at=2):
 
 
 def main(engine, root, side, *deaths):
-    """What the processes that tests start do: two works, one after the other; a death is of the first."""
+    """Do two works, one after the other, in a process that a test starts; a death is of the first."""
     engine, _, address = engine.partition("@")
     root, side = Path(root), SIDES[side]
     first = dying(root, side, *deaths) if deaths else work_in(root / "images", side)

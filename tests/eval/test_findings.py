@@ -1,4 +1,4 @@
-"""What is said of layers and of a patch, in sentences."""
+"""Tests of the sentences about layers and about a patch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where weights and reference images come from, and what is said when they are not there."""
+"""Tests of where weights and reference images come from, and of the messages when they are not there."""
 
 import hashlib
 import shutil

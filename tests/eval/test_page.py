@@ -90,7 +90,10 @@ def test_tables_sort_both_ways_and_leave_what_is_missing_last(open_page):
 
 
 def visible(page, cell):
-    """Whether all of an element's text lies within the window's width, in no box that hides or scrolls it away."""
+    """Tell whether all of an element's text lies within the window's width.
+
+    No box may hide it or scroll it away.
+    """
     return cell.evaluate(
         """node => {
           const seen = node.getBoundingClientRect();

@@ -1,4 +1,4 @@
-"""Which layers a patch takes, and the recipe that it writes."""
+"""Tests of the layers that a patch takes, and of the recipe that it writes."""
 
 from __future__ import annotations
 

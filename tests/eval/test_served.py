@@ -1,4 +1,4 @@
-"""What computes a pipeline, and what it takes of memory: the same for equal arithmetic, and for nothing else."""
+"""Tests of what computes a pipeline, and of its memory: the same for equal arithmetic, and for nothing else."""
 
 from dataclasses import replace
 

@@ -272,7 +272,7 @@ def test_a_speedup_is_against_the_fastest_mode_of_the_16_bit_side(monkeypatch):
 
 
 def with_fp32(monkeypatch, vectors, fp32, sixteen=0.2, quantized=0.1, **others):
-    """What is found on a CPU with these instructions, whose fp32 step takes so long."""
+    """Measure on a CPU with these instructions, whose fp32 step takes so long."""
     monkeypatch.setattr(speed, "instructions", lambda: vectors)
     machine, (plain, small) = sides(None, {"step": sixteen}, {"step": quantized})
     single = FakeSide("fp32", machine, step=fp32, **others)

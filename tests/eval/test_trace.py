@@ -1,4 +1,4 @@
-"""What hooks see along a run, and what one layer's arithmetic does to its input."""
+"""Tests of what hooks see along a run, and of what one layer's arithmetic does to its input."""
 
 from __future__ import annotations
 

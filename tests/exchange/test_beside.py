@@ -1,4 +1,4 @@
-"""What stands beside the weights of a file: settings and other components, which must be the base's too."""
+"""Tests of what stands beside a file's weights: settings and other components, which must be the base's too."""
 
 import json
 import shutil

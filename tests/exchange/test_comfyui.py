@@ -182,7 +182,7 @@ def recipe_of(name: str, folder: Path) -> str:
 
 
 def exported(family: str, recipe: str, folder: Path) -> tuple[dict[str, Tensor], Path, dict[str, Any]]:
-    """What a file of a random model stands for, by diffusers' names; the file; the model's configuration."""
+    """Export a random model; return what its file stands for, by diffusers' names, the file, and the configuration."""
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     row = FAMILIES[family]
@@ -208,7 +208,7 @@ def exported(family: str, recipe: str, folder: Path) -> tuple[dict[str, Tensor],
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
-    """What ComfyUI made of every model: [(weights we expect, configuration, what it held, what it said)]."""
+    """Return ComfyUI's version and, of every model, [(expected weights, configuration, what it held, what it said)]."""
     root, models, jobs = tmp_path_factory.mktemp("comfyui"), [], []
     for number, (family, recipe, *_) in enumerate(MODELS):
         state, file, config = exported(family, recipe, root / str(number))

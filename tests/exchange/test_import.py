@@ -80,7 +80,10 @@ def test_codes_stay_and_diffusers_loads_them(dialect, scheme, base, tmp_path) ->
 
 
 def _global(layer: QuantLinear, dialect: str) -> torch.Tensor | None:
-    """What the codes were made with: q, k and v of one file share theirs, and nunchaku rounds it."""
+    """Return the global scale that the codes were made with; None without one, and for nunchaku, which rounds it.
+
+    q, k and v of one file share theirs.
+    """
     return layer.stored("weight_scale_2") if layer.scheme.weights.two_level and "nunchaku" not in dialect else None
 
 
@@ -237,7 +240,7 @@ def test_the_command_imports_a_folder_by_itself(tmp_path) -> None:
 
 
 def test_one_model_without_its_pipeline_is_a_checkpoint_too(base, tmp_path) -> None:
-    """What is typed next: verify, export into a file and into a folder, import of those; eval says what it lacks."""
+    """Check what is typed next: verify, export to a file and a folder, import of those; eval says what it lacks."""
     out = tmp_path / "out"
     import_model(made(tmp_path, "comfy", NVFP4), out, base, card=model_card)
     assert [(result.check, result.status) for result in verify(out)] == [(check, "ok") for check in CHECKS]

@@ -1,4 +1,4 @@
-"""What `fluxq inspect` says of files in every dialect, and of the ways in which such files are known to be wrong."""
+"""Tests of `fluxq inspect` on files in every dialect, and on faults that such files are known to have."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_pa
 
 
 def folded_state(factors: Tensor) -> Tensors:
-    """What stands before an output projection divided by factors, which its columns take back."""
+    """Return a state with a projection divided by factors, which the columns of the output projection take back."""
     state = base_state()
     to_v, to_out = (f"transformer_blocks.0.attn.{name}" for name in ("to_v", "to_out.0"))
     columns = {f"{to_out}.weight": state[f"{to_out}.weight"].float() * factors}

@@ -119,7 +119,7 @@ def effective(layer: Any) -> Tensor:
 
 
 def codes_alone(layer: QuantTensors) -> Tensor:
-    """What the codes stand for, without factors of x."""
+    """Return the weight that the codes stand for, without factors of x."""
     return layer.linear().quantized_weight.dequantize()
 
 

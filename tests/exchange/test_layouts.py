@@ -1,4 +1,4 @@
-"""How other programs lay layers out: permutations and nunchaku's arithmetic by closed formulas, and joined layers."""
+"""Tests of other programs' layouts: permutations and nunchaku's arithmetic by closed formulas, and joined layers."""
 
 import pytest
 import torch

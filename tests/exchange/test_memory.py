@@ -1,4 +1,4 @@
-"""What `fluxq export` and `fluxq inspect --base` hold in memory: some copies of the largest layer, of any model.
+"""Tests of memory in `fluxq export` and `fluxq inspect --base`: some copies of the largest layer, of any model.
 
 A model of 24 GB has layers of 130 MB. Here it is one of 12 blocks and one of 4, whose layers are the same, and the
 embedded model, of which nothing but the code takes memory.
@@ -23,7 +23,7 @@ MOST = {"modelopt": 4, "comfy": 6, "inspect a folder": 6, "inspect a file": 8}  
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_allocator() -> Iterator[None]:
-    """What is freed goes back at once, so that a peak is what was held, and not what the allocator kept."""
+    """Give freed memory back at once, so that a peak is what was held, and not what the allocator kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
         yield

@@ -36,8 +36,10 @@ RAN = [reader for reader in READERS if reader.package]
 
 @dataclass
 class Format:
-    """What was found of a dialect's format. exported: (scheme, scheme that comes back) of layers that `export` moves as
-    they are. read: the schemes that `import` makes. rounded: tensors that do not come back byte for byte.
+    """Findings on a dialect's format.
+
+    exported: (scheme, scheme that comes back) of layers that `export` moves as they are. read: the schemes that
+    `import` makes. rounded: tensors that do not come back byte for byte.
     """
 
     exported: list[tuple[Scheme, Scheme]]
@@ -106,7 +108,7 @@ def found_formats(dialect: str) -> dict[str, Format]:
 
 
 def name_of(entry: dict[str, Any], known: set[str]) -> str:
-    """Which of the dialect's words an entry of a layer says."""
+    """Return the dialect's word that an entry of a layer says."""
     words = f"{entry.get('op')} {entry.get('precision')}"
     said = [value for value in (*entry.values(), words) if isinstance(value, str) and value in known]
     assert len(said) == 1, (entry, known)
@@ -148,7 +150,7 @@ def as_it_is(scheme: Scheme, back: Scheme) -> bool:
 
 
 def programs(dialect: str, name: str) -> str:
-    """Who reads a format: those that tests run, and those that are known to and are not run."""
+    """Return the programs that read a format: those that tests run, then those that are known to and are not run."""
     of_dialect = [reader for reader in READERS if reader.dialect == dialect]
     ran = [reader.program for reader in of_dialect if name in reader.formats]
     known = {part for row in DIALECTS[dialect].rows if row.name == name for part in row.read_by.split(", ")}

@@ -34,7 +34,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def large(folder: Path, broken: Callable[[Tensors], None]) -> Inspection:
-    """What is said of fp8 layers of many rows once one of them was changed."""
+    """Return the inspection of fp8 layers of many rows once one of them was changed."""
     g = torch.Generator().manual_seed(0)
     truth, state = {}, {}
     for i in range(COUNT):

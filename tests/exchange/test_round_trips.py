@@ -87,7 +87,7 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[st
 
 
 def require_second_trip(back: Path, dialect: str, tmp_path: Path, component: str = "transformer", **how: Any) -> None:
-    """What an import made goes through the dialect without a change of any kind."""
+    """Check that what an import made goes through the dialect without a change of any kind."""
     done, again = there_and_back(back, dialect, tmp_path / "second", **how)
     assert not (done.dequantized or done.requantized or done.folded)
     assert not changed(tensors_of(back, component), tensors_of(again, component))
@@ -146,7 +146,10 @@ def test_fitted_recipes_come_back(recipe, dialect, checkpoint, tmp_path) -> None
 
 
 def said_of_export(source: Path, dialect: str, side_layers: SideLayers, work: Path) -> str | None:
-    """What `inspect --base` and `import --base` find wrong with an export; None where the dialect does not take it."""
+    """Return what `inspect --base` and `import --base` find wrong with an export.
+
+    None where the dialect does not take it.
+    """
     work.mkdir()
     target = work / ("model.safetensors" if containers.WRITERS[dialect].is_file else "model")
     try:
@@ -273,8 +276,9 @@ def rounds_of(scheme: Scheme, dialect: str) -> set[str]:
 
 
 def as_read(scheme: Scheme, dialect: str) -> Scheme:
-    """What an import says of a layer: x as its dialect has it, and of nunchaku a power of two among the factors for a
-    calibrated scale of x.
+    """Return the scheme that an import gives a layer.
+
+    x is as its dialect has it. In nunchaku's a calibrated scale of x becomes a power of two among the factors.
     """
     rows = [row for row in DIALECTS[dialect].rows if row.weights == scheme.weights.name]
     activations = scheme.activations.name if scheme.activations else None

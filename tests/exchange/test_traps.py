@@ -72,7 +72,7 @@ def linear_scales(module: str, tensors: Tensors) -> None:
 
 
 def row_col(module: str, tensors: Tensors) -> None:
-    """What ModelOpt's padding makes of block scales: columns in multiples of 16, and tiles over those."""
+    """Pad block scales as ModelOpt does: columns in multiples of 16, and tiles over those."""
     n, groups = tensors["bias"].shape[0], tensors["weight"].shape[1] // 8
     scale = unblock_scales(tensors["weight_scale"], n, groups)
     tensors["weight_scale"] = block_scales(pad(scale, 1, 16))

@@ -18,7 +18,7 @@ FEW = ("--count", 2, "--num-inference-steps", 1)
 
 
 def said(*arguments: object) -> str:
-    """What a command that works prints."""
+    """Run a command that works and return what it prints."""
     done = CliRunner().invoke(cli, list(map(str, arguments)))
     assert done.exit_code == 0, done.output
     return done.output

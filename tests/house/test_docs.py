@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""Tests that the documents say what the code does."""
 
 import importlib.util
 import json
@@ -110,7 +110,7 @@ def test_a_large_model_keeps_what_its_counterpart_kept() -> None:
 
 
 def peers_cell(found: object) -> str:
-    """What a cell of the side-by-side table says: words as they are, errors short, numbers as what is off."""
+    """Return a cell of the side-by-side table: words as they are, errors short, numbers as what is off."""
     if isinstance(found, float):
         return f"{found:.4f} off"
     if "Error:" in str(found):

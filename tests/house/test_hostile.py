@@ -162,7 +162,7 @@ def write_prompts(root: Path) -> None:
 
 
 def in_a_process_of_its_own(*arguments: object) -> str:
-    """What Python prints with these arguments, where modules are found in packages and tests alone."""
+    """Return the last line of Python with these arguments, where modules are found in packages and tests alone."""
     environment = {**os.environ, "PYTHONPATH": str(Path(hostile.__file__).parent)}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=3600

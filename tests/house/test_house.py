@@ -15,7 +15,7 @@ HEAVY = ("torch", "diffusers", "transformers", "triton", "pydantic", "rich", "sc
 
 
 def room(module: str) -> str:
-    """Which room of the house a module of ours is in."""
+    """Return the room of the house that a module of ours is in."""
     part = module.split(".")[1] if "." in module else ""
     if part in ("base", "tiny"):
         return "ground"

@@ -316,7 +316,7 @@ def test_a_config_that_says_nothing_or_too_much_is_refused(arguments, error, mes
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-comfy"])
 def test_only_weights_that_share_a_scale_wait_for_one_another(recipe):
-    """What has been rounded is let go of: a group's last member leaves nothing behind."""
+    """Check that what has been rounded is let go of: a group's last member leaves nothing behind."""
     model = FluxTransformer2DModel.from_pretrained(tiny.path(), subfolder="transformer", dtype=torch.bfloat16)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     shapes = [LinearShape(name, m.out_features, m.in_features) for name, m in linears.items()]

@@ -1,4 +1,4 @@
-"""What a user named is looked for before anything heavy is imported, and what is not there is said with the cure."""
+"""Tests that what a user named is looked for before heavy imports, and that messages name a cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job runs and what it is said to take: `--device auto`, models that do not fit, and the forecast."""
+"""Tests of where a job runs and what it is said to take: `--device auto`, models that do not fit, and forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline must be for a job to work, told from its class and configuration, before anything is loaded."""
+"""Tests of what a job needs of a pipeline, told from its class and configuration, before anything is loaded."""
 
 import inspect
 import json

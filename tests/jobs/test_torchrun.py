@@ -164,7 +164,7 @@ def single(tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Where two processes did all jobs, and then one of them was killed at the first block it wrote of another."""
+    """Return the folder where two processes did all jobs, and one was killed at the first block it wrote of another."""
     folder = write_inputs(tmp_path_factory.mktemp("shared"))
     orders = [(name, arguments(name), None) for name in JOBS]
     killed = ("killed", [*arguments("parallel")[:-1], "killed"], (1, "at", 2))

@@ -1,4 +1,4 @@
-"""What the interpreter cannot see: that compiled kernels divide exactly and fuse no multiplication with an addition."""
+"""Tests of what the interpreter cannot see: kernels divide exactly and fuse no multiplication with an addition."""
 
 import dataclasses
 import re

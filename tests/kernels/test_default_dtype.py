@@ -1,4 +1,4 @@
-"""What torch makes of plain numbers (`torch.set_default_dtype`) changes no bit of codes, scales and outputs."""
+"""Tests that torch's default dtype (`torch.set_default_dtype`) changes no bit of codes, scales and outputs."""
 
 from collections.abc import Callable, Iterator
 

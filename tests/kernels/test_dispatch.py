@@ -1,4 +1,4 @@
-"""What is chosen for a scheme and a chip, and that the chosen kernels compute the scheme, on Triton's interpreter."""
+"""Tests of the kernels chosen for a scheme and a chip, and that they compute the scheme, on Triton's interpreter."""
 
 import json
 import logging
@@ -125,7 +125,7 @@ def test_timings_decide_between_ways_to_compute_the_same_but_never_change_the_ar
 
 @pytest.fixture
 def fresh_rows():
-    """What was read of kernels/compiled is forgotten, before and after."""
+    """Forget what was read of kernels/compiled, before and after the test."""
 
     def forget() -> None:
         dispatch.offer.cache_clear()
@@ -290,7 +290,7 @@ def test_the_table_covers_every_kernel_and_chip() -> None:
 
 
 def check_op(op, on_gpu, arguments: tuple, *, exact: bool = True) -> None:
-    """What a GPU runs gives what the torch reference gives, in shapes and dtypes too."""
+    """Check that what a GPU runs gives what the torch reference gives, in shapes and dtypes too."""
     with interpreting():
         found = on_gpu(*arguments, chip="sm_100")
     expected = op(*arguments)

@@ -18,7 +18,7 @@ TINIEST = 2.0**-149  # fp32's smallest subnormal number
 
 
 def value_of(kind: str, code: int) -> float:
-    """What the bits of a code mean."""
+    """Return the value that the bits of a code mean."""
     if code in NAN_CODES.get(kind, ()):
         return math.nan
     if kind == "e8m0":

@@ -40,7 +40,7 @@ def held(codes: Tensor, scale: Tensor, format_name: str, global_scale: Tensor | 
 
 
 def differences(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors of one dtype and shape differ in their bytes."""
+    """Tell which elements of two tensors of one dtype and shape differ in their bytes."""
     assert a.dtype == b.dtype and a.shape == b.shape
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.contiguous().view(integer) != b.contiguous().view(integer)

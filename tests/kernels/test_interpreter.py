@@ -464,7 +464,7 @@ def test_loops_with_run_time_bounds_and_functions_of_functions():
 
 
 def run(script: str, folder, **environment: str) -> str:
-    """What a script prints; from a file, because Triton reads the source of its kernels."""
+    """Return what a script prints; it is run from a file, because Triton reads the source of its kernels."""
     file = folder / "script.py"
     file.write_text(script)
     done = subprocess.run(

@@ -66,7 +66,10 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 def check_exact(
     kernels: ModuleType, shape=(2, 3, 6, 64), dtype=torch.bfloat16, interleaved=True, round_before_weight=False
 ) -> None:
-    """Where the sums of squares are exact, y is the reference's bits. The views leave gaps between heads."""
+    """Check that y is the reference's bits where the sums of squares are exact.
+
+    The views leave gaps between heads.
+    """
     b, s, h, d = shape
     qkv = heads((b, s, 2 * h, d + 2), dtype, whole=True)
     q, k = qkv[:, :, :h, :d], qkv[:, :, h + 1 :, :d]  # k: one head less

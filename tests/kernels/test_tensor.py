@@ -197,7 +197,7 @@ def test_quantizing_what_was_decoded_changes_nothing(row, seed):
 
 @pytest.mark.parametrize("largest", [448.0, 127.0])
 def test_an_amax_scale_survives_rounding_for_every_mantissa(largest):
-    """Why the bytes of fp8 and int8 come back: fl(fl(s · n) / n) is s for every s = fl(amax / n)."""
+    """Check that fl(fl(s · n) / n) is s for every s = fl(amax / n), so that the bytes of fp8 and int8 come back."""
     amax = (torch.arange(2**23, dtype=torch.int32) + (127 << 23)).view(torch.float32)  # all of [1, 2)
     scale = amax / largest
     assert torch.equal(scale * largest / largest, scale)

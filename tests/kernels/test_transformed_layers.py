@@ -233,7 +233,7 @@ def known_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, seed: int = 0) 
 
 
 def tensors_of(w: Tensor, bias: Tensor | None, scheme: Scheme, known: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a checkpoint stores of a layer, made by the package's own functions."""
+    """Return the tensors that a checkpoint stores of a layer, made by the package's own functions."""
     dtype = known["mean"].dtype
     transform = InputTransform(
         known["mean"].float() if scheme.center else None,

@@ -1,4 +1,4 @@
-"""Which damage of a tensor is seen by what, for every format: the table of quantize/README.md, held against the code.
+"""Tests of what sees which damage of a tensor, for every format: the table of quantize/README.md against the code.
 
 A hash or a digest sees all of it. Without them there are the checks on values, and what loading compares.
 """

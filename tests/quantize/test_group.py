@@ -1,4 +1,4 @@
-"""What is tried on an input group, what the gate keeps, and that the result says what it computes."""
+"""Tests of the stages tried on an input group, of the gate, and that the result says what it computes."""
 
 from __future__ import annotations
 

@@ -80,10 +80,11 @@ def serve() -> None:
 
 
 def _command(main: Callable[[], None], order: dict[str, Any]) -> None:
-    """What a forked process does: `die_at` of (a function's module, its name, n) kills it in that function's n-th call.
+    """Run `main` in this forked process; kill the process where `order` says so.
 
-    die_at_write of (n, seconds) kills it so long after it began its n-th change of files at the output. How often that
-    function was called, those files, and what the process held and read, is in report.json afterwards.
+    die_at of (a function's module, its name, n) kills it in that function's n-th call. die_at_write of (n, seconds)
+    kills it so long after it began its n-th change of files at the output. How often that function was called, those
+    files, and what the process held and read, is in report.json afterwards.
     """
     os.chdir(order["cwd"])
     for name, number in (("out.txt", 1), ("err.txt", 2)):

@@ -1,4 +1,4 @@
-"""What a card holds of a pipeline, by hand."""
+"""Tests of what a card holds of a pipeline, against figures made by hand."""
 
 import dataclasses
 

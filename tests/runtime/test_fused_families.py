@@ -199,7 +199,7 @@ def test_what_overflows_in_fp16_is_clipped(name: str, monkeypatch: pytest.Monkey
         block.register_forward_hook(lambda *given: made.append(given[-1]))
 
     def blocks() -> Tensor:
-        """What all blocks make of a call, of which much is not finite."""
+        """Return the outputs of all blocks in a call, of which much is not finite."""
         made.clear()
         output(model)
         parts = [part for one in made for part in (one if isinstance(one, tuple) else (one,))]
@@ -386,7 +386,7 @@ def test_a_feed_forward_in_chunks_and_an_ip_adapter_of_sd3_are_the_blocks_own() 
 
 
 def reasons(model: nn.Module, **call) -> set[str]:
-    """Why all blocks of a call were their own, whose result is checked."""
+    """Return why no block of a call was fused; check the result of that call."""
     with Calls() as calls:
         got = output(model, **call)
     assert calls.fused == 0

@@ -120,7 +120,10 @@ def test_on_a_gpu_every_op_of_a_block_is_its_reference_too(kind: str, case: str)
 
 
 def expected_calls(kind: str, case: str) -> dict[str, int]:
-    """How often a block calls each op: once for an input that layers share, and for each layer that shares none."""
+    """Return how often a block calls each op.
+
+    It is once for an input that layers share, and once for each layer that shares none.
+    """
     scheme, _, decoded = CASES[case]
     double = kind == "double"
     calls = {"adaln_quantize": 4 if double else 1, "qk_norm_rope": 2 if double else 1}
@@ -233,7 +236,7 @@ class Kernels(TorchDispatchMode):
         return found
 
     def launched(self, name: str, *args: Any) -> tuple[Any, Any]:
-        """What a kernel returns of the arguments of its op, and its tile; new tensors hold poison before."""
+        """Return a kernel's result for the arguments of its op, and its tile; new tensors hold poison before."""
         tiles: list[Any] = []
 
         def noting(find: Callable) -> Callable:
@@ -252,7 +255,7 @@ class Kernels(TorchDispatchMode):
         return producer.activate(x if self.chip else x.cuda(), act, tile=tile).cpu()
 
     def quantized_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
-        """What the kernel's first launches make of q, k and v."""
+        """Return the operands that the kernel's first launches make of q, k and v."""
         on_device = (x if self.chip else x.cuda() for x in (q, k, v))
         chip = self.chip or chip_of(torch.device("cuda"))
         tile = find_memory_tile("attention", f"quantize {q.shape[3]}", chip, q.shape[1])

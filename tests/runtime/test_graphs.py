@@ -402,7 +402,7 @@ def test_a_lora_scale_of_the_call(flux, lora_file):
 
 
 def test_a_scale_of_the_call_that_makes_new_tensors_each_time_is_not_recorded(flux, lora_file, caplog):
-    """What hot swapping keeps as a tensor, peft multiplies in place and divides into a new one."""
+    """Check a scale that hot swapping keeps as a tensor: peft multiplies it in place and divides it into a new one."""
     flux.enable_lora_hotswap(target_rank=8)
     flux.load_lora_weights(lora_file("l.safetensors", ADAPTED), adapter_name="style")
     with fluxq.capture(flux) as captured:
@@ -718,7 +718,7 @@ def test_a_copy_computes_plainly(flux):
 
 
 def test_a_shallow_copy_has_its_own(flux):
-    """How a benchmark has both at once."""
+    """Check that a copy is captured and the original is not, so that a benchmark can have both at once."""
     other = copy.copy(flux.transformer)
     with fluxq.capture(other) as captured:
         assert torch.equal(velocity(other), velocity(flux.transformer))
@@ -726,7 +726,7 @@ def test_a_shallow_copy_has_its_own(flux):
 
 
 class Small(nn.Sequential):
-    """What diffusers calls a denoiser, for compilers to be quick with."""
+    """Small denoiser with a forward pass like those of diffusers, for compilers to be quick with."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 3))

@@ -86,7 +86,7 @@ def hoisted_and_counted(pipe, **how) -> Iterator[tuple[HoistedModulation, dict[s
 
 
 def only(rows: dict[str, list[int]]) -> list[int]:
-    """What all layers have in common: the rows of each of their products."""
+    """Return the rows of each product, which must be the same in all layers."""
     first, *rest = rows.values()
     assert all(other == first for other in rest)
     return first
@@ -354,7 +354,7 @@ def nothing(_pipe) -> Iterator[None]:
 
 @contextmanager
 def embedding(pipe, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """What modulations read is changed behind the embedder's back."""
+    """Change what modulations read, behind the embedder's back."""
     handle = pipe.transformer.time_text_embed.register_forward_hook(lambda _m, _args, temb: change(temb))
     yield
     handle.remove()

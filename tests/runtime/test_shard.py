@@ -215,7 +215,7 @@ def test_a_sharded_mlp_is_the_mlp(ranks, scheme):
 @EVERY_SCHEME
 @BOTH_DTYPES
 def test_split_by_tokens_a_layer_is_the_whole_layer_bit_for_bit(ranks, scheme, dtype):
-    """What context parallelism does to every layer: scales belong to tokens, so nothing needs to be agreed on."""
+    """Check context parallelism in every layer: scales belong to tokens, so nothing needs to be agreed on."""
     assert torch.equal(ranks[0][f"tokens {scheme} {dtype}"], layer(scheme, UP, dtype)(tokens(UP, dtype)))
 
 
@@ -251,7 +251,7 @@ def test_a_transformer_of_column_parallel_layers_is_the_transformer_bit_for_bit(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, checkpoint, tested_recipes) -> list[dict[str, Tensor]]:
-    """What each rank computed."""
+    """Return the tensors that each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
     recipes = [f"{recipe}={checkpoint(recipe)}" for recipe in tested_recipes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -389,7 +389,7 @@ def prepared_shard(how: str, rank: int) -> QuantLinear:
 
 
 def eight_bit_weight(part: QuantLinear) -> QuantizedTensor:
-    """What a prepared layer multiplies."""
+    """Return the weight that a prepared layer multiplies."""
     row_scale = part.stored("weight_row_scale")
     return part.quantized_weight if row_scale is None else reencode(part.quantized_weight, "int8", row_scale)
 

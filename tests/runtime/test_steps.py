@@ -171,7 +171,7 @@ def test_one_end_is_asked_for_and_the_other_stays_the_recipes(pipe, loaded, sixt
 
 
 class Heun(diffusers.FlowMatchHeunDiscreteScheduler):
-    """Which FLUX's pipeline hands a schedule to."""
+    """Scheduler to which FLUX's pipeline can hand a schedule."""
 
     def set_timesteps(self, num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, **_: Any) -> None:
         super().set_timesteps(num_inference_steps or len(sigmas), device)

@@ -1,4 +1,4 @@
-"""What the formats cost on the embedded pipeline: their order must be right, and the committed figures hold it.
+"""Tests of what the formats cost on the embedded pipeline: their order, and that the committed figures hold it.
 
 Prompts differ far more from each other than fp8 from mxfp8, so order is judged on the same prompts and noise: by
 intervals without the prompts' own spread, which do not overlap, and by the paired difference.

@@ -25,7 +25,7 @@ _EXPECTED = (ValueError, RuntimeError, OSError)
 
 @contextmanager
 def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
-    """What a command does within it; errors that users can mend become messages with the exit code of the moment."""
+    """Yield a command's session; errors that users can mend become messages with the exit code of the moment."""
     from fluxq.base.console import set_verbosity
 
     session = Session(arguments)
@@ -124,7 +124,7 @@ class Session:
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
 
     def _device(self) -> str:
-        """What the first line says of the device, where the command has one."""
+        """Return the first line's words about the device, "" for a command without one."""
         if "device" not in self.arguments:
             return ""
         from fluxq.base import devices
@@ -139,7 +139,7 @@ class Session:
 
     @property
     def speaks(self) -> bool:
-        """Whether lines for people are printed."""
+        """Flag that is true if lines for people are printed."""
         return not (self.quiet or self.as_json) and (not launched() or os.environ["RANK"] == "0")
 
     def require_gpu(self, gpu: str | None, **needing: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the commands print for people."""
+"""Output of the commands for people."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def plan(
     *,
     every_layer: bool = False,
 ) -> None:
-    """What becomes of the Linears, by role, and why; with `every_layer` each by name; with `costs` those instead.
+    """Print what becomes of the Linears, by role, and why.
 
-    demands: of quantizing, on each device; the least that it may be given is said. held: of the pipeline by the GPU, as
-    asked and under prefer="memory".
+    With `every_layer` each is printed by name; with `costs` those instead. demands: of quantizing, on each device; the
+    least that it may be given is printed. held: of the pipeline by the GPU, as asked and under prefer="memory".
     """
     for component in prepared.plans:
         if not costs:
@@ -113,13 +113,13 @@ def plan_json(prepared: Prepared, costs: dict[str, Cost], held: Sequence[Holding
 
 
 def forecast(of_job: Forecast) -> None:
-    """How long a job will take, and how much memory; nothing of one that only rounds, as fast as files are copied."""
+    """Print the time and memory that a job will take; nothing for one that only rounds, as fast as files are copied."""
     if of_job.parts:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
 def calibrated(prepared: Prepared, path: Path) -> None:
-    """Where the statistics are and what they are for."""
+    """Print where the statistics are and what they are for."""
     if prepared.finished is not None:
         echo(f"already done: {path} holds the statistics of this recipe and model")
     else:
@@ -176,7 +176,7 @@ def judged(gate: Gate) -> str:
 
 
 def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
-    """What the closing check found, and what to do."""
+    """Return the closing check's faults in words, and what to do."""
     made = "images" if check.get("frames") is None else "videos"
     what = f"gate missed: {', '.join(check['missed'])}"
     if not check["finite"]:
@@ -189,7 +189,7 @@ def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
 
 
 def evaluated(page: Path, report: Report) -> None:
-    """What to use, each run's verdict, its main figures and what it buys, and where the report is."""
+    """Print which checkpoint to use, each run's verdict, main figures and gains, and where the report is."""
     from fluxq.eval.report.advice import advice
     from fluxq.eval.report.markdown import facts
     from fluxq.eval.report.summary import command_for, figures_of
@@ -247,7 +247,7 @@ def timed(speed: Speed) -> None:
 
 
 def _served(served: Served) -> str:
-    """Which arithmetic was timed, and what it takes of memory."""
+    """Return the arithmetic that was timed, and the memory that it takes, in words."""
     from fluxq.eval.metrics.figures import computed
 
     memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
@@ -258,7 +258,7 @@ def _served(served: Served) -> str:
 
 
 def debugged(found: Debug, patch: Path | None) -> None:
-    """What was found, the worst layers and where the patch is."""
+    """Print the findings, the worst layers and where the patch is."""
     from fluxq.eval.debug.findings import about_shares
 
     for finding in found.findings:
@@ -297,7 +297,7 @@ def verified(results: Sequence[Result]) -> None:
 
 
 def exported(done: Exported) -> None:
-    """What an export wrote, and every layer that did not keep its codes."""
+    """Print what an export wrote, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
     if done.was_written:
         echo(f"{done.target}: written before by this command, {done.dialect} of {of}")
@@ -433,7 +433,7 @@ def _cost(component: str, cost: Cost) -> None:
 
 
 def _facts(part: dict[str, Any]) -> dict[str, str]:
-    """What the closing table says of a component, or of all together."""
+    """Return the closing table's lines about a component, or about all together."""
     done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
     before, after = part["bytes_before"], part["bytes_after"]
     return {
@@ -445,7 +445,7 @@ def _facts(part: dict[str, Any]) -> dict[str, str]:
 
 
 def _layers_sqnr(part: dict[str, Any]) -> str:
-    """What fitting gained; where nothing is fitted, how near the weights are.
+    """Return the gain of fitting, in words; where nothing was fitted, the SQNR of the weights.
 
     Not both: fitting moves weights away from the originals so that outputs come nearer.
     """
@@ -458,7 +458,7 @@ def _layers_sqnr(part: dict[str, Any]) -> str:
 
 
 def _decisions(parts: list[dict[str, Any]]) -> None:
-    """What was kept, and what the layers' outputs gained by it, by role; nothing where nothing was tried."""
+    """Print the stages that were kept, and the layers' gain, by role; nothing where nothing was tried."""
     rows = []
     for part in parts:
         role_of = {layer["name"]: layer["role"] for layer in part["layers"]}
@@ -495,7 +495,7 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def warmed(rows: list[dict[str, Any]]) -> None:
-    """What was launched, and how much of its first launch was compiling."""
+    """Print the launches, with the time of the first, which compiles, and of a second."""
     header = ("scheme", "N x K", "tokens", "implementation", "first launch s", "again ms")
     texts = [
         (

@@ -1,4 +1,4 @@
-"""What `fluxq inspect` and `fluxq import` print for people."""
+"""Output of `fluxq inspect` and `fluxq import` for people."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _short(key: str, value: str) -> str:
 
 
 def imported(reports: Iterable[Imported]) -> None:
-    """What became of each component, what was wrong with it, and where it is."""
+    """Print what became of each component, its faults, and where it is."""
     output = ""
     for report in reports:
         output = report.output

@@ -1,1 +1,1 @@
-"""How a fluxq checkpoint loads where users already work."""
+"""Loading of fluxq checkpoints where users already work."""

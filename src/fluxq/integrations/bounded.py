@@ -156,7 +156,7 @@ def _construct(folder: ModelFolder, component: str, dtype: str, place: Any) -> A
 
 
 def _computes(model: nn.Module, tensors: Any) -> bool:
-    """Whether the model holds numbers that its files do not."""
+    """Tell whether the model holds numbers that its files do not."""
     if any(name not in tensors for name, _ in model.named_buffers()):
         return True
     return any(_holds_meta(value) for part in model.modules() for key, value in vars(part).items() if key[0] != "_")
@@ -171,7 +171,7 @@ def _holds_meta(value: Any) -> bool:
 
 
 def _dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a floating tensor is loaded in: some modules are kept in fp32, of transformers some only from fp16."""
+    """Return the dtype to load a floating tensor in: some modules stay in fp32, of transformers some only from fp16."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if isinstance(model, PreTrainedModel):
         kept = (kept if dtype == torch.float16 else set()) | set(model._keep_in_fp32_modules_strict or ())

@@ -76,7 +76,7 @@ class FluxqConfig:
 
     @property
     def stored(self) -> QuantizationConfig:
-        """What a checkpoint of the model would say: of its layers as they are now, once there is a model."""
+        """Configuration that a checkpoint of the model would hold: of its layers as they are, once there is a model."""
         model = self.model
         if model is not None:
             return _layers_of(model, self._steps)

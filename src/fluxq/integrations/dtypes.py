@@ -103,7 +103,7 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_exact(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a cast to `dtype` changes no number; of weights that wait elsewhere nobody knows."""
+    """Tell whether a cast to `dtype` changes no number; False where weights wait elsewhere, as nobody knows them."""
     tensors = [tensor.detach() for _, tensor in _numbers(model)]
     if any(tensor.is_meta for tensor in tensors):
         return False

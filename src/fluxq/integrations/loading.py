@@ -1,4 +1,4 @@
-"""What the loaders of diffusers and transformers share.
+"""Code that the loaders of diffusers and transformers share.
 
 A stored checkpoint: QuantLinears are put in place on the meta device, and every tensor that comes for one must have
 the dtype and shape of its placeholder. On the fly: the 16-bit weights of planned layers are rounded as they arrive.
@@ -149,7 +149,7 @@ def refuse_disk(device_map: object) -> None:
 
 
 def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
-    """What config's recipe makes of a 16-bit model; None, with a warning, for a VAE that the recipe does not name.
+    """Return the plan of config's recipe for a 16-bit model; None, with a warning, for a VAE that it does not name.
 
     Raises ValueError for a class that no family row knows and where the recipe needs calibration.
     """

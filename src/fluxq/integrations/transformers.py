@@ -131,7 +131,7 @@ class FluxqHfQuantizer(HfQuantizer):
                     raise lacking(f"{name}.{part}")
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """What a tensor of a checkpoint is cast to as it is read; None leaves it as it is."""
+        """Return the dtype that a tensor of a checkpoint is cast to as it is read; None leaves it as it is."""
         return None if converter.target_patterns[0] in self.exact else super().get_new_dtype(converter, param, dtype)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
@@ -233,7 +233,7 @@ class _AddAxis(ConversionOps):
 
 
 def _is_kept_in_fp32(model: Any, name: str) -> bool:
-    """Whether the class computes this module in fp32 where the rest is fp16: T5's `wo` overflows there."""
+    """Tell whether the class computes this module in fp32 where the rest is fp16: T5's `wo` overflows there."""
     return any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in model._keep_in_fp32_modules or ())
 
 
