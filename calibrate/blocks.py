@@ -203,7 +203,7 @@ class LiveBlock:
 
     @property
     def is_needed(self) -> bool:
-        """Flag that is true if a later block needs its output."""
+        """True if a later block needs its output."""
         return self.replay.last_use(self.index) > self.index
 
     def observe(

@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Flag that is true if the interval of the mean difference leaves out 0."""
+        """True if the interval of the mean difference leaves out 0."""
         return self.difference.low > 0 or self.difference.high < 0
 
 

@@ -1,6 +1,7 @@
 """The house: imports run one way, heavy packages load late, the folders are where the package expects them."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Container, Iterator
@@ -165,3 +166,18 @@ def test_outside_the_command_line_nothing_prints_exits_or_asserts() -> None:
             if isinstance(node, ast.Call) and name not in allowed:
                 called = ast.unparse(node.func)
                 assert called not in ("print", "sys.exit", "exit"), f"{path}:{node.lineno}"
+
+
+def test_no_docstring_begins_with_a_question() -> None:
+    """A first line says what a function does or what a thing is; a question word makes a riddle of it."""
+    riddle = re.compile(r"(What|Whether|Which|Where|Who|Whose|How|When|Why)\b")
+    files = [path for folder in (*FOLDERS, "src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [
+        (path.relative_to(ROOT), ast.get_docstring(node) or "")
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented)
+    ]
+    assert sum(bool(text) for _, text in texts) > 2500
+    assert [f"{path}: {text.splitlines()[0]}" for path, text in texts if riddle.match(text)] == []

@@ -139,7 +139,7 @@ class Session:
 
     @property
     def speaks(self) -> bool:
-        """Flag that is true if lines for people are printed."""
+        """True if lines for people are printed."""
         return not (self.quiet or self.as_json) and (not launched() or os.environ["RANK"] == "0")
 
     def require_gpu(self, gpu: str | None, **needing: Any) -> None:
