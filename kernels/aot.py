@@ -41,7 +41,7 @@ from fluxq.kernels.tiles import TUNED
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one cell on one chip. registers: per thread. spills: loads and stores of spilled registers.
+    """Outcome of one cell on one chip. registers: per thread. spills: loads and stores of spilled registers.
 
     shared: bytes of shared memory. instruction: the matrix instruction that is there most often. reason: why not ok.
     """
@@ -112,7 +112,10 @@ def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
 
 
 def compare(row: Row, accepted: Row | None) -> list[str]:
-    """What is worse than accepted, as sentences; a row that was never accepted is worse if it is not ok or new."""
+    """Return a sentence for each way in which a row is worse than the accepted one.
+
+    A row that was never accepted is a complaint in itself.
+    """
     name = f"{row.kernel} {row.format} {row.target}"
     if accepted is None:
         return [f"{name}: not in kernels/{EXPECTED.name} for Triton {_minor(triton.__version__)}"]

@@ -1,4 +1,4 @@
-"""What of a kernel is compiled ahead of time: a kernel file lists its CELLS, `aot.py` compiles them for every chip."""
+"""Cells, the kernels compiled ahead of time: a kernel file lists its CELLS, `aot.py` compiles them for every chip."""
 
 from __future__ import annotations
 

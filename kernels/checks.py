@@ -1,4 +1,4 @@
-"""What every kernel's Python side checks before it launches: a wrong pointer is silent, a ValueError is not."""
+"""Checks on the Python side of every kernel before it launches: a wrong pointer is silent, a ValueError is not."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ KB = 1024
 
 @dataclass(frozen=True)
 class Chip:
-    """What the compiler and the checks know of a chip. shared: bytes of shared memory that one block may use."""
+    """Properties of a chip for the compiler and the checks. shared: bytes of shared memory that one block may use."""
 
     backend: str
     architecture: int | str

@@ -269,6 +269,6 @@ def round_magnitude(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.c
 
 @triton.jit
 def swizzled_offset(row, group, groups):
-    """Where block scale (row, group) lies in the 128x4 layout: tiles of 128 rows and 4 groups, in 32 lines of 16."""
+    """Return the offset of block scale (row, group) in the 128x4 layout, whose tiles are 32 lines of 16 scales."""
     tile = (row // 128) * ((groups + 3) // 4) + group // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4

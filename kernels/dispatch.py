@@ -48,7 +48,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Offer:
-    """Whether a chip can run a kernel for a format. how: as in Kernel, None where it is not offered; reason: why."""
+    """Offer of a kernel for a format on a chip. how: as in Kernel, None where it is not offered; reason: why not."""
 
     how: str | None
     reason: str = ""
@@ -56,7 +56,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a Linear. implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
+    """Implementation of a Linear. implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
 
     activations: the format that x is rounded to first, None for none. reason: why this, and not what stands before it.
     fallback: the scheme's own arithmetic is not to be had on this chip.
@@ -70,7 +70,7 @@ class Choice:
 
 @functools.cache
 def offer(op: str, format: str, chip: str) -> Offer:
-    """What the accepted rows of this Triton version say of an op's kernel on a chip."""
+    """Return the offer of an op's kernel on a chip, by the accepted rows of this Triton version."""
     row = kernel_row(op)
     if format in FORMATS and format not in KERNEL_FORMATS:
         return Offer(None, f"no kernel was written for {format}")
@@ -89,7 +89,7 @@ def offer(op: str, format: str, chip: str) -> Offer:
 def choose(
     scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, row_scale: bool = False
 ) -> Choice:
-    """What computes m tokens of `dtype` under a scheme on a chip; where no candidate can, the torch reference.
+    """Choose what computes m tokens of `dtype` under a scheme on a chip; the torch reference if no candidate can.
 
     row_scale: the layer holds the 8-bit scales per row that W4A8 needs.
     """
@@ -131,7 +131,7 @@ def _candidates(scheme: Scheme, row_scale: bool) -> list[Choice]:
 
 
 def _why_not(candidate: Choice, scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> str:
-    """Why a candidate cannot serve; empty if it can."""
+    """Return the reason why a candidate cannot serve; empty if it can."""
     if candidate.implementation == "weight_only_matmul" and dtype == torch.float32:
         row_bytes = k * scheme.weights.element.bits // 8
         if m > LARGEST_GEMV or row_bytes % 4:

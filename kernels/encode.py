@@ -169,7 +169,7 @@ def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: T
 
 
 def all_finite(scale: Tensor, format: Format) -> bool:
-    """Whether stored scales say that what they belong to held neither NaN nor infinity."""
+    """Tell whether stored scales say that all values behind them were finite, neither NaN nor infinity."""
     if format.scale == "e8m0":
         return not bool((scale == _E8M0_NAN).any())
     if format.scale == "e4m3":
@@ -273,13 +273,13 @@ def _many_steps(magnitude: Tensor, element: Element, unit: float = 1.0) -> Tenso
 
 
 def _is_cast(element: Element) -> bool:
-    """Whether torch has a dtype of the element: its cast takes a third of the time."""
+    """Tell whether torch has a dtype of the element: its cast takes a third of the time."""
     return getattr(torch, element.storage).is_floating_point
 
 
 @functools.cache
 def _four_bit_values(element: Element) -> tuple[float, ...]:
-    """What each of the 16 codes of a 4-bit element stands for."""
+    """Return the value of each of the 16 codes of a 4-bit element."""
     if element.is_integer:
         return (*range(8), *range(-8, 0))
     return (*element.magnitudes, *(-value for value in element.magnitudes))
@@ -332,7 +332,7 @@ def _nearest(magnitude: Tensor, unit: float, element: Element) -> Tensor:
 
 
 def _rounding_error(blocks: Tensor, step: Tensor, element: Element) -> Tensor:
-    """How far |v| is from the nearest magnitude of a code, for v = blocks (rows, G, k) over their step (rows, G)."""
+    """Return the nearest magnitude of a code less |v|, for v = blocks (rows, G, k) over their step (rows, G)."""
     magnitude = blocks.div(step.unsqueeze(-1)).abs_()
     return _nearest(magnitude, 1.0, element).sub_(magnitude)
 

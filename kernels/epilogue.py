@@ -1,4 +1,4 @@
-"""What may follow a product in the same pass, in fp32 to the end: y is rounded once, where separate layers round often.
+"""Epilogue of a product, in the same pass and in fp32 to the end: y is rounded once, where separate layers round often.
 
     v = v + b
     v = v + h · up^T          low-rank branch, h = x · down^T
@@ -29,7 +29,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows a product (M, N), and the dtype of the result; all tensors contiguous.
+    """Steps that follow a product (M, N), and the dtype of the result; all tensors contiguous.
 
     bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 64. gate (B, N): a row for
     each of B images whose M / B tokens follow one another. residual (M, N).

@@ -111,14 +111,14 @@ class _Replacements:
 
 
 def _launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """What `kernel[grid](...)` calls; compile options such as num_warps are ignored."""
+    """Run a kernel as `kernel[grid](...)` does; compile options such as num_warps are ignored."""
     function = stock.InterpretedFunction(kernel.fn)
     function.add_pre_run_hook(_note_memory)
     function.run(*args, grid=grid, warmup=warmup, **options)
 
 
 def _call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
-    """What a kernel's call of another `@triton.jit` function calls."""
+    """Run another `@triton.jit` function that a kernel calls."""
     return stock.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
@@ -315,7 +315,7 @@ def _add_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _is_packed(dtype: Any) -> bool:
-    """Whether the interpreter holds values of this type as their bits, for want of a NumPy type."""
+    """Tell whether the interpreter holds values of this type as their bits, for want of a NumPy type."""
     scalar = dtype.scalar
     return scalar == tl.bfloat16 or (scalar.is_floating() and scalar.primitive_bitwidth == 8)
 

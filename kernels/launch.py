@@ -1,4 +1,4 @@
-"""What the ops of fluxq do on a GPU, in the place of their torch references (device.py sees to that).
+"""Ops of fluxq on a GPU, in the place of their torch references (device.py sees to that).
 
 `quantized_linear` asks dispatch.py, which always finds a way. The other ops are one kernel each, and ValueError names
 the chip that it is not for. Called with `chip`, all of them also run on the interpreter.
@@ -43,7 +43,7 @@ from fluxq.recipes.formats import FORMATS, Scheme, find_format
 
 
 def run(name: str, *arguments: Any) -> Any:
-    """What an op of that name returns for tensors on a GPU; kernels are launched on the one that holds the tensors."""
+    """Run the op of that name for tensors on a GPU; kernels are launched on the one that holds the tensors."""
     first = arguments[0]
     if name != "quantized_linear" and first.shape[0] == 0:  # nothing to launch
         on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
@@ -106,7 +106,7 @@ def quantized_linear(
 
 @dataclass(frozen=True)
 class Steps:
-    """What the quantizer does with its input before it rounds it: `mean` and `smooth` (K,) fp32, blocks of Hadamard."""
+    """Steps of the quantizer before it rounds its input: `mean` and `smooth` (K,) fp32, blocks of Hadamard."""
 
     mean: Tensor | None = None
     smooth: Tensor | None = None
@@ -223,7 +223,7 @@ def _epilogue(x: Tensor, bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | 
 
 
 def _fits(low_rank: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether a matmul kernel can add the branch: few ranks, 16 bit."""
+    """Tell whether a matmul kernel can add the branch: few ranks, 16 bit."""
     return low_rank is not None and low_rank[0].shape[1] <= LARGEST_RANK and low_rank[0].dtype != torch.float32
 
 

@@ -24,7 +24,7 @@ from fluxq.recipes.formats import Scheme
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a layer's stored tensors can be read again. folder: of safetensors files; layer: its name in them."""
+    """Source of a layer's stored tensors, to read them again. folder: of safetensors files; layer: its name in them."""
 
     folder: Path
     layer: str
@@ -44,7 +44,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What runtime/layout.py did to a layer for one GPU, and the layer's scheme as stored.
+    """Record of the change that runtime/layout.py made to a layer for one GPU, and of the layer's scheme as stored.
 
     kind: block scales were reordered ("swizzled"), scales per row or the decoded weight were added ("row scale",
     "decoded"), or the weight is another one ("re-encoded"). how: the same in words. added_error: of the 8-bit weight,
@@ -177,7 +177,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def branches(self) -> dict[str, Tensor]:
-        """What lies in 16 bit beside the weight, by name: vectors and matrices of its transforms, the low-rank pair."""
+        """16-bit tensors beside the weight, by name: vectors and matrices of its transforms, the low-rank pair."""
         names = branch_shapes(self.scheme, self.out_features, self.in_features)
         return {name: self.get_parameter(name).data for name in names}
 
@@ -276,7 +276,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def operands(self) -> tuple:
-        """What `fluxq::quantized_linear` takes beside x, in its order."""
+        """Arguments of `fluxq::quantized_linear` beside x, in its order."""
         return (
             self.stored("weight"),
             self.stored("weight_scale"),

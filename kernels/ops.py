@@ -318,7 +318,10 @@ def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, fo
 
 
 def _rounds_by_row(scheme: Scheme, input_scale: Tensor | None) -> bool:
-    """Whether rows of x may be transformed as they are rounded: no scale needs to see others, or all of one, before."""
+    """Tell whether rows of x can be transformed as they are rounded.
+
+    A scale of the whole matrix needs all rows first, and a global scale without `input_scale` all of one.
+    """
     row = scheme.activations
     return row is not None and row.block[0] != 0 and not (row.two_level and input_scale is None)
 
@@ -374,7 +377,7 @@ def _product_of_columns(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _takes_int_mm(device_type: str) -> bool:
-    """Whether `torch._int_mm` multiplies codes: where it is exact, and on a CPU faster than fp32 products."""
+    """Tell whether `torch._int_mm` multiplies codes: where it is exact, and on a CPU faster than fp32 products."""
     if not int_mm_is_exact(device_type):
         return False
     return device_type != "cpu" or int8_seconds()[0] <= int8_seconds()[1]
@@ -382,7 +385,7 @@ def _takes_int_mm(device_type: str) -> bool:
 
 @functools.cache
 def int_mm_is_exact(device_type: str) -> bool:
-    """Whether `torch._int_mm` is there and adds up the largest codes: x86 without VNNI saturates int16."""
+    """Tell whether `torch._int_mm` is there and adds up the largest codes: x86 without VNNI saturates int16."""
     if device_type == "cuda":
         return True
     largest = torch.full((32, 64), 127, dtype=torch.int8, device=device_type)
@@ -394,10 +397,11 @@ def int_mm_is_exact(device_type: str) -> bool:
 
 @functools.cache
 def int8_seconds() -> tuple[float, float]:
-    """What a small product takes on this CPU by `torch._int_mm`, and by fp32 products; measured once, in milliseconds.
+    """Return the seconds that a small product takes on this CPU by `torch._int_mm`, and by fp32 products.
 
-    Without an instruction for it `_int_mm` may be a plain loop, twenty times as slow as fp32. Both give the same
-    integers, so that nothing but time depends on what is measured, and every process may choose for itself.
+    They are measured once for a process. Without an instruction for it `_int_mm` may be a plain loop, twenty times as
+    slow as fp32. Both give the same integers, so that nothing but time depends on what is measured, and every process
+    may choose for itself.
     """
     m, n, k = _TIMED
     a, b = (torch.ones(rows, k, dtype=torch.int8, device="cpu") for rows in (m, n))
@@ -421,12 +425,12 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
 
 
 def multiplies_codes(weights: Format, activations: Format | None) -> bool:
-    """Whether the product is one of int8 codes, which nothing decodes."""
+    """Tell whether the product is one of int8 codes, which nothing decodes."""
     return weights is FORMATS["int8"] and activations is FORMATS["int8"]
 
 
 def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
-    """What of this file computes `quantized_linear` under a scheme on a type of device ("cpu", "cuda", …), and why."""
+    """Return the implementation of `quantized_linear` for a scheme and a type of device ("cpu", …), and why."""
     if not multiplies_codes(scheme.weights, scheme.activations):
         return "torch reference", f"no kernel for {device_type}" + " without Triton" * (device_type == "cuda")
     if not int_mm_is_exact(device_type):

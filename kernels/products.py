@@ -201,7 +201,7 @@ def _finish(
     gelu: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What follows product and bias (M, N) in fp32, as the top of this file says."""
+    """Compute the epilogue of a product with its bias (M, N), in fp32, as the top of this file says."""
     if h is not None and up is not None:
         value = value + F.linear(h.float(), up.float())
     if gelu:

@@ -170,7 +170,7 @@ def round_blocks(
     four_over_six: bool = False,
     steps: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """What `quantize_blocks` of the same decodes to, (M, K) in fp32, without storing the codes."""
+    """Return what `quantize_blocks` of the same decodes to, (M, K) in fp32, without storing the codes."""
     how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
     done = memory.scratch(x.shape, torch.float32, x.device)
     for start, scaled, scale in how.scaled_rows(x, steps):
@@ -182,7 +182,10 @@ def round_blocks(
 
 @dataclass(frozen=True)
 class _Rounding:
-    """How a matrix is rounded: global_scale () or (M, 1) of two-level formats, row_scale where blocks do not say it."""
+    """Settings for rounding a matrix.
+
+    global_scale: () or (M, 1), of two-level formats. row_scale: for formats whose scales do not follow from blocks.
+    """
 
     format: Format
     global_scale: Tensor | None

@@ -20,7 +20,7 @@ from fluxq.kernels.chips import CHIPS
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of a memory-bound kernel works on at a time: powers of two, and warps that share it."""
+    """Tile that one program of a memory-bound kernel works on at a time: powers of two, and warps that share it."""
 
     rows: int
     columns: int
@@ -29,7 +29,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """What one program computes, (m, n) at k columns a step, and how: sizes are powers of two.
+    """Tile that one program computes, (m, n) at k columns a step, and how: sizes are powers of two.
 
     group_m: tiles of rows that are launched side by side, so that they find the same weights in the cache.
     acc_split: fp8 on Hopper only, whose matrix units accumulate in fewer bits than fp32 has: columns after which
@@ -124,7 +124,7 @@ def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[st
 
 
 def cdiv(size: int, tile: int) -> int:
-    """How many tiles cover a size; triton.cdiv takes 2 us for it, which launches of few tokens notice."""
+    """Count the tiles that cover a size; triton.cdiv takes 2 us for it, which launches of few tokens notice."""
     return -(-size // tile)
 
 

@@ -1,4 +1,4 @@
-"""What happens to x before it is rounded, and what the weight must be so that nothing but rounding changes y.
+"""Transforms of x before it is rounded, and of the weight, so that nothing but rounding changes y.
 
     z = (x - mean) · smooth                 center, smooth: vectors (K,)
     z = z - (z P^T) P                       deflate: P (d, K) with orthonormal rows; z P^T also goes on in 16 bit
@@ -70,7 +70,7 @@ class InputTransform:
         return z
 
     def extra_bias(self, w: Tensor) -> Tensor | None:
-        """What centring adds to the bias: W' mean (N,)."""
+        """Return the bias that centring adds: W' mean (N,)."""
         return None if self.mean is None else w @ self.mean
 
     def _before_rotation(self, x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class QuantizationConfig:
     def of(
         cls, schemes: Iterable[tuple[str, Scheme]], attention: Attention = "16bit", steps: Steps | None = None
     ) -> QuantizationConfig:
-        """What the checkpoint of these layers (module name, scheme) says."""
+        """Return the configuration of a checkpoint with these layers (module name, scheme)."""
         layers: dict[str, list[str]] = {}
         features: set[str] = set()
         for name, scheme in schemes:
@@ -202,7 +202,7 @@ class SourceWeights:
         return [name for name, was in fingerprints.items() if name not in files or files[name].fingerprint(name) != was]
 
     def stays_fp32(self, name: str) -> bool:
-        """Whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms, for one)."""
+        """Tell whether the 16-bit model computes with this tensor in fp32, as its class asks for (Wan's norms do)."""
         return not self._fp32_modules.isdisjoint(name.split("."))
 
     @property
@@ -212,7 +212,7 @@ class SourceWeights:
 
 
 def is_model(folder: ModelFolder, component: str) -> bool:
-    """Whether a component has weights: tokenizers and schedulers have none."""
+    """Tell whether a component has weights: tokenizers and schedulers have none."""
     try:
         model_class_of(library_of(folder, component), folder.components[component])
     except ValueError:
@@ -450,7 +450,7 @@ def model_class_of(library: str, class_name: str) -> Any:
 
 
 def _is_of_transformers(model_class: type) -> bool:
-    """Whether transformers makes and loads it; some of those are defined in pipelines of diffusers."""
+    """Tell whether transformers makes and loads the class; some of those are defined in pipelines of diffusers."""
     from transformers import PreTrainedModel
 
     return issubclass(model_class, PreTrainedModel)

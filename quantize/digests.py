@@ -1,4 +1,4 @@
-"""What a checkpoint says of its own bytes, so that `verify` can hold the files against it.
+"""Digests that a checkpoint holds of its own bytes, so that `verify` can compare the files with them.
 
     fluxq_plan.json             `files`: the SHA-256 of every file
     <component>/config.json     quantization_config: `digest`, of the component's tensors by content, however they are

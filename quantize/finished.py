@@ -29,7 +29,7 @@ _HEADER, _HASH = "fluxq_block", "fluxq_hash"
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What became of a fitted input group. plain_db, db: held-out SQNR, rounded to nearest and as kept."""
+    """Outcome of a fitted input group. plain_db, db: held-out SQNR, rounded to nearest and as kept."""
 
     layers: tuple[str, ...]
     stages: tuple[Stage, ...]
@@ -44,7 +44,7 @@ class GroupOutcome:
 
 @dataclass
 class Outcome:
-    """What became of a block, or of a component.
+    """Outcome of a block, or of a component.
 
     schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name.
     fingerprints: of the source tensors that only rounding read, for `ModelFolder.digest`.
@@ -57,7 +57,7 @@ class Outcome:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Self:
-        """What the headers of finished blocks say together; ValueError naming a file whose header is damaged."""
+        """Read the headers of finished blocks together; ValueError naming a file whose header is damaged."""
         whole = cls()
         for file in files:
             said = _said(TensorFile(file))
@@ -113,7 +113,7 @@ def _said(file: TensorFile) -> _Said:
 
 
 def block_files(folder: Path, count: int) -> list[Path]:
-    """Where the blocks of a component go, in their order."""
+    """Return the paths of a component's blocks, in their order."""
     return [folder / f"{index:04}.safetensors" for index in range(count)]
 
 
@@ -130,7 +130,7 @@ def _hash(said: str, fingerprints: Mapping[str, str]) -> str:
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:
-    """Whether a block need not be made again: it is as it was written, of tensors as `source` has them now.
+    """Tell whether a block need not be made again: it is as it was written, of tensors as `source` has them now.
 
     Of a block that must be, the log says why.
     """

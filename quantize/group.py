@@ -77,7 +77,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class FittedGroup:
-    """What became of a group. layers: by name, holding their biases too. stages: what was decided.
+    """Outcome of fitting a group. layers: by name, holding their biases too. stages: what was decided.
 
     plain_db, db: held-out SQNR of the layers rounded to nearest, and of the result; None without tokens.
     """
@@ -126,7 +126,7 @@ def fit_group(
 
 @dataclass(frozen=True)
 class _State:
-    """What has been kept so far. ranks: of each layer's branch; exponents: smoothing's, by segment."""
+    """Transforms and ranks that are kept so far. ranks: of each layer's branch; exponents: smoothing's, by segment."""
 
     transform: InputTransform = _NOTHING
     exponents: tuple[tuple[float, float] | None, ...] = ()
@@ -178,7 +178,7 @@ class _Fit:
         return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), plain_db, db)
 
     def _why_not_judged(self) -> str:
-        """Why nothing can be told from what is known of the input; empty if it can."""
+        """Return the reason why no stage can be judged by what is known of the input; empty if it can."""
         amax = self.inputs.amax.amax()
         if not amax > 0:
             return "its input is always zero"
@@ -189,7 +189,7 @@ class _Fit:
         return ""
 
     def _can_be_stored(self, parts: list[_Part], biases: Iterable[Tensor | None]) -> bool:
-        """Whether all pieces, and biases with what is added to them, are finite in the dtype they are stored in."""
+        """Tell whether all pieces, and biases with what is added to them, are finite in their stored dtypes."""
         for part, bias in zip(parts, biases, strict=True):
             added = part.bias if bias is None or part.bias is None else bias.float() + part.bias
             stored = [part.amax, part.out, part.a, part.b, None if added is None else self._in_16_bit(added)]
@@ -654,7 +654,7 @@ class _Part:
             yield rows, v if self.target is None else v @ self.target
 
     def rest(self, rows: slice) -> Tensor:
-        """What the branch leaves of rows of the weight, fp32."""
+        """Return rows of the weight less the low-rank branch, fp32."""
         w = self.weight[rows].float()
         return w if self.a is None or self.b is None else w - self.b[rows] @ self.a
 

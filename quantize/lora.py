@@ -30,7 +30,7 @@ from fluxq.quantize.lora_file import LoraFile
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What a LoRA adds to one layer's weight (N, K): scale · b a, with a (r, K) and b (N, r).
+    """Update of one layer's weight (N, K) by a LoRA: scale · b a, with a (r, K) and b (N, r).
 
     Of a convolution K is the channels times the kernel's elements, as its weight holds them.
     """
@@ -153,7 +153,7 @@ def _is_adaptable(module: nn.Module) -> bool:
 def _for_component(
     state: dict[str, Tensor], scaling: dict[str, Any], component: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What was read under PEFT's names, for a second transformer under its own: files say `transformer` of either."""
+    """Rename what was read to PEFT's names; files say `transformer` of a second one too, which gets its own name."""
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
     if not any(".lora_A." in key for key in state):  # names that diffusers gave a UNet's layers before it took PEFT's

@@ -1,4 +1,4 @@
-"""What of a layer stays in 16 bit: a few directions of its weight, or of its input.
+"""16-bit part of a layer: a few directions of its weight, or of its input.
 
     branch    W ≈ B A: the largest singular directions of a weight, by subspace iteration with a fixed start
     deflate   P: the principal directions of z, whose share of y is computed in 16 bit and taken out of z

@@ -36,7 +36,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Piece:
-    """What is read and rounded together. layers: of one global scale, or one. plain: tensors stored as they are."""
+    """Piece that is read and rounded in one. layers: of one global scale, or one. plain: tensors stored as they are."""
 
     layers: tuple[LayerPlan, ...] = ()
     plain: tuple[str, ...] = ()

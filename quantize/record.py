@@ -1,4 +1,4 @@
-"""What is read again of `fluxq_plan.json`, and of what kind it has to be; the file holds more, for people."""
+"""Schema of the parts of `fluxq_plan.json` that are read again; the file holds more, for people."""
 
 from __future__ import annotations
 

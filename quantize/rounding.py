@@ -1,4 +1,4 @@
-"""Which codes and scales a weight gets: nearest, searched, or with error feedback (GPTQ).
+"""Choice of a weight's codes and scales: nearest, searched, or with error feedback (GPTQ).
 
     search   of several scales for a block the one with the least Σ h_k (w_k - q_k)^2, h the diagonal of E[z z^T]
     gptq     columns from the last to the first; each is rounded from w_k + Σ_j (w_j - q_j) l_jk over the columns j

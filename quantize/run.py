@@ -55,7 +55,7 @@ _FEW_TOKENS = 256  # for quantize_linear, worth a warning
 
 @dataclass(frozen=True)
 class Fitting:
-    """What fitting needs beside plan and weights.
+    """Inputs of fitting beside plan and weights.
 
     replay: the component's 16-bit model and its calls. gate: of the recipe. parallel: later blocks are fitted to what
     16-bit blocks return. statistics: their amax counts for input scales too.
@@ -156,7 +156,7 @@ def _block_with(name: str, paths: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What rounding to nearest needs beside a block. input_scales: by layer, of those that are not fitted."""
+    """Inputs of rounding to nearest beside a block. input_scales: by layer, of those that are not fitted."""
 
     source: SourceWeights
     dtype: torch.dtype

@@ -354,7 +354,7 @@ def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _mixed(dtypes: Mapping[str, str]) -> str:
-    """What is wrong where both 16-bit dtypes are among a model's tensors, "" if nothing is."""
+    """Return the fault of a model that has tensors of both 16-bit dtypes; "" if it has not."""
     first = {dtype: min(name for name, own in dtypes.items() if own == dtype) for dtype in set(dtypes.values())}
     if not first.keys() >= {"BF16", "F16"}:
         return ""
@@ -362,7 +362,7 @@ def _mixed(dtypes: Mapping[str, str]) -> str:
 
 
 def _fault(tensor: Tensor, expected: _Expected) -> str:
-    """What is wrong with a tensor, "" if nothing is."""
+    """Return the fault of a tensor; "" if there is none."""
     if tensor.dtype not in expected.dtypes or tuple(tensor.shape) != expected.shape:
         dtypes = " or ".join(map(str, expected.dtypes))
         return f"{tensor.dtype} {(*tensor.shape,)}, expected {dtypes} {expected.shape}"
@@ -370,7 +370,7 @@ def _fault(tensor: Tensor, expected: _Expected) -> str:
 
 
 def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
-    """What is wrong with the values of a tensor, "" if nothing is. scheme: of the layer that has it, None for none."""
+    """Return the fault in the values of a tensor; "" if none. scheme: of the layer that has it, None for none."""
     if scheme is not None and parameter in ("weight", *SCALE_NAMES):
         return _value_fault(tensor, _rule(scheme, parameter), _most(scheme, parameter))
     if not tensor.is_floating_point():
@@ -435,7 +435,7 @@ def _bits(checkpoint: _Checkpoint) -> str:
 
 
 def _rule(scheme: Scheme, parameter: str) -> str | None:
-    """Which values a stored tensor of a quantized layer may hold; None: every byte is a code."""
+    """Return the rule for the values of a stored tensor of a quantized layer; None: every byte is a code."""
     if parameter == "weight":
         element = scheme.weights.element.name
         return element if element in RULES else None
@@ -456,7 +456,7 @@ def _most(scheme: Scheme, parameter: str) -> float | None:
 
 
 def _are_numbers(element: Element, codes: Tensor) -> Tensor:
-    """Whether codes of a float element of 8 bits are numbers, and not infinity or NaN."""
+    """Tell which codes of a float element of 8 bits are numbers, and not infinity or NaN."""
     return (codes.view(torch.uint8) & 0x7F) < len(element.magnitudes)
 
 

@@ -1,4 +1,4 @@
-"""What a card holds of a pipeline, from sizes alone: all parts at once, or each while it runs.
+"""Fit of a pipeline on a card, from sizes alone: all parts at once, or each while it runs.
 
     at once    context + Σ weights + the most activations
     in turns   context + max (weights + activations)          as diffusers' enable_model_cpu_offload does it
@@ -41,7 +41,7 @@ class Holding:
 
     @property
     def word(self) -> str:
-        """Whether it holds "all" at once, in "turns", or "no"."""
+        """Word for the fit: "all" at once, in "turns", or "no"."""
         return "all" if self.at_once <= self.room else "turns" if self.in_turns <= self.room else "no"
 
     def describe(self) -> dict[str, object]:
@@ -64,7 +64,7 @@ class Holding:
 
 
 def holding(pieces: Sequence[Piece], device: Device) -> Holding:
-    """What a device holds of the parts of a pipeline."""
+    """Return the bytes that the parts of a pipeline take of a device, at once and in turns."""
     at_once = sum(piece.weights for piece in pieces) + max(piece.activations for piece in pieces)
     widest = max(pieces, key=lambda piece: piece.weights + piece.activations)
     in_turns = widest.weights + widest.activations

@@ -1,4 +1,4 @@
-"""What a plan costs on a GPU: memory, FLOPs, bytes and attainable time of one forward pass. Everything is modelled.
+"""Cost of a plan on a GPU: memory, FLOPs, bytes and attainable time of one forward pass. Everything is modelled.
 
     time of a step = max(FLOPs / attained FLOP/s, bytes / attained bytes/s)
 
@@ -49,7 +49,7 @@ LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
 
 @dataclass(frozen=True)
 class Route:
-    """How a GPU computes a scheme.
+    """Way in which a GPU computes a scheme.
 
     arithmetic: what its matrix units multiply. activations: the format that inputs are quantized to, None for 16 bit.
     weights: the format that lies in memory, None for 16 bit. is_collapsed: re-encoding at load makes one weight of the
@@ -126,7 +126,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs on a GPU. parts: rows of the table, without the total.
+    """Cost of a plan on a GPU. parts: rows of the table, without the total.
 
     routes: scheme -> how it is computed. attention: how self-attention is.
     """
@@ -165,7 +165,10 @@ class Cost:
 
 
 def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> Cost:
-    """What one forward pass of a plan costs. prefer: whether 4-bit weights that a chip cannot multiply become 8 bit."""
+    """Return the cost of one forward pass of a plan.
+
+    prefer: "speed" makes 4-bit weights that a chip cannot multiply 8 bit.
+    """
     routes = {str(layer.scheme): route(layer.scheme, device.chip, prefer) for layer in plan.quantized}
     found = list(steps(plan, forward, device.chip, prefer))
     plain = list(steps(in_16_bit(plan), forward, device.chip, prefer))
@@ -225,9 +228,10 @@ def in_16_bit(plan: Plan) -> Plan:
 
 
 def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
-    """How a chip computes a scheme: as it is, with weights made 8 bit at load or in the kernel, or weight-only.
+    """Return the way in which a chip computes a scheme.
 
-    Where no kernel was compiled for the chip, torch decodes weights at each call and multiplies in fp32.
+    That is as it is, with weights made 8 bit at load or in the kernel, or weight-only. Where no kernel was compiled for
+    the chip, torch decodes weights at each call and multiplies in fp32.
     """
     if scheme is None:
         return Route("bf16", None, None, False, "16 bit")
@@ -253,7 +257,7 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
 
 
 def attention_route(attention: Attention, chip: str) -> Route:
-    """How a chip computes self-attention: in fp8 where it multiplies that, else in 16 bit, as loading decides too."""
+    """Return the way in which a chip computes self-attention: fp8 where it multiplies that, as at load, or 16 bit."""
     arithmetic = NATIVE.get(chip, {}).get("fp8")
     if attention == "16bit":
         return Route("bf16", None, None, False, "16 bit")
@@ -331,7 +335,7 @@ def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefe
 
 @dataclass(frozen=True)
 class _Input:
-    """What a matmul reads in place of x: its format, None for 16 bit, and what is done to x before rounding."""
+    """Input that a matmul reads in place of x: its format, None for 16 bit, and what is done to x before rounding."""
 
     format: str | None = None
     vectors: int = 0
@@ -344,7 +348,7 @@ class _Input:
 
 
 def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
-    """What a layer's matmul reads on a chip."""
+    """Return the input that a layer's matmul reads on a chip."""
     found, scheme = route(layer.scheme, chip, prefer), layer.scheme
     name = found.activations.name if found.activations else None
     if scheme is None:
@@ -356,7 +360,7 @@ def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
 
 
 def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
-    """What makes a Linear's input (m, K), and its quantization: once for each form that the group's Linears read."""
+    """Yield the steps that make and quantize a Linear's input (m, K): once for each form that its group reads."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
     made = sorted((found for found in inputs if found != _PLAIN), key=str)
     is_deflated = any(found.deflate for found in made)
@@ -409,7 +413,7 @@ def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iter
 
 
 def _output_steps(layer: LayerPlan, m: float, forward: ForwardPass) -> Iterator[Step]:
-    """What is done to a Linear's output (m, N) before anything multiplies it."""
+    """Yield the steps on a Linear's output (m, N) before anything multiplies it."""
     out = 2 * m * layer.n
     if layer.role in RESIDUAL_ROLES:
         yield _pass("gate and residual", layer, 3 * out, out, out)

@@ -1,4 +1,4 @@
-"""What GPUs can do: one row each in DEVICES, for cost.py. Data-sheet peaks, and what real kernels reach of them.
+"""GPUs and their abilities: a row each in DEVICES, for cost.py. Data-sheet peaks, and what real kernels reach of them.
 
     attainable time = max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency))
 
@@ -93,7 +93,7 @@ class Device:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a kernel that only streams attains."""
+        """Bytes per second that a kernel attains if it only streams."""
         return 1e9 * self.bandwidth * self.streaming.fraction
 
 
@@ -116,7 +116,7 @@ def find_device(name: str) -> Device:
 
 
 def _letters(name: str) -> str:
-    """What tells a card from others: its number, with what stands behind it."""
+    """Return the part of a card's name that tells it from others: its number, with what stands behind it."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|rtx|amd|radeon|instinct|\brx|apple", "", name.lower())
 
 

@@ -82,7 +82,7 @@ class Element:
 
     @property
     def has_nan(self) -> bool:
-        """Whether some codes are not numbers."""
+        """True if some codes are not numbers."""
         return not self.is_integer and self._magnitudes[-1] != self.max
 
     @property
@@ -121,7 +121,7 @@ class Format:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether one scale belongs to the whole matrix: nvfp4's global scale, the only one of fp8_tensor.
+        """True if one scale belongs to the whole matrix: nvfp4's global scale, the only one of fp8_tensor.
 
         Activations can have it from calibration, and weights that files join must share it.
         """
@@ -158,7 +158,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one Linear is held and computed; its text form is a key of `quantization_config.layers`.
+    """Scheme of one Linear: how it is held and computed. Its text form is a key of `quantization_config.layers`.
 
     activations: None computes with 16-bit activations. static_input: the one scale of all activations was calibrated
     (`has_tensor_scale`) and is stored as `input_scale`; otherwise each token gets its own in nvfp4, and all that are
@@ -216,7 +216,7 @@ class Scheme:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What a reader of the checkpoint must know besides formats; `required_features` lists them."""
+        """Features that a reader of the checkpoint must know besides formats; `required_features` lists them."""
         held = {
             "static_input_scale": self.static_input,
             "low_rank": self.rank,
@@ -230,7 +230,7 @@ class Scheme:
 
     @property
     def is_transformed(self) -> bool:
-        """Whether x is anything else than rounded before the product."""
+        """True if x is transformed before it is rounded."""
         return bool(self.center or self.smooth or self.deflate or self.hadamard)
 
     def stored_bits(self, n: int, k: int) -> int:

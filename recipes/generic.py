@@ -36,7 +36,7 @@ class ModuleTree:
 
 @dataclass(frozen=True)
 class Structure:
-    """What was found. certainty: 0 to 1. reasons: what it rests on, for people."""
+    """Family that a model's structure suggests. certainty: 0 to 1. reasons: what it rests on, for people."""
 
     family: Family
     certainty: float
@@ -177,14 +177,17 @@ def _stream(name: str) -> str:
 
 
 def _way(linear: LinearShape, words: set[str]) -> str:
-    """Whether a feed-forward's Linear widens or narrows; where shapes do not tell, its name may."""
+    """Tell whether a feed-forward's Linear widens, "ff_up", or narrows, "ff_down"; a square one by its name."""
     if linear.n == linear.k:
         return "ff_down" if words & (_OUT | {"down"}) else "ff_up"
     return "ff_up" if linear.n > linear.k else "ff_down"
 
 
 def _gate_key(name: str, linear: LinearShape, members: Mapping[str, LinearShape]) -> tuple[object, ...] | None:
-    """What gate and up of a gated feed-forward share: three Linears, two (N, K) and one (K, N)."""
+    """Return a key that gate and up of a gated feed-forward share: of three Linears, two are (N, K), one is (K, N).
+
+    None for any other Linear.
+    """
     parent = _parent(name)
     three = [other for path, other in members.items() if _parent(path) == parent]
     shapes = Counter((other.n, other.k) for other in three)
@@ -199,7 +202,7 @@ def _leaf(name: str) -> str:
 
 
 def _parent(name: str) -> str:
-    """What the leaf lies in."""
+    """Return the path of the module that holds the leaf."""
     segments = name.split(".")
     while segments and segments[-1].isdigit():
         segments.pop()

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the module path `path` matches `pattern` as a whole."""
+    """Tell whether the module path `path` matches `pattern` as a whole."""
     return _compile(pattern).fullmatch("." + path) is not None
 
 

@@ -52,7 +52,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Method:
-    """What may be tried when a layer is quantized; nothing is rounding to nearest with scales from amax.
+    """Method that may be tried when a layer is quantized; an empty one is rounding to nearest with scales from amax.
 
     transforms: of x, the same for all that share it. hadamard: the largest block that K divides into, 0 without
     "hadamard". rank: that may be spent, 0 for none; deflate: part of it on directions of x. gptq, search: how codes
@@ -73,17 +73,17 @@ class Method:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to try."""
+        """True if there is nothing to try."""
         return self == Method()
 
     @property
     def needs_data(self) -> bool:
-        """Whether what may be tried is fitted to, or judged by, inputs; two scales of weights are chosen without."""
+        """True if what may be tried is fitted to, or judged by, inputs; two scales of weights are chosen without."""
         return bool(self.transforms or self.rank or self.gptq or self.search or self.activations_46)
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """What of it takes room in a checkpoint, beside the codes, where it is kept."""
+        """Parts that take room in a checkpoint beside the codes, if they are kept."""
         vectors = tuple(name for name in self.transforms if name != "hadamard")
         return (*vectors, *("low rank",) * bool(self.rank))
 
@@ -98,7 +98,7 @@ class Method:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one Linear.
+    """Plan for one Linear.
 
     role: of the family row. group: which Linears share its input, "" if it is not known. joined: they also share
     the scale of a whole matrix, where the format has one. scheme: None keeps 16 bit. reason: for people. method: what
@@ -126,7 +126,7 @@ class LayerPlan:
 
     @property
     def is_observed(self) -> bool:
-        """Whether calibration looks at its input: modulation reads one row per image and is left out."""
+        """True if calibration looks at its input: modulation reads one row per image and is left out."""
         return self.group != "" and self.role != MODULATION_ROLE
 
     @property
@@ -227,7 +227,7 @@ class Plan:
 
 
 def component_recipe(recipe: Recipe, component: str | None, family: Family) -> Component:
-    """What a recipe says about a component of the class that `family` describes.
+    """Return a recipe's entry for a component of the class that `family` describes.
 
     Its own entry, where the recipe names the component; else a transformer takes the entry `transformer`, and a text
     encoder or VAE that entry's weight format, weight-only and rounded to nearest. component: None where the name is not
@@ -313,7 +313,7 @@ def make_plan(
 
 
 def _modulation_unsaid(recipe: Component, layers: Sequence[LayerPlan]) -> list[str]:
-    """What a recipe leaves in 16 bit by leaving out a key, where that is much."""
+    """Return a note if leaving out the key `modulation` leaves many weights in 16 bit; else an empty list."""
     left = sum(la.n * la.k for la in layers if la.role == MODULATION_ROLE and la.scheme is None)
     share = left / max(1, sum(la.n * la.k for la in layers))
     if "modulation" in recipe.model_fields_set or share < _MUCH:
@@ -445,7 +445,7 @@ def with_method(layer: LayerPlan, recipe: Component, profile: Profile, why_not_f
 
 
 def _why_not_folded(group: InputGroup, block: str, schemes: Mapping[str, Scheme | None]) -> str | None:
-    """Why a mean and factors do not fold exactly into what makes a group's input; None if they do.
+    """Return the reason why a mean and factors do not fold exactly into what makes a group's input; None if they do.
 
     A factor for each channel folds into rows of the modulation's weight, which then needs a scale for each row or none;
     the 1 of 1 + scale, the mean and the shift fold into its bias.
@@ -480,13 +480,13 @@ def _rank(layer: LayerPlan, recipe: Component) -> int:
 
 
 def _made_of_x(layer: LayerPlan, recipe: Component) -> tuple[object, bool]:
-    """What a layer makes of its input before the product; only where that is the same can x be transformed."""
+    """Return the form in which a layer reads its input; only layers with the same form can share a transform of x."""
     activations = _operands(layer, recipe)[1]
     return (layer.scheme and layer.scheme.activations), activations is not None and activations.four_over_six
 
 
 def _operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
-    """What becomes of a quantized layer's weights and activations: what the recipe asks for, in formats that hold K.
+    """Return the operands of a quantized layer, weights and activations, as the recipe asks, in formats that hold K.
 
     Where an override asks for one that does not hold it, `make_plan` has refused.
     """
@@ -519,7 +519,7 @@ def _instead(layer: LayerPlan, recipe: Component) -> list[str]:
 
 
 def _is_plain(recipe: Component) -> bool:
-    """Whether an entry asks for nothing but rounding to nearest."""
+    """Tell whether an entry asks for nothing but rounding to nearest."""
     operands = [recipe.weights, recipe.activations]
     operands += [operand for override in recipe.overrides for operand in (override.weights, override.activations)]
     two_scales = any(operand.four_over_six for operand in operands if operand is not None)

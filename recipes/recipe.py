@@ -89,7 +89,7 @@ class Operand(Strict):
 
 
 class Rounding(Strict):
-    """How codes and scales are chosen.
+    """Choice of codes and scales.
 
     method: rtn rounds each weight to nearest, gptq lets later columns of a row make up for the error of earlier ones.
     scales: amax takes them from the largest weight of a block, search tries several and keeps the least output error.
@@ -143,7 +143,7 @@ class Override(Strict):
 
 
 class Component(Strict):
-    """What becomes of one pipeline component.
+    """Settings for one pipeline component.
 
     attention: fp8 computes self-attention, q k^T and its product with v, from fp8 codes that are made at run time.
     """
@@ -181,7 +181,7 @@ class Component(Strict):
 
 
 class Calibration(Strict):
-    """Which images are generated to see the activations.
+    """Images that are generated to see the activations.
 
     prompts: "default" (the model's own `fluxq_prompts.txt`, else the bundled set), a file, or a datasets id.
     count: prompts used. steps: denoising steps looked at, spread evenly over the schedule.
@@ -194,7 +194,7 @@ class Calibration(Strict):
 
 
 class Gate(Strict):
-    """What a stage must bring to be kept for an input group: dB of held-out error for each percent of modelled time.
+    """Gain that keeps a stage for an input group: dB of held-out error for each percent of modelled time.
 
     gpu, tokens: where and for how many tokens the group's time is modelled. db_per_percent: 0 asks only for less error.
     """
@@ -279,21 +279,21 @@ class Recipe(Strict):
 
     @property
     def uses_data(self) -> bool:
-        """Whether quantizing the components that the recipe names needs calibration."""
+        """True if quantizing the components that the recipe names needs calibration."""
         return any(map(self.needs_data, self.components.values()))
 
     def needs_data(self, component: Component) -> bool:
-        """Whether one entry needs calibration: to fit transforms, codes or scales, or for static scales."""
+        """Tell whether one entry needs calibration: to fit transforms, codes or scales, or for static scales."""
         return self._fits_to_data(component) or self.has_static_scales(component)
 
     def has_static_scales(self, component: Component) -> bool:
-        """Whether activations of one entry have one scale for all tokens, and get it from calibration."""
+        """Tell whether activations of one entry have one scale for all tokens, and get it from calibration."""
         operands = (component.activations, *(override.activations for override in component.overrides))
         has_scale = any(operand.row.has_tensor_scale for operand in operands if operand is not None)
         return self.profile != "rtn" and self.calibration is not None and has_scale
 
     def _fits_to_data(self, component: Component) -> bool:
-        """Whether quantizing an entry fits anything to its inputs, as far as the profile lets it."""
+        """Tell whether quantizing an entry fits anything to its inputs, as far as the profile lets it."""
         rounding = component.rounding
         gptq = rounding.method == "gptq" and self.profile != "fast"
         operands = (component.activations, *(override.activations for override in component.overrides))
@@ -371,7 +371,7 @@ def parse_gate(text: str) -> Condition:
 
 
 def gate_holds(text: str, measured: Mapping[str, float | None]) -> bool:
-    """Whether a measured value satisfies the gate; NaN, None and a metric that is not there never do."""
+    """Tell whether a measured value satisfies the gate; NaN, None and a metric that is not there never do."""
     condition = parse_gate(text)
     value = measured.get(condition.metric)
     return value is not None and all(GATE_OPERATORS[operator](value, bound) for operator, bound in condition.bounds)
@@ -501,7 +501,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(keys: tuple[str, ...], base: Any, top: Any) -> bool:
-    """Whether what `base` says at `keys` gives way to something that is no mapping in both."""
+    """Tell whether the value of `base` at `keys` gives way to `top`: on the way one of the two is no mapping."""
     for key in keys:
         if not isinstance(base, dict) or not isinstance(top, dict):
             return True

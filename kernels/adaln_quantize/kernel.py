@@ -123,7 +123,7 @@ def adaln_quantize(
 
 
 def tuned_name(d: int) -> str:
-    """What kernels/tuned calls the tile for rows of d, whatever the format: its columns."""
+    """Return the name in kernels/tuned of the tile for rows of d, whatever the format: its columns."""
     return str(max(2048, triton.next_power_of_2(d)))
 
 

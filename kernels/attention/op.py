@@ -90,7 +90,7 @@ launches_on_gpu(attention_fp8=attention_fp8)
 
 
 def attention_of(model: nn.Module) -> Attention:
-    """What a model of diffusers computes self-attention in: "fp8" if an attention processor of it has that backend."""
+    """Return what a model computes self-attention in: "fp8" if an attention processor has that backend, or "16bit"."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return "fp8" if any(getattr(found, "_attention_backend", None) == BACKEND for found in processors) else "16bit"
 
@@ -117,7 +117,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
-    """What the product of codes and their scales is multiplied by, so that 2^t is what softmax takes."""
+    """Return the factor of q k^T that lets softmax take 2^t of it: the scale of the logits times log2(e)."""
     return (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * math.log2(math.e)
 
 

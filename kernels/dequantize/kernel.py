@@ -192,7 +192,7 @@ def unpack_words(words, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def word_unit(ELEMENT: tl.constexpr):
-    """What the codes of `unpack_words` are still to be multiplied with."""
+    """Return the factor that the codes of `unpack_words` are still to be multiplied by."""
     return 2.0**14 if ELEMENT == "e2m1" else 2.0**8 if ELEMENT == "e4m3" else 1.0
 
 

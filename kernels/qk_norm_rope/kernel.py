@@ -81,7 +81,7 @@ def qk_norm_rope(
 
 
 def tuned_name(d: int) -> str:
-    """What kernels/tuned calls the tile for heads of d: its columns."""
+    """Return the name in kernels/tuned of the tile for heads of d: its columns."""
     return str(max(64, triton.next_power_of_2(d)))
 
 

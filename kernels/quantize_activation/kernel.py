@@ -129,7 +129,7 @@ def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> T
 
 
 def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None, beside: Tensor | None = None) -> str:
-    """What kernels/tuned calls the tile for these arguments: whole rows and matrix products want other tiles."""
+    """Return the name in kernels/tuned of the tile for these arguments: whole rows and products want other tiles."""
     return _tuned_name(format, down is not None, beside is not None, format.two_level and input_scale is None)
 
 

@@ -129,7 +129,7 @@ def reencode_kernel(
 
 @triton.jit
 def eight_bit_multiplier(multiplier, inverse):
-    """What codes are multiplied with to become 8-bit ones: so few bits that the product is exact; 0 for NaN."""
+    """Return the factor that makes 8-bit codes of codes: so few bits that the product is exact; 0 for NaN."""
     m = (multiplier * inverse).to(tl.bfloat16).to(tl.float32)
     return tl.where(m == m, m, 0.0)
 

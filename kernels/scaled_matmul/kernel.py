@@ -87,7 +87,7 @@ def check_copyable(name: str, **codes: Tensor) -> None:
 
 
 def processors(device: torch.device) -> int:
-    """How many programs stay; on the interpreter a few, so that each takes several tiles."""
+    """Count the programs that stay: one for each multiprocessor; 2 on the interpreter, each for several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -1,4 +1,4 @@
-"""What stands beside the weights of a file, held against the base too: settings, and a pipeline's other components.
+"""Files beside the weights, held against the base too: settings, and a pipeline's other components.
 
 A loader builds the model of config.json, and a pipeline calls all its components: with another one of them, weights
 that are the base's make images of another model. Values that one side leaves out are the class's defaults.
@@ -80,7 +80,7 @@ def beside(
 def _component(
     own: ModelFolder, base: ModelFolder, name: str, compare: Callable[[ModelFile, ModelFile], list[str]]
 ) -> Iterator[str]:
-    """What is not the base's of one component: settings and weights, or a vocabulary."""
+    """Yield the differences of one component from the base's: settings and weights, or a vocabulary."""
     ours, theirs = own.path / name, base.path / name
     if (ours / _SCHEDULER).is_file() and (theirs / _SCHEDULER).is_file():
         yield from other_settings(read_json(ours / _SCHEDULER), read_json(theirs / _SCHEDULER))
@@ -105,7 +105,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class of diffusers, or a configuration of transformers, takes for settings that nobody gives."""
+    """Return the defaults of a configuration's class, of diffusers or transformers; empty if these versions lack it."""
     try:
         name, kind = config.get("_class_name"), config.get("model_type")
         if isinstance(name, str):

@@ -1,4 +1,4 @@
-"""What a model is written as for each program: one safetensors file, or a folder as diffusers or transformers has it.
+"""Containers that a model is written as, by program: one safetensors file, or a folder of diffusers or transformers.
 
 bfl, comfy             NAME.safetensors; beside bfl's, NAME.config.json: what `from_single_file(config=…)` takes
 modelopt, torchao,
@@ -48,7 +48,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Writer:
-    """How a dialect's files are written.
+    """Writer of a dialect's files.
 
     write(made, name, checkpoint, contents): `made` is the folder or, for a file, the folder that it and what goes
     beside it are put into; it is there and empty. library: of the components that it is for. is_pipeline: the whole

@@ -64,9 +64,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of a Unit. schemes: that it may be written in, of which it takes the one that adds the least error;
-    none for 16 bit. why: it does not move as it is. most: the error that rounding it again may add; with more it is
-    written in 16 bit.
+    """Decision on a Unit.
+
+    schemes: that it may be written in, of which it takes the one that adds the least error; none for 16 bit. why: it
+    does not move as it is. most: the error that rounding it again may add; with more it is written in 16 bit.
     """
 
     unit: Unit
@@ -94,10 +95,12 @@ class Changed:
 
 @dataclass
 class Exported:
-    """What was written. formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it
-    took. notes: what the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components
-    that were quantized. checkpoint_bytes, weight_bytes: all tensors of `components`, there and as written. hint: where
-    the latter are more, why and what helps. was_written: before, by the same command.
+    """Report of what was written.
+
+    formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it took. notes: what
+    the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components that were quantized.
+    checkpoint_bytes, weight_bytes: all tensors of `components`, there and as written. hint: where the latter are more,
+    why and what helps. was_written: before, by the same command.
     """
 
     dialect: str
@@ -185,7 +188,7 @@ def export(
 
 
 def _is_copy(made: Path, source: Path) -> bool:
-    """Whether a large file can only be a copy: of those that are written here the SHA-256 is known."""
+    """Tell whether a weights file can be taken for a copy, by its size; files written here have known SHA-256s."""
     return made.suffix == ".safetensors" and made.is_file() and made.stat().st_size == source.stat().st_size
 
 
@@ -261,7 +264,7 @@ class ComponentPlan:
 def plan_of(
     source: NativeComponent, dialect: str, requantize: bool = False, side_layers: SideLayers = "8bit"
 ) -> ComponentPlan:
-    """What becomes of every layer; ValueError naming all that cannot be written."""
+    """Decide on every layer; ValueError naming all that cannot be written."""
     units, plain = _units(source, DIALECTS[dialect].names)
     main = _main_scheme(source)
     choices, problems = [], dict[str, dict[str, None]]()  # why -> modules; nunchaku has two layers of some
@@ -329,7 +332,7 @@ def _choice(
     requantize: bool,
     side_layers: SideLayers,
 ) -> Choice | str:
-    """What becomes of a unit, or why nothing can."""
+    """Decide on a unit, or return the reason why nothing can be done with it."""
     why = _why_not_as_it_is(source, unit, dialect)
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
@@ -380,7 +383,7 @@ def _readable_together(source: NativeComponent, choices: list[Choice], main: tup
 
 
 def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
-    """Why a unit's codes cannot move; empty if they can. Reads nothing but scalars."""
+    """Return the reason why a unit's codes cannot move; empty if they can. Reads nothing but scalars."""
     missing = [name for name in unit.parts if name not in source.schemes]
     if missing:
         return f"{_tail(missing[0])} is in 16 bit, and the file has one format for {unit.name.rpartition('.')[2]}"
@@ -408,7 +411,7 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
 
 
 def _factors_stay(dialect: str, scheme: Scheme) -> bool:
-    """Whether layers under a scheme have factors of x there in any case, so that there is nothing to gain by a fold."""
+    """Tell whether layers under a scheme have factors of x in the file in any case, so that a fold gains nothing."""
     rows = [row for row in DIALECTS[dialect].rows if (row.weights, row.activations) == _formats(scheme)]
     return any(row.factors_stay for row in rows)
 
@@ -419,7 +422,7 @@ def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
 
 
 def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str) -> str:
-    """Why no format of the dialect holds a layer; empty if one does."""
+    """Return the reason why no format of the dialect holds a layer; empty if one does."""
     try:
         row, _ = row_for(QuantTensors({}, shape, scheme), DIALECTS[dialect].rows, dialect)
     except ValueError as error:
@@ -640,7 +643,7 @@ def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]
 
 
 def _hint(done: Exported, side_layers: SideLayers) -> str:
-    """Why a file is larger than the checkpoint, and what makes a smaller one; empty where it is not."""
+    """Return the reason why a file is larger than the checkpoint, and what makes a smaller one; empty if it is not."""
     if done.weight_bytes <= 1.01 * done.checkpoint_bytes:
         return ""
     if side_layers == "16bit":
@@ -668,7 +671,7 @@ def _recipes_that_fit(dialect: str, main: tuple[str, str | None]) -> list[str]:
 
 
 def _schemes_of(recipe: Recipe) -> list[Scheme]:
-    """What a recipe makes of a denoiser's core and modulation, without what it tries."""
+    """Return the schemes that a recipe gives a denoiser's core and modulation, without what it tries."""
     part = recipe.components["transformer"]
     pairs = [(part.weights, part.activations), (part.modulation, None)]
     static = recipe.has_static_scales(part)

@@ -206,7 +206,7 @@ class ModelFile:
     def decode(
         self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None
     ) -> QuantTensors | Plain:
-        """What tensors of a layer stand for, by the file's dialect; ValueError where they are not of it."""
+        """Decode the tensors of a layer by the file's dialect; ValueError where they are not of it."""
         shape = shape or layer.shape
         if self.dialect == NATIVE:
             held = dict(tensors)
@@ -506,7 +506,7 @@ def _nunchaku_entry(model: ModelFile, name: str, stored: Mapping[str, Stored]) -
 
 
 def _of_nunchaku(name: str) -> tuple[str, ...]:
-    """What of diffusers a tensor of nunchaku's file is."""
+    """Return the names in diffusers of a tensor of nunchaku's file."""
     module, _, suffix = name.rpartition(".")
     found = nunchaku_file.parts_of(module)
     return tuple(f"{part}.{suffix}" for part in found[0]) if found else (nunchaku_file.diffusers_name(name),)
@@ -597,7 +597,7 @@ def _is_known(family: Family, module: str) -> bool:
 
 
 def _mapped(family: str, modules: list[str], tensors: list[str]) -> int:
-    """How many of the modules a row of the key map knows; one more where it knows every tensor.
+    """Count the modules that a row of the key map knows; one more where it knows every tensor.
 
     Linears of Sana go by the names of PixArt's, convolutions do not; a UNet's blocks are not told from Linears alone.
     """

@@ -231,5 +231,5 @@ def _carries(against: Against, factors: Tensor) -> bool:
 
 
 def differ(own: Tensor, base: Tensor, most: float) -> bool:
-    """Whether the relative difference is above `most`, or no number."""
+    """Tell whether the relative difference is above `most`, or no number."""
     return not float((own - base).norm()) <= most * float(base.norm())

@@ -1,4 +1,4 @@
-"""What an imported checkpoint says of itself: its `fluxq_plan.json`, made of what was read and of what was written.
+"""Record of an imported checkpoint, its `fluxq_plan.json`, made of what was read and of what was written.
 
 The file is as any other checkpoint's, so what reads those reads it: `imported` says of each component which dialect of
 which files it was (with their SHA-256) and what was mended, `recipe` is none that could be run again, and `model` is
@@ -32,7 +32,7 @@ from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan
 
 @dataclass
 class Imported:
-    """What `import_model` made of a component, of a class of `library`.
+    """Report of `import_model` on a component, of a class of `library`.
 
     quantized: module -> scheme. dequantized: module -> why it is in 16 bit now. mended: layer in the file -> what was
     wrong with it and is not any more. errors: module -> distance of its layer to the base's, of sampled rows, as a
@@ -67,7 +67,7 @@ def record_of(
     reports: Sequence[Imported],
     job: str,
 ) -> dict[str, Any]:
-    """What the plan file of the folder `made` holds, whose other files are all there.
+    """Return the content of the plan file of the folder `made`, whose other files are all there.
 
     path: what was imported. pipeline: whose other components were copied; base: the 16-bit model, in whatever form.
     job: of the command, as `job_of` has it.
@@ -116,7 +116,7 @@ def record_of(
 
 
 def _component(folder: Path, report: Imported) -> dict[str, Any]:
-    """What is recorded of a component that was imported into `folder`; `Plan` has the words."""
+    """Return the record of a component that was imported into `folder`; `Plan` has the words."""
     reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
     reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
     found = _described(folder, report.component, report.library, report.class_name, reasons, "16 bit in the file")

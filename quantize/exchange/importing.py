@@ -54,7 +54,7 @@ _NAMED = 4  # layers in an error, before it says how many more
 
 @dataclass(frozen=True)
 class _Target:
-    """What a component is to become: a model of `library`, and the pipeline that the rest is copied from, if any."""
+    """Target of an import: a model of `library`, and the pipeline that the rest is copied from, if any."""
 
     component: str
     library: str
@@ -142,7 +142,10 @@ def _contents(place: Path | None) -> Any:
 
 
 def _beside(path: Path, base: Path, models: Mapping[str, ModelFile]) -> list[str]:
-    """What of the other components could not be compared; ValueError where one is not the base's."""
+    """Compare the other components with the base's, and return notes on those that could not be compared.
+
+    ValueError where one is not the base's.
+    """
     faults, unproved = beside_weights(path, base, models)
     if faults:
         wrong = {fault.layer: f"{fault.kind}: {fault.what}" for fault in faults}
@@ -151,7 +154,7 @@ def _beside(path: Path, base: Path, models: Mapping[str, ModelFile]) -> list[str
 
 
 def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:
-    """What the component becomes, by its own config.json, or else the base's."""
+    """Find what the component becomes, by its own config.json, or else the base's."""
     if component:
         folder = ModelFolder(path.name, path)
         require_safe(folder)
@@ -312,7 +315,7 @@ def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Mo
 
 
 def _proved(model: ModelFile, base: Base) -> Inspection:
-    """What the base says of the model; ValueError for all that `inspect` calls wrong and nothing here mends."""
+    """Compare the model with the base; ValueError for all that `inspect` calls wrong and nothing here mends."""
     report = inspect_model(model, base)
     wrong: dict[str, str] = {}
     for fault in report.faults:
@@ -395,7 +398,7 @@ def _split(
 
 
 def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) -> str:
-    """Why a quantized layer cannot be one in the model, "" if it can."""
+    """Return the reason why a quantized layer cannot be one in the model; "" if it can."""
     own = linears.get(module)
     if own is None:
         return "it is no Linear"

@@ -1,4 +1,4 @@
-"""What a quantized file is, and whether it is right: layer by layer, with the 16-bit model beside it or without.
+"""Inspection of a quantized file: what it is, and whether it is right, by layer, with the 16-bit model or without.
 
 Without `base` the report says what the file says, what its shapes and numbers contradict, and what readers stop at.
 With it, every layer is compared with the weight it was rounded from (`proof.py`), which decides what no field of a file
@@ -45,7 +45,7 @@ class Fault:
 
     @property
     def is_error(self) -> bool:
-        """Whether images are wrong, or a reader stops."""
+        """True if images are wrong, or a reader stops."""
         return FAULTS[self.kind].is_error
 
 
@@ -67,8 +67,10 @@ class LayerReport:
 
 @dataclass
 class Inspection:
-    """What `inspect` found of one model. scope: role -> format -> layers. in_16_bit: Linears by module. plain: count of
-    the other tensors. proofs: what the base proved, in words; unproved: what it cannot. base: its path, "" without.
+    """Report of `inspect` on one model.
+
+    scope: role -> format -> layers. in_16_bit: Linears by module. plain: count of the other tensors. proofs: what the
+    base proved, in words; unproved: what it cannot. base: its path, "" without.
     """
 
     path: str
@@ -94,7 +96,7 @@ class Inspection:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found that makes images wrong or stops a reader."""
+        """True if nothing was found that makes images wrong or stops a reader."""
         return not any(fault.is_error for fault in self.faults)
 
     def describe(self) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
 
 
 def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> tuple[list[Fault], list[str]]:
-    """What is not the base's among a pipeline's other components, and what could not be compared.
+    """Find faults in a pipeline's other components, compared with the base's, and what could not be compared.
 
     looked_at: components that are inspected themselves.
     """
@@ -220,7 +222,7 @@ def _joined(model: ModelFile, done: Inspection) -> dict[str, Joined]:
 def _layer(
     model: ModelFile, layer: FileLayer, modules: tuple[str, ...], joined: Joined, base: Base | None
 ) -> tuple[LayerReport, list[Fault]]:
-    """What a layer is, and what is wrong with it."""
+    """Report on a layer, and list its faults."""
     tensors = model.read_layer(layer)
     faults = [Fault(kind, layer.name, what) for kind, what in _numbers(model, layer, tensors)]
     faults += [Fault("missing input_scale", layer.name, what) for what in _missing_input_scale(model, layer)]
@@ -323,7 +325,7 @@ def _compared_16_bit(
 
 
 def _faults_of_16_bit(name: str, against: Against) -> Iterator[Fault]:
-    """What is wrong with a Linear that is not quantized: its rows in another order, or another weight."""
+    """Yield the faults of a Linear that is not quantized: its rows in another order, or another weight."""
     if against.widened:
         yield Fault(
             "widened", name, f"error {against.error:.3g}, as codes of {8 if against.error < 0.05 else 4} bits have"
@@ -442,7 +444,7 @@ def _share(own: Tensor, truth: Tensor) -> str:
 
 
 def _cured_by(model: ModelFile, layer: FileLayer, tensors: dict[str, Tensor], error: str) -> Fault:
-    """Why `decode` refused a layer: the one change of shape or dtype under which it does not."""
+    """Find the fault for which `decode` refused a layer: a change of shape or dtype cures it, or it is "unreadable"."""
     for name, repair in REPAIRS.items():
         if not repair.cures_shape:
             continue
@@ -457,7 +459,7 @@ def _cured_by(model: ModelFile, layer: FileLayer, tensors: dict[str, Tensor], er
 
 
 def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
-    """What the comparison says is wrong."""
+    """Yield the faults that the comparison shows, as (kind, words)."""
     if against is None:
         return
     declared = "cannot be read" if against.declared is None else f"has an error of {against.declared:.3g}"
@@ -695,7 +697,7 @@ def _finite(value: Any) -> Any:
 
 
 def _proofs(done: Inspection) -> list[str]:
-    """What the errors of all layers decided, in words."""
+    """Return what the errors of all layers decided, in words."""
     found = []
     compared = [layer.against for layer in done.layers if layer.against is not None]
     wrong = {fault.layer for fault in done.faults if fault.is_error}

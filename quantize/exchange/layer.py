@@ -90,7 +90,7 @@ class Row:
     unread: str = ""
 
     def scheme(self, **features: Any) -> Scheme:
-        """What the format says without more."""
+        """Return the scheme of the format, with these features and no others."""
         activations = find_format(self.activations) if self.activations else None
         return Scheme(find_format(self.weights), activations, **features)
 
@@ -121,7 +121,7 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
 
 
 def _otherwise(scheme: Scheme, row: Row) -> tuple[str, ...]:
-    """What a reader of the row computes otherwise than a scheme that it holds."""
+    """List what a reader of the row computes otherwise than a scheme that it holds."""
     activations = scheme.activations.name if scheme.activations else None
     notes = []
     if row.activations != activations:
@@ -210,7 +210,7 @@ class Tensors:
 
 
 def not_finite(tensor: Tensor) -> int:
-    """How many numbers of a tensor are NaN or infinite; 0 for integers."""
+    """Count the numbers of a tensor that are NaN or infinite; 0 for integers."""
     if tensor.dtype == torch.float8_e4m3fn:
         return int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
     if not tensor.is_floating_point():

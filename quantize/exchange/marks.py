@@ -1,4 +1,4 @@
-"""Which program wrote a file: the marks that each leaves, and what names and shapes tell where there are none."""
+"""Marks of the program that wrote a file, and what names and shapes tell where there are none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NATIVE, PLAIN = "fluxq", "16 bit"  # beside the keys of DIALECTS
 
 
 class Headers(Protocol):
-    """What is known of a file before a tensor is read: `ModelFile` in files.py."""
+    """Facts of a file that are known before a tensor is read: `ModelFile` in files.py."""
 
     path: Path
     container: str
@@ -56,7 +56,7 @@ def dialect_of(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 
 
 def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """What names and shapes tell where nothing else does."""
+    """Find the dialect by names and shapes, where nothing else tells it."""
     quantized = [
         stored
         for parts in model.groups.values()

@@ -152,7 +152,7 @@ def _ignored(name: str, quantized: Collection[str]) -> str:
 
 
 def _group(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config_groups` says of an algorithm."""
+    """Return the entry of `config_groups` for an algorithm."""
     described: dict[str, Any] = {}
     for side, values in _GROUPS.get(entry["quant_algo"], {}).items():
         grouped = {"group_size": entry["group_size"]} if "group_size" in entry else {}

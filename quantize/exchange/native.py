@@ -118,7 +118,7 @@ class NativeComponent:
         return replace(scheme, center=False, smooth=False)
 
     def why_not_folded(self, name: str) -> str:
-        """Why a layer keeps its mean and factors; empty where it has none."""
+        """Return the reason why a layer keeps its mean and factors; empty where it has none."""
         return self._why_not.get(name, "")
 
     def small(self, name: str, suffix: str) -> Tensor | None:
@@ -140,7 +140,7 @@ class NativeComponent:
         return QuantTensors(kept, self.shapes[name], scheme)
 
     def is_changed(self, name: str) -> bool:
-        """Whether a fold changes this tensor, one of `plain`."""
+        """Tell whether a fold changes this tensor, one of `plain`."""
         module = name.rpartition(".")[0]
         return module in self.folds or module in self._readers
 

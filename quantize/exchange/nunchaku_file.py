@@ -79,7 +79,7 @@ def parts_of(name: str) -> tuple[tuple[str, ...], Row] | None:
 
 
 def plain_name(name: str) -> str:
-    """What nunchaku calls a tensor that is in 16 bit: norms of heads stand beside the Linears."""
+    """Return nunchaku's name of a tensor that is in 16 bit: norms of heads stand beside the Linears."""
     stack, dot, rest = name.partition(".")
     return f"{stack}.{rest.replace('.attn.', '.')}" if stack in BLOCKS and dot else name
 

@@ -1,4 +1,4 @@
-"""What a layer's bytes mean, proved against the 16-bit weight that they were rounded from.
+"""Proof of what a layer's bytes mean, against the 16-bit weight that they were rounded from.
 
 No field of any file says in which order nibbles and block scales stand, or whether a scale multiplies or divides. So
 each way to read them is tried on rows from all over the layer:
@@ -68,7 +68,7 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True)
 class Factors:
-    """What the "rows" or "columns" of a layer would have to be multiplied by. left: the error that then remains.
+    """Factors that would make the "rows" or "columns" of a layer right. left: the error that then remains.
 
     by: a factor for each row, or for each column. sure: rows (N,) that rounding does not explain without a factor, be
     it that of 16 bit or that of codes which a layer in 16 bit was before.
@@ -137,7 +137,7 @@ class Against:
         return self.errors.get(DECLARED)
 
     def proves(self, name: str) -> bool:
-        """Whether the errors decide what the repair `name` would change."""
+        """Tell whether the errors decide what the repair `name` would change."""
         other = self.errors.get(name)
         return self.plausible and not self.best and other is not None and other > _FAR * self.error
 
@@ -149,7 +149,7 @@ class _Nearest(NamedTuple):
     factor: float
 
     def is_scaled(self, factor: float) -> bool:
-        """Whether a reading that comes nearest to the base by `factor` is off by more than ways of rounding differ."""
+        """Tell whether a reading, nearest to the base by `factor`, is off by more than ways of rounding differ."""
         most = _FACTOR_OF_PLAIN if self.error > _FOUR_BITS / _MARGIN else _OF_BF16
         return not min(self.factor, 1) - most <= factor <= max(self.factor, 1) + most
 
@@ -200,7 +200,10 @@ class _Rows:
         return max(_MARGIN * _relative(self.rounded(truth, by), truth), _CODED)
 
     def plain(self, read: Tensor, truth: Tensor) -> _Nearest | None:
-        """What rounding the base's rows to nearest gives, where a reading of them is that; None where it was fitted."""
+        """Round the base's rows to nearest, and return the error if a reading of them is just that.
+
+        None where the reading was fitted.
+        """
         if not isinstance(self.found, QuantTensors) or self.has_branch:
             return None
         nearest = self.rounded(truth)
@@ -215,11 +218,14 @@ class _Rows:
 
     @property
     def has_branch(self) -> bool:
-        """Whether a low-rank branch stands beside the codes."""
+        """True if a low-rank branch stands beside the codes."""
         return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
 
     def explains_codes(self, read: Tensor, truth: Tensor, at: Tensor) -> bool:
-        """Whether rounding explains what was smoothed too, which damaged factors are not; at: samples of the rows."""
+        """Tell whether rounding explains the difference to the base after division by the smoothing factors.
+
+        It does not explain damaged factors. True where nothing was smoothed. at: samples of the rows.
+        """
         by = self.smoothing()
         return not by.ndim or _relative(read / by, truth / by) <= max(
             _MARGIN * _relative(self.rounded(truth[at]) / by, truth[at] / by), _CODED
@@ -230,7 +236,7 @@ class _Rows:
         return self._rounded(truth, self.smoothing(by))
 
     def smoothing(self, by: Tensor | None = None) -> Tensor:
-        """What codes are to be multiplied by, beside their scales, to be the base's: (), (K,) or (N, 1)."""
+        """Return the factors that make the base's weights of codes, beside their scales: (), (K,) or (N, 1)."""
         own = self.found.tensors.get("pre_quant_scale") if isinstance(self.found, QuantTensors) else None
         by = torch.ones((), dtype=torch.float32) if by is None else by
         return by if own is None else by * own.float()
@@ -358,7 +364,10 @@ def _against(
     rows: _Rows | None = None,
     at: Tensor | None = None,
 ) -> Against:
-    """What a reading (N, K) is beside the base's rows. rows: the layer, to round the base as it was, and `at` of it."""
+    """Compare a reading (N, K) with the base's rows.
+
+    rows: the layer, to round the base as it was, and `at` of it.
+    """
     error = errors[" and ".join(best) or DECLARED]
     factor, cosine = _factor_and_cosine(read, truth)
     plain = rows.plain(read[at], truth[at]) if rows is not None and at is not None else None
@@ -489,12 +498,15 @@ def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict
 
 
 def is_whole(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether no rows can be taken out of a layer: blocks run on over rows, scales stand by columns, or it is two."""
+    """Tell whether a layer must be read as a whole, because no rows can be taken out of it.
+
+    Blocks run on over rows, scales stand by columns, or it is two layers.
+    """
     return any(name in tensors for name in ("weight_zeros", "wzeros", "weight.quant_map", "out_proj.qweight"))
 
 
 def _starts(n: int) -> list[int]:
-    """Where windows begin, from the first row to the last: thirds are all met, and halves."""
+    """Return the first rows of the windows, from the first row to the last: thirds are all met, and halves."""
     tiles = -(-n // WINDOW)
     return sorted({WINDOW * (i * tiles // WINDOWS) for i in range(WINDOWS)} | {WINDOW * (tiles - 1)})
 

@@ -67,7 +67,7 @@ class Base:
         return weight, orders_of(joined, n, k, n == 2 * k), ""
 
     def other(self, joined: Joined, k: int) -> Tensor | None:
-        """What is no Linear's weight, as a file should hold it, in fp32; None where the base has no such tensor.
+        """Return a tensor that is no Linear's weight, as a file should hold it, in fp32; None if the base lacks it.
 
         k: of the Linear whose bias it is; else 0.
         """

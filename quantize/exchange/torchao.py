@@ -177,7 +177,7 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str]) -> dict[
 
 
 def _swizzled_shape(n: int, k: int, group: int) -> tuple[int, int]:
-    """What torchao calls the shape of swizzled scales: 32 lines of 16 bytes for each tile."""
+    """Return torchao's shape of swizzled scales: 32 lines of 16 bytes for each tile."""
     return padded(n, 128) // 4, padded(k // group, 4) * 4
 
 

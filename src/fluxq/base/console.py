@@ -123,7 +123,7 @@ class _Once(logging.Filter):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, cut to one line; the name of its type if it says nothing."""
+    """Return the first line of an exception's message; the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

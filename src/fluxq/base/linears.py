@@ -1,4 +1,4 @@
-"""What counts as a Linear: nn.Linear, and a convolution of single pixels, which is a Linear over the channels.
+"""Linears in the sense of fluxq: nn.Linear, and a convolution of single pixels, which is a Linear over the channels.
 
     y[b, n, h, w] = Σ_k W[n, k] · x[b, k, h, w] + bias[n]
 
@@ -13,7 +13,7 @@ PIXELS = -3  # axis of the channels in (B, K, H, W), and in (K, H, W)
 
 
 def is_pixelwise(module: nn.Module) -> bool:
-    """Whether a module is a convolution with a 1x1 kernel that sees every pixel once, and all channels of it.
+    """Tell whether a module is a convolution with a 1x1 kernel that sees every pixel once, and all channels of it.
 
     Not a subclass of nn.Conv2d, whose forward may do more.
     """
@@ -23,7 +23,7 @@ def is_pixelwise(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear in the sense of this file."""
+    """Tell whether a module is a Linear in the sense of this file."""
     return isinstance(module, nn.Linear) or is_pixelwise(module)
 
 
@@ -43,10 +43,10 @@ def linear_size(module: nn.Module) -> tuple[int, int]:
 
 
 def channels_last(module: nn.Module, x: Tensor) -> Tensor:
-    """What a Linear takes or returns, as (…, K): an image (B, K, H, W) becomes (B, H, W, K), a view."""
+    """Return an input or output of a Linear as (…, K): an image (B, K, H, W) becomes (B, H, W, K), a view."""
     return x.movedim(channel_axis(module), -1)
 
 
 def channel_axis(module: nn.Module) -> int:
-    """Where the channels are in what a Linear takes and returns; a quantized one says it itself."""
+    """Return the axis of the channels in a Linear's inputs and outputs; a quantized one says it itself."""
     return PIXELS if is_pixelwise(module) else getattr(module, "channel_axis", -1)

@@ -1,4 +1,4 @@
-"""How much memory is free; and, for a while, memory of tensors that is used again when they are gone.
+"""Free memory, and scratch memory: for a while, memory of tensors is used again when they are gone.
 
 The system clears every page that it hands out, which takes several times as long as to copy from a file that it holds.
 """

@@ -66,7 +66,7 @@ class ModelFolder:
 
     @property
     def is_one_model(self) -> bool:
-        """Whether it is one model's folder, as its `save_pretrained` writes it, and no pipeline's."""
+        """True if it is one model's folder, as its `save_pretrained` writes it, and no pipeline's."""
         return not (self.path / "model_index.json").is_file() and (self.path / "config.json").is_file()
 
     @cached_property
@@ -152,7 +152,7 @@ class ModelFolder:
         raise ValueError(f"{folder}: {held}")
 
     def _is_of_transformers(self, component: str) -> bool:
-        """Whether transformers loads the component; of a model without a pipeline, its config.json tells."""
+        """Tell whether transformers loads the component; of a model without a pipeline, its config.json tells."""
         if self.is_one_model:
             return "_class_name" not in self.config(component)
         said = self.index.get(component) if (self.path / "model_index.json").is_file() else None
@@ -173,7 +173,7 @@ class ModelFolder:
         return sha256_json([described, adapter] if adapter else described)
 
     def adapter_files(self, component: str) -> list[Path]:
-        """What lies beside the component's weights that transformers adds to them as it loads them; mostly nothing."""
+        """List files beside the component's weights that transformers adds to them as it loads them; mostly none."""
         folder = self.path / component
         if not (folder / _ADAPTER[0]).is_file() or not self._is_of_transformers(component):
             return []
@@ -239,7 +239,7 @@ def resolve_model(
 
 
 def _is_text(path: str) -> bool:
-    """Whether files can say the path; one of other bytes than UTF-8 has surrogates in their place."""
+    """Tell whether UTF-8 can hold the path; one of other bytes has surrogates in their place."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -378,7 +378,7 @@ def _require_moderate(config: Path, only: str) -> None:
 
 
 def whole_number(most: int) -> str:
-    """What is expected of a count, for people."""
+    """Return the values that a count may take, in words for people."""
     return "1" if most == 1 else f"a whole number from 1 to {most}"
 
 

@@ -59,7 +59,7 @@ Pairs = Sequence[tuple[Path, Path]]  # what was made, and where it goes; the las
 
 @dataclass(frozen=True)
 class Output:
-    """Where a command writes: a folder, or a file and others with it.
+    """Place that a command writes to: a folder, or a file and others with it.
 
     target: as given; a link stays one. beside: suffixes of files that go with it, as ".json" in place of its own.
     """
@@ -145,7 +145,7 @@ class Output:
                 raise ValueError(f"{what} {self.target} holds {name}, which others would lie beside; give another")
 
     def holds(self, job: str) -> bool:
-        """Whether the output of a job stands here, whole and as it was written. job: as `job_of` has it."""
+        """Tell whether the output of a job stands here, whole and as it was written. job: as `job_of` has it."""
         if not self.place.exists() or _job_at(self.place) != job or _foreign(self):
             return False
         made = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
@@ -209,7 +209,7 @@ def require_own(folder: Path, names: Iterable[str]) -> None:
 
 
 def _takes_files(folder: Path) -> bool:
-    """Whether a folder can be written to; in one that is on no disk, as /proc, that is tried."""
+    """Tell whether a folder can be written to; in one that is on no disk, as /proc, that is tried."""
     if not os.access(folder, os.W_OK):
         return False
     if os.name == "nt" or os.statvfs(folder).f_blocks:
@@ -308,7 +308,10 @@ def _job_at(place: Path) -> str:
 
 
 def _is_as_recorded(file: Path, found: str, folder: Path) -> bool:
-    """Whether a file has the SHA-256 that the folder's record has of it; a large one that is older is not read."""
+    """Tell whether a file has the SHA-256 that the folder's record has of it.
+
+    A large file that is older than the record is taken to have it, and is not read.
+    """
     if file.is_symlink() or not file.is_file():
         return False
     if not found:  # the record itself
@@ -374,7 +377,7 @@ def unsealed(text: str) -> str:
 
 
 def is_sealed(text: str) -> bool:
-    """Whether a text is as fluxq wrote it."""
+    """Tell whether a text is as fluxq wrote it."""
     found = _SEAL.search(text)
     return found is not None and found[2] == _text_hash(text[: found.start()], found[1] or "")
 
@@ -408,7 +411,7 @@ def _header(file: Path) -> dict[str, str]:
 
 
 def _is_marked(file: Path, main: Path | None = None) -> bool:
-    """Whether fluxq wrote a file, as it is now as far as that can be told.
+    """Tell whether fluxq wrote a file as it is now, as far as that can be told.
 
     main: the file that this one goes beside, if it is another; a configuration is ours where that names its SHA-256.
     """
@@ -515,7 +518,7 @@ def put(pairs: Pairs, aside: Path) -> None:
 
 
 def _pairs(place: Path, new: Path, old: Path) -> Pairs:
-    """What a killed process of any command was about to put in place, by what it made and moved aside."""
+    """List the moves, (from, to), that a killed process was about to make, by what it made and moved aside."""
     main = new / place.name
     if not main.is_file() and not any(path.is_file() for path in old.iterdir()):
         return [(new, place)]

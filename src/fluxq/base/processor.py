@@ -1,4 +1,4 @@
-"""What the processor is called, and which of its instructions PyTorch uses in this process.
+"""Name of the processor, and those of its instructions that PyTorch uses in this process.
 
 PyTorch's own loops choose by ATEN_CPU_CAPABILITY, the products of 16-bit and int8 numbers, which are oneDNN's, by
 ONEDNN_MAX_CPU_ISA: where these are set, less counts than the processor has.
@@ -27,7 +27,7 @@ class Instructions:
 
     @property
     def multiply_bf16(self) -> bool:
-        """Whether there is an instruction for it: without one bf16 becomes fp32 on its way."""
+        """True if PyTorch has an instruction to multiply bf16: without one bf16 becomes fp32 on its way."""
         return not {"BF16", "AMX"}.isdisjoint(self.products)
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Instructions:
 
 
 def cpu_name() -> str:
-    """What the operating system calls the processor."""
+    """Return the operating system's name for the processor."""
     return _listed("model name") or platform.machine()
 
 
@@ -46,7 +46,7 @@ def flags() -> tuple[str, ...]:
 
 
 def instructions(environment: Mapping[str, str] = os.environ) -> Instructions:
-    """What PyTorch uses here."""
+    """Find the instructions that PyTorch uses here."""
     import torch
 
     vectors = torch.backends.cpu.get_cpu_capability()
@@ -62,7 +62,7 @@ def _up_to(limit: str) -> tuple[str, ...]:
 
 
 def _listed(key: str) -> str:
-    """What /proc/cpuinfo says of the first core; empty where it does not."""
+    """Return the value of a key in /proc/cpuinfo, for the first core; empty where it is not listed."""
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
 

@@ -1,4 +1,4 @@
-"""What a result depends on besides its inputs: commit, versions, hardware."""
+"""Provenance of a result, all that it depends on besides its inputs: commit, versions, hardware."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that looks after the output and speaks."""
+        """True for the process that looks after the output and speaks."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
@@ -98,7 +98,7 @@ ALONE = Ranks()
 
 
 def launched() -> bool:
-    """Whether torchrun started this process as one of several.
+    """Tell whether torchrun started this process as one of several.
 
     Schedulers set RANK and WORLD_SIZE too, for a whole allocation: those alone say nothing of this process.
     """

@@ -222,13 +222,13 @@ class Residence:
 
 
 def residence_of(model: nn.Module) -> Residence | None:
-    """What looks after a model's weights; None where they simply are there."""
+    """Return the Residence that looks after a model's weights; None where the weights simply are there."""
     hook = getattr(model, "_hf_hook", None)
     return hook.residence if isinstance(hook, _RunsThere) else None
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model runs."""
+    """Return the device that a model runs on."""
     residence = residence_of(model)
     return next(model.parameters()).device if residence is None else residence.device
 
@@ -271,7 +271,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor belongs. owner: its module; it does not keep that alive. path: from the root of the model."""
+    """Place of a tensor. owner: its module; it does not keep that alive. path: from the root of the model."""
 
     owner: Callable[[], nn.Module | None]
     name: str
@@ -279,7 +279,7 @@ class _Slot:
 
     @property
     def tensor(self) -> Tensor:
-        """What is there: the tensor, or on the meta device its placeholder."""
+        """Tensor in that place; its placeholder while it is on the meta device."""
         owner = self.owner()
         if owner is None:
             raise RuntimeError(f"{self.path}: its module is gone")

@@ -17,5 +17,5 @@ def configure(*, strict: bool) -> None:
 
 
 def is_strict() -> bool:
-    """What `configure` said last, else what the environment says."""
+    """Tell whether strict mode is on: as `configure` said last, else as the environment says."""
     return _set.get("strict", os.environ.get("FLUXQ_STRICT", "") not in ("", "0"))

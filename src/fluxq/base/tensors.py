@@ -261,7 +261,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(name: str, entry: Any, start: int) -> Stored:
-    """What the header says of one tensor, whose bytes are counted from `start`."""
+    """Check a tensor's entry in the header, and return it; its bytes are counted from `start`."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r}: the header does not say dtype, shape and data_offsets, and those alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

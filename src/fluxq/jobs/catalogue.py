@@ -1,4 +1,4 @@
-"""What published models become under recipes, from their configurations alone: `fluxq families`.
+"""Catalogue of published models under recipes, from their configurations alone: `fluxq families`.
 
     published configuration -> model on the meta device -> plan of each recipe -> bits, bytes, memory
 
@@ -41,7 +41,7 @@ TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: those of as many b
 
 @dataclass(frozen=True)
 class Size:
-    """What a recipe makes of a model, all of the model's copies together. bits: per weight, of all Linears.
+    """Size of a model under a recipe, all of the model's copies together. bits: per weight, of all Linears.
 
     most_bits: the same, if layers end with all that may be tried; so are all bytes.
     """
@@ -118,7 +118,7 @@ class Model:
 
     @cached_property
     def bytes_16bit(self) -> int:
-        """What the original takes in 16 bit."""
+        """Bytes that the original takes in 16 bit."""
         return self.row.count * self.weights.nbytes
 
     @cached_property
@@ -148,7 +148,7 @@ class Model:
         return self._plans[recipe_name]
 
     def size(self, recipe_name: str) -> Size:
-        """What a recipe makes of it."""
+        """Return the size of the model under a recipe."""
         plan, count = self.plan(recipe_name), self.row.count
         saved = sum(16 * layer.n * layer.k - layer.most_stored_bits for layer in plan.quantized) / 8
         checkpoint = count * (self.weights.nbytes - saved)
@@ -175,7 +175,7 @@ class Model:
         return most_at_once(sizes) + rounded
 
     def roles(self) -> Iterator[Role]:
-        """What is quantized, by role, and what stays in 16 bit, by reason."""
+        """Yield what is quantized, by role, and what stays in 16 bit, by reason."""
         plan = self.plan("fp8")
         groups: dict[tuple[str, str], list[LayerPlan]] = {}
         for layer in plan.layers:

@@ -1,4 +1,4 @@
-"""What `fluxq env` prints and a bug report needs: versions, devices, and what computes each scheme on them.
+"""Facts that `fluxq env` prints and a bug report needs: versions, devices, and what computes each scheme on them.
 
 It is pasted into public reports: no paths, host or user names, and no value that could be a secret.
 """
@@ -89,7 +89,7 @@ def _device(
 
 
 def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
-    """What computes a scheme, and why: on a GPU as kernels/dispatch.py chooses, where there is a Triton."""
+    """Return what computes a scheme, and why: on a GPU as kernels/dispatch.py chooses, where there is a Triton."""
     if device != "cuda" or find_spec("triton") is None:
         return implementation(scheme, device)
     from fluxq.kernels.chips import SAME_AS

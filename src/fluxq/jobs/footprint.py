@@ -1,4 +1,4 @@
-"""What a job takes of memory beside weights that wait for their turn, from shapes: known before anything is computed.
+"""Footprint of a job beside weights that wait for their turn, from shapes: known before anything is computed.
 
     running   a model's activations: 3 · M · (N + K), with M tokens of a batch and the widest of its matrices (N, K)
     fitting   Grams of all input groups of a block, samples of their tokens, and what its dearest group is fitted with
@@ -136,7 +136,7 @@ def fitting(plan: Plan, running: int, itemsize: int, *, widened: bool, on_gpu: b
 
 
 def _observed(members: Sequence[LayerPlan], itemsize: int) -> int:
-    """What is kept of a group's input: its Grams, and samples, which are put together of parts."""
+    """Return the bytes that are kept of a group's input: its Grams, and samples, which are put together of parts."""
     grams = 0 if all(layer.method.is_plain for layer in members) else _gram(members)
     return grams + 2 * itemsize * _SAMPLES * members[0].k
 
@@ -150,7 +150,7 @@ def _chunk(k: int) -> int:
 
 
 def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
-    """What a group is fitted with beside what is known of its input: the Gram again, and its weights."""
+    """Return the bytes of fitting a group beside what is known of its input: the Gram again, and its weights."""
     k, method = members[0].k, members[0].method
     gram = _FP32 * max(members[0].segments) ** 2
     grams = gram * (method.gptq + bool(method.transforms or method.deflate))

@@ -1,4 +1,4 @@
-"""How long a job will take, said before it starts: its forward passes, from shapes, over this device's speed.
+"""Forecast of a job's time, said before it starts: its forward passes, from shapes, over this device's speed.
 
     forward pass   FLOPs / rate, and a fixed time for each Linear
     fitting        of each input group (M tokens, K channels, N rows): (2 M K² + 4 K³ + 4 N K²) / rate, and a fixed time
@@ -171,7 +171,7 @@ class _Forward:
         return sum(step.flops for step in steps(plan, replace(forward, batch=batch), _ANY_CHIP))
 
     def _is_guided(self, component: str) -> bool:
-        """Whether a step runs the denoiser with and without the prompt."""
+        """Tell whether a step runs the denoiser with and without the prompt."""
         if "true_cfg_scale" in self.parameters:  # guidance proper, beside a scale that the model reads
             return "negative_prompt" in self.call and self._argument("true_cfg_scale") > 1
         embeds = self.folder.config(component).get("guidance_embeds")

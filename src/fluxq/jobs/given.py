@@ -62,7 +62,7 @@ def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Whether fluxq quantized a component of a pipeline's folder, or the one model of a folder."""
+    """Tell whether fluxq quantized a component of a pipeline's folder, or the one model of a folder."""
     for config in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
         with suppress(ValueError, OSError):
             said = read_json(config).get("quantization_config")

@@ -1,4 +1,4 @@
-"""What `fluxq inspect` and `fluxq import` do, as functions: paths and names in, reports out."""
+"""Functions behind `fluxq inspect` and `fluxq import`: paths and names in, reports out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
-    """What a quantized file or folder is; by component, "" where there is just one.
+    """Inspect a quantized file or folder, and return a report by component, "" where there is just one.
 
     base: the 16-bit model: a file, a folder, a hub id or `tiny`. FileNotFoundError for what is not there, ValueError
     for what is damaged or unsafe, and for a base that is quantized.

@@ -80,7 +80,7 @@ _WITH_FRAMES = 3  # numbers of a size
 
 @dataclass(frozen=True)
 class Options:
-    """What eval, bench and debug take; None leaves the protocol's, the folder's or the pipeline's own value."""
+    """Options of eval, bench and debug; None leaves the protocol's, the folder's or the pipeline's own value."""
 
     model: str | None = None
     revision: str | None = None
@@ -516,7 +516,7 @@ def _report_of(output: Path) -> Path:
 
 
 def _networks(asked: Subject) -> Networks:
-    """What the metrics may use: the embedded model's own networks, and what --weights and its fellows name."""
+    """Find the networks for the metrics: the embedded model's own, and those that --weights and its fellows name."""
     from fluxq import tiny
     from fluxq.eval.metrics.networks import Networks, find_networks
 
@@ -631,7 +631,7 @@ def _size(record: dict[str, Any]) -> Size:
 
 
 def _origin(record: dict[str, Any]) -> dict[str, str]:
-    """What the codes come from."""
+    """Return the origin of the codes."""
     if "imported" in record:
         files = [file for part in record["imported"] for file in part["files"].items()]
         return {"imported files (SHA-256)": ", ".join(f"{name} ({digest[:16]})" for name, digest in files)}
@@ -671,7 +671,7 @@ def _small(reference: ImageFolder) -> list[str]:
 
 
 def _command(asked: Subject) -> str:
-    """What makes this report again; where images are made and kept changes nothing in it."""
+    """Return the command that makes this report again; where images are made and kept changes nothing in it."""
     options, default = asked.options, Options()
     words = ["fluxq", "eval", _named(asked)]
     for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
@@ -746,14 +746,17 @@ def _timed(asked: Subject, speed: Speed, checkpoint: str) -> Timed:
 
 
 def _is_of(speed: Speed | None, run: Run) -> bool:
-    """Whether what was timed computes as a run does."""
+    """Tell whether what was timed computes as a run does."""
     if speed is None or speed.served is None or run.served is None:
         return False
     return run.cache is None and run.served.digest == speed.served.digest
 
 
 def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
-    """What `command` found on this checkpoint; None if it did not run since, or in another version of fluxq."""
+    """Read what `command` found on this checkpoint.
+
+    None if it did not run since, or ran in another version of fluxq.
+    """
     path = asked.output / EVAL_FOLDER / name
     try:
         record = read_json(path) if path.is_file() else {}

@@ -103,7 +103,7 @@ def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None
 
 
 def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
-    """What a GPU holds of the whole pipeline. costs: of its transformers, from `model_costs`."""
+    """Return the bytes that the whole pipeline takes of a GPU. costs: of its transformers, from `model_costs`."""
     folder, device, call = prepared.folder, find_device(gpu), prepared.call
     plans = {plan.component: plan for plan in prepared.plans}
     shape = (call.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
@@ -168,7 +168,10 @@ def quantize(prepared: Prepared) -> dict[str, Any]:
 
 
 def _written_meanwhile(prepared: Prepared) -> dict[str, Any] | None:
-    """What another run wrote since this one was prepared; RuntimeError, which costs no block, for something else."""
+    """Return the record of what another run wrote since this one was prepared; None if there is nothing.
+
+    Raises RuntimeError, which costs no block, where something else stands there.
+    """
     try:
         return finished_checkpoint(prepared)
     except ValueError as error:

@@ -63,7 +63,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a job asks of a device. working, fitting: as of a Bound. needs: what is done -> bytes that it takes at once.
+    """Demand of a job on a device. working, fitting: as of a Bound. needs: what is done -> bytes that it takes at once.
 
     least: bytes, the smallest bound that would do. most: what asks for it.
     """
@@ -114,7 +114,7 @@ def demand_of(
     fitted: Iterable[Plan],
     fused: Collection[str],
 ) -> Demand:
-    """What a job asks of `device`, from shapes.
+    """Return the demand of a job on `device`, from shapes.
 
     sizes: calls whose latents are all that counts. shown: calls whose latents are decoded too. fitted: plans with
     layers that are fitted. fused: components with LoRA updates.

@@ -1,4 +1,4 @@
-"""What becomes of a model that does not fit where it is to run.
+"""Placement of a model that does not fit where it is to run.
 
 With `--device auto` its weights are read when it is their turn, as `--max-memory` does; where a GPU has no room even
 for that, the CPU is used. Pipelines that are judged have their parts take turns instead, as diffusers' offload does it.

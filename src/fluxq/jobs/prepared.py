@@ -1,4 +1,4 @@
-"""What commands take, and what they read of it: the input of every job."""
+"""Options of commands, and what is read by them: the input of every job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CALIBRATION_SEEDS = 1 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """What every command takes; None leaves the recipe's, the folder's or the pipeline's own value."""
+    """Options of every command; None leaves the recipe's, the folder's or the pipeline's own value."""
 
     model: str | None = None
     recipe: str = "nvfp4"
@@ -79,7 +79,7 @@ class Prepared:
 
     @property
     def device(self) -> str:
-        """What this process computes on: of several, each takes a GPU of its own."""
+        """Device that this process computes on: of several processes, each takes a GPU of its own."""
         return self.ranks.device(self.options.device)
 
     @property

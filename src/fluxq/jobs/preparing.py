@@ -129,7 +129,10 @@ def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan,
 
 
 def _components(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[str, ...]:
-    """What the command line names, else what the recipe does; its `transformer` is all that runs at every step."""
+    """Return the components that the command line names, else the recipe's.
+
+    A recipe's `transformer` means all components that run at every step.
+    """
     if options.components:
         return options.components
     found = denoisers_of(folder)
@@ -188,7 +191,10 @@ def _matches_any(pattern: str, linears: Sequence[LinearShape]) -> bool:
 
 
 def demand(prepared: Prepared, device: str, *, writes: bool) -> Demand | None:
-    """What quantizing asks of a device, or gathering statistics unless it `writes`; None if no pipeline runs."""
+    """Return the demand of quantizing on a device, or of gathering statistics unless it `writes`.
+
+    None if no pipeline runs.
+    """
     fitted = prepared.fitted.values() if writes else ()
     checks, runs = writes and prepared.options.check, any(plan.static_groups() for plan in prepared.plans)
     if not (checks or prepared.fitted or runs):

@@ -1,4 +1,4 @@
-"""What a pipeline and an output must be for a job to work; each refuses it with the cure. Imports no torch."""
+"""Requirements of a job on its pipeline and output; each refuses with the cure. Imports no torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _require_values(folder: ModelFolder, pipeline: type, said: Mapping[str, Any]
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a JSON file is what an annotation says."""
+    """Tell whether a value of a JSON file has the type that an annotation says."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return True
@@ -97,7 +97,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> Iterator[str]:
-    """What an annotation says, as far as a JSON file can say it, for people."""
+    """Yield the kinds of value that an annotation allows, as far as a JSON file can hold them, in words for people."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         for each in inner:
@@ -183,7 +183,7 @@ def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> Non
 
 
 def makes_pictures(folder: ModelFolder) -> bool:
-    """Whether the pipeline's outputs are images or frames; nothing that is known speaks against it otherwise."""
+    """Tell whether the pipeline's outputs are images or frames; yes, if nothing is known of them."""
     from fluxq.eval.images.generate import PICTURES
 
     made = outputs_of(folder)
@@ -201,7 +201,7 @@ def own_frames(folder: ModelFolder) -> int | None:
 
 
 def makes_video(folder: ModelFolder) -> bool:
-    """Whether the pipeline's outputs are frames."""
+    """Tell whether the pipeline's outputs are frames."""
     return "frames" in outputs_of(folder)
 
 
@@ -232,7 +232,7 @@ def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) ->
 
 
 def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | None]:
-    """What a command that quantizes reads, by what it is. said: its options, those that name files."""
+    """Return the files that a quantizing command reads, by what they are. said: its options, those that name files."""
     from fluxq.quantize.lora_file import LoraFile
     from fluxq.recipes.recipe import find_recipe
 

@@ -1,4 +1,4 @@
-"""Which card holds which published model, and what computes it there: the tables of docs/large-models.md.
+"""Tables of docs/large-models.md: the cards that hold published models, and what computes the models there.
 
 Everything is computed from configurations (recipes/families), data sheets (recipes/devices.py) and what becomes of
 weights on a chip (recipes/cost.py); nothing was run. Parts of a pipeline are those of recipes/cards.py.
@@ -71,7 +71,7 @@ def cards_table(name: str) -> list[str]:
 
 
 def chips_table() -> list[str]:
-    """What computes the main layers of each recipe on each generation of cards."""
+    """Return the table of what computes the main layers of each recipe on each generation of cards."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for chip in dict.fromkeys(device.chip for device in DEVICES.values()):
         cells = tuple(_way(route(_main_scheme(recipe), chip, prefer)) for recipe, prefer in _WAYS)

@@ -1,4 +1,4 @@
-"""Which job a folder is of: a finished checkpoint, or the work that an interrupted run goes on with.
+"""Identity of the job whose folder this is: a finished checkpoint, or the work that an interrupted run goes on with.
 
 A job is known by what decides the bytes it writes (`identity_of`). Its finished blocks lie beside the output in a
 hidden folder named by that, with a manifest (`job.json`) that a run with other options compares, to say what differs.
@@ -34,7 +34,7 @@ _MANIFEST = "job.json"  # in the work folder: the job whose work it is
 
 
 def identity_of(prepared: Prepared) -> dict[str, Any]:
-    """What makes a finished checkpoint the same as the one asked for.
+    """Return the identity of the job: checkpoints with equal ones are the same.
 
     Where layers are only rounded and there is no checkpoint to compare with, models go by the stamps of their files:
     they are hashed as they are read, and `with_digests` is what is recorded.
@@ -77,7 +77,7 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
 
 
 def finished_statistics(prepared: Prepared) -> dict[str, Any]:
-    """What the output says of itself, statistics that are just what was asked for; ValueError for others."""
+    """Return the record of finished statistics, if they are just what was asked for; ValueError for others."""
     job = Statistics.job_of(prepared.output)
     if job != job_digest(prepared):
         raise ValueError(
@@ -88,7 +88,7 @@ def finished_statistics(prepared: Prepared) -> dict[str, Any]:
 
 
 def is_taken(prepared: Prepared) -> bool:
-    """Whether something stands at the output that may not be replaced."""
+    """Tell whether something stands at the output that may not be replaced."""
     output = prepared.output
     return not prepared.options.overwrite and output.exists() and (output.is_file() or any(output.iterdir()))
 
@@ -135,7 +135,7 @@ def job_digest(prepared: Prepared) -> str:
 
 
 def _job(prepared: Prepared) -> dict[str, Any]:
-    """What decides the bytes of finished blocks; how they are cut into shards does not."""
+    """Return everything that decides the bytes of finished blocks; how they are cut into shards does not."""
     decisive = {key: value for key, value in prepared.identity.items() if key != "max_shard_bytes"}
     return {**decisive, "parallel_blocks": prepared.options.parallel_blocks}
 
@@ -250,7 +250,7 @@ def _space_needed(prepared: Prepared, work: Path) -> int:
 
 
 def _most_bytes(plan: Plan, source: SourceWeights, dtype: torch.dtype) -> int:
-    """What a quantized component takes, if its layers end with all that may be tried."""
+    """Return the bytes that a quantized component takes, if its layers end with all that may be tried."""
     bits = {f"{layer.name}.weight": layer.most_stored_bits for layer in plan.quantized}
     plain = [name for name in source.names if name not in bits]
     stored = [(source.stored(name), source.stays_fp32(name)) for name in plain]

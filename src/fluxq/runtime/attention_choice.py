@@ -90,7 +90,7 @@ def dispatched(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """What diffusers' dispatcher calls: attention (B, S, H, D) in fp8 where `_why_16_bit` has nothing against it."""
+    """Compute attention (B, S, H, D) for diffusers' dispatcher: in fp8 unless `_why_16_bit` has a reason against it."""
     why = _why_16_bit(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, _parallel_config)
     if not why:
         return attention_fp8(query, key, value, scale)
@@ -120,7 +120,7 @@ def _why_16_bit(
     grouped: bool,
     parallel: Any,
 ) -> str:
-    """Why a call is not computed in fp8; empty if it is."""
+    """Return the reason why a call is not computed in fp8; empty if it is."""
     if q.shape[1] != k.shape[1]:
         return "cross-attention, which fp8 is not for"
     if mask is not None or causal:
@@ -140,7 +140,10 @@ def _why_16_bit(
 
 @torch.compiler.assume_constant_result
 def _lacks(head_size: int, device: torch.device) -> str:
-    """Why a GPU has no kernel for heads of that size, empty if it has. ValueError for that where fluxq is strict."""
+    """Return the reason why a GPU has no kernel for heads of that size; empty if it has one.
+
+    Raises ValueError with that reason where fluxq is strict.
+    """
     if find_spec("triton") is None:
         why = f"no Triton for {device}"
     else:

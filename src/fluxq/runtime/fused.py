@@ -42,7 +42,7 @@ from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of,
 
 @dataclass(frozen=True)
 class FusedPart:
-    """What `optimize` did to one part of a block.
+    """Report of `optimize` on one part of a block.
 
     block: its path. part: role of an input group, "attention", or "block" for one that keeps its own forward. fused:
     what became one pass. layers: those that take the same codes. why_not: what was left as it is, and why; or empty.
@@ -161,7 +161,7 @@ def _tell_step_caches(stock: type[nn.Module], made: type[nn.Module]) -> None:
 
 
 def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
-    """Why a block cannot get a fused forward at all; empty if it can."""
+    """Return the reason why a block cannot get a fused forward at all; empty if it can."""
     stock = _stock(block)
     if not _is_library_class(stock, row.model):
         return f"is a {stock.__module__}.{stock.__name__}, expected diffusers' {row.model}"
@@ -176,7 +176,7 @@ def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
 
 
 def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
-    """Why the fused form cannot stand for the modules that it passes over; empty if it can."""
+    """Return the reason why the fused form cannot stand for the modules that it passes over; empty if it can."""
     for path, expected in row.passed_over.items():
         module = at(block, path)
         if not _is_stock(module, expected):
@@ -195,7 +195,7 @@ def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
 
 
 def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
-    """Why this call is the block's own forward; empty if the fused one computes the same."""
+    """Return the reason why this call runs the block's own forward; empty if the fused one computes the same."""
     if torch.is_grad_enabled():
         return "gradients: the fused ops have none"
     if given.unknown:
@@ -221,7 +221,7 @@ def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
 
 
 def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) -> str:
-    """Why the norms of heads do not round as in a model of one dtype; empty if they do."""
+    """Return the reason why the norms of heads round otherwise than in a model of one dtype; empty if they do not."""
     parts = [part for stream in row.streams for part in (stream, stream.own) if part and row.per_head]
     for path in (path for part in parts for path in (part.q_norm, part.k_norm)):
         weight = getattr(at(block, path), "weight", None)
@@ -231,7 +231,7 @@ def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) ->
 
 
 def _is_stock(module: Any, names: str) -> bool:
-    """Whether a module's class is one of the library's; "None" among the names allows for a block without it."""
+    """Tell whether a module's class is one of the library's; "None" among the names allows for a block without it."""
     if module is None:
         return "None" in names.split("|")
     return any(_is_library_class(type(module), name) for name in names.split("|"))

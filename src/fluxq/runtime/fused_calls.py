@@ -1,4 +1,4 @@
-"""What a call gives a block that is fused: a function for each class of blocks, with the arguments of its forward.
+"""Arguments of calls of fused blocks: a function for each class of blocks, with the arguments of its forward.
 
 Each says what the forms of fused_forms.py need, or what the call brings that they do not know; then the block's own
 forward computes it. Nothing heavy is computed here.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Given:
-    """What a call gives a block, by names of the row's streams.
+    """Inputs that a call gives a block, by names of the row's streams.
 
     unknown: what the forms do not know of it; then the rest may be empty. streams: tokens (B, S, D), first those that
     the block changes. modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D). rope:

@@ -34,7 +34,7 @@ DECODED = ("nvfp4", "mxfp4", "int4", "int4_g128")  # by w4a8_matmul, where a lay
 
 @dataclass(frozen=True)
 class Fusion:
-    """What a fused block knows of itself. groups: the input groups that it has, by their first Linear.
+    """State of a fused block. groups: the input groups that it has, by their first Linear.
 
     alike: first Linear of a group -> layers whose calibrated vectors and scales of the input are the same tensors'
     values. refused: layer -> why the device does not make or multiply its codes. device: the type of device that all
@@ -50,7 +50,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Steps:
-    """How a layer's input becomes codes; layers of a group with equal steps share them. mean, smooth: whether given."""
+    """Steps from a layer's input to its codes; layers of a group share them if equal. mean, smooth: whether given."""
 
     format: str
     static: bool
@@ -115,7 +115,7 @@ def _after_attention(
 def _own_attention(
     block: Any, fusion: Fusion, own: OwnAttention, x: Tensor, shift: Tensor, scale: Tensor, norm: nn.LayerNorm
 ) -> Tensor:
-    """What a stream's second attention, in which no other stream takes part, makes of x: a branch (B, S, D)."""
+    """Apply a stream's second attention, in which no other stream takes part, to x: a branch (B, S, D)."""
     qkv, _ = _behind_norm(block, fusion, own.qkv, x, shift, scale, norm)
     q, k, v = _heads(at(block, own.path), qkv, x.shape[0])
     attended = _attention(block, fusion, own.path, [(*_normed(block, own, q, k, None), v)])
@@ -162,7 +162,7 @@ def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
 
 
 def _cross_attention(block: Any, fusion: Fusion, stream: Stream, x: Tensor, context: Tensor) -> Tensor:
-    """What attention of x (B, S, D) to text, and to an image's features, (B, L, D) makes: a branch (B, S, D)."""
+    """Attend from x (B, S, D) to text, and to an image's features, (B, L, D): a branch (B, S, D)."""
     cross = stream.cross
     if cross is None:
         raise RuntimeError(f"{fusion.row.model}: its row names no cross-attention")
@@ -220,7 +220,7 @@ def _behind_norm(
     branch: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """What the layers of a group make of norm(x + gate · branch) · (1 + scale) + shift, and x + gate · branch.
+    """Apply the layers of a group to norm(x + gate · branch) · (1 + scale) + shift; return x + gate · branch too.
 
     x, branch (B, S, D); each layer's output is (M, N).
     """
@@ -243,7 +243,7 @@ def _behind_norm(
 
 
 def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
-    """What the layers of a group make of x (B, L, D), each (B, L, N): codes are made once for those that take them."""
+    """Apply the layers of a group to x (B, L, D), each (B, L, N): codes are made once for those that take them."""
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     made = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
@@ -256,7 +256,7 @@ def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
 def _down(
     block: Any, fusion: Fusion, stream: Stream, up: Tensor, images: int, attended: Tensor | None = None
 ) -> Tensor:
-    """What the feed-forward's last layer makes of act(up), up (M, N), or of [attended, act(up)], attended (M, D)."""
+    """Apply the feed-forward's last layer to act(up), up (M, N), or to [attended, act(up)], attended (M, D)."""
     ((path, layer),) = layers_of(block, fusion, stream.down).items()
     if why_alone(fusion, path, layer):
         a = producers.ACTS[stream.act](up)
@@ -358,7 +358,7 @@ def takers_of(layers: dict[str, Any], fusion: Fusion, first: str) -> dict[str, Q
 
 
 def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
-    """Why a layer does not take codes that are made for its group; empty if it does."""
+    """Return the reason why a layer does not take codes that are made for its group; empty if it does."""
     if type(layer) is not QuantLinear:
         kind = type(layer).__name__
         return "16 bit" if kind == "Linear" else f"it is a {kind}, which computes with the input itself"
@@ -442,7 +442,7 @@ def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None
 
 
 def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
-    """What an op that quantizes returns; it leaves out what it was given."""
+    """Complete the codes of an op that quantizes, which leaves out a scale that it was given."""
     row = layer.scheme.activations
     given = layer.stored("input_scale") if layer.scheme.static_input else None
     if row is None or not row.two_level:
@@ -451,7 +451,7 @@ def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tenso
 
 
 def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
-    """What a layer makes of codes (M, K), made of x (M, K), which its low-rank branch reads."""
+    """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), of which they were made."""
     if made is None:
         raise RuntimeError("no codes were made for a layer that takes them")
     y = _multiplied(layer, made, x.dtype)

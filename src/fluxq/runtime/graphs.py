@@ -84,7 +84,7 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """What `capture` put into a pipeline; `remove()`, or the end of its `with` block, takes it out."""
+    """Handle of what `capture` put into a pipeline; `remove()`, or leaving its `with` block, takes it out."""
 
     def __init__(self, steps: list[_Step]) -> None:
         self._steps = steps
@@ -106,7 +106,7 @@ class CapturedSteps:
 
     @property
     def captures(self) -> int:
-        """How many graphs were recorded so far, those included that are gone."""
+        """Number of graphs recorded so far, those included that are gone."""
         return sum(step.captures for step in self._steps)
 
     def remove(self) -> None:
@@ -167,7 +167,7 @@ class CudaGraphs:
 
 
 class _Plain(Exception):
-    """Why a call is computed without a graph."""
+    """Reason why a call is computed without a graph."""
 
 
 @dataclass
@@ -326,7 +326,7 @@ class _Step:
 
 
 class _Form:
-    """What a model's forward reads beside its arguments, as it is now."""
+    """Snapshot of everything that a model's forward reads beside its arguments."""
 
     def __init__(self, model: nn.Module, place: str) -> None:
         self.modules = [*model.modules()]
@@ -345,7 +345,7 @@ class _Form:
         self._lies = _where(self._held)
 
     def is_unchanged(self) -> bool:
-        """Whether modules, attributes and the addresses of weights are all the same."""
+        """Tell whether modules, attributes and the addresses of weights are all the same."""
         return self._is_alike() and self._lies_there(self._now())
 
     def is_present(self) -> bool:
@@ -374,7 +374,10 @@ class _Form:
         return self._lies == _where(now)
 
     def _taken_back(self, now: list[Tensor | None]) -> bool:
-        """Whether all that has moved looks as it did; then it is copied to where it lay, and lies there again."""
+        """Copy weights that have moved back to where they lay, and tell whether that was possible.
+
+        It is where all of them have the layout that they had.
+        """
         if self._names != [[*owner] for owner in self._owners]:
             return False
         if [tensor is None for tensor in now] != [held is None for held in self._held]:
@@ -410,7 +413,7 @@ class _Same:
 
 
 def why_not(model: nn.Module) -> str:
-    """Why no graph can stand for a call of this model, with the cure; empty if one can."""
+    """Return the reason why no graph can stand for a call of this model, with the cure; empty if one can."""
     around = _place(model) == "forward"  # hooks of the model itself then run before and after a graph
     modules = dict(model.named_modules())
     hoisted = [getattr(vars(module).get("forward"), "hoisted", None) for module in modules.values()]
@@ -532,7 +535,7 @@ def _kept(value: Any, device: torch.device) -> Any:
 
 
 def _settings() -> tuple:
-    """What of the process chooses kernels."""
+    """Return the settings of the process that choose kernels."""
     return _AttentionBackendRegistry.get_active_backend()[0], *(setting() for setting in _SETTINGS)
 
 

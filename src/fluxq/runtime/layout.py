@@ -1,4 +1,4 @@
-"""How a QuantLinear's tensors are laid out for one GPU, once, at load, and how its stored form comes back for saving.
+"""Layout of a QuantLinear's tensors for one GPU, made once, at load, and the way back to its stored form for saving.
 
     swizzle            block scales in the order that Blackwell's matrix units read; the inverse is a permutation
     add_row_scale      4-bit weights stay, with the 8-bit scale per row that W4A8 decodes them to; dropped for saving
@@ -112,7 +112,10 @@ def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin 
 
 
 def targets_on_cpu(scheme: Scheme) -> tuple[str, ...]:
-    """What a CPU multiplies without decoding: int8, where its product is exact; nothing for what is int8 already."""
+    """Return the formats that a CPU multiplies without decoding: int8, where its product is exact.
+
+    Empty for what is int8 already, or weight-only.
+    """
     is_slow = scheme.activations is not None and scheme.activations.name != "int8"
     return ("int8",) if is_slow and ops.int_mm_is_exact("cpu") else ()
 
@@ -158,7 +161,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _changes_bias(stored: Scheme) -> bool:
-    """Whether re-encoding gives a layer another bias: what its low-rank branch made of the mean."""
+    """Tell whether re-encoding gives a layer another bias: the low-rank branch's product with the mean goes into it."""
     return bool(stored.center and stored.rank)
 
 

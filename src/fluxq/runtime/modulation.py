@@ -73,7 +73,7 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
 
 
 class HoistedModulation:
-    """What `hoist_modulation` put into a pipeline; `remove()`, or the end of its `with` block, takes it out."""
+    """Handle of what `hoist_modulation` put into a pipeline; `remove()`, or leaving its `with` block, takes it out."""
 
     def __init__(
         self,
@@ -218,7 +218,10 @@ class _Step:
         self._versions = temb._version, self.activated._version
 
     def rows(self, x: Tensor, of: Tensor) -> slice | None:
-        """Which rows of `of`, this step's temb or activated (B, K), x is: the same memory, not changed since."""
+        """Find the rows of `of`, this step's temb or activated (B, K), that x is: the same memory, not changed since.
+
+        None if x is anything else.
+        """
         if (self.temb._version, self.activated._version) != self._versions:
             return None
         k = of.shape[1]

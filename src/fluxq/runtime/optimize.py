@@ -76,7 +76,9 @@ def _device(model: nn.Module, device: str | torch.device | None) -> torch.device
 
 
 def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
-    """Why a device does not make or multiply a layer's codes, empty if it does: of the layer and what makes its input.
+    """Return a function that says why the device does not make or multiply a layer's codes; empty if it does.
+
+    It takes the layer and what makes its input.
 
     Raises ValueError for a GPU that has no kernel for the norms, which every block needs.
     """

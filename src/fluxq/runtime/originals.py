@@ -57,7 +57,7 @@ class Original:
 
 
 class Originals:
-    """Where the 16-bit weights of a model's quantized layers are read.
+    """Reader of the 16-bit weights of a model's quantized layers.
 
     layers: by path. ranks: of each layer's low-rank branch that belongs to its codes. Raises ValueError for a source
     that lacks a weight or has one of another shape.
@@ -114,7 +114,7 @@ class Originals:
         return list(blocks.values())
 
     def fits(self) -> bool:
-        """Whether there is room beside the codes, on every device that holds layers."""
+        """Tell whether every device that holds layers has room for the weights beside the codes."""
         needed: dict[torch.device, int] = {}
         for path, layer in self.layers.items():
             device = layer.weight.device
@@ -259,7 +259,7 @@ class _Brought:
         return sum(each.nbytes for each in self.held.values())
 
     def wait(self) -> None:
-        """What is launched from now on comes after the copies, and the memory is not reused before it is through."""
+        """Order all later launches behind the copies, and keep the memory from reuse before they have run."""
         if self.ready is None:
             return
         for each in self.held.values():
@@ -285,7 +285,7 @@ def _on(original: Original, device: torch.device, pinned: bool = False) -> Origi
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """What a GPU has been given to do until now."""
+    """Record an event behind the work that the GPU has been given; None on other devices."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

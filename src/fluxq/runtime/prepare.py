@@ -165,7 +165,7 @@ def _is_to_decode(layer: QuantLinear) -> bool:
 def _prepare_layer(
     layer: QuantLinear, device: torch.device, chip: str, prefer: str, origin: Origin | None
 ) -> Prepared | None:
-    """What was done to a layer, None if nothing was to be done."""
+    """Prepare a layer, and return what was done to it; None if nothing was to be done."""
     if device.type == "cuda":
         lay_out(layer, chip, prefer, origin)
     elif prefer == "decoded" and _is_to_decode(layer):
@@ -211,7 +211,7 @@ def _checkpoint(named: str, component: str, part: nn.Module) -> Path | None:
 
 
 def _is_checkpoint(folder: Path, part: nn.Module) -> bool:
-    """Whether a folder's config.json is that of a model of this class under fluxq."""
+    """Tell whether a folder's config.json is that of a model of this class under fluxq."""
     if not (folder / "config.json").is_file():
         return False
     found = read_json(folder / "config.json")
@@ -258,7 +258,7 @@ def _warn_of_fallbacks(models: dict[str, nn.Module], device: torch.device, chip:
 
 
 def _fallback(layer: QuantLinear, device: torch.device, chip: str) -> str:
-    """What computes a layer, and why, where that is not the device's own product of such codes; else empty."""
+    """Return what computes a layer, and why, if it is not the device's own product of such codes; else empty."""
     if device.type != "cuda":
         name, why = ops.implementation(layer.scheme, device.type)
         return f"{name} ({why})" if name == "torch reference" else ""

@@ -131,7 +131,10 @@ class RowParallel(nn.Module):
         return y.to(x.dtype)
 
     def _input_scale(self, x: Tensor) -> Tensor | None:
-        """What the op takes as `input_scale`: one of each token's whole row (M, 1), if it depends on that at all."""
+        """Return the op's `input_scale`: the stored one, or one of each token's whole row (M, 1), over all ranks.
+
+        None where the format needs neither.
+        """
         scheme, activations = self.part.scheme, self.part.scheme.activations
         if activations is None or scheme.static_input or not _scaled_by_row(activations):
             return self.part.stored("input_scale") if scheme.static_input else None
@@ -168,7 +171,7 @@ def _spans(size: int, parts: Sequence[int], rank: int, world_size: int, unit: in
 
 
 def _scaled_by_row(format: Format) -> bool:
-    """Whether some scale of an activation format depends on the whole row of a token."""
+    """Tell whether some scale of an activation format depends on the whole row of a token."""
     return format.two_level or format.group_size == 0
 
 

@@ -92,7 +92,7 @@ def require_followed(scheduler: Any) -> None:
 
 
 class KeptSteps:
-    """What `keep_steps` put into a pipeline; `remove()`, or the end of its `with` block, takes it out.
+    """Handle of what `keep_steps` put into a pipeline; `remove()`, or leaving its `with` block, takes it out.
 
     steps: that are kept. calls, calls_in_16_bit: of denoisers, since it was put in.
     """
@@ -154,7 +154,7 @@ class KeptSteps:
 
 
 class Gate:
-    """What stands before and after each call of a denoiser.
+    """Hooks before and after each call of a denoiser.
 
     outer: what the pipeline calls, model: what is in it, where torch.compile has put something around it.
     """
@@ -229,7 +229,10 @@ class Gate:
             self._leave()
 
     def choose(self) -> Resident | Streamed:
-        """Where the 16-bit weights are to be now; other ones than before where layers were moved or offloaded since."""
+        """Return the store of the 16-bit weights; a new one where layers were moved or offloaded since.
+
+        Raises ValueError where the weights can be neither resident nor streamed, or not as was asked.
+        """
         layers, offloaded = self.originals.layers, _is_offloaded(self.model)
         situation = (offloaded, *(layer.weight.device for layer in layers.values()))
         if self.store is not None and (situation == self._chosen_for or self.is_streamed):
@@ -275,7 +278,7 @@ class Gate:
 
 
 class _Follower:
-    """Which step of a call it is, and of how many; told by a scheduler, which users may exchange at any time."""
+    """Counter of the steps of a call, told by a scheduler, which users may exchange at any time."""
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
@@ -365,7 +368,7 @@ def _own_rank(model: nn.Module, path: str, layer: QuantLinear) -> int:
 
 
 def _asked(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
-    """What was asked for, else what the checkpoint says."""
+    """Return the steps that were asked for, else those that the checkpoint says."""
     if first is not None and last is not None:
         return Steps(first=first, last=last)
     said = [recorded_steps(model) for _, model in models.values()]
@@ -419,7 +422,7 @@ def recorded_steps(model: Any) -> Steps | None:
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    """Whether anything moves a model's weights between calls."""
+    """Tell whether anything moves a model's weights between calls."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
@@ -432,7 +435,7 @@ def _is_offloaded(model: nn.Module) -> bool:
 
 
 def _why_not_streamed(outer: nn.Module, model: nn.Module) -> str:
-    """Why a model's weights have to stay where they are, with the cure; empty if they need not."""
+    """Return the reason why a model's weights have to stay where they are, with the cure; empty if they need not."""
     if is_captured(outer) or is_captured(model):
         return "its step is captured, and a graph reads where weights lay: weights='resident', or remove() the capture"
     if outer is not model or any(module._compiled_call_impl is not None for module in model.modules()):
@@ -454,7 +457,7 @@ def _gates_of(outer: nn.Module) -> Iterator[Gate]:
 
 
 def why_not_captured(model: nn.Module) -> str:
-    """Why the steps that are kept of a denoiser speak against capturing it now, with the cure; empty if they do not."""
+    """Return the reason why a denoiser's kept steps rule out capturing it now, with the cure; empty if they do not."""
     gates = [*_gates_of(model)]
     if any(gate.is_streamed for gate in gates):
         return "its steps in 16 bit read weights that are streamed: fluxq.keep_steps(pipe, weights='resident')"
@@ -531,7 +534,7 @@ def _homes(pipe: Any, models: list[nn.Module]) -> Iterator[Path]:
 
 
 def _hub_home(repository: str) -> Iterator[Path]:
-    """Where the hub's cache has a repository's plan file, which diffusers does not download."""
+    """Yield the folder in the hub's cache with a repository's plan file, which diffusers does not download."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

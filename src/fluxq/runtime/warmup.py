@@ -26,7 +26,7 @@ from fluxq.runtime.layout import lay_out
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers must share to launch the same kernels: scheme, shape (N, K), and whether there is a bias."""
+    """Properties shared by layers that launch the same kernels: scheme, shape (N, K), and whether there is a bias."""
 
     scheme: Scheme
     n: int
