@@ -27,41 +27,50 @@ if TYPE_CHECKING:
     from fluxq.runtime.optimize import optimize, restore
     from fluxq.runtime.prepare import prepare
     from fluxq.runtime.steps import keep_steps
+    from fluxq.verbs import Checkpoint, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FAMILIES",
     "FORMATS",
+    "Checkpoint",
     "FluxqConfig",
     "QuantLinear",
     "QuantizedTensor",
     "__version__",
+    "calibrate_pipeline",
     "capture",
     "configure",
+    "evaluate_pipeline",
     "hoist_modulation",
     "keep_steps",
     "optimize",
     "prepare",
     "quantize_linear",
+    "quantize_pipeline",
     "restore",
     "set_attention",
     "tiny",
 ]
 
 _HOMES = {
+    "Checkpoint": "fluxq.verbs",
     "FAMILIES": "fluxq.recipes.all_families",
     "FORMATS": "fluxq.recipes.formats",
     "FluxqConfig": "fluxq.integrations.config",
     "QuantLinear": "fluxq.kernels.linear",
     "QuantizedTensor": "fluxq.kernels.tensor",
+    "calibrate_pipeline": "fluxq.verbs",
     "capture": "fluxq.runtime.graphs",
     "configure": "fluxq.base.settings",
+    "evaluate_pipeline": "fluxq.verbs",
     "hoist_modulation": "fluxq.runtime.modulation",
     "keep_steps": "fluxq.runtime.steps",
     "optimize": "fluxq.runtime.optimize",
     "prepare": "fluxq.runtime.prepare",
     "quantize_linear": "fluxq.quantize.run",
+    "quantize_pipeline": "fluxq.verbs",
     "restore": "fluxq.runtime.optimize",
     "set_attention": "fluxq.runtime.attention_choice",
 }

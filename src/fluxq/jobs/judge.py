@@ -141,7 +141,10 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
     _require_known("backend", options.backends, BACKENDS)
     source = options.model or record["model"]["source"]
     if source is None:
-        raise ValueError(f"{output}: imported without a base, so its 16-bit model is not known; give it as --model")
+        raise ValueError(
+            f"{output}: imported without a base, or made of a pipeline in memory, so its 16-bit model is not known; "
+            "give it as --model"
+        )
     folder = resolve_model(
         source,
         revision=options.revision or record["model"]["revision"],

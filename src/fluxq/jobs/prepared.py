@@ -32,6 +32,7 @@ class Options:
     """Options of every command; None leaves the recipe's, the folder's or the pipeline's own value."""
 
     model: str | None = None
+    source: str | None = None  # of a pipeline that was in memory, and is at `model` while it is quantized; "" unknown
     recipe: str = "nvfp4"
     profile: Any = None
     output: str | None = None
