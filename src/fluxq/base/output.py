@@ -22,6 +22,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 from fluxq.base.console import logger
@@ -457,7 +459,7 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
                     remove(new)
                 raise
             remove(new)
-    remove(old)
+        remove(old)
     if is_done:
         yield None
 
@@ -496,22 +498,42 @@ def recover(target: Path, work: Path) -> None:
 def put(pairs: Pairs, aside: Path) -> None:
     """Move everything that was made to its place, all or none; what stood there lies in `aside` when this returns.
 
-    All of it is on the disk before the first move, and the moves are before this returns. aside: is made here.
+    All of it is on the disk before the first move, and the moves are before this returns. aside: is made here. Signals
+    wait until the moves are made, or undone.
     """
     for made, _ in pairs:
         sync(made)
-    aside.mkdir(parents=True)
+    with _signals_wait():
+        aside.mkdir(parents=True)
+        try:
+            for made, place in pairs:
+                if place.exists():
+                    place.rename(aside / place.name)
+                made.rename(place)
+            for folder in dict.fromkeys(place.parent for _, place in pairs):
+                sync(folder, deep=False)
+        except BaseException:
+            _undo(pairs, aside)
+            aside.rmdir()
+            raise
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """What would end this process comes when the block has ended; only in the main thread does Python see to it."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
     try:
-        for made, place in pairs:
-            if place.exists():
-                place.rename(aside / place.name)
-            made.rename(place)
-        for folder in dict.fromkeys(place.parent for _, place in pairs):
-            sync(folder, deep=False)
-    except BaseException:
-        _undo(pairs, aside)
-        aside.rmdir()
-        raise
+        for name in ("SIGINT", "SIGTERM", "SIGHUP") if current_thread() is main_thread() else ():
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _pairs(place: Path, new: Path, old: Path) -> Pairs:
@@ -529,7 +551,8 @@ def _pairs(place: Path, new: Path, old: Path) -> Pairs:
 def put_back(pairs: Pairs, aside: Path) -> None:
     """Undo a `put` that a kill ended in the middle; one that had made its last move stands."""
     if aside.is_dir() and any(made.exists() for made, _ in pairs):
-        _undo(pairs, aside)
+        with _signals_wait():
+            _undo(pairs, aside)
 
 
 def _undo(pairs: Pairs, aside: Path) -> None:
