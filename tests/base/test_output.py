@@ -509,8 +509,8 @@ def test_a_report_appears_with_its_json_and_markdown_or_not_at_all(tmp_path, mon
     (tmp_path / "run.json").write_text(example().model_dump_json())
     with monkeypatch.context() as patch:
         patch.setattr("fluxq.eval.report.report.render", lambda _: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(OSError, match="full"):
-            judge.report([tmp_path / "run.json"], tmp_path / "x.html")
+        done = CliRunner().invoke(cli, ["report", str(tmp_path / "run.json"), "-o", str(tmp_path / "x.html")])
+        assert done.exit_code == 1 and "full" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     judge.report([tmp_path / "run.json"], tmp_path / "x.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "x.html", "x.json", "x.md"]

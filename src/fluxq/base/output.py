@@ -26,7 +26,7 @@ import signal
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -92,6 +92,7 @@ class Output:
         error, for a command that looks whether it is what was asked for.
         """
         self._require_writable()
+        require_lockable(self.place)
         here = {what: Path(path).expanduser().resolve() for what, path in reads.items() if path}
         for place in self.places:
             _require_apart(self.target, place, here)
@@ -586,20 +587,45 @@ def remove(path: Path) -> None:
         logger.warning("%s could not be removed (%s); it is of no more use", path, error.strerror)
 
 
+def require_lockable(target: Path) -> None:
+    """Raise ValueError where something lies in the place of the two files that serve `sole_writer`."""
+    for serving in _serving(target):
+        is_file = serving.is_file() and not serving.is_symlink() and os.access(serving, os.R_OK | os.W_OK)
+        if os.path.lexists(serving) and not is_file:
+            raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
+
+
+def is_being_written(target: Path) -> bool:
+    """Whether another process is in `sole_writer` for a target; nothing is made."""
+    from filelock import FileLock, Timeout
+
+    lock, _ = _serving(target)
+    try:
+        with FileLock(lock, timeout=0) if lock.is_file() else nullcontext():
+            return False
+    except Timeout:
+        return True
+
+
+def _serving(target: Path) -> tuple[Path, Path]:
+    """The lock of a target, and who holds it."""
+    target = target.resolve()
+    return target.with_name(f".{target.name}.lock"), target.with_name(f".{target.name}.pid")
+
+
 @contextmanager
-def sole_writer(target: Path) -> Iterator[None]:
+def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
     """Only one process at a time is in this block for a target; RuntimeError in the second, naming the first.
 
-    The lock goes with the process, however that ends. Two files beside the target serve it and are removed.
+    The lock goes with the process, however that ends. Two files beside the target serve it and are removed. wait: so
+    many seconds for another process, where both write for moments.
     """
     from filelock import FileLock, Timeout
 
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock, owner = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "pid"))
-    for serving in (lock, owner):
-        if serving.is_symlink() or (serving.exists() and not serving.is_file()):
-            raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
+    require_lockable(target)
+    lock, owner = _serving(target)
     try:
         os.close(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644))  # what fails here is no other process
     except OSError as error:
@@ -607,7 +633,7 @@ def sole_writer(target: Path) -> Iterator[None]:
             f"{target} cannot be made: {target.parent} takes no new file ({error.strerror}); give another --output"
         ) from None
     try:
-        with FileLock(lock, timeout=0):
+        with FileLock(lock, timeout=wait):
             # What one that was killed just here left behind.
             clear_parts(target.parent, owner.name)
             write_text(owner, f"{os.getpid()} on {platform.node()}")

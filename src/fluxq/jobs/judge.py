@@ -472,8 +472,13 @@ def debug(
     return found
 
 
-def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) -> Report:
-    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
+def report(
+    outputs: Sequence[Path], target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
+) -> Report:
+    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown.
+
+    on_start: called when all is checked and writing begins.
+    """
     from fluxq.eval.report.report import merge
 
     if target.suffix != ".html":
@@ -485,6 +490,7 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
     merged = merge(found) if len(found) > 1 else found[0]
     job = job_of([version("fluxq"), [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
+    on_start()
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:
             _draw(made / place.place.name, merged, job, reads.values())
