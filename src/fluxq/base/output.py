@@ -588,7 +588,10 @@ def remove(path: Path) -> None:
 
 
 def require_lockable(target: Path) -> None:
-    """Raise ValueError where something lies in the place of the two files that serve `sole_writer`."""
+    """Raise ValueError where the two files that serve `sole_writer` cannot be made, beside the target."""
+    parent = target.resolve().parent
+    if parent.is_dir() and not _takes_files(parent):
+        raise ValueError(f"{target} cannot be written to: {parent} takes no new file, as its lock is; `chmod u+w` it")
     for serving in _serving(target):
         is_file = serving.is_file() and not serving.is_symlink() and os.access(serving, os.R_OK | os.W_OK)
         if os.path.lexists(serving) and not is_file:
