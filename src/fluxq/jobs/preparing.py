@@ -107,6 +107,9 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
     Output(output, not writes).require(
         reads_of(folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True
     )
+    if not writes and not prepared.calibrated:
+        planned = ", ".join(plan.component for plan in plans)
+        raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
     if not writes and (options.overwrite or not output.exists()):
         return prepared
     if not writes:
