@@ -102,6 +102,9 @@ def import_model(
     read = [[name, hashes[name], sha256_json(model.config)] for name, model in models.items()]
     job = job_of([version("fluxq"), dequantize, read, _contents(path), _contents(place)])
     Output(output).require_free(overwrite=overwrite, job=job)
+    checked: dict[str, _Checked] = {}
+    if overwrite or not Output(output).holds(job):
+        checked = {name: _checked(model, targets[name], place, name, dequantize) for name, model in models.items()}
     on_start()
     reports = []
     with writing(Output(output), job, overwrite=overwrite) as made:
@@ -112,7 +115,8 @@ def import_model(
                 reports.append(replace(report, was_written=True))
                 continue
             folder = made / target.component if target.pipeline else made / "component"
-            _write(folder, model, target, Base.of(place, name, model) if place else None, report, dequantize)
+            readable = checked.pop(name, None) or _checked(model, target, place, name, dequantize)
+            _write(folder, readable, target, report, dequantize)
             report.files = hashes[name]
             report.unproved += unproved if not reports else []
             reports.append(report)
@@ -197,13 +201,22 @@ def _of_pipeline(folder: ModelFolder, component: str) -> _Target:
     return _Target(component, library, folder.components[component], folder.config(component), folder)
 
 
-def _write(
-    folder: Path, model: ModelFile, target: _Target, base: Base | None, report: Imported, dequantize: bool
-) -> None:
-    """Write a component's weights and config.json into `folder`; fills in the report."""
+@dataclass(frozen=True)
+class _Checked:
+    """A model in the dialect that it is read in. found: what the base says of it. network: of its target, on meta."""
+
+    model: ModelFile
+    base: Base | None
+    found: Inspection | None
+    config: dict[str, Any]
+    network: nn.Module
+
+
+def _checked(model: ModelFile, target: _Target, place: Path | None, component: str, dequantize: bool) -> _Checked:
+    """Raise ValueError for all that can be said before a layer is written. place: of the base."""
+    base = Base.of(place, component, model) if place else None
     if base is not None:
         model = settled(model, base)
-        report.dialect = model.dialect
     if model.undecided:
         raise ValueError(f"{model.path}: {model.contradictions[-1]}; without it `fluxq import` would guess")
     if model.unknown_method:
@@ -229,8 +242,15 @@ def _write(
         )
     config = {key: value for key, value in target.config.items() if key != "quantization_config"}
     network = _network(model, target, config)
-    expected, linears = network.state_dict(keep_vars=True), linears_of(network)
-    own_name = names_in_model(network)
+    return _Checked(model, base, _proved(model, base) if base is not None else None, config, network)
+
+
+def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, dequantize: bool) -> None:
+    """Write a component's weights and config.json into `folder`; fills in the report."""
+    model, base, found, config = checked.model, checked.base, checked.found, dict(checked.config)
+    report.dialect = model.dialect
+    expected, linears = checked.network.state_dict(keep_vars=True), linears_of(checked.network)
+    own_name = names_in_model(checked.network)
     refused: dict[str, str] = {}
     schemes: dict[str, Scheme] = {}
     written: set[str] = set()
@@ -248,7 +268,7 @@ def _write(
         save_weights({name: tensor.contiguous() for name, tensor in tensors.items()}, files[-1], {})
         written.update(tensors)
 
-    joined, found = model.joined, _proved(model, base) if base is not None else None
+    joined = model.joined
     proved = {layer.name: layer.against for layer in found.layers} if found else {}
     report.unproved += found.unproved if found else []
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):

@@ -201,6 +201,46 @@ def test_a_swap_that_fails_at_any_move_changes_nothing(tmp_path, monkeypatch, mo
     assert tree(tmp_path) == before and not (tmp_path / "aside").exists()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("ends", ["whole", "undone"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_middle_of_a_swap_waits_for_its_end(tmp_path, monkeypatch, number, ends):
+    """It comes at each move, also at those of the way back."""
+    pairs, rename, moves = made_and_old(tmp_path), Path.rename, []
+    before = tree(tmp_path)
+
+    def signalled(path: Path, target: Path) -> Path:
+        moves.append(target)
+        os.kill(os.getpid(), number)
+        if ends == "undone" and len(moves) == 3:
+            raise OSError("full")
+        return rename(path, target)
+
+    kept = signal.signal(number, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "rename", signalled)
+            put(pairs, tmp_path / "aside")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, kept)
+    after = {"side": "new", "main": "new", "aside/side": "old", "aside/main": "old"}
+    assert len(moves) > 3 and tree(tmp_path) == (after if ends == "whole" else before)
+    assert (tmp_path / "aside").exists() == (ends == "whole")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such permissions")
+def test_a_new_file_has_the_permissions_of_one_and_no_thread_sees_another_umask(tmp_path, monkeypatch):
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda _: pytest.fail("other threads make files too"))
+            files.write_text(tmp_path / "a", "a")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
 @pytest.mark.parametrize("is_file", [False, True])
 def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp_path, monkeypatch, is_file):
     """The disk fails from the second move on, for good; then it is mended."""
@@ -284,7 +324,7 @@ def test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_remov
         (new / "vae" / "a").write_text("new")
     stem = new.name.removesuffix(".new")
     assert done[-9:-7] == ["a", "vae"] or done[-10:-8] == ["a", "vae"]
-    assert done[-7:] == ["out>out", f"{stem}.new>out", tmp_path.name, "-.new", "-.pid", "-.lock", "-.old"]
+    assert done[-7:] == ["out>out", f"{stem}.new>out", tmp_path.name, "-.new", "-.old", "-.pid", "-.lock"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_that(tmp_path, monkeypatch):
@@ -469,8 +509,8 @@ def test_a_report_appears_with_its_json_and_markdown_or_not_at_all(tmp_path, mon
     (tmp_path / "run.json").write_text(example().model_dump_json())
     with monkeypatch.context() as patch:
         patch.setattr("fluxq.eval.report.report.render", lambda _: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(OSError, match="full"):
-            judge.report([tmp_path / "run.json"], tmp_path / "x.html")
+        done = CliRunner().invoke(cli, ["report", str(tmp_path / "run.json"), "-o", str(tmp_path / "x.html")])
+        assert done.exit_code == 1 and "full" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     judge.report([tmp_path / "run.json"], tmp_path / "x.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "x.html", "x.json", "x.md"]

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fluxq import __version__
+from fluxq.base.output import sole_writer
 from fluxq.cli import cli, main
 from fluxq.commands.options import PROTOCOL_NAMES, RECIPES
 from fluxq.eval.images.protocols import PROTOCOLS
@@ -729,6 +730,31 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
     result = fluxq("quantize", "--recipe", "fp8", "--no-check")
     assert result.code == 0 and caplog.messages[-1] == f"going on with what an interrupted run left in {work}"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-fp8"]
+
+
+@pytest.mark.parametrize("kind", ["lock", "pid"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "--recipe", "fp8", "--no-check", "-o", "out"),
+        ("calibrate", "--recipe", "nvfp4", "-o", "out"),
+    ],
+)
+def test_what_lies_where_the_lock_goes_is_refused_before_any_work(fluxq, tmp_path, words, kind):
+    (tmp_path / f".out.{kind}").mkdir()
+    assert_refused(fluxq(*words), 2, f".out.{kind} is in the way, where fluxq needs a file of its own; remove it")
+
+
+@pytest.mark.parametrize("command", ["quantize", "calibrate"])
+def test_the_work_of_another_job_is_refused_before_any_work_and_a_process_at_it_later(fluxq, tmp_path, command):
+    """2 is what cannot work; that another process writes there just now is no fault of what was asked."""
+    work = tmp_path / ".out.0123456789abcdef.work"
+    work.mkdir()
+    (work / "job.json").write_text("{}")
+    words = (command, "--recipe", "nvfp4", "--num-inference-steps", 1, "-o", "out")
+    assert_refused(fluxq(*words), 2, "an interrupted run that differs in ", f"is kept in {work}; go on with it ")
+    with sole_writer(tmp_path / "out"):
+        assert_refused(fluxq(*words), 1, "is being written by process")
 
 
 @pytest.mark.parametrize("words", [("plan",), ("inspect", "out"), ("verify", "out"), ("families",)])

@@ -3,10 +3,11 @@
     python tests/crash/harness.py [--every N] [--only COMMAND]… [--jobs N] [--json FILE]
 
 What has to hold, whatever happened:
-- a file of the output is the old one or the new one, byte for byte, and of an output that appears as a whole all are;
-  only a kill may leave it away, with all that is old kept aside;
+- a file of the output is the old one or the new one, byte for byte and in its permissions, and of an output that
+  appears as a whole all are; only a kill may leave it away, with all that is old kept aside;
 - a call that failed makes the exit code 1, or has changed nothing, or is named in a warning;
-- the same command again ends with 0, its output equal to an undisturbed one, and nothing is left beside it.
+- the same command again ends with 0, its output equal to an undisturbed one, and nothing is left beside it: also where
+  the disturbed one had finished.
 Exits with 1 where something did not.
 
 A kill behind a call is one before the next, and only behind the last one a trial of its own. Of consecutive writes to
@@ -24,6 +25,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -44,8 +46,9 @@ from zygote import CRASHED, Disturbance, Ended
 HERE = Path(__file__).parent
 TAKES_SPACE = ("open", "write", "mkdir", "rename", "link", "fsync", "truncate")  # what a full disk makes fail
 HOWS = ("kill", "torn", "behind", "EIO", "ENOSPC", "SIGTERM", "SIGINT")
+CODES = {"EIO": (0, 1), "ENOSPC": (0, 1), **dict.fromkeys(("kill", "torn", "behind"), (-signal.SIGKILL,))}
 _TRACES = re.compile(r"^\.(.*\.)?[A-Za-z0-9_]{8}\.part$")  # mkstemp's names: other letters each time
-Tree = dict[str, str]  # relative path -> SHA-256, "" for a folder
+Tree = dict[str, str]  # relative path -> permissions and SHA-256, those alone of a folder
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,15 @@ class Place:
 
 
 def tree(folder: Path) -> Tree:
-    """All that lies in a folder; names that are drawn, and what a lock file says, do not count."""
+    """All that lies in a folder, links as such; names that are drawn, and what a lock file says, do not count."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if _TRACES.match(path.name):
             name = re.sub(r"[A-Za-z0-9_]{8}\.part$", "*.part", name)
-        told = not path.is_dir() and not path.name.endswith((".pid", ".pid.*.part"))
-        found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if told else ""
+        told = path.is_file() and not name.endswith((".pid", ".pid.*.part"))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if told else ""
+        found[name] = f"{stat.filemode(path.lstat().st_mode)} {digest}"
     return found
 
 
@@ -175,10 +179,9 @@ def try_all(name: str, root: Path, every: int, hows: tuple[str, ...]) -> Found:
         found.trials[how] += 1
         left = tree(place.folder)
         wrong = [*_at_once(place.command, how, ended, before, left, after)]
-        alike = [sorted(left.items()), ended.said if how in ("EIO", "ENOSPC") else ""]
-        key = hashlib.sha256(json.dumps(alike).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps(sorted(left.items())).encode()).hexdigest()
         if key not in known:
-            known[key] = [*_again(place, before, left, after, ended.said)]
+            known[key] = [*_again(place, after)]
         wrong += known[key]
         where = {"how": how, "call": f"{call.number} {call.name} {call.path}"}
         for each in wrong:
@@ -195,11 +198,11 @@ def _at_once(command: Command, how: str, ended: Ended, before: Tree, left: Tree,
         yield "it hangs"
     if ended.code == CRASHED or "Traceback (most recent call last)" in ended.said:
         yield f"a traceback: {ended.said[-300:]}"
-    if how.startswith("SIG") and ended.code not in (0, 128 + getattr(signal, how)):
+    if ended.code not in (CODES.get(how) or (0, 128 + getattr(signal, how))):
         yield f"exit code {ended.code}: {ended.said[-300:]}"
     seen = visible(left)
     if command.in_place:
-        foreign = [name for name, digest in seen.items() if digest not in (before.get(name), after.get(name), "")]
+        foreign = [name for name, digest in seen.items() if digest not in (before.get(name), after.get(name))]
         foreign = [name for name in foreign if not name.startswith("images/")]  # the next run looks through them
         if foreign or not before.keys() <= left.keys():
             yield f"neither old nor new: {foreign or 'something is gone'}"
@@ -207,23 +210,22 @@ def _at_once(command: Command, how: str, ended: Ended, before: Tree, left: Tree,
         is_aside = set(visible(before).values()) <= set(left.values())  # for the next run to put back
         if not (is_aside and how in ("kill", "torn", "behind")):
             yield f"neither the old output nor the new one: {differing(visible(before), seen)}"
-    if ended.code == 0 and how in ("EIO", "ENOSPC"):
+    if ended.code == 0:
         if seen != visible(after):
             yield f"exit 0, and its output differs: {differing(visible(after), seen)}"
-        unnamed = [name for name in left if name not in after and _top(name) not in ended.said]
+        unnamed = [name for name in left if name not in after and not _is_named(name, after, ended.said)]
         if unnamed:
             yield f"exit 0, and this is left without a word: {unnamed[:3]}"
 
 
-def _top(name: str) -> str:
-    return name.split("/")[0]
+def _is_named(name: str, after: Tree, said: str) -> bool:
+    """Whether a message names what is left, or a folder around it that is itself left."""
+    around = [name, *(path.as_posix() for path in PurePosixPath(name).parents)][:-1]
+    return any(each not in after and re.search(rf"{re.escape(each)}(?![^\s:;,])", said) for each in around)
 
 
-def _again(place: Place, before: Tree, left: Tree, after: Tree, said: str) -> Iterator[str]:
+def _again(place: Place, after: Tree) -> Iterator[str]:
     """Run the same command again and yield the faults that show then."""
-    named = {name for name in left if name not in after and _top(name) in said}  # could not be removed, and said so
-    if {name: digest for name, digest in left.items() if name not in named} == after and before != after:
-        return  # it had finished, and nothing of it is left that would tell the next one
     ended = place.run()
     if ended.code != 0:
         yield f"the same command again ends with {ended.code}: {ended.said[-300:]}"

@@ -43,7 +43,7 @@ class Ended:
 
 
 def warm_up() -> None:
-    """Import what commands import, and take out what they do not write by: clocks, and the engine that draws charts."""
+    """Import what commands import, and take out what they do not write by: clocks, memory, the engine of charts."""
     warnings.filterwarnings("ignore")
     import torch
 
@@ -57,10 +57,12 @@ def warm_up() -> None:
     import fluxq.jobs.judge
     import fluxq.jobs.making
     from fluxq.eval.report import charts
+    from fluxq.eval.speed import machine
 
     charts._svg = lambda *_, **__: "<svg></svg>"  # its threads do not live on in a fork
     ticks = itertools.count()  # seconds are written down, and two runs are compared byte for byte
     time.perf_counter = lambda: next(ticks) * 1e-9
+    machine._process_peak = lambda: None  # a fork begins with what its parent has held
     fluxq.jobs.judge.datetime = SimpleNamespace(now=lambda _: datetime(2026, 1, 1, tzinfo=UTC))
 
 

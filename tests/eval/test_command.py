@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from fluxq.base.output import sole_writer
 from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import SCHEMA_VERSION, read_report
@@ -130,6 +131,7 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
     assert debug.exit_code == 0, debug.output
     assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0
+    assert fluxq("debug", out, "--count", 1, "--patch", tmp_path / "better.yaml").exit_code == 2  # another job's
     report = read_report(out / "eval" / "report.json")
     native, as_int8 = report.runs
     timed, other = (as_int8, native) if int_mm_is_exact("cpu") else (native, as_int8)
@@ -177,6 +179,75 @@ def test_what_bench_left_damaged_costs_no_evaluation(quantized: Path, caplog, te
     done = fluxq("eval", quantized, *FEW)
     assert done.exit_code == 0, done.output
     assert "speed.json is damaged and is left out: run `fluxq bench` again" in caplog.text
+
+
+JUDGING = {
+    "eval": FEW,
+    "bench": ("--rounds", 3, "--warmup", 1, "--num-inference-steps", 1),
+    "debug": ("--count", 1, "--budget", 24, "--growth", 1, "--num-inference-steps", 1),
+}
+
+
+@pytest.mark.parametrize("command", JUDGING)
+def test_what_judges_writes_alone_and_clears_what_killed_ones_left(quantized: Path, monkeypatch, command: str) -> None:
+    parts = [quantized / name for name in (".eval_results/.x.yaml.abc.part", "eval/.speed.json.abc.part", ".a.b.part")]
+    for part in parts:
+        part.parent.mkdir(exist_ok=True)
+        part.touch()
+    monkeypatch.setattr(judge, "_WAIT", 0.0)
+    with sole_writer(quantized):
+        done = fluxq(command, quantized, *JUDGING[command])
+        assert done.exit_code == 1 and "is being written by process" in done.output, done.output
+        assert all(part.exists() for part in parts) and not list((quantized / "eval").glob("[!.]*"))
+    done = fluxq(command, quantized, *JUDGING[command])
+    assert done.exit_code == 0, done.output
+    assert not any(part.exists() for part in parts) and list((quantized / "eval").glob("[!.]*"))
+    assert {path.name for path in quantized.parent.glob(".*")} == set()
+
+
+@pytest.mark.parametrize("command", JUDGING)
+def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(quantized, monkeypatch, command) -> None:
+    record = quantized / "fluxq_plan.json"
+    forecast = judge._forecast
+
+    def meanwhile(*arguments, **how):
+        record.write_text(record.read_text(encoding="utf-8").replace('"seconds": ', '"seconds": 1'), encoding="utf-8")
+        return forecast(*arguments, **how)
+
+    monkeypatch.setattr(judge, "_forecast", meanwhile)
+    done = fluxq(command, quantized, *JUDGING[command])
+    assert done.exit_code == 1 and "was replaced while it was judged" in done.output, done.output
+    assert not (quantized / "eval").exists()
+
+
+def test_a_patch_replaces_what_its_own_command_wrote_and_nothing_else(quantized, tmp_path, monkeypatch) -> None:
+    patch, forecast = tmp_path / "better.yaml", judge._forecast
+    words = ("debug", quantized, "--count", 1, "--budget", 24, "--growth", 1, "--patch", patch)
+    words += ("--num-inference-steps", 1)
+
+    def meanwhile(*arguments, **how):
+        patch.write_text("theirs")
+        return forecast(*arguments, **how)
+
+    with monkeypatch.context() as context:
+        context.setattr(judge, "_forecast", meanwhile)
+        done = fluxq(*words)
+        assert done.exit_code == 1 and "name a new .yaml file" in done.output, done.output
+    assert patch.read_text() == "theirs"
+    assert fluxq(*words).exit_code == 2
+    patch.unlink()
+    assert fluxq(*words).exit_code == 0
+    written = patch.read_bytes()
+    assert fluxq(*words).exit_code == 0 and patch.read_bytes() == written
+    patch.write_bytes(written + b"# mine\n")
+    assert fluxq(*words).exit_code == 2
+
+
+@pytest.mark.parametrize("command", JUDGING)
+def test_what_lies_where_the_lock_goes_is_refused_before_anything_is_judged(quantized, command) -> None:
+    (quantized.parent / ".out.lock").mkdir()
+    done = fluxq(command, quantized, *JUDGING[command])
+    assert done.exit_code == 2 and ".out.lock is in the way" in done.output, done.output
 
 
 def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized, monkeypatch, caplog):

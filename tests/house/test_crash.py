@@ -5,11 +5,14 @@ A few trials of the quickest commands here, one in ten of all with `--run-slow`,
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,6 +34,45 @@ def run(result: Path, *words: str, **environment: str) -> tuple[subprocess.Compl
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert result.is_file(), done.stdout + done.stderr
     return done, json.loads(result.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def harness(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(HARNESS.parent)
+    return importlib.import_module("harness")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said", "left", "fault"),
+    [
+        ("EIO", 2, "Error: out cannot be made", {}, "exit code 2"),
+        ("ENOSPC", 1, "Error: full", {}, ""),
+        ("kill", 1, "Error: it ended before", {}, "exit code 1"),
+        ("SIGTERM", 0, "", {}, "exit 0, and its output differs"),
+        ("EIO", 0, "report: out/eval/report.html", {"out/eval/.x.*.part": "-rw-r--r-- 1"}, "left without a word"),
+        ("EIO", 0, "/tmp/.out.old could not be removed", {".out.old": "drwxr-xr-x ", ".out.old/a": "-rw-r--r-- 1"}, ""),
+        ("EIO", 0, ".out.lock.more could not be removed", {".out.lock": "-rw-r--r-- 1"}, "left without a word"),
+        ("EIO", 0, "", {"out/a": "-rw------- new"}, "neither the old output nor the new one"),
+    ],
+)
+def test_what_a_disturbed_run_leaves_and_says_is_held_strictly(harness, how, code, said, left, fault) -> None:
+    after = {"out": "drwxr-xr-x ", "out/a": "-rw-r--r-- new"}
+    has_finished = code == 0 and not how.startswith("SIG")
+    before = {"out": "drwxr-xr-x ", "out/a": "-rw-r--r-- old"}
+    ended = harness.Ended(code, said, 0.0)
+    found = [
+        *harness._at_once(harness.Command(""), how, ended, before, (after if has_finished else before) | left, after)
+    ]
+    assert (any(fault in each for each in found) and found) if fault else found == []
+
+
+def test_permissions_are_part_of_what_is_compared_and_a_finished_run_is_run_again(harness, tmp_path) -> None:
+    (tmp_path / "a").touch()
+    before = harness.tree(tmp_path)
+    (tmp_path / "a").chmod(0o600)
+    assert harness.differing(before, harness.tree(tmp_path)) == "a"
+    place = SimpleNamespace(folder=tmp_path, run=lambda: harness.Ended(2, "it exists", 0.0))
+    assert ["ends with 2" in each for each in harness._again(place, harness.tree(tmp_path))] == [True]
 
 
 def only(*names: str) -> list[str]:

@@ -228,7 +228,7 @@ FINISH = ("fluxq.quantize.run", "finish")
 POINTS = {  # where a process is killed -> blocks that are done by then
     "before the first block": (*FINISH, 1, 0),
     "before the fourth block": (*FINISH, 4, 3),
-    "in the middle of writing one": ("fluxq.base.files", "make_readable", 6, None),
+    "in the middle of writing one": ("fluxq.base.files", "sync", 11, None),
     "before a shard": ("fluxq.quantize.checkpoint", "join_weights", 1, 10),
     "before the check of files": ("fluxq.jobs.making", "hash_files", 1, 10),
     "before it is put in place": ("fluxq.jobs.making", "write_text", 1, 10),

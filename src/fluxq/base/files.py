@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +26,10 @@ def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = Non
     folder: where the temporary path lies instead, on the same disk: one that is cleared after a kill.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=folder or target.parent)
-    os.close(handle)
-    part = Path(name)
+    part = (folder or target.parent) / f".{target.name}.{secrets.token_hex(4)}.part"
+    os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))  # with the permissions of a new file
     try:
         yield part
-        make_readable(part)
         if durable:
             sync(part)
         part.replace(target)
@@ -62,13 +60,6 @@ def sync(path: Path, *, deep: bool = True) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def make_readable(path: Path) -> None:
-    """Give a file the permissions of an ordinary new one; mkstemp lets only its owner read."""
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
 
 
 def write_text(target: Path, text: str) -> None:

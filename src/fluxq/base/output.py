@@ -22,14 +22,16 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 from fluxq.base.console import logger
@@ -90,6 +92,7 @@ class Output:
         error, for a command that looks whether it is what was asked for.
         """
         self._require_writable()
+        require_lockable(self.place)
         here = {what: Path(path).expanduser().resolve() for what, path in reads.items() if path}
         for place in self.places:
             _require_apart(self.target, place, here)
@@ -460,7 +463,7 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
                     remove(new)
                 raise
             remove(new)
-    remove(old)
+        remove(old)
     if is_done:
         yield None
 
@@ -499,22 +502,42 @@ def recover(target: Path, work: Path) -> None:
 def put(pairs: Pairs, aside: Path) -> None:
     """Move everything that was made to its place, all or none; what stood there lies in `aside` when this returns.
 
-    All of it is on the disk before the first move, and the moves are before this returns. aside: is made here.
+    All of it is on the disk before the first move, and the moves are before this returns. aside: is made here. Signals
+    wait until the moves are made, or undone.
     """
     for made, _ in pairs:
         sync(made)
-    aside.mkdir(parents=True)
+    with _signals_wait():
+        aside.mkdir(parents=True)
+        try:
+            for made, place in pairs:
+                if place.exists():
+                    place.rename(aside / place.name)
+                made.rename(place)
+            for folder in dict.fromkeys(place.parent for _, place in pairs):
+                sync(folder, deep=False)
+        except BaseException:
+            _undo(pairs, aside)
+            aside.rmdir()
+            raise
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """What would end this process comes when the block has ended; only in the main thread does Python see to it."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
     try:
-        for made, place in pairs:
-            if place.exists():
-                place.rename(aside / place.name)
-            made.rename(place)
-        for folder in dict.fromkeys(place.parent for _, place in pairs):
-            sync(folder, deep=False)
-    except BaseException:
-        _undo(pairs, aside)
-        aside.rmdir()
-        raise
+        for name in ("SIGINT", "SIGTERM", "SIGHUP") if current_thread() is main_thread() else ():
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _pairs(place: Path, new: Path, old: Path) -> Pairs:
@@ -532,7 +555,8 @@ def _pairs(place: Path, new: Path, old: Path) -> Pairs:
 def put_back(pairs: Pairs, aside: Path) -> None:
     """Undo a `put` that a kill ended in the middle; one that had made its last move stands."""
     if aside.is_dir() and any(made.exists() for made, _ in pairs):
-        _undo(pairs, aside)
+        with _signals_wait():
+            _undo(pairs, aside)
 
 
 def _undo(pairs: Pairs, aside: Path) -> None:
@@ -566,20 +590,48 @@ def remove(path: Path) -> None:
         logger.warning("%s could not be removed (%s); it is of no more use", path, error.strerror)
 
 
+def require_lockable(target: Path) -> None:
+    """Raise ValueError where the two files that serve `sole_writer` cannot be made, beside the target."""
+    parent = target.resolve().parent
+    if parent.is_dir() and not _takes_files(parent):
+        raise ValueError(f"{target} cannot be written to: {parent} takes no new file, as its lock is; `chmod u+w` it")
+    for serving in _serving(target):
+        is_file = serving.is_file() and not serving.is_symlink() and os.access(serving, os.R_OK | os.W_OK)
+        if os.path.lexists(serving) and not is_file:
+            raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
+
+
+def is_being_written(target: Path) -> bool:
+    """Whether another process is in `sole_writer` for a target; nothing is made."""
+    from filelock import FileLock, Timeout
+
+    lock, _ = _serving(target)
+    try:
+        with FileLock(lock, timeout=0) if lock.is_file() else nullcontext():
+            return False
+    except Timeout:
+        return True
+
+
+def _serving(target: Path) -> tuple[Path, Path]:
+    """The lock of a target, and who holds it."""
+    target = target.resolve()
+    return target.with_name(f".{target.name}.lock"), target.with_name(f".{target.name}.pid")
+
+
 @contextmanager
-def sole_writer(target: Path) -> Iterator[None]:
+def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
     """Only one process at a time is in this block for a target; RuntimeError in the second, naming the first.
 
-    The lock goes with the process, however that ends. Two files beside the target serve it and are removed.
+    The lock goes with the process, however that ends. Two files beside the target serve it and are removed. wait: so
+    many seconds for another process, where both write for moments.
     """
     from filelock import FileLock, Timeout
 
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock, owner = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "pid"))
-    for serving in (lock, owner):
-        if serving.is_symlink() or (serving.exists() and not serving.is_file()):
-            raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
+    require_lockable(target)
+    lock, owner = _serving(target)
     try:
         os.close(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644))  # what fails here is no other process
     except OSError as error:
@@ -587,7 +639,7 @@ def sole_writer(target: Path) -> Iterator[None]:
             f"{target} cannot be made: {target.parent} takes no new file ({error.strerror}); give another --output"
         ) from None
     try:
-        with FileLock(lock, timeout=0):
+        with FileLock(lock, timeout=wait):
             # What one that was killed just here left behind.
             clear_parts(target.parent, owner.name)
             write_text(owner, f"{os.getpid()} on {platform.node()}")

@@ -238,7 +238,7 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
             session.given.require_path(run)
         for run in runs:
             session.given.require_evaluated(run)
-        merged = session.judge.report(runs, output, overwrite=overwrite)
+        merged = session.judge.report(runs, output, overwrite=overwrite, on_start=session.start_work)
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
 

@@ -6,9 +6,11 @@ all that is there and was measured on these weights.
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,7 +25,7 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, job_of, require_own, seal, writing
+from fluxq.base.output import Output, job_of, require_lockable, require_own, seal, sole_writer, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
+_RESULTS_FOLDER = ".eval_results"
+_WAIT = 60.0  # seconds for another command that writes to the same checkpoint, which takes moments
 _REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md"))
 _PUBLISHED_PIXELS = 512
 _WITH_FRAMES = 3  # numbers of a size
@@ -136,6 +140,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
             "the pipeline as --base makes a whole one"
         )
     require_own(output, _REPLACED)
+    require_lockable(output)
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
@@ -330,8 +335,9 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
             "measuring_seconds": round(time.perf_counter() - generated, 1),
         },
     )
-    report = _with_records(report, asked)
-    _write(asked.output, report)
+    with _sole_writer(asked):
+        report = _with_records(report, asked)
+        _write(asked.output, report)
     return report
 
 
@@ -372,7 +378,8 @@ def bench(
     if offloaded:
         layout["offload"] = f"parts of {' and '.join(offloaded)} take turns on the GPU"
     speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
-    _keep(asked, SPEED_FILE, speed)
+    with _sole_writer(asked, SPEED_FILE):
+        _keep(asked, SPEED_FILE, speed)
     return speed
 
 
@@ -447,8 +454,11 @@ def debug(
     from fluxq.eval.debug.debug import debug as find_faults
 
     options = asked.options
-    if patch is not None and (patch.exists() or patch.suffix != ".yaml"):
-        raise ValueError(f"--patch {patch}: name a new .yaml file")
+    known = [asked.reference.digest, asked.quantized.digest, asked.items, asked.call, options.dtype, options.batch_size]
+    job = job_of([version("fluxq"), known, growth, budget])
+    if patch is not None:
+        _require_new(patch, job)
+        require_lockable(patch)
     require_own(asked.output, [f"{EVAL_FOLDER}/{DEBUG_FILE}"])
     device = options.device
     if asked.reference.offload:
@@ -468,15 +478,29 @@ def debug(
         growth=growth,
         budget=budget,
     )
-    _keep(asked, DEBUG_FILE, found)
-    if patch is not None and found.patch is not None:
-        clear_parts(patch.parent, patch.name)
-        write_text(patch, found.patch.recipe)
+    with _sole_writer(asked, DEBUG_FILE):
+        _keep(asked, DEBUG_FILE, found)
+        if patch is not None and found.patch is not None:
+            with sole_writer(patch, _WAIT):
+                _require_new(patch, job)
+                clear_parts(patch.parent, patch.name)
+                write_text(patch, seal(found.patch.recipe, ".yaml", job))
     return found
 
 
-def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) -> Report:
-    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown."""
+def _require_new(patch: Path, job: str) -> None:
+    """Raise ValueError for a patch that would replace a file, but what the same job wrote."""
+    if patch.suffix != ".yaml" or (os.path.lexists(patch) and not Output(patch, True).holds(job)):
+        raise ValueError(f"--patch {patch}: name a new .yaml file")
+
+
+def report(
+    outputs: Sequence[Path], target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
+) -> Report:
+    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown.
+
+    on_start: called when all is checked and writing begins.
+    """
     from fluxq.eval.report.report import merge
 
     if target.suffix != ".html":
@@ -488,6 +512,7 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
     merged = merge(found) if len(found) > 1 else found[0]
     job = job_of([version("fluxq"), [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
+    on_start()
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:
             _draw(made / place.place.name, merged, job, reads.values())
@@ -694,6 +719,27 @@ def _named(asked: Subject) -> str:
     return asked.quantized.name if asked.output.is_absolute() else asked.output.as_posix()
 
 
+@contextmanager
+def _sole_writer(asked: Subject, *names: str) -> Iterator[None]:
+    """No other command writes to the checkpoint meanwhile; what killed ones left there half-written is cleared.
+
+    names: of files in OUT/eval that are replaced. Raises RuntimeError where the checkpoint was replaced since it was
+    read, and ValueError where such a file is no longer fluxq's own.
+    """
+    output = asked.output
+    with sole_writer(output, _WAIT):
+        try:
+            is_same = read_record(output) == asked.record
+        except (ValueError, OSError):
+            is_same = False
+        if not is_same:
+            raise RuntimeError(f"{output} was replaced while it was judged; run the same command again")
+        require_own(output, (*_REPLACED, *(f"{EVAL_FOLDER}/{name}" for name in names)))
+        for folder in (output, output / EVAL_FOLDER, output / _RESULTS_FOLDER):
+            clear_parts(folder)
+        yield
+
+
 def _keep(asked: Subject, name: str, value: BaseModel) -> None:
     folder = asked.output / EVAL_FOLDER
     kind = f"fluxq {name.removesuffix('.json')}"
@@ -778,8 +824,6 @@ def _write(output: Path, report: Report) -> None:
     """The report, and what hubs read of it: the model card's table and `.eval_results`."""
     from fluxq.eval.report.report import write_report
 
-    for folder in (output, output / EVAL_FOLDER):
-        clear_parts(folder)
     write_report(output / EVAL_FOLDER / "report.html", report)
     readme = output / "README.md"
     if readme.is_file():
@@ -790,8 +834,8 @@ def _write(output: Path, report: Report) -> None:
             logger.warning("%s %s (%s); correct it, and the same command adds it", readme, why, error)
     for name, text in card.eval_results(report).items():
         try:
-            require_own(output, [f".eval_results/{name}"])
+            require_own(output, [f"{_RESULTS_FOLDER}/{name}"])
         except ValueError as error:  # what else was found must not be lost for that
             logger.warning("%s", error)
             continue
-        write_text(output / ".eval_results" / name, seal(text, ".yaml"))
+        write_text(output / _RESULTS_FOLDER / name, seal(text, ".yaml"))

@@ -124,9 +124,6 @@ def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer
 
 def calibrate(prepared: Prepared) -> Path:
     """Gather statistics of every planned input group into one file; returns its path."""
-    if not prepared.calibrated:
-        planned = ", ".join(plan.component for plan in prepared.plans)
-        raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
     if prepared.finished is not None:
         if prepared.ranks.leads:
             clear_leftovers(prepared)

@@ -26,7 +26,7 @@ from fluxq.jobs.requirements import (
     require_pictures,
     scheduler_of,
 )
-from fluxq.jobs.work_folder import finished_checkpoint, finished_statistics, identity_of
+from fluxq.jobs.work_folder import finished_checkpoint, finished_statistics, identity_of, require_no_other
 from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of
@@ -52,6 +52,8 @@ def prepare(
     if not ranks.leads:
         return _prepare(options, writes, runs, ranks, ranks.agree())
     prepared = _prepare(options, writes, runs, ranks, None)
+    if (writes or runs) and prepared.finished is None:
+        require_no_other(prepared)
     ranks.agree(prepared.identity)
     return prepared
 
@@ -105,6 +107,9 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
     Output(output, not writes).require(
         reads_of(folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True
     )
+    if not writes and not prepared.calibrated:
+        planned = ", ".join(plan.component for plan in plans)
+        raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
     if not writes and (options.overwrite or not output.exists()):
         return prepared
     if not writes:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,7 +22,7 @@ import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
-from fluxq.base.output import Output, recover, remove, sole_writer
+from fluxq.base.output import Output, is_being_written, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.prepared import Prepared
 from fluxq.jobs.requirements import existing_parent
@@ -149,18 +149,14 @@ def _begin(prepared: Prepared, work: Path) -> None:
     output, job = prepared.output.resolve(), _job(prepared)
     Output(output).put_back()  # whatever command was killed
     Output(output).clear()
-    for other in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work")):
-        manifest = other / _MANIFEST
-        if other == work or not manifest.is_file():
+    for other in _beside(output):
+        if other == work or not (other / _MANIFEST).is_file():
             _remove_if_unbegun(other)
             continue
-        differing = _differing(job, _read_manifest(manifest))
         recover(output, other)
         if not prepared.options.overwrite:
-            raise ValueError(
-                f"{prepared.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
-                "by its own command, give another --output, or --overwrite to remove what it has done"
-            )
+            _refuse(prepared, other)
+        differing = _differing(job, _read_manifest(other / _MANIFEST))
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
@@ -170,6 +166,30 @@ def _begin(prepared: Prepared, work: Path) -> None:
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
     write_json(work / _MANIFEST, job)
+
+
+def require_no_other(prepared: Prepared) -> None:
+    """Refuse, before any work, what `_begin` would: the work of another job, unless a process is at it just now."""
+    begun = [work for work in _beside(prepared.output.resolve()) if (work / _MANIFEST).is_file()]
+    if prepared.options.overwrite or not begun or is_being_written(prepared.output):
+        return
+    prepared = replace(prepared, identity=prepared.identity or identity_of(prepared))
+    for other in begun:
+        if other != work_folder(prepared):
+            _refuse(prepared, other)
+
+
+def _beside(output: Path) -> list[Path]:
+    """The work folders of an output, of whatever job."""
+    return sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work"))
+
+
+def _refuse(prepared: Prepared, other: Path) -> NoReturn:
+    differing = _differing(_job(prepared), _read_manifest(other / _MANIFEST))
+    raise ValueError(
+        f"{prepared.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
+        "by its own command, give another --output, or --overwrite to remove what it has done"
+    )
 
 
 def _remove_if_unbegun(work: Path) -> None:
