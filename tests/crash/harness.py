@@ -219,7 +219,7 @@ def _at_once(command: Command, how: str, ended: Ended, before: Tree, left: Tree,
 
 
 def _is_named(name: str, after: Tree, said: str) -> bool:
-    """Whether a message names what is left, or a folder around it that is itself left."""
+    """Tell whether a message names what is left, or a folder around it that is itself left."""
     around = [name, *(path.as_posix() for path in PurePosixPath(name).parents)][:-1]
     return any(each not in after and re.search(rf"{re.escape(each)}(?![^\s:;,])", said) for each in around)
 

@@ -524,7 +524,7 @@ def put(pairs: Pairs, aside: Path) -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """What would end this process comes when the block has ended; only in the main thread does Python see to it."""
+    """Hold back signals that would end this process until the block has ended; in the main thread only."""
     came: list[int] = []
     before: dict[int, Any] = {}
     try:
@@ -602,7 +602,7 @@ def require_lockable(target: Path) -> None:
 
 
 def is_being_written(target: Path) -> bool:
-    """Whether another process is in `sole_writer` for a target; nothing is made."""
+    """Tell whether another process is in `sole_writer` for a target; nothing is made."""
     from filelock import FileLock, Timeout
 
     lock, _ = _serving(target)
