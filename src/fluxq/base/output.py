@@ -121,7 +121,7 @@ class Output:
             cure = "" if _foreign(self) else ", or --overwrite to replace it"
             raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
         if overwrite and (what := _foreign(self)):
-            raise ValueError(f"output {self.target} is not replaced: {what}; give another --output")
+            raise ValueError(f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output")
 
     def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, own: str) -> None:
         """Raise ValueError for a folder that files may not be added to: is no folder, or is or lies in what is read.
@@ -202,10 +202,10 @@ class Output:
 
 
 def require_own(folder: Path, names: Iterable[str]) -> None:
-    """Raise ValueError for a file of a folder that a command replaces, where fluxq did not write it."""
+    """Raise ValueError for a file of a folder that a command replaces, where nothing marks it as fluxq's."""
     for path in (path for name in names for path in sorted(folder.glob(name))):
         if not _is_marked(path):
-            raise ValueError(f"{path} would be replaced, and fluxq did not write it as it is now; move it elsewhere")
+            raise ValueError(f"{path} would be replaced, and nothing marks it, as it is now, as fluxq's; move it elsewhere")
 
 
 def _takes_files(folder: Path) -> bool:
@@ -246,7 +246,7 @@ def _as_given(output: Output, place: Path) -> Path:
 
 
 def _foreign(output: Output) -> str:
-    """Say of something at the output that fluxq did not write it as it is now; "" where there is nothing."""
+    """Say of something at the output that it is not fluxq's as it is now; "" where there is nothing."""
     place = output.place
     if output.is_file:
         standing = [each for each in output.places if os.path.lexists(each)]  # a link that leads nowhere is a file too
@@ -265,8 +265,8 @@ def _foreign(output: Output) -> str:
     return ""
 
 
-def _not_ours(name: str) -> str:
-    return f"fluxq did not write {name}"
+def _not_ours(name: str) -> str:  # or of a fluxq that wrote no marks yet
+    return f"nothing marks {name} as fluxq's"
 
 
 def _files(folder: Path) -> Iterator[Path]:
