@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fluxq.base import FLUXQ_VERSION
 from fluxq.base.console import progress
 from fluxq.base.model import ModelFolder
 from fluxq.base.output import Output, contents, job_of, remove, writing
@@ -155,7 +155,7 @@ def export(
     plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
     read = contents(checkpoint.path)
-    job = job_of([version("fluxq"), options, read])
+    job = job_of([FLUXQ_VERSION, options, read])
     output.require_free(overwrite=overwrite, job=job)
     on_start()
     done = Exported(dialect, str(target), names, in_16_bit=others)

@@ -10,6 +10,7 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fluxq.base import FLUXQ_VERSION as __version__
 from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from fluxq.runtime.optimize import optimize, restore
     from fluxq.runtime.prepare import prepare
     from fluxq.runtime.steps import keep_steps
-
-__version__ = "0.1.0"
 
 __all__ = [
     "FAMILIES",

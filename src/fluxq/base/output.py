@@ -121,7 +121,9 @@ class Output:
             cure = "" if _foreign(self) else ", or --overwrite to replace it"
             raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
         if overwrite and (what := _foreign(self)):
-            raise ValueError(f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output")
+            raise ValueError(
+                f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
+            )
 
     def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, own: str) -> None:
         """Raise ValueError for a folder that files may not be added to: is no folder, or is or lies in what is read.
@@ -205,7 +207,7 @@ def require_own(folder: Path, names: Iterable[str]) -> None:
     """Raise ValueError for a file of a folder that a command replaces, where nothing marks it as fluxq's."""
     for path in (path for name in names for path in sorted(folder.glob(name))):
         if not _is_marked(path):
-            raise ValueError(f"{path} would be replaced, and nothing marks it, as it is now, as fluxq's; move it elsewhere")
+            raise ValueError(f"{path} would be replaced, and nothing marks it as fluxq's; move it elsewhere")
 
 
 def _takes_files(folder: Path) -> bool:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
 
-from fluxq.base import devices
+from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
@@ -483,7 +482,7 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
     place.require(reads, overwrite=overwrite, exists_ok=True)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
-    job = job_of([version("fluxq"), [sha256_file(path) for path in reads.values()]])
+    job = job_of([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:
