@@ -62,11 +62,6 @@ class GroupSums:
         """Per-channel mean over all bins, (K,) fp64."""
         return self.sum.sum(0) / self.count.sum()
 
-    @property
-    def second_moment(self) -> Tensor:
-        """Per-channel mean square over all bins, (K,) fp64."""
-        return self.sum_of_squares.sum(0) / self.count.sum()
-
 
 @dataclass(frozen=True)
 class Statistics:

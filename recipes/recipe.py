@@ -277,11 +277,6 @@ class Recipe(Strict):
         """SHA-256 of what the recipe says; comments, key order and `extends` do not change it."""
         return sha256_json(self.model_dump(mode="json"))
 
-    @property
-    def uses_data(self) -> bool:
-        """Whether quantizing the components that the recipe names needs calibration."""
-        return any(map(self.needs_data, self.components.values()))
-
     def needs_data(self, component: Component) -> bool:
         """Whether one entry needs calibration: to fit transforms, codes or scales, or for static scales."""
         return self._fits_to_data(component) or self.has_static_scales(component)
