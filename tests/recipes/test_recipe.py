@@ -346,14 +346,14 @@ def test_a_bomb_is_refused_at_once(recipe):
         for before, here in zip("abcdefgh", "bcdefghi", strict=True)
     )
     start = time.process_time()
-    refused(recipe(bomb), "anchors and aliases are not allowed in a recipe", 1)
+    refused(recipe(bomb), "anchors and aliases are not allowed; write the value out", 1)
     assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("nesting", ["[" * 60_000, "a: " + "{b: " * 1000, "- " * 5000])
 def test_deep_nesting_is_refused_at_once(recipe, nesting):
     start = time.process_time()
-    refused(recipe(nesting), "nested too deeply for a recipe", 1)
+    refused(recipe(nesting), "nested more than 32 deep", 1)
     assert time.process_time() - start < 2
 
 
