@@ -124,7 +124,7 @@ class Statistics:
             save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @staticmethod
-    def job_of(path: Path) -> str:
+    def stored_job(path: Path) -> str:
         """Return what `save` was told of the job; "" where nothing was."""
         with TensorFile(path) as stream:
             return str(_parsed(stream.metadata().get(_HEADER, "{}")).get("job", ""))

@@ -70,7 +70,7 @@ def record_of(
     """What the plan file of the folder `made` holds, whose other files are all there.
 
     path: what was imported. pipeline: whose other components were copied; base: the 16-bit model, in whatever form.
-    job: of the command, as `job_of` has it.
+    job: of the command, as `job_digest` has it.
     """
     origin = base if base is not None and (base.path / "model_index.json").is_file() else None
     known = [report.component for report in reports if origin and report.component in origin.components]

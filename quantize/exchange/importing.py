@@ -23,7 +23,7 @@ from fluxq.base.console import progress
 from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
-from fluxq.base.output import Output, contents, job_of, writing
+from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import (
@@ -99,7 +99,7 @@ def import_model(
         for name, model in models.items()
     }
     read = [[name, hashes[name], sha256_json(model.config)] for name, model in models.items()]
-    job = job_of([FLUXQ_VERSION, dequantize, read, _contents(path), _contents(place)])
+    job = job_digest([FLUXQ_VERSION, dequantize, read, _contents(path), _contents(place)])
     Output(output).require_free(overwrite=overwrite, job=job)
     on_start()
     reports = []

@@ -28,7 +28,7 @@ from fluxq.base.output import (
     EXPORT_FILE,
     PLAN_FILE,
     Output,
-    job_of,
+    job_digest,
     put,
     put_back,
     remove,
@@ -42,7 +42,7 @@ from fluxq.cli import cli
 from fluxq.jobs import judge, making
 
 REPORT = '{"kind": "fluxq report"'
-A_JOB = job_of(["a job"])
+A_JOB = job_digest(["a job"])
 
 
 def checkpoint(folder: Path, *names: str) -> Path:
@@ -346,7 +346,7 @@ import json, os, signal, sys
 from pathlib import Path
 from fluxq.base import output as module
 from fluxq.base.files import sha256_file
-from fluxq.base.output import Output, job_of, seal, writing
+from fluxq.base.output import Output, job_digest, seal, writing
 left, is_file, overwrite = int(sys.argv[1]), sys.argv[2] == "file", sys.argv[3] == "overwrite"
 
 def watch(event, arguments):  # all that changes the file system goes by here
@@ -360,7 +360,7 @@ def watch(event, arguments):  # all that changes the file system goes by here
 
 output = Output(Path("x.html"), is_file, (".json",) if is_file else ())
 names = ("x.json", "x.html") if is_file else ("a", "fluxq_plan.json")
-job = job_of(["job"])
+job = job_digest(["job"])
 def text(new, name):
     if is_file:
         return '{"kind": "fluxq report"}' if name == "x.json" else seal("new", ".html", job)

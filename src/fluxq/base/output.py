@@ -34,6 +34,7 @@ from typing import Any
 
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, stamps, sync, write_text
+from fluxq.base.tensors import TensorFile
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
@@ -45,7 +46,6 @@ _LATER = re.compile(  # in a checkpoint beside what its record lists, and what a
     r"|(eval/|\.eval_results/)?\.[^/]+\.part"
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
-_LONGEST_HEADER = 10_000_000  # bytes, as tensors.py
 _LONGEST_TEXT = 1 << 26  # bytes of a page
 _SMALL = 1 << 24  # bytes; larger files that nobody touched since their record was written are not read
 _SEALS = {".html": ("<!--", " -->"), ".md": ("<!--", " -->"), ".yaml": ("#", "")}  # suffix -> how a comment stands
@@ -100,8 +100,8 @@ class Output:
     def require_free(self, *, overwrite: bool, exists_ok: bool = False, job: str = "") -> None:
         """Raise ValueError where something stands that is not, or may not be, replaced.
 
-        job: whose output is no error, as `job_of` has it. Where a killed process left its traces, `writing` clears them
-        first and asks then.
+        job: whose output is no error, as `job_digest` has it. Where a killed process left its traces, `writing` clears
+        them first and asks then.
         """
         if job:
             self.settle()
@@ -147,7 +147,7 @@ class Output:
                 raise ValueError(f"{what} {self.target} holds {name}, which others would lie beside; give another")
 
     def holds(self, job: str) -> bool:
-        """Whether the output of a job stands here, whole and as it was written. job: as `job_of` has it."""
+        """Whether the output of a job stands here, whole and as it was written. job: as `job_digest` has it."""
         if not self.place.exists() or _job_at(self.place) != job or _foreign(self):
             return False
         made = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
@@ -357,7 +357,7 @@ def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str
         return dict(zip(names, pool.map(one, found), strict=True))
 
 
-def job_of(job: object) -> str:
+def job_digest(job: object) -> str:
     """SHA-256 of what decides the bytes of an output (JSON): an output says whose it is by that."""
     return sha256_json(job)
 
@@ -398,15 +398,11 @@ def _sealed(file: Path) -> str | None:
 
 
 def _header(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, {} for what is none."""
+    """The metadata of a safetensors file, {} for what is none or is damaged."""
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length)) if length < _LONGEST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
+        return TensorFile(file).metadata()
+    except (OSError, ValueError):
         return {}
-    said = header.get("__metadata__") if isinstance(header, dict) else None
-    return said if isinstance(said, dict) else {}
 
 
 def _is_marked(file: Path, main: Path | None = None) -> bool:
@@ -435,8 +431,8 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     """Yield an empty folder; what the block makes in it is put in place at the end, or nothing is.
 
     A folder: what is yielded becomes the output. A file: `places` of the same names are made in it. None: what the same
-    `job` (of `job_of`) makes stands there already, and what a killed process left is cleared away. With `overwrite` it
-    is made again, unless such a process was killed just behind its swap.
+    `job` (of `job_digest`) makes stands there already, and what a killed process left is cleared away. With `overwrite`
+    it is made again, unless such a process was killed just behind its swap.
 
     Raises RuntimeError where another process writes there and ValueError as `Output.require_free` does.
     """

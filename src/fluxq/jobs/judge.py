@@ -22,7 +22,7 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, job_of, require_own, seal, writing
+from fluxq.base.output import Output, job_digest, require_own, seal, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -482,7 +482,7 @@ def report(outputs: Sequence[Path], target: Path, *, overwrite: bool = False) ->
     place.require(reads, overwrite=overwrite, exists_ok=True)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
-    job = job_of([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
+    job = job_digest([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
     with writing(place, job, overwrite=overwrite) as made:
         if made is not None:

@@ -22,7 +22,7 @@ import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
-from fluxq.base.output import Output, recover, remove, sole_writer
+from fluxq.base.output import Output, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.prepared import Prepared
 from fluxq.jobs.requirements import existing_parent
@@ -78,8 +78,8 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
 
 def finished_statistics(prepared: Prepared) -> dict[str, Any]:
     """What the output says of itself, statistics that are just what was asked for; ValueError for others."""
-    job = Statistics.job_of(prepared.output)
-    if job != job_digest(prepared):
+    job = Statistics.stored_job(prepared.output)
+    if job != job_digest(decisive(prepared)):
         raise ValueError(
             f"output {prepared.output} holds statistics of another run; "
             "give another --output, or --overwrite to replace it"
@@ -126,16 +126,11 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
 def work_folder(prepared: Prepared) -> Path:
     """Beside the output: what an interrupted run of the same job goes on with. Another job has one of its own."""
     output = prepared.output.resolve()
-    return output.parent / f".{output.name}.{job_digest(prepared)[:16]}.work"
+    return output.parent / f".{output.name}.{job_digest(decisive(prepared))[:16]}.work"
 
 
-def job_digest(prepared: Prepared) -> str:
-    """SHA-256 of what decides the bytes that a job writes."""
-    return sha256_json(_job(prepared))
-
-
-def _job(prepared: Prepared) -> dict[str, Any]:
-    """What decides the bytes of finished blocks; how they are cut into shards does not."""
+def decisive(prepared: Prepared) -> dict[str, Any]:
+    """What decides the bytes of finished blocks, as `job_digest` takes it; how they are cut into shards does not."""
     decisive = {key: value for key, value in prepared.identity.items() if key != "max_shard_bytes"}
     return {**decisive, "parallel_blocks": prepared.options.parallel_blocks}
 
@@ -145,7 +140,7 @@ def _begin(prepared: Prepared, work: Path) -> None:
 
     ValueError for one of another job, naming what differs; with `overwrite` that is removed.
     """
-    output, job = prepared.output.resolve(), _job(prepared)
+    output, job = prepared.output.resolve(), decisive(prepared)
     Output(output).put_back()  # whatever command was killed
     Output(output).clear()
     for other in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work")):
