@@ -291,9 +291,7 @@ def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     for component in checkpoint.quantized:
         settings = checkpoint.folder.config(component)["quantization_config"]
         if settings.get(SETTINGS, found := settings_digest(settings)) != found:
-            yield Finding(
-                _file(component), "other quantization settings than it has the digest of; copy the file again"
-            )
+            yield Finding(_file(component), "other quantization settings than those of its digest; copy it again")
     said = _said(checkpoint)
     for component, (file, digest) in progress(said.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
