@@ -99,11 +99,6 @@ class Replay:
                 if self.ranks.leads and self.last_use(old) < self._first_open:
                     self._outputs.drop(old)
 
-    @property
-    def resumable(self) -> int:
-        """Number of blocks whose outputs lie on disk and need not be made again, for `skip_to`."""
-        return max(index for index in range(len(self.blocks)) if self.can_start(index))
-
     def can_start(self, index: int) -> bool:
         """Tell whether the outputs of earlier blocks that block `index` and later ones need are stored."""
         return all(map(self._outputs.has, self._kept_for(index)))

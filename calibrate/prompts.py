@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import sha256_file, sha256_json, stamps
 from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
+from fluxq.base.modest_yaml import require_modest
 from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _MAX_ROWS, _ROWS_AT_ONCE, _MAX_TABLE = 1_000_000, 64, 1 << 28  # of a file; the 
 _MAX_VALUES = 1 << 22  # of a table: fifty bytes each where one row holds all of them
 _MAX_LINE, _MAX_LINES = 1 << 20, 1 << 22  # characters of a line; lines of a file, empty ones too
 _MAX_DOCUMENT = 1 << 24  # bytes of JSON or YAML, read as a whole; parsed, each may take thirty
-_MAX_NODES = 250_000  # of YAML: beginnings, texts and ends; two seconds
+_MAX_VALUES_OF_YAML = 250_000  # two seconds
 _MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
 _NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
@@ -443,26 +444,11 @@ def _read_yaml(path: Path) -> Iterator[Entry]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten times as fast, where PyYAML was built so
     text = _document(path)
     try:
-        _require_plain(yaml.parse(text, Loader=loader))
+        require_modest(text, _MAX_VALUES_OF_YAML, _MAX_DEPTH, loader=loader, cure="; make it shorter, or a .jsonl file")
         value = yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # of numbers, dates and nesting
         raise ValueError(f"{path}: not YAML ({first_line(error)})") from None
     yield from _entries(value, path)
-
-
-def _require_plain(events: Iterable[Any]) -> None:
-    """ValueError for YAML whose values would take far more time or memory than its text."""
-    import yaml
-
-    depth = 0
-    for number, event in enumerate(events):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"nested more than {_MAX_DEPTH} deep")
-        if number > _MAX_NODES:
-            raise ValueError(f"more than {_MAX_NODES} nodes; make it shorter, or a .jsonl file")
-        if isinstance(event, yaml.ScalarEvent) and event.value == "<<":  # of merges of merges there is no end
-            raise ValueError("a mapping is merged into another; write out what it says")
 
 
 def _entries(value: object, path: Path) -> Iterator[Entry]:

@@ -62,11 +62,6 @@ class GroupSums:
         """Per-channel mean over all bins, (K,) fp64."""
         return self.sum.sum(0) / self.count.sum()
 
-    @property
-    def second_moment(self) -> Tensor:
-        """Per-channel mean square over all bins, (K,) fp64."""
-        return self.sum_of_squares.sum(0) / self.count.sum()
-
 
 @dataclass(frozen=True)
 class Statistics:
@@ -129,7 +124,7 @@ class Statistics:
             save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @staticmethod
-    def job_of(path: Path) -> str:
+    def stored_job(path: Path) -> str:
         """Return what `save` was told of the job; "" where nothing was."""
         with TensorFile(path) as stream:
             return str(_parsed(stream.metadata().get(_HEADER, "{}")).get("job", ""))

@@ -2,7 +2,8 @@
 
     fluxq_plan.json             `files`: the SHA-256 of every file
     <component>/config.json     quantization_config: `digest`, of the component's tensors by content, however they are
-                                cut into files; `digests`, of the other components', in what fluxq wrote itself
+                                cut into files; `settings_digest`, of what it says beside that; `digests`, of the
+                                other components' tensors, in what fluxq wrote itself
 
 The second outlives what the first does not: a download of the files that a loader needs, and `save_pretrained`.
 """
@@ -14,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.files import read_json, sha256_file, write_json
+from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, ModelFolder, resolve_model
 from fluxq.quantize.checkpoint import QUANT_METHOD, is_model
 
-OWN, OTHERS = "digest", "digests"
+OWN, OTHERS, SETTINGS = "digest", "digests", "settings_digest"
 
 
 def hash_files(path: Path, known: Mapping[Path, str]) -> dict[str, str]:
@@ -61,4 +62,10 @@ def _is_quantized(config: Mapping[str, Any]) -> bool:
 def _add(file: Path, digests: Mapping[str, Any]) -> None:
     config = read_json(file)
     if _is_quantized(config):
-        write_json(file, {**config, "quantization_config": {**config["quantization_config"], **digests}})
+        said = config["quantization_config"]
+        write_json(file, {**config, "quantization_config": {**said, **digests, SETTINGS: settings_digest(said)}})
+
+
+def settings_digest(said: Mapping[str, Any]) -> str:
+    """SHA-256 of a quantization_config but for its digests."""
+    return sha256_json({key: value for key, value in said.items() if key not in (OWN, OTHERS, SETTINGS)})

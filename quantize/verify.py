@@ -33,7 +33,7 @@ from fluxq.quantize.checkpoint import (
     read_plan_file,
     shapes_of,
 )
-from fluxq.quantize.digests import OTHERS, OWN
+from fluxq.quantize.digests import OTHERS, OWN, SETTINGS, settings_digest
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 
@@ -288,6 +288,10 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
+    for component in checkpoint.quantized:
+        settings = checkpoint.folder.config(component)["quantization_config"]
+        if settings.get(SETTINGS, found := settings_digest(settings)) != found:
+            yield Finding(_file(component), "other quantization settings than those of its digest; copy it again")
     said = _said(checkpoint)
     for component, (file, digest) in progress(said.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
@@ -488,6 +492,6 @@ CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]], Callabl
         _tensors,
         None,
     ),
-    "digests": ("every model has the tensors whose digest a config.json records", _digests, None),
+    "digests": ("every model has the tensors and settings whose digest a config.json records", _digests, None),
     "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan, _bits),
 }

@@ -31,10 +31,6 @@ class Efficiency:
     measured: str = ""
     why: str = ""
 
-    @property
-    def is_assumed(self) -> bool:
-        return not self.measured
-
     def __str__(self) -> str:
         return f"{self.fraction:.2f} ({self.measured or 'assumed: ' + self.why})"
 

@@ -61,11 +61,6 @@ class InputGroup:
         return self.made_by == "norm"
 
     @property
-    def foldable(self) -> bool:
-        """Say whether a mean and a factor for each channel fold into the Linear that modulates the input."""
-        return self.modulation is not None
-
-    @property
     def split(self) -> bool:
         """Say whether the input is two tensors side by side, attention and feed-forward, of different statistics."""
         return self.made_by == "concatenation"

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.files import sha256_json
+from fluxq.base.modest_yaml import require_modest
 from fluxq.base.near import did_you_mean, path_near
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format
@@ -277,11 +278,6 @@ class Recipe(Strict):
         """SHA-256 of what the recipe says; comments, key order and `extends` do not change it."""
         return sha256_json(self.model_dump(mode="json"))
 
-    @property
-    def uses_data(self) -> bool:
-        """True if quantizing the components that the recipe names needs calibration."""
-        return any(map(self.needs_data, self.components.values()))
-
     def needs_data(self, component: Component) -> bool:
         """Tell whether one entry needs calibration: to fit transforms, codes or scales, or for static scales."""
         return self._fits_to_data(component) or self.has_static_scales(component)
@@ -453,14 +449,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> _Document:
 
 def _parse(path: Path) -> _Document:
     text = path.read_text(encoding="utf-8")
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"{path}:{event.start_mark.line + 1}: nested too deeply for a recipe")
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            line = event.start_mark.line + 1
-            raise ValueError(f"{path}:{line}: anchors and aliases are not allowed in a recipe; write the value out")
+    require_modest(text, _MAX_BYTES, _MAX_DEPTH, aliases=False)
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{path}:1: a recipe is a mapping, for example `extends: nvfp4`")

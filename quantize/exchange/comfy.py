@@ -123,7 +123,7 @@ def _read_mxfp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any])
     n, k = shape
     codes = crop(held.take("weight", torch.float8_e4m3fn, (padded(n, 32), padded(k, 32))), n, k)
     blocked = held.take("weight_scale", (torch.float8_e8m0fnu, torch.uint8)).view(torch.uint8)
-    weight, scale = without_zero_exponents(codes, unblock_scales(blocked, n, k // 32), is_zero=True)
+    weight, scale = without_zero_exponents(codes, unblock_scales(blocked, n, k // 32))
     return {"weight": weight, "weight_scale": scale}
 
 

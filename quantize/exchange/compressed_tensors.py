@@ -36,7 +36,7 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks
+from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
 
 _INT4 = ELEMENTS["int4"]
@@ -162,7 +162,7 @@ def _read_words(
         weights = "int4" if group == 64 else f"int4_g{group}"
         return weights, {"weight": codes, "weight_scale": ours.contiguous()}
     values = (unpack(codes, _INT4) if bits == 4 else codes.view(torch.int8)).float()
-    return Plain((values - zero[:, of]) * scale.float()[:, of], None, why)
+    return Plain(scaled(values - zero[:, of], scale.float()[:, of]), None, why)
 
 
 def _read_blocks(

@@ -12,10 +12,10 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fluxq.base import FLUXQ_VERSION
 from fluxq.base.files import sha256_file, write_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.output import BESIDE, EXPORT_FILE, JOB, VERSION
@@ -68,7 +68,7 @@ def record(made: Path, dialect: str, job: str, known: Mapping[Path, str]) -> Non
 
     known: of files that were hashed before.
     """
-    said = {VERSION: version("fluxq"), "format": dialect, "job": job, "files": hash_files(made, known)}
+    said = {VERSION: FLUXQ_VERSION, "format": dialect, "job": job, "files": hash_files(made, known)}
     write_json(made / EXPORT_FILE, said)
 
 
@@ -90,7 +90,7 @@ def _nunchaku(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence
 
 
 def _file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
-    join_weights(one.parts, made / name, {**metadata, VERSION: version("fluxq"), JOB: one.job})
+    join_weights(one.parts, made / name, {**metadata, VERSION: FLUXQ_VERSION, JOB: one.job})
 
 
 def _modelopt(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:

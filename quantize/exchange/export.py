@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fluxq.base import FLUXQ_VERSION
 from fluxq.base.console import progress
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import Output, contents, job_of, remove, writing
+from fluxq.base.output import Output, contents, job_digest, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
@@ -158,7 +158,7 @@ def export(
     plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
     read = contents(checkpoint.path)
-    job = job_of([version("fluxq"), options, read])
+    job = job_digest([FLUXQ_VERSION, options, read])
     output.require_free(overwrite=overwrite, job=job)
     on_start()
     done = Exported(dialect, str(target), names, in_16_bit=others)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from math import log10
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fluxq.base import FLUXQ_VERSION
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
@@ -70,7 +70,7 @@ def record_of(
     """Return the content of the plan file of the folder `made`, whose other files are all there.
 
     path: what was imported. pipeline: whose other components were copied; base: the 16-bit model, in whatever form.
-    job: of the command, as `job_of` has it.
+    job: of the command, as `job_digest` has it.
     """
     origin = base if base is not None and (base.path / "model_index.json").is_file() else None
     known = [report.component for report in reports if origin and report.component in origin.components]
@@ -80,7 +80,7 @@ def record_of(
     about = pipeline or base or ModelFolder(path.name, path)
     dialects = " and ".join(dict.fromkeys(report.dialect for report in reports))
     return {
-        "fluxq_version": version("fluxq"),
+        "fluxq_version": FLUXQ_VERSION,
         "identity": {"recipe": sha256_json(files), "dtype": _dtype(made), "job": job},
         "model": {
             "name": (base or about).name,

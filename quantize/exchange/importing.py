@@ -12,19 +12,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxq.base import units
+from fluxq.base import FLUXQ_VERSION, units
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
-from fluxq.base.output import Output, contents, job_of, writing
+from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import (
@@ -100,7 +99,7 @@ def import_model(
         for name, model in models.items()
     }
     read = [[name, hashes[name], sha256_json(model.config)] for name, model in models.items()]
-    job = job_of([version("fluxq"), dequantize, read, _contents(path), _contents(place)])
+    job = job_digest([FLUXQ_VERSION, dequantize, read, _contents(path), _contents(place)])
     Output(output).require_free(overwrite=overwrite, job=job)
     checked: dict[str, _Checked] = {}
     if overwrite or not Output(output).holds(job):

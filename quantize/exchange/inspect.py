@@ -28,7 +28,7 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_back
 from fluxq.quantize.exchange.layer import Plain, Row, not_finite
-from fluxq.quantize.exchange.layouts import unblock_scales
+from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN
 from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
@@ -227,13 +227,13 @@ def _layer(
     faults = [Fault(kind, layer.name, what) for kind, what in _numbers(model, layer, tensors)]
     faults += [Fault("missing input_scale", layer.name, what) for what in _missing_input_scale(model, layer)]
     n, k = layer.shape
-    scheme, error = "", ""
+    scheme, error, is_lost = "", "", False
     try:
         found = model.decode(layer, tensors)
         scheme = "" if isinstance(found, Plain) else str(found.scheme)
         del found
     except ValueError as wrong:
-        error = str(wrong)
+        error, is_lost = str(wrong), isinstance(wrong, LostScales)
     against = None
     if base is not None:
         truth, orders, why = base.rows(layer.shape, joined)
@@ -246,7 +246,7 @@ def _layer(
             ):  # else it is said already what is no number
                 faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
     if error and (against is None or not against.best):  # else it is known what mends it
-        faults.append(_cured_by(model, layer, tensors, error))
+        faults.append(Fault("scales of 0", layer.name, error) if is_lost else _cured_by(model, layer, tensors, error))
     bits = 8 * layer.nbytes / max(n * k, 1)
     role = _role(model, modules[0]) if modules else ""
     report = LayerReport(layer.name, modules, role, _format(model, layer), scheme, layer.shape, bits, against)
@@ -536,7 +536,7 @@ def _scale_numbers(
     if zeros and (suffix in _GLOBAL_SCALES or values.numel() == 1):
         yield "global scale of 0", f"{suffix} is 0: every weight would be"
     elif zeros:
-        yield "zero scales", f"{zeros} of {values.numel()} in {suffix}: their blocks are zeros, whatever the codes"
+        yield "zero scales", f"{zeros} of {values.numel()} in {suffix}: their blocks are zeros"
     sound = bool(values.numel()) and bool((torch.isfinite(values) & (values > 0)).all())
     if suffix in _INPUT_SCALES and sound:
         low, high = (float(v) for v in (values.min(), values.max()))
@@ -808,6 +808,7 @@ FAULTS: dict[str, Kind] = {
     "codes that are NaN": Kind("weights that are NaN", _AGAIN),
     "scales that are no numbers": Kind("NaN, infinite or negative scales", _AGAIN),
     "global scale of 0": Kind("all weights of the layer would be 0", _AGAIN),
+    "scales of 0": Kind("scales of 0 over codes that are not: these weights would be gone", _AGAIN),
     "zero scales": Kind(
         "blocks of zeros: writers differ in how they store them, readers do not", "none is needed", False
     ),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluxq.kernels.linear import LOW_RANK, QuantLinear
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.layouts import as_bytes
+from fluxq.quantize.exchange.layouts import as_bytes, require_kept
 from fluxq.recipes.formats import Format, Scheme, find_format
 
 Names = tuple[str, ...]
@@ -227,27 +227,30 @@ def positive(scale: Tensor, name: str) -> Tensor:
     return scale
 
 
-def without_zero_exponents(codes: Tensor, scale: Tensor, *, is_zero: bool = False) -> tuple[Tensor, Tensor]:
+def _require_kept_codes(codes: Tensor, zero: Tensor, signs: int) -> Tensor:
+    """Return which bytes of codes (N, B) the scales that are zero (N, G) are of; LostScales where one is not 0.
+
+    signs: bits of a byte that a code of 0 may have.
+    """
+    under = zero.repeat_interleave(codes.shape[1] // zero.shape[1], dim=1)
+    require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
+    return under
+
+
+def without_zero_exponents(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """E8M0 bytes 0 (N, G) of blocks of zeros become 127, as they are natively.
 
-    is_zero: the reader takes byte 0 for the factor 0, whatever the codes (ComfyUI). Otherwise it is 2^-127, and codes
-    other than zero raise ValueError: no format of ours has that exponent. So does byte 255, NaN.
+    Byte 0 is 2^-127, and 0 in ComfyUI; over codes other than zero it raises LostScales. Byte 255, NaN, raises
+    ValueError.
     """
     if not scale.shape[1] or codes.shape[0] != scale.shape[0] or codes.shape[1] % scale.shape[1]:
         raise ValueError(f"weight_scale {(*scale.shape,)} does not divide codes of {(*codes.shape,)}")
     if (scale == 255).any():
         raise ValueError("weight_scale holds NaN (E8M0 byte 255); get the file again")
     zero = scale == 0
-    if not zero.any():
-        return codes, scale
-    under = zero.repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
-    bits = codes.view(torch.uint8)
-    signs = 0x80 if codes.dtype == torch.float8_e4m3fn else 0x88  # a code of -0 stands for zero too
-    if not is_zero and (bits & ~torch.tensor(signs, dtype=torch.uint8))[under].any():
-        raise ValueError("weight_scale holds E8M0 byte 0 (2^-127) over codes that are not zero; read it as 16 bit")
-    if is_zero:
-        bits = bits.masked_fill(under, 0)
-    return bits.view(codes.dtype), scale.masked_fill(zero, 127)
+    if zero.any():
+        _require_kept_codes(codes, zero, 0x80 if codes.dtype == torch.float8_e4m3fn else 0x88)
+    return codes, scale.masked_fill(zero, 127)
 
 
 def native(
@@ -258,7 +261,7 @@ def native(
 ) -> QuantTensors:
     """A decoded layer: its scheme follows from the row and the tensors, whose shapes and dtypes are checked.
 
-    Scales of 0 become 1 and the codes under them 0, which are the same values as a native checkpoint holds them.
+    Scales of 0 become 1, as a native checkpoint has them over codes of 0; LostScales over others.
     """
     rank = tensors["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in tensors else 0
     scheme = row.scheme(static_input="input_scale" in tensors, smooth="pre_quant_scale" in tensors, rank=rank)
@@ -274,9 +277,10 @@ def native(
     codes, scale = tensors["weight"], tensors["weight_scale"]
     zero = scale.float() == 0
     if scale.dtype != torch.uint8 and zero.any():
-        under = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
-        under = under.repeat_interleave(codes.shape[1] // under.shape[1], dim=1)
-        codes = as_bytes(codes).masked_fill(under, 0).view(codes.dtype)
+        element = scheme.weights.element
+        signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80
+        rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
+        codes = as_bytes(codes).masked_fill(_require_kept_codes(codes, rows, signs), 0).view(codes.dtype)  # not -0
         tensors = {**tensors, "weight": codes, "weight_scale": torch.where(zero, 1.0, scale.float()).to(scale.dtype)}
     return QuantTensors(dict(tensors), shape, scheme, dict(beside or {}))
 

@@ -58,10 +58,30 @@ def unblock_scales(blocked: Tensor, rows: int, groups: int) -> Tensor:
     return unswizzle_scales(blocked.reshape(-1), rows, groups)
 
 
+class LostScales(ValueError):
+    """Scales of 0 over codes that are not: the weights would be gone. Writers have such scales over blocks of zeros."""
+
+
+def require_kept(values: Tensor, scale: Tensor) -> None:
+    """Raise LostScales where a scale is 0 and the value that it multiplies is not; shapes broadcast."""
+    lost = (scale == 0) & (values != 0)
+    if lost.any():
+        count = int(lost.sum())
+        raise LostScales(
+            f"scales of 0 over codes that are not, in {count} of {lost.numel()} places; get the file again"
+        )
+
+
+def scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """Return the product, in fp32, of what codes stand for and their scales; LostScales as `require_kept`."""
+    require_kept(values, scale)
+    return values * scale
+
+
 def over_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """Codes (N, K) times the scale of their block, fp32; scale: (⌈N/128⌉, ⌈K/128⌉)."""
+    """Codes (N, K) times the scale of their block, fp32; scale: (⌈N/128⌉, ⌈K/128⌉). Errors as `scaled`."""
     n, k = codes.shape
-    return codes.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
+    return scaled(codes.float(), scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k])
 
 
 def padded(size: int, multiple: int) -> int:

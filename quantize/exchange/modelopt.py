@@ -37,6 +37,7 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
+from fluxq.quantize.exchange.layouts import scaled
 from fluxq.recipes.formats import ELEMENTS, find_format
 
 
@@ -78,7 +79,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         scale = held.scale("weight_scale", FLOATS, (n, k // weights.group_size))
         done["weight_scale"] = scale.bfloat16()
         if not torch.equal(done["weight_scale"].float(), scale.float()):
-            weight = (codes.T.float().reshape(n, -1, weights.group_size) * scale.float().unsqueeze(-1)).reshape(shape)
+            weight = scaled(codes.T.float().reshape(n, -1, weights.group_size), scale.float().unsqueeze(-1))
+            weight = weight.reshape(shape)
             if "pre_quant_scale" in held:
                 weight = weight * held.scale("pre_quant_scale", FLOATS, (k,)).float()
             held.finish()

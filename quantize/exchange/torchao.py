@@ -35,7 +35,7 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.exchange.layouts import block_scales, padded, unblock_scales
+from fluxq.quantize.exchange.layouts import block_scales, padded, scaled, unblock_scales
 
 _PREFIX = "_weight_"
 
@@ -110,7 +110,7 @@ def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -
     if "zero_point" in held and held.take("zero_point", torch.int8, tuple(scale.shape)).any():
         raise ValueError("torchao: an Int8Tensor with zero points other than 0 is not read here")
     if scale.shape[1] > 1:
-        dense = (weight.float().reshape(n, scale.shape[1], -1) * scale.unsqueeze(-1)).reshape(shape)
+        dense = scaled(weight.float().reshape(n, scale.shape[1], -1), scale.unsqueeze(-1)).reshape(shape)
         if "act_pre_scale" in held:
             dense = dense * held.scale("act_pre_scale", FLOATS, (k,)).float()
         return Plain(dense, None, f"it is int8 in groups of {k // scale.shape[1]}")

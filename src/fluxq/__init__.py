@@ -10,6 +10,7 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fluxq.base import FLUXQ_VERSION as __version__
 from fluxq.integrations.hook import when_imported
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from fluxq.runtime.prepare import prepare
     from fluxq.runtime.steps import keep_steps
     from fluxq.verbs import Checkpoint, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
-
-__version__ = "0.1.0"
 
 __all__ = [
     "FAMILIES",

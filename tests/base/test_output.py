@@ -28,7 +28,7 @@ from fluxq.base.output import (
     EXPORT_FILE,
     PLAN_FILE,
     Output,
-    job_of,
+    job_digest,
     put,
     put_back,
     remove,
@@ -42,7 +42,7 @@ from fluxq.cli import cli
 from fluxq.jobs import judge, making
 
 REPORT = '{"kind": "fluxq report"'
-A_JOB = job_of(["a job"])
+A_JOB = job_digest(["a job"])
 
 
 def checkpoint(folder: Path, *names: str) -> Path:
@@ -117,12 +117,12 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
         (out / folder).mkdir(exist_ok=True)
         (out / folder / "notes.txt").write_text("mine")
         with pytest.raises(
-            ValueError, match=rf"is not replaced: fluxq did not write {folder}/notes\.txt; give another"
+            ValueError, match=rf"not replaced: nothing marks {folder}/notes\.txt as fluxq's; remove it yourself, or"
         ):
             Output(out).require({}, overwrite=True)
         (out / folder / "notes.txt").unlink()
     (out / PLAN_FILE).write_text("{")
-    with pytest.raises(ValueError, match="fluxq did not write"):
+    with pytest.raises(ValueError, match="as fluxq's; remove it yourself"):
         Output(out).require({}, overwrite=True)
     (tmp_path / "empty").mkdir()
     Output(tmp_path / "empty").require({}, overwrite=False)
@@ -130,7 +130,7 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
     (export / EXPORT_FILE).write_text(json.dumps({"files": {}}))
     Output(export).require({}, overwrite=True)
     (export / "README.md").write_text("mine, since exports come without one")
-    with pytest.raises(ValueError, match=r"fluxq did not write README\.md"):
+    with pytest.raises(ValueError, match=r"nothing marks README\.md as fluxq's"):
         Output(export).require({}, overwrite=True)
 
 
@@ -148,11 +148,11 @@ def test_files_beside_are_the_output_too(tmp_path, name):
         (tmp_path / name).write_text(written("<html>", ".html"))
     else:
         save_weights({"a": torch.ones(2)}, tmp_path / name, {"fluxq_version": "1"})
-    with pytest.raises(ValueError, match=r"fluxq did not write x\.json"):
+    with pytest.raises(ValueError, match=r"nothing marks x\.json as fluxq's"):
         output.require({}, overwrite=True)
     beside.unlink()
     beside.symlink_to("nowhere")
-    with pytest.raises(ValueError, match=r"fluxq did not write x\.json"):
+    with pytest.raises(ValueError, match=r"nothing marks x\.json as fluxq's"):
         output.require({}, overwrite=True)
     beside.unlink()
     if name.endswith("html"):
@@ -166,7 +166,7 @@ def test_files_beside_are_the_output_too(tmp_path, name):
         (tmp_path / name).write_text("<html>")
     else:
         save_weights({"a": torch.ones(2)}, tmp_path / name, {"format": "pt"})
-    with pytest.raises(ValueError, match="fluxq did not write x"):
+    with pytest.raises(ValueError, match=r"nothing marks x\.\w+ as fluxq's"):
         output.require({}, overwrite=True)
 
 
@@ -386,7 +386,7 @@ import json, os, signal, sys
 from pathlib import Path
 from fluxq.base import output as module
 from fluxq.base.files import sha256_file
-from fluxq.base.output import Output, job_of, seal, writing
+from fluxq.base.output import Output, job_digest, seal, writing
 left, is_file, overwrite = int(sys.argv[1]), sys.argv[2] == "file", sys.argv[3] == "overwrite"
 
 def watch(event, arguments):  # all that changes the file system goes by here
@@ -400,7 +400,7 @@ def watch(event, arguments):  # all that changes the file system goes by here
 
 output = Output(Path("x.html"), is_file, (".json",) if is_file else ())
 names = ("x.json", "x.html") if is_file else ("a", "fluxq_plan.json")
-job = job_of(["job"])
+job = job_digest(["job"])
 def text(new, name):
     if is_file:
         return '{"kind": "fluxq report"}' if name == "x.json" else seal("new", ".html", job)
@@ -603,13 +603,13 @@ fluxq.cli.main()
         ("export d/ck --format torchao -o d --overwrite", "output d holds the checkpoint"),
         ("export d/ck --format torchao -o d/ck --overwrite", "output d/ck is the checkpoint"),
         ("export d/ck --format bfl -o x.safetensors", "x.config.json exists; give another --output"),
-        ("export d/ck --format bfl -o x.safetensors --overwrite", "fluxq did not write x.config.json"),
+        ("export d/ck --format bfl -o x.safetensors --overwrite", "nothing marks x.config.json as fluxq's"),
         ("import d/ck --base m -o m --overwrite", "output m is the 16-bit model"),
         ("import d/file.safetensors -o d --overwrite", "output d holds what is imported"),
         ("quantize m --recipe fp8 --no-check -o m/transformer --overwrite", "output m/transformer lies in the model"),
         ("quantize --prompts d/p.txt --no-check -o d --overwrite", "output d holds the prompts"),
         ("quantize --recipe d/r.yaml --no-check -o d --overwrite", "output d holds the recipe"),
-        ("quantize --no-check -o d --overwrite", "output d is not replaced: fluxq did not write file.safetensors"),
+        ("quantize --no-check -o d --overwrite", "output d is not replaced: nothing marks file.safetensors as"),
         ("report d/ck -o d/ck/eval/report.html", "output d/ck/eval/report.html is the report of d/ck"),
         ("report d/ck -o x.html", "x.json exists; give another --output"),
     ],

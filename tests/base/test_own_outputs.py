@@ -166,7 +166,7 @@ def test_words_that_others_use_too_do_not_make_a_file_ours(here, make, words, na
         (here / name).write_text(text)
     before = bytes_of(here)
     code, said = fluxq(words + " --overwrite")
-    assert code == 2 and f"fluxq did not write {named}" in said and bytes_of(here) == before, said
+    assert code == 2 and f"nothing marks {named} as fluxq's" in said and bytes_of(here) == before, said
     for name in make:
         (here / name).unlink()
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_words_that_others_use_too_do_not_make_a_file_ours(here, make, words, na
     for name in make:
         (here / name).write_text((here / name).read_text() + "\nmine\n" if name != "r.json" else "{}")
         code, said = fluxq(words + " --overwrite")
-        assert code == 2 and f"fluxq did not write {named}" in said, said
+        assert code == 2 and f"nothing marks {named} as fluxq's" in said, said
 
 
 def test_what_a_user_changed_in_a_checkpoint_or_an_export_is_not_replaced(here):

@@ -233,6 +233,10 @@ def test_nan_in_a_block_is_named_with_group_and_step(embedded):
 # Resuming
 
 
+def resumable(replay):
+    return max(index for index in range(len(replay.blocks)) if replay.can_start(index))
+
+
 def test_replay_goes_on_where_it_was_stopped(embedded, tmp_path):
     model, calls, seen = embedded
     for block in Replay(model, calls, tmp_path, digest="recipe"):
@@ -241,7 +245,7 @@ def test_replay_goes_on_where_it_was_stopped(embedded, tmp_path):
         block.advance()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["block-002"]  # only what is still needed
     replay = Replay(model, calls, tmp_path, digest="recipe")
-    assert replay.resumable == 3
+    assert resumable(replay) == 3
     replay.skip_to(3)
     with Watch(model, calls.blocks) as again:
         run_all(replay)
@@ -259,10 +263,10 @@ def test_outputs_of_another_job_or_an_unfinished_block_are_not_used(embedded, tm
         replay = Replay(model, calls, tmp_path, digest=other)
         with pytest.raises(ValueError, match="its outputs are not there, or another job's"):
             replay.skip_to(index)
-    assert Replay(model, calls, tmp_path, digest="other").resumable == 0
-    assert Replay(model, calls, tmp_path, digest="recipe").resumable == 2
+    assert resumable(Replay(model, calls, tmp_path, digest="other")) == 0
+    assert resumable(Replay(model, calls, tmp_path, digest="recipe")) == 2
     (tmp_path / "block-001" / "done.json").unlink()  # as a crash in the middle of its pass leaves it
-    assert Replay(model, calls, tmp_path, digest="recipe").resumable == 1
+    assert resumable(Replay(model, calls, tmp_path, digest="recipe")) == 1
 
 
 def test_a_capture_is_not_made_twice_and_goes_on_where_it_was_stopped(tmp_path):

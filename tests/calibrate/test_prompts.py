@@ -398,11 +398,16 @@ def test_what_recurs_in_a_table_is_read_as_often_as_it_does(tmp_path, model):
         ("p.txt", "a" * 2_000_000, ":1: a line of more than 1048576 characters; check that this is a file of prompts"),
         ("p.txt", "ab\n" * 3_000_000, ": more than 1000 prompts, which are the most that are read; make it shorter"),
         ("p.json", "[]" + " " * (17 << 20), ": 17 MiB; at most 16 are read: make it shorter"),
-        ("p.yaml", "- a\n" * 2_500, ": not YAML (more than 2000 nodes; make it shorter, or a .jsonl file)"),
         (
             "p.yaml",
-            "- &a {prompt: x}\n- {<<: [*a, *a]}\n",
-            ": not YAML (a mapping is merged into another; write out what it says)",
+            "- a\n" * 2_500,
+            ": not YAML (more than 2000 values, with what its aliases stand for; make it shorter, or a .jsonl file)",
+        ),
+        (
+            "p.yaml",
+            "- &a {prompt: x}\n"
+            + "".join(f"- &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)),
+            ": not YAML (more than 2000 values, with what its aliases stand for; make it shorter, or a .jsonl file)",
         ),
     ],
 )
@@ -410,6 +415,6 @@ def test_text_is_refused_before_its_memory_is_spent(tmp_path, model, monkeypatch
     """R18: lines are looked at one after the other, documents that are parsed as a whole are short."""
     monkeypatch.setattr(prompts, "_MAX_ROWS", 1_000)
     monkeypatch.setattr(prompts, "_MAX_LINES", 4_000)
-    monkeypatch.setattr(prompts, "_MAX_NODES", 2_000)
+    monkeypatch.setattr(prompts, "_MAX_VALUES_OF_YAML", 2_000)
     write(tmp_path / name, text)
     assert refused(tmp_path, name, model, 8 << 20) == f"{tmp_path / name}{said}"

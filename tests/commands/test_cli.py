@@ -623,7 +623,7 @@ def test_an_output_folder_that_is_not_empty_is_refused(fluxq, tmp_path):
     result = fluxq("quantize", "-o", "out")
     assert_refused(result, 2, "output out exists; give another --output")
     again = fluxq("quantize", "-o", "out", "--overwrite")
-    assert_refused(again, 2, "output out is not replaced: fluxq did not write mine; give another --output")
+    assert_refused(again, 2, "output out is not replaced: nothing marks mine as fluxq's; remove it yourself")
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])

@@ -677,7 +677,7 @@ def test_an_export_is_there_whole_or_not_at_all(plain_checkpoint, tmp_path, monk
     export(folder, "modelopt", tmp_path / "folder")
     marker = tmp_path / "folder" / "mine"
     marker.touch()
-    with pytest.raises(ValueError, match="is not replaced: fluxq did not write mine; give another --output"):
+    with pytest.raises(ValueError, match="is not replaced: nothing marks mine as fluxq's; remove it yourself"):
         export(folder, "modelopt", tmp_path / "folder", overwrite=True)
     marker.unlink()
     old = (tmp_path / "folder" / "model_index.json").stat().st_ino

@@ -399,13 +399,16 @@ def test_configurations_of_several_kinds_of_layers() -> None:
 
 
 @pytest.mark.parametrize(("dialect", "name"), [("bfl", "weight_scale"), ("torchao", "_weight_scale")])
-def test_scales_of_zero_become_codes_of_zero(dialect: str, name: str) -> None:
+def test_scales_of_zero_are_of_codes_of_zero(dialect: str, name: str) -> None:
     layer = quantized("fp8-fp8")
     row = DIALECTS[dialect]
     assert row.encode is not None
     encoded = row.encode(layer)
     encoded.tensors[name] = encoded.tensors[name].clone()
     encoded.tensors[name][7] = 0
+    with pytest.raises(ValueError, match="scales of 0 over codes that are not, in "):
+        row.decode(encoded.tensors, (N, K), encoded.entry)
+    encoded.tensors["_weight_qdata" if dialect == "torchao" else "weight"][7] = -0.0
     back = row.decode(encoded.tensors, (N, K), encoded.entry)
     assert isinstance(back, QuantTensors)
     expected = effective(layer)
@@ -523,7 +526,8 @@ def test_fp8_files_of_before_comfy_quant() -> None:
     assert torch.equal(effective(cast).float(), old["weight"].float())
     five = decode({"weight": torch.ones(2, 2).to(torch.float8_e5m2), "scale_weight": torch.tensor([3.0])}, (2, 2), {})
     assert isinstance(five, Plain) and five.weight.tolist() == [[3, 3], [3, 3]]
-    assert effective(decode(old | {"scale_weight": torch.zeros(())}, (N, K), {})).eq(0).all()
+    with pytest.raises(ValueError, match="scales of 0 over codes"):
+        decode(old | {"scale_weight": torch.zeros(())}, (N, K), {})
 
 
 def test_bitsandbytes_nf4_by_its_definition() -> None:

@@ -448,7 +448,14 @@ def test_trap_13_missing_input_scale() -> None:
 @pytest.mark.parametrize(
     ("dialect", "scheme", "name", "kind"),
     [
-        ("modelopt", NVFP4, "weight_scale", "zero scales"),  # trap 14
+        ("modelopt", NVFP4, "weight_scale", "scales of 0"),  # trap 14
+        ("bfl", NVFP4, "weight_scale", "scales of 0"),
+        ("bfl", "fp8-fp8", "weight_scale", "scales of 0"),
+        ("comfy", NVFP4, "weight_scale", "scales of 0"),
+        ("comfy", "mxfp8-mxfp8", "weight_scale", "scales of 0"),
+        ("torchao", "int8-int8", "_weight_scale", "scales of 0"),
+        ("compressed_tensors", "int4-16bit", "weight_scale", "scales of 0"),
+        ("nunchaku_lite", "int4-int4", "wscales", "scales of 0"),
         ("modelopt", MXFP8, "weight_scale", "E8M0 byte 0"),  # trap 15
         ("modelopt", NVFP4, "weight_scale_2", "global scale of 0"),
     ],
@@ -482,9 +489,12 @@ def test_trap_14_blocks_of_zeros() -> None:
     assert (scale > 0).all() and scale[:2, :2].eq(1).all()  # bytes 0 in the file
     zeroed = quantized(NVFP4)
     zeroed.tensors["weight_scale"][3, 5] = 0  # over codes that are not zero
-    back = comfy.decode(comfy.encode(zeroed).tensors, (N, K))
-    assert isinstance(back, QuantTensors)
-    assert torch.equal(effective(back), effective(zeroed)) and effective(back)[3, 80:96].eq(0).all()
+    for dialect in BLOCKED:
+        with pytest.raises(ValueError, match="scales of 0 over codes that are not, in 8 of"):
+            there_and_back(dialect, zeroed)
+    zeroed.tensors["weight"][3, 40:48] = 0x80  # -0 and 0
+    for dialect in BLOCKED:
+        assert effective(there_and_back(dialect, zeroed))[3, 80:96].eq(0).all()
     tiny = quantized(NVFP4, weight=golden("input_linear")["weight"])
     for dialect in BLOCKED:
         assert block_scales_of(dialect, tiny).all(), dialect
@@ -495,11 +505,8 @@ def test_trap_15_e8m0_byte_zero() -> None:
     """0 in ComfyUI and 2^-127 elsewhere: the same over codes of zero alone, and `export` writes no such byte there."""
     layer = quantized(MXFP8)
     layer.tensors["weight_scale"][2, 3] = 0
-    back = comfy.decode(comfy.encode(layer).tensors, (N, K))
-    assert isinstance(back, QuantTensors)
-    assert effective(back)[2, 96:128].eq(0).all() and back.tensors["weight_scale"][2, 3] == 127
-    for dialect in ("modelopt", "torchao", "compressed_tensors"):
-        with pytest.raises(ValueError, match="E8M0 byte 0"):
+    for dialect in ("comfy", "modelopt", "torchao", "compressed_tensors"):
+        with pytest.raises(ValueError, match="scales of 0 over codes that are not"):
             there_and_back(dialect, layer)
     layer.tensors["weight"][2, 96:128] = -0.0
     assert there_and_back("torchao", layer).tensors["weight_scale"][2, 3] == 127

@@ -253,7 +253,7 @@ def test_weights_that_are_written_to_disk_behind_our_back_are_noticed(tmp_path):
         transformer(FluxqConfig(recipe="fp8"), offload_state_dict=True)
 
 
-@pytest.mark.parametrize("recipe", [name for name in shipped_recipes() if load_recipe(name)[1].uses_data])
+@pytest.mark.parametrize("recipe", [name for name in shipped_recipes() if load_recipe(name)[1].calibration])
 def test_a_recipe_that_needs_data_is_refused(recipe):
     """Weight-only ones too, and by a message that is true of them."""
     cure = rf"`fluxq quantize MODEL --recipe {recipe}`.*or pass profile='rtn', which only rounds to nearest"

@@ -307,7 +307,7 @@ def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monke
     before: list[bytes] = []
     monkeypatch.setattr(making, "_calibrate", calibrate)
     prepared = making.prepare(making.Options("tiny", "nvfp4", output=str(out), overwrite=overwrite), writes=False)
-    said = "fluxq did not write" if overwrite else "holds statistics of another run"
+    said = "as fluxq's" if overwrite else "holds statistics of another run"
     with pytest.raises(RuntimeError, match=f"{said}.*put there meanwhile"):
         making.calibrate(prepared)
     assert [out.read_bytes()] == before and [path.name for path in tmp_path.iterdir()] == [out.name]

@@ -453,6 +453,26 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
 
 
 @pytest.mark.parametrize(
+    "alter",
+    [
+        lambda said: said["layers"].update({"fp8-16bit": said["layers"].pop("fp8-fp8")}),  # no tensor tells
+        lambda said: said.update(attention="fp8"),
+        lambda said: said.update(steps={"first": 1}),
+    ],
+)
+def test_altered_settings_are_found_without_a_plan_file(plain_checkpoint, tmp_path, alter):
+    folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
+    (folder / "fluxq_plan.json").unlink()
+    assert not failed(folder)
+    edit_json(folder, "transformer/config.json", lambda config: alter(config["quantization_config"]), record=False)
+    assert failed(folder)["digests"] == (
+        "transformer/config.json: other quantization settings than those of its digest; copy it again"
+    )
+    done = CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"])
+    assert done.exit_code == 1 and "of 7 checks failed" in done.output and "digests" in done.output
+
+
+@pytest.mark.parametrize(
     ("name", "largest"), [("fp8", 0x7E), ("fp8_tensor", 0x7E), ("mxfp8", 0x7E), ("fp8_e5m2", 0x7B)]
 )
 def test_codes_beyond_the_largest_are_no_numbers(name, largest):

@@ -401,7 +401,7 @@ def test_mean_and_factors_fold_into_the_modulation_of_a_foldable_group_and_nothi
     folded = 0
     for index, (name, x) in enumerate(plain.items()):
         group, block = row.locate(name)
-        if not group.foldable:
+        if group.modulation is None:
             continue
         folded += 1
         mean, smooth = x.flatten(0, -2).mean(0), torch.rand(x.shape[-1]) + 0.5
@@ -438,9 +438,9 @@ def test_every_modulation_that_a_row_names_is_one(family):
 def test_marks_follow_from_what_makes_the_input(family):
     for group in family.groups:
         assert group.normalised == (group.made_by == "norm") and group.split == (group.made_by == "concatenation")
-        assert group.normalised or not group.foldable
+        assert group.normalised or group.modulation is None
         is_routed = group.role == "expert_up"  # the router reads its input too
-        assert group.foldable == (group.normalised and family.name in FOLDABLE and not is_routed)
+        assert (group.modulation is not None) == (group.normalised and family.name in FOLDABLE and not is_routed)
     assert [group.role for group in family.groups if group.split] == ["mixed_out"] * (family.name in MIXED)
 
 

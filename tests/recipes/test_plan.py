@@ -523,7 +523,8 @@ def test_two_scales_of_weights_alone_need_no_data():
         assert Method(**fitted).needs_data
     nvfp4 = {"format": "nvfp4", "four_over_six": True}
     recipe = {"version": 1, "compat": "full", "components": {"transformer": {"weights": nvfp4}}}
-    assert not Recipe.model_validate(recipe).uses_data
+    read = Recipe.model_validate(recipe)
+    assert not read.needs_data(read.components["transformer"])
     recipe["components"]["transformer"]["activations"] = nvfp4
     with pytest.raises(ValueError, match="what transformer says is fitted to data, and there is none"):
         Recipe.model_validate(recipe)

@@ -279,6 +279,10 @@ def test_nunchaku_holds_a_low_rank_branch_and_everything_else_is_for_full(recipe
     assert load_recipe(recipe(TRYING))[1].compat == "full" and set(COMPATS) == {"portable", "nunchaku", "full"}
 
 
+def uses_data(read):
+    return any(map(read.needs_data, read.components.values()))
+
+
 @pytest.mark.parametrize(
     ("key", "profiles"),
     [
@@ -294,13 +298,13 @@ def test_what_is_fitted_to_data_asks_for_it(recipe, key, profiles):
     text = f"version: 1\ncomponents:\n  transformer:\n{weights}    {key}\ncompat: full\n"
     for profile in PROFILES:
         read = load_recipe(recipe(text + "calibration: {count: 4}\n"), profile=profile)[1]
-        assert read.uses_data == (profile in profiles)
+        assert uses_data(read) == (profile in profiles)
         assert not read.has_static_scales(read.components["transformer"])
         if profile in profiles:
             with pytest.raises(ValueError, match=r"calibration: what transformer says is fitted to data, and there is"):
                 load_recipe(recipe(text), profile=profile)
         else:
-            assert not load_recipe(recipe(text), profile=profile)[1].uses_data
+            assert not uses_data(load_recipe(recipe(text), profile=profile)[1])
     if profiles:
         lines = len(text.splitlines())
         refused(recipe(text + "calibration: null\n"), "give {count: 64, steps: 8}, or write `profile: rtn`", lines + 1)
@@ -342,14 +346,14 @@ def test_a_bomb_is_refused_at_once(recipe):
         for before, here in zip("abcdefgh", "bcdefghi", strict=True)
     )
     start = time.process_time()
-    refused(recipe(bomb), "anchors and aliases are not allowed in a recipe", 1)
+    refused(recipe(bomb), "anchors and aliases are not allowed; write the value out", 1)
     assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("nesting", ["[" * 60_000, "a: " + "{b: " * 1000, "- " * 5000])
 def test_deep_nesting_is_refused_at_once(recipe, nesting):
     start = time.process_time()
-    refused(recipe(nesting), "nested too deeply for a recipe", 1)
+    refused(recipe(nesting), "nested more than 32 deep", 1)
     assert time.process_time() - start < 2
 
 
@@ -435,26 +439,26 @@ def test_profile_on_the_command_line_overrides_the_file(recipe, profile):
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_rtn_never_calibrates(name):
-    assert not load_recipe(name, profile="rtn")[1].uses_data
-    assert load_recipe(name)[1].uses_data == (load_recipe(name)[1].calibration is not None)
+    assert not uses_data(load_recipe(name, profile="rtn")[1])
+    assert uses_data(load_recipe(name)[1]) == (load_recipe(name)[1].calibration is not None)
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8"])
 def test_one_level_activations_need_no_data(recipe, name):
-    assert not load_recipe(name)[1].uses_data
-    assert not load_recipe(recipe(f"extends: {name}\ncalibration: {{count: 4}}\n"))[1].uses_data
+    assert not uses_data(load_recipe(name)[1])
+    assert not uses_data(load_recipe(recipe(f"extends: {name}\ncalibration: {{count: 4}}\n"))[1])
 
 
 def test_an_override_with_two_level_activations_needs_data(recipe):
     override = "[{role: qkv, weights: {format: nvfp4}, activations: {format: nvfp4}, reason: r}]"
     text = f"extends: fp8\ncalibration: {{count: 4}}\ncomponents: {{transformer: {{overrides: {override}}}}}\n"
-    assert load_recipe(recipe(text))[1].uses_data
+    assert uses_data(load_recipe(recipe(text))[1])
 
 
 def test_each_entry_needs_data_or_not(recipe):
     text = "extends: nvfp4\ncomponents:\n  text_encoder:\n    weights: {format: nvfp4}\n"
     read = load_recipe(recipe(text))[1]
-    assert read.uses_data and read.needs_data(read.components["transformer"])
+    assert uses_data(read) and read.needs_data(read.components["transformer"])
     assert not read.needs_data(read.components["text_encoder"])
 
 

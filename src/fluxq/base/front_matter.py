@@ -1,8 +1,4 @@
-"""The front matter of a model card: YAML of strangers, of which little is read and nothing is expanded without end.
-
-A few hundred bytes of YAML can stand for gigabytes (an alias of a list of aliases…), so what they would expand to is
-counted before anything is built.
-"""
+"""The front matter of a model card: YAML of strangers, of which little is read and nothing is expanded without end."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from typing import Any
 import yaml
 
 from fluxq.base.console import first_line, logger, visible_name
+from fluxq.base.modest_yaml import require_modest
 
 _LONGEST = 1 << 18  # bytes of a card that are looked at; with hundreds of results its front matter has some thousand
 _MOST_VALUES = 20_000  # of the front matter, aliases expanded
@@ -55,32 +52,6 @@ def front_matter(text: str) -> dict[str, Any]:
     if not isinstance(value, (dict, type(None))):
         raise ValueError(f"it should be a dict of names and values, found {type(value).__name__}")
     return value or {}
-
-
-def require_modest(text: str, most: int, deepest: int) -> None:
-    """ValueError for YAML of more than `most` values, those that aliases stand for counted too, or too deep nesting."""
-    inside: list[tuple[str | None, int]] = []  # anchor of each collection that is open, values before it
-    sizes: dict[str, int] = {}  # of what an anchor names
-    count = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            inside.append((event.anchor, count))
-            count += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = inside.pop()
-            sizes |= {anchor: count - before} if anchor else {}
-        elif isinstance(event, yaml.AliasEvent):
-            name = str(event.anchor or "")
-            if name in [anchor for anchor, _ in inside]:
-                raise ValueError(f"{name[:80]!r} holds itself")
-            count += sizes.get(name, 1)
-        elif isinstance(event, yaml.ScalarEvent):
-            count += 1
-            sizes |= {event.anchor: 1} if event.anchor else {}
-        if len(inside) > deepest:
-            raise ValueError(f"nested more than {deepest} deep")
-        if count > most:
-            raise ValueError(f"more than {most} values, with what its aliases stand for")
 
 
 def _text(field: str, value: Any) -> str:

@@ -36,6 +36,7 @@ from typing import Any
 
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, stamps, sync, write_text
+from fluxq.base.tensors import TensorFile
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
@@ -47,7 +48,6 @@ _LATER = re.compile(  # in a checkpoint beside what its record lists, and what a
     r"|(eval/|\.eval_results/)?\.[^/]+\.part"
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
-_LONGEST_HEADER = 10_000_000  # bytes, as tensors.py
 _LONGEST_TEXT = 1 << 26  # bytes of a page
 _SMALL = 1 << 24  # bytes; larger files that nobody touched since their record was written are not read
 _SEALS = {".html": ("<!--", " -->"), ".md": ("<!--", " -->"), ".yaml": ("#", "")}  # suffix -> how a comment stands
@@ -103,8 +103,8 @@ class Output:
     def require_free(self, *, overwrite: bool, exists_ok: bool = False, job: str = "") -> None:
         """Raise ValueError where something stands that is not, or may not be, replaced.
 
-        job: whose output is no error, as `job_of` has it. Where a killed process left its traces, `writing` clears them
-        first and asks then.
+        job: whose output is no error, as `job_digest` has it. Where a killed process left its traces, `writing` clears
+        them first and asks then.
         """
         if job:
             self.settle()
@@ -124,7 +124,9 @@ class Output:
             cure = "" if _foreign(self) else ", or --overwrite to replace it"
             raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
         if overwrite and (what := _foreign(self)):
-            raise ValueError(f"output {self.target} is not replaced: {what}; give another --output")
+            raise ValueError(
+                f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
+            )
 
     def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, own: str) -> None:
         """Raise ValueError for a folder that files may not be added to: is no folder, or is or lies in what is read.
@@ -148,7 +150,7 @@ class Output:
                 raise ValueError(f"{what} {self.target} holds {name}, which others would lie beside; give another")
 
     def holds(self, job: str) -> bool:
-        """Tell whether the output of a job stands here, whole and as it was written. job: as `job_of` has it."""
+        """Tell whether the output of a job stands here, whole and as it was written. job: as `job_digest` has it."""
         if not self.place.exists() or _job_at(self.place) != job or _foreign(self):
             return False
         made = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
@@ -205,10 +207,10 @@ class Output:
 
 
 def require_own(folder: Path, names: Iterable[str]) -> None:
-    """Raise ValueError for a file of a folder that a command replaces, where fluxq did not write it."""
+    """Raise ValueError for a file of a folder that a command replaces, where nothing marks it as fluxq's."""
     for path in (path for name in names for path in sorted(folder.glob(name))):
         if not _is_marked(path):
-            raise ValueError(f"{path} would be replaced, and fluxq did not write it as it is now; move it elsewhere")
+            raise ValueError(f"{path} would be replaced, and nothing marks it as fluxq's; move it elsewhere")
 
 
 def _takes_files(folder: Path) -> bool:
@@ -249,7 +251,7 @@ def _as_given(output: Output, place: Path) -> Path:
 
 
 def _foreign(output: Output) -> str:
-    """Say of something at the output that fluxq did not write it as it is now; "" where there is nothing."""
+    """Say of something at the output that it is not fluxq's as it is now; "" where there is nothing."""
     place = output.place
     if output.is_file:
         standing = [each for each in output.places if os.path.lexists(each)]  # a link that leads nowhere is a file too
@@ -268,8 +270,8 @@ def _foreign(output: Output) -> str:
     return ""
 
 
-def _not_ours(name: str) -> str:
-    return f"fluxq did not write {name}"
+def _not_ours(name: str) -> str:  # or of a fluxq that wrote no marks yet
+    return f"nothing marks {name} as fluxq's"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -361,7 +363,7 @@ def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str
         return dict(zip(names, pool.map(one, found), strict=True))
 
 
-def job_of(job: object) -> str:
+def job_digest(job: object) -> str:
     """SHA-256 of what decides the bytes of an output (JSON): an output says whose it is by that."""
     return sha256_json(job)
 
@@ -402,15 +404,11 @@ def _sealed(file: Path) -> str | None:
 
 
 def _header(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, {} for what is none."""
+    """The metadata of a safetensors file, {} for what is none or is damaged."""
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length)) if length < _LONGEST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
+        return TensorFile(file).metadata()
+    except (OSError, ValueError):
         return {}
-    said = header.get("__metadata__") if isinstance(header, dict) else None
-    return said if isinstance(said, dict) else {}
 
 
 def _is_marked(file: Path, main: Path | None = None) -> bool:
@@ -439,8 +437,8 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     """Yield an empty folder; what the block makes in it is put in place at the end, or nothing is.
 
     A folder: what is yielded becomes the output. A file: `places` of the same names are made in it. None: what the same
-    `job` (of `job_of`) makes stands there already, and what a killed process left is cleared away. With `overwrite` it
-    is made again, unless such a process was killed just behind its swap.
+    `job` (of `job_digest`) makes stands there already, and what a killed process left is cleared away. With `overwrite`
+    it is made again, unless such a process was killed just behind its swap.
 
     Raises RuntimeError where another process writes there and ValueError as `Output.require_free` does.
     """

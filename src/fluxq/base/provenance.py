@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 from fluxq.base.processor import cpu_name, instructions
 
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
+_version = cache(version)  # what is imported stays as it is, whatever is installed meanwhile
 
 
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python, of the packages that compute and of those named, and the kind of machine."""
     machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
-    packages = {name: version(name) for name in (*_PACKAGES, *more)}
+    packages = {name: _version(name) for name in (*_PACKAGES, *more)}
     return {"python": platform.python_version(), **packages, "machine": machine}
 
 

@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
 
-from fluxq.base import devices
+from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, job_of, require_lockable, require_own, seal, sole_writer, writing
+from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -455,7 +454,7 @@ def debug(
 
     options = asked.options
     known = [asked.reference.digest, asked.quantized.digest, asked.items, asked.call, options.dtype, options.batch_size]
-    job = job_of([version("fluxq"), known, growth, budget])
+    job = job_digest([FLUXQ_VERSION, known, growth, budget])
     if patch is not None:
         _require_new(patch, job)
         require_lockable(patch)
@@ -510,7 +509,7 @@ def report(
     place.require(reads, overwrite=overwrite, exists_ok=True)
     found = [_read(output) for output in outputs]
     merged = merge(found) if len(found) > 1 else found[0]
-    job = job_of([version("fluxq"), [sha256_file(path) for path in reads.values()]])
+    job = job_digest([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
     on_start()
     with writing(place, job, overwrite=overwrite) as made:

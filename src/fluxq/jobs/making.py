@@ -20,7 +20,7 @@ import fluxq
 from fluxq.base.console import logger
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
-from fluxq.base.output import Output, atomic_folder
+from fluxq.base.output import Output, atomic_folder, job_digest
 from fluxq.base.provenance import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
@@ -36,10 +36,10 @@ from fluxq.jobs.prepared import Options, Prepared
 from fluxq.jobs.preparing import demand, prepare
 from fluxq.jobs.work_folder import (
     clear_leftovers,
+    decisive,
     finished_checkpoint,
     finished_statistics,
     identity_of,
-    job_digest,
     require_space,
     with_digests,
     work_folder,
@@ -134,7 +134,7 @@ def calibrate(prepared: Prepared) -> Path:
         statistics = _calibrate(prepared, prepared.load_reference(), work)
         if prepared.ranks.leads:
             _require_free(prepared)
-            statistics.save(prepared.output.resolve(), job_digest(prepared), folder=work)
+            statistics.save(prepared.output.resolve(), job_digest(decisive(prepared)), folder=work)
     return prepared.output
 
 

@@ -22,7 +22,7 @@ import fluxq
 from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
-from fluxq.base.output import Output, is_being_written, recover, remove, sole_writer
+from fluxq.base.output import Output, is_being_written, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.prepared import Prepared
 from fluxq.jobs.requirements import existing_parent
@@ -79,8 +79,8 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
 
 def finished_statistics(prepared: Prepared) -> dict[str, Any]:
     """Return the record of finished statistics, if they are just what was asked for; ValueError for others."""
-    job = Statistics.job_of(prepared.output)
-    if job != job_digest(prepared):
+    job = Statistics.stored_job(prepared.output)
+    if job != job_digest(decisive(prepared)):
         raise ValueError(
             f"output {prepared.output} holds statistics of another run; "
             "give another --output, or --overwrite to replace it"
@@ -127,16 +127,11 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
 def work_folder(prepared: Prepared) -> Path:
     """Beside the output: what an interrupted run of the same job goes on with. Another job has one of its own."""
     output = prepared.output.resolve()
-    return output.parent / f".{output.name}.{job_digest(prepared)[:16]}.work"
+    return output.parent / f".{output.name}.{job_digest(decisive(prepared))[:16]}.work"
 
 
-def job_digest(prepared: Prepared) -> str:
-    """SHA-256 of what decides the bytes that a job writes."""
-    return sha256_json(_job(prepared))
-
-
-def _job(prepared: Prepared) -> dict[str, Any]:
-    """Return everything that decides the bytes of finished blocks; how they are cut into shards does not."""
+def decisive(prepared: Prepared) -> dict[str, Any]:
+    """Return all that decides the bytes of finished blocks, for `job_digest`; the size of shards does not."""
     decisive = {key: value for key, value in prepared.identity.items() if key != "max_shard_bytes"}
     return {**decisive, "parallel_blocks": prepared.options.parallel_blocks}
 
@@ -146,7 +141,7 @@ def _begin(prepared: Prepared, work: Path) -> None:
 
     ValueError for one of another job, naming what differs; with `overwrite` that is removed.
     """
-    output, job = prepared.output.resolve(), _job(prepared)
+    output, job = prepared.output.resolve(), decisive(prepared)
     Output(output).put_back()  # whatever command was killed
     Output(output).clear()
     for other in _beside(output):
@@ -185,7 +180,7 @@ def _beside(output: Path) -> list[Path]:
 
 
 def _refuse(prepared: Prepared, other: Path) -> NoReturn:
-    differing = _differing(_job(prepared), _read_manifest(other / _MANIFEST))
+    differing = _differing(decisive(prepared), _read_manifest(other / _MANIFEST))
     raise ValueError(
         f"{prepared.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
         "by its own command, give another --output, or --overwrite to remove what it has done"

@@ -106,12 +106,6 @@ class HoistedModulation:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes that the tables of the present call hold."""
-        outputs = [made.outputs for table in self._tables for made in table.made.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-
     def remove(self) -> None:
         """Give every module its own forward again, and weights that were moved to the CPU the model's device."""
         if not self.on:
