@@ -408,7 +408,8 @@ def _against(
 def _factor_and_cosine(read: Tensor, truth: Tensor) -> tuple[float, float]:
     """The factor by which a reading comes nearest to the base, and the cosine between the two."""
     dot, own, other = (
-        float((a * b).sum(dtype=torch.float64)) for a, b in ((read, truth), (read, read), (truth, truth))
+        sum(float((a * b).sum(dtype=torch.float64)) for a, b in zip(one.split(WINDOW), two.split(WINDOW), strict=True))
+        for one, two in ((read, truth), (read, read), (truth, truth))
     )
     return dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
 
@@ -440,10 +441,13 @@ def _strays(
         # Fitting moves errors of codes along a row, whatever the sizes; from row to row only by a low-rank branch.
         is_moved = plain is None and (name != "rows" or (rows is not None and rows.has_branch))
         common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
-        most = bound if plain is None else margin * plain.error
+        own = (
+            0.0 if plain is None else max(plain.error, _OF_BF16 / 2)
+        )  # what rounded exactly differs by the base's bits
+        most = bound if plain is None else margin * own
         if (error <= torch.maximum(most * size, margin * common)).all():
             continue
-        least = _CODED / _OF_A_LINE if plain is None else plain.error
+        least = _CODED / _OF_A_LINE if plain is None else own
         expected = bound / _MARGIN * size
         if rows is not None:
             rounded = rows.rounded(truth, by) if rounded is None else rounded
@@ -454,9 +458,9 @@ def _strays(
             words = f"{int(wrong.sum())} of its {wrong.numel()} {name}, the first in {_IN[name]} {int(at[0])},"
             if name == "blocks of 16":
                 return Strays(words)
-            own, base = (matrix.movedim(int(name == "columns"), 0)[at] for matrix in (read, truth))
-            factor = (own * base).sum(1, keepdim=True) / own.square().sum(1, keepdim=True).clamp(min=1e-30)
-            cured = ((own * factor - base).norm(dim=1) < (own - base).norm(dim=1) / 2) | (own == 0).all(1)
+            ours, base = (matrix.movedim(int(name == "columns"), 0)[at] for matrix in (read, truth))
+            factor = (ours * base).sum(1, keepdim=True) / ours.square().sum(1, keepdim=True).clamp(min=1e-30)
+            cured = ((ours * factor - base).norm(dim=1) < (ours - base).norm(dim=1) / 2) | (ours == 0).all(1)
             return Strays(words, float(cured.float().mean()) > 0.5, wrong if name == "rows" else None)
     return None
 
@@ -464,14 +468,16 @@ def _strays(
 def _sizes(matrix: Tensor, unit: Tensor, name: str) -> Tensor:
     """Return the norm of each of the "rows" (N,), "columns" (K,), or "blocks of 16" (N, ⌈K/16⌉) of a matrix (N, K).
 
-    unit: what codes are multiplied by, () or (K,), without which columns and blocks are measured.
+    unit: what codes are multiplied by, (K,), or () for 1, without which columns and blocks are measured.
     """
     if name == "rows":
         return matrix.norm(dim=1)
-    matrix = matrix / unit
+    matrix = matrix / unit if unit.ndim else matrix
     if name == "columns":
         return matrix.norm(dim=0)
-    return nn.functional.pad(matrix, (0, -matrix.shape[1] % 16)).unflatten(1, (-1, 16)).norm(dim=2)
+    if ragged := -matrix.shape[1] % 16:  # an even one is not copied
+        matrix = nn.functional.pad(matrix, (0, ragged))
+    return matrix.unflatten(1, (-1, 16)).norm(dim=2)
 
 
 def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict[str, Tensor]:
@@ -535,9 +541,8 @@ CASTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 def _relative(read: Tensor, truth: Tensor) -> float:
-    if not torch.isfinite(read).all():
-        return torch.inf
-    return float((read - truth).norm() / truth.norm().clamp(min=1e-30))
+    off = torch.stack([(a - b).norm() for a, b in zip(read.split(WINDOW), truth.split(WINDOW), strict=True)]).norm()
+    return float(off / truth.norm().clamp(min=1e-30)) if torch.isfinite(off) else torch.inf
 
 
 def _are_multiples(read: Tensor, truth: Tensor, by: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 from fluxq.base.model import ModelFolder
 from fluxq.jobs.requirements import (
     BINNED,
+    _fits,
     call_of,
     makes_pictures,
     makes_video,
@@ -130,3 +131,9 @@ def test_what_needs_more_than_a_prompt_is_refused_by_name(folder):
         require_prompts_suffice(model, {})
     require_prompts_suffice(model, {"image": "x"})
     require_prompts_suffice(folder("FluxPipeline"), {})
+
+
+def test_a_tuple_of_one_type_has_any_length() -> None:
+    """FLUX.2's call says tuple[int] of three numbers."""
+    assert _fits([10, 20, 30], tuple[int]) and _fits([1, 2], tuple[int, int])
+    assert not _fits([1, 2, 3], tuple[int, int]) and not _fits(["1"], tuple[int])

@@ -91,7 +91,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if value is None:  # many a list or text may be left out without an annotation that says so
         return kind not in (float, int, bool)
     if isinstance(value, list):
-        is_short = kind is not tuple or not inner or Ellipsis in inner or len(value) == len(inner)
+        # One type is that of every value: libraries write tuple[int] for tuples of any length.
+        is_short = kind is not tuple or len(inner) < 2 or Ellipsis in inner or len(value) == len(inner)
         return kind in _LISTS and is_short and all(any(_fits(each, one) for one in inner or (Any,)) for each in value)
     return type(value) in ((int, float) if kind is float else (kind,))
 

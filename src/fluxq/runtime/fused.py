@@ -237,6 +237,7 @@ def _is_stock(module: Any, names: str) -> bool:
     return any(_is_library_class(type(module), name) for name in names.split("|"))
 
 
+@torch.compiler.assume_constant_result  # a class is guarded; of some, dynamo cannot take the module's name apart
 def _is_library_class(kind: type, name: str) -> bool:
     return kind.__name__ == name and kind.__module__.split(".")[0] in ("torch", "diffusers")
 
