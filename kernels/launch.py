@@ -7,7 +7,7 @@ the chip that it is not for. Called with `chip`, all of them also run on the int
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,25 +53,7 @@ def run(name: str, *arguments: Any) -> Any:
         return ON_GPU[name](*arguments)
 
 
-def quantized_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_scale_2: Tensor | None,
-    input_scale: Tensor | None,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    scheme: str,
-    row_scale: Tensor | None = None,
-    mean: Tensor | None = None,
-    smooth: Tensor | None = None,
-    basis: Tensor | None = None,
-    out: Tensor | None = None,
-    decoded: Tensor | None = None,
-    *,
-    chip: str | None = None,
-) -> Tensor:
+def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip: str | None = None) -> Tensor:
     """As `ops.quantized_linear`. chip: compute as on this one; by default on the one that holds x.
 
     Kernels read the codes: `decoded` is for the torch reference alone.
@@ -80,7 +62,8 @@ def quantized_linear(
     rounded to x's dtype before them and after them. So it is for weights that are decoded, whose kernel takes 16 bit.
     Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
     """
-    parsed = _parse(scheme)
+    given, parsed = ops.LinearTensors.of(tensors, scheme)
+    weight, weight_scale, weight_scale_2, *_ = given
     w = QuantizedTensor(weight, weight_scale, weight_scale_2, _shape(weight, parsed), parsed.weights)
     n, k = w.shape
     if not x.is_floating_point() or x.element_size() < 2 or x.shape[-1] != k:
@@ -89,18 +72,18 @@ def quantized_linear(
     if m == 0:
         return x.new_empty(*x.shape[:-1], n)
     chip = chip or chip_of(x.device)
-    choice = choose(parsed, chip, m, n, k, x.dtype, row_scale is not None)
-    announce(scheme, chip, choice)
+    choice = choose(parsed, chip, m, n, k, x.dtype, given.row_scale is not None)
+    announce(str(parsed), chip, choice)
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
         if choice.implementation == "torch reference":
-            branches = lora_a, lora_b, scheme, row_scale, mean, smooth, basis, out, decoded
-            y = ops.quantized_linear_reference(rows, weight, weight_scale, weight_scale_2, input_scale, bias, *branches)
+            y = ops.quantized_linear_reference(rows, tensors, scheme)
         else:
-            ops.check_steps_given(parsed, mean, smooth, basis, out)
-            z, t, steps = _steps_before(rows, parsed, choice.activations, mean, smooth, basis)
-            low_rank = _joined((t, out), (None if lora_a is None else F.linear(rows, lora_a.to(x.dtype)), lora_b))
-            y = LAUNCH[choice.implementation](z, w, choice, input_scale, bias, low_rank, row_scale, chip, steps)
+            ops.check_steps_given(parsed, given)
+            z, t, steps = _steps_before(rows, parsed, choice.activations, given)
+            h = None if given.lora_a is None else F.linear(rows, given.lora_a.to(x.dtype))
+            low_rank = _joined((t, given.out), (h, given.lora_b))
+            y = LAUNCH[choice.implementation](z, w, choice, given, low_rank, chip, steps)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -118,10 +101,11 @@ NO_STEPS = Steps()
 
 
 def _steps_before(
-    x: Tensor, scheme: Scheme, activations: str | None, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None
+    x: Tensor, scheme: Scheme, activations: str | None, given: ops.LinearTensors
 ) -> tuple[Tensor, Tensor | None, Steps]:
     """(what the quantizer takes, or the product itself where nothing is quantized; t; what the quantizer has to do)."""
-    mean, smooth = (None if vector is None else vector.float() for vector in (mean, smooth))
+    mean, smooth = (None if vector is None else vector.float() for vector in (given.mean, given.smooth))
+    basis = given.basis
     t, steps = None, Steps(mean, smooth, scheme.hadamard, scheme.four_over_six)
     if basis is not None:
         z, p = ops.transform(x, smooth, mean, 0).to(x.dtype), basis.to(x.dtype)
@@ -206,9 +190,6 @@ def weight_only_tile(w: QuantizedTensor, chip: str, m: int, dtype: torch.dtype) 
     return find_tile("weight_only_matmul", w.format.name, chip, m)
 
 
-_parse = functools.lru_cache(1024)(Scheme.parse)
-
-
 def _rows_are_at(codes: Tensor, multiple: int) -> bool:
     return codes.shape[1] % multiple == 0 and codes.data_ptr() % multiple == 0
 
@@ -232,43 +213,43 @@ def _with_branch(y: Tensor, low_rank: tuple[Tensor, Tensor] | None) -> Tensor:
     return y if low_rank is None or _fits(low_rank) else y + F.linear(*low_rank)
 
 
-def _scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
-    q = quantize_rows(x, choice.activations, input_scale, chip, steps)
+def _scaled(x, w, choice, given, low_rank, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, choice.activations, given.input_scale, chip, steps)
     tile = matmul_tile("scaled_matmul", choice.activations, chip, x.shape[0], w.codes)
-    return _with_branch(scaled_matmul(q, w, epilogue=_epilogue(x, bias, low_rank), tile=tile), low_rank)
+    return _with_branch(scaled_matmul(q, w, epilogue=_epilogue(x, given.bias, low_rank), tile=tile), low_rank)
 
 
-def _block_scaled(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+def _block_scaled(x, w, choice, given, low_rank, chip, steps=NO_STEPS) -> Tensor:
     swizzled = w.scale.ndim == 1
-    q = quantize_rows(x, choice.activations, input_scale, chip, steps, swizzled=swizzled)
+    q = quantize_rows(x, choice.activations, given.input_scale, chip, steps, swizzled=swizzled)
     tile = matmul_tile("block_scaled_matmul", choice.activations, chip, x.shape[0], w.codes)
-    return _with_branch(block_scaled_matmul(q, w, epilogue=_epilogue(x, bias, low_rank), tile=tile), low_rank)
+    return _with_branch(block_scaled_matmul(q, w, epilogue=_epilogue(x, given.bias, low_rank), tile=tile), low_rank)
 
 
-def _w4a8(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
-    q = quantize_rows(x, choice.activations, input_scale, chip, steps)
+def _w4a8(x, w, choice, given, low_rank, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, choice.activations, given.input_scale, chip, steps)
     name = f"{w.format.name}-{choice.activations}"
     tile = matmul_tile("w4a8_matmul", name, chip, x.shape[0], w.codes)
-    y = w4a8_matmul(q, w, row_scale, epilogue=_epilogue(x, bias, low_rank), tile=tile)
+    y = w4a8_matmul(q, w, given.row_scale, epilogue=_epilogue(x, given.bias, low_rank), tile=tile)
     return _with_branch(y, low_rank)
 
 
-def _weight_only(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
+def _weight_only(x, w, choice, given, low_rank, chip, steps=NO_STEPS) -> Tensor:
     tile = weight_only_tile(w, chip, x.shape[0], x.dtype)
-    y = weight_only_matmul(x.contiguous(), w, epilogue=_epilogue(x, bias, low_rank), tile=tile)
+    y = weight_only_matmul(x.contiguous(), w, epilogue=_epilogue(x, given.bias, low_rank), tile=tile)
     return _with_branch(y, low_rank)
 
 
-def _int_mm(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
-    q = quantize_rows(x, "int8", input_scale, chip, steps)
+def _int_mm(x, w, choice, given, low_rank, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, "int8", given.input_scale, chip, steps)
     y = torch._int_mm(q.codes, w.codes.t()).float()
     y.mul_(q.scale.unsqueeze(1)).mul_(w.scale)
-    y = y if bias is None else y.add_(bias.float())
+    y = y if given.bias is None else y.add_(given.bias.float())
     return y.to(x.dtype) if low_rank is None else y.to(x.dtype) + F.linear(*low_rank)
 
 
-def _library_fp8(x, w, choice, input_scale, bias, low_rank, row_scale, chip, steps=NO_STEPS) -> Tensor:
-    q = quantize_rows(x, "fp8", input_scale, chip, steps)
+def _library_fp8(x, w, choice, given, low_rank, chip, steps=NO_STEPS) -> Tensor:
+    q = quantize_rows(x, "fp8", given.input_scale, chip, steps)
     per_row = F.ScalingType.RowWise
     y = F.scaled_mm(
         q.codes,
@@ -277,7 +258,7 @@ def _library_fp8(x, w, choice, input_scale, bias, low_rank, row_scale, chip, ste
         per_row,
         w.scale.unsqueeze(0),
         per_row,
-        bias=None if bias is None else bias.to(torch.bfloat16),
+        bias=None if given.bias is None else given.bias.to(torch.bfloat16),
         output_dtype=torch.bfloat16,
     )
     return y if low_rank is None else y + F.linear(*low_rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -275,19 +275,27 @@ class QuantLinear(nn.Linear):
         return ("weight", *self.scale_names)
 
     @property
-    def operands(self) -> tuple:
-        """Arguments of `fluxq::quantized_linear` beside x, in its order."""
-        return (
-            self.stored("weight"),
-            self.stored("weight_scale"),
+    def operands(self) -> tuple[list[Tensor], str]:
+        """The arguments of `fluxq::quantized_linear` beside x."""
+        return self.tensors.packed(self.scheme)
+
+    @property
+    def tensors(self) -> ops.LinearTensors:
+        """What the layer stores, as its op names it."""
+        a, b = self.low_rank or (None, None)
+        weight: Any = self.stored("weight")
+        scale: Any = self.stored("weight_scale")
+        return ops.LinearTensors(
+            weight,
+            scale,
             self.stored("weight_scale_2"),
             self.stored("input_scale") if self.scheme.static_input else None,
             self.bias,
-            *(self.low_rank or (None, None)),
-            str(self.scheme),
+            a,
+            b,
             self.stored("weight_row_scale"),
             *(getattr(self, name, None) for name in TRANSFORMS),
-            *([self.stored("weight_decoded")] if hasattr(self, "weight_decoded") else []),
+            self.stored("weight_decoded"),
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,78 +39,77 @@ from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks,
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 
+class LinearTensors(NamedTuple):
+    """The tensors of a quantized Linear (N, K), in the op's order; those that a layer lacks are None.
+
+    weight, weight_scale, weight_scale_2: as the scheme's format stores them. input_scale: as at the top of this file.
+    bias (N,). lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the
+    4-bit weight is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives. mean and
+    smooth (K,), basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them.
+    decoded (N, K) fp32: the values of the codes, where they are kept; then nothing decodes them.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_scale_2: Tensor | None = None
+    input_scale: Tensor | None = None
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    row_scale: Tensor | None = None
+    mean: Tensor | None = None
+    smooth: Tensor | None = None
+    basis: Tensor | None = None
+    out: Tensor | None = None
+    decoded: Tensor | None = None
+
+    @property
+    def steps(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """(mean, smooth, basis, out)."""
+        return self.mean, self.smooth, self.basis, self.out
+
+    def packed(self, scheme: Scheme | str) -> tuple[list[Tensor], str]:
+        """(tensors, scheme) as the op takes them: those that are there, and the scheme with their names behind it."""
+        names = [name for name, tensor in zip(self._fields, self, strict=True) if tensor is not None]
+        return [tensor for tensor in self if tensor is not None], f"{scheme} {','.join(names)}"
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], scheme: str) -> tuple[LinearTensors, Scheme]:
+        """Take apart what `packed` made."""
+        parsed, names = _taken_apart(scheme)
+        given: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return cls(**given), parsed
+
+
+@functools.lru_cache(1024)
+def _taken_apart(scheme: str) -> tuple[Scheme, tuple[str, ...]]:
+    text, _, names = scheme.partition(" ")
+    return Scheme.parse(text), tuple(names.split(","))
+
+
 @torch.library.custom_op("fluxq::quantized_linear", mutates_args=())
-def quantized_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_scale_2: Tensor | None,
-    input_scale: Tensor | None,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    scheme: str,
-    row_scale: Tensor | None = None,
-    mean: Tensor | None = None,
-    smooth: Tensor | None = None,
-    basis: Tensor | None = None,
-    out: Tensor | None = None,
-    decoded: Tensor | None = None,
-) -> Tensor:
+def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
 
-    lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the 4-bit weight
-    is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives. mean and smooth (K,),
-    basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them. decoded (N, K)
-    fp32: what the codes stand for, where it is kept; then nothing decodes them.
+    tensors, scheme: as `LinearTensors.packed` makes them.
     """
     with no_autocast(x):
-        return quantized_linear_reference(
-            x,
-            weight,
-            weight_scale,
-            weight_scale_2,
-            input_scale,
-            bias,
-            lora_a,
-            lora_b,
-            scheme,
-            row_scale,
-            mean,
-            smooth,
-            basis,
-            out,
-            decoded,
-        )
+        return quantized_linear_reference(x, tensors, scheme)
 
 
-def quantized_linear_reference(
-    x,
-    weight,
-    weight_scale,
-    weight_scale_2,
-    input_scale,
-    bias,
-    lora_a,
-    lora_b,
-    scheme,
-    row_scale=None,
-    mean=None,
-    smooth=None,
-    basis=None,
-    out=None,
-    decoded=None,
-) -> Tensor:
+def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """The torch form of the op, for every device."""
-    parsed = Scheme.parse(scheme)
+    given, parsed = LinearTensors.of(tensors, scheme)
+    weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, row_scale, *_ = given
+    mean, smooth, basis, out = given.steps
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
     w = stored_weight(weight, weight_scale, weight_scale_2, parsed.weights)
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
-    check_steps_given(parsed, mean, smooth, basis, out)
-    check_decoded(decoded, w, row_scale)
+    check_steps_given(parsed, given)
+    check_decoded(given.decoded, w, row_scale)
     if row_scale is not None and parsed.activations is not None:
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
@@ -122,7 +121,7 @@ def quantized_linear_reference(
         y = _int8_linear(z, w, input_scale, bias, steps)
     else:
         z = _through(z, parsed, input_scale, steps)
-        y = F.linear(z, w.operand() if decoded is None else decoded, _fp32(bias))
+        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, _fp32(bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
@@ -132,41 +131,25 @@ def quantized_linear_reference(
 
 
 @quantized_linear.register_fake
-def _(
-    x,
-    weight,
-    weight_scale,
-    weight_scale_2,
-    input_scale,
-    bias,
-    lora_a,
-    lora_b,
-    scheme,
-    row_scale=None,
-    mean=None,
-    smooth=None,
-    basis=None,
-    out=None,
-    decoded=None,
-):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _(x, tensors, scheme):
+    return x.new_empty(*x.shape[:-1], tensors[0].shape[0])
 
 
 launches_on_gpu(quantized_linear=quantized_linear)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _x, weight, weight_scale, weight_scale_2, _input_scale, bias, lora_a, lora_b, ctx.scheme, *steps = inputs
-    _row_scale, _mean, smooth, basis, out, decoded = steps
-    ctx.save_for_backward(weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out, decoded)
-    ctx.has_bias = bias is not None
+    _, tensors, scheme = inputs
+    ctx.names = _taken_apart(scheme)[1]
+    given, ctx.parsed = LinearTensors.of(tensors, scheme)
+    ctx.save_for_backward(*given._replace(input_scale=None, bias=None, row_scale=None, mean=None))
 
 
 def _backward(ctx, grad):
     """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
-    weight, weight_scale, weight_scale_2, lora_a, lora_b, smooth, basis, out, decoded = ctx.saved_tensors
-    scheme = Scheme.parse(ctx.scheme)
-    w = stored_weight(weight, weight_scale, weight_scale_2, scheme.weights)
+    given, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
+    lora_a, lora_b, decoded, (_, smooth, basis, out) = given.lora_a, given.lora_b, given.decoded, given.steps
+    w = stored_weight(given.weight, given.weight_scale, given.weight_scale_2, scheme.weights)
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
@@ -178,25 +161,19 @@ def _backward(ctx, grad):
             grad_x = (grad_z if smooth is None else grad_z * smooth.float()).to(grad.dtype)
             if lora_a is not None:
                 grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
-    grad_bias = grad.reshape(-1, w.shape[0]).sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
-    return grad_x, None, None, None, None, grad_bias, *[None] * 9
+    needs = dict(zip(ctx.names, ctx.needs_input_grad[1], strict=True))
+    grads = [grad.reshape(-1, w.shape[0]).sum(0) if name == "bias" and needs[name] else None for name in ctx.names]
+    return grad_x, grads, None
 
 
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def check_steps_given(
-    scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None, out: Tensor | None
-) -> None:
+def check_steps_given(scheme: Scheme, given: LinearTensors) -> None:
     """Raise ValueError unless just those tensors are given that the steps of a scheme need."""
-    steps = (
-        ("mean", mean, scheme.center),
-        ("smooth", smooth, scheme.smooth),
-        ("basis", basis, scheme.deflate),
-        ("out", out, scheme.deflate),
-    )
-    for name, tensor, is_wanted in steps:
-        if (tensor is not None) != bool(is_wanted):
+    is_wanted_of = {"mean": scheme.center, "smooth": scheme.smooth, "basis": scheme.deflate, "out": scheme.deflate}
+    for name, is_wanted in is_wanted_of.items():
+        if (getattr(given, name) is not None) != bool(is_wanted):
             raise ValueError(f"quantized_linear: scheme {scheme} {'needs' if is_wanted else 'takes no'} {name}")
 
 

@@ -58,13 +58,12 @@ def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
     chose there. A CPU has no kernels and the reference itself runs, but for int8: there the library's product is held
     against one in fp64, which is exact. Infinite where one of both alone is not finite.
     """
-    operands, scheme = list(layer.operands), layer.scheme
+    given, scheme = layer.tensors, layer.scheme
     if x.device.type == "cuda":
         scheme = _arithmetic_on(x, layer)
-        operands[_SCHEME] = str(scheme)
-        operands[_INPUT_SCALE] = layer.stored("input_scale") if scheme.static_input else None
+        given = given._replace(input_scale=layer.stored("input_scale") if scheme.static_input else None)
     with torch.no_grad():
-        worst = _worst_tile(y, ops.quantized_linear_reference(x, *operands))
+        worst = _worst_tile(y, ops.quantized_linear_reference(x, *given.packed(scheme)))
         if multiplies_integers(layer):
             codes = ops.quantize_activation(_rounded_by(layer, x), FORMATS["int8"]).codes
             weight = layer.quantized_weight.codes
@@ -120,4 +119,3 @@ def _share(mask: Tensor) -> float:
 
 
 _LARGEST_SCALE = 448.0  # of E4M3, which nvfp4's block scales are
-_INPUT_SCALE, _SCHEME = 3, 7  # among `QuantLinear.operands`

@@ -196,7 +196,7 @@ class Bytes(TorchDispatchMode):
         if self.paused or "matmul" in name or name in ("mm", "addmm", "bmm") or "scaled_dot_product" in name:
             return out
         if name == "quantized_linear":
-            x, scheme = args[0], Scheme.parse(args[8])
+            x, scheme = args[0], Scheme.parse(args[2].split()[0])
             rounded_to = scheme.activations
             if rounded_to is not None:
                 self.total += x.nbytes + rounded_to.stored_bits(x.numel() // x.shape[-1], x.shape[-1]) / 8

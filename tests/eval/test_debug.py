@@ -221,9 +221,9 @@ def test_a_faulty_kernel_is_no_quantization_error(pipe, quantized, monkeypatch):
     """A device kernel that loses the last 64 columns of one layer; codes, scales and reference are sound."""
     own, codes = ops.quantized_linear, quantized_layers(quantized)[LAYER].weight
 
-    def kernel(x, weight, *operands):
-        y = own(x, weight, *operands)
-        if weight.data_ptr() == codes.data_ptr():
+    def kernel(x, tensors, scheme):
+        y = own(x, tensors, scheme)
+        if tensors[0].data_ptr() == codes.data_ptr():
             y[..., -64:] = 0
         return y
 

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +196,12 @@ def operands(scheme: str, m: int, rank: int = 0) -> tuple[Tensor, dict]:
     return x, rest
 
 
+def packed(named: dict[str, Any]) -> tuple[list[Tensor], str]:
+    """Operands by name as the op takes them."""
+    tensors = {name: value for name, value in named.items() if name != "scheme"}
+    return ops.LinearTensors(**tensors).packed(named["scheme"])
+
+
 def assert_near(found: Tensor, expected: Tensor) -> None:
     """Within what bfloat16 rounds, and fp32 sums and a branch rounded elsewhere add to it."""
     assert found.shape == expected.shape and found.dtype == expected.dtype
@@ -224,8 +231,8 @@ def test_what_is_chosen_computes_the_scheme(offers, scheme: str, chip: str, impl
     assert choose(parsed, chip, m, N, K).implementation == implementation
     x, rest = operands(scheme, m, parsed.rank)
     with interpreting():
-        found = launch.quantized_linear(x.reshape(1, m, K), **rest, chip=chip)
-    assert_near(found, ops.quantized_linear(x.reshape(1, m, K), **rest))
+        found = launch.quantized_linear(x.reshape(1, m, K), *packed(rest), chip=chip)
+    assert_near(found, ops.quantized_linear(x.reshape(1, m, K), *packed(rest)))
 
 
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
@@ -237,8 +244,8 @@ def test_4_bit_weights_with_a_scale_per_row_are_decoded_to_8_bit(offers, activat
     )
     rest |= {"scheme": f"nvfp4-{activations}", "row_scale": row_scales(w, activations)}
     with interpreting():
-        found = launch.quantized_linear(x, **rest, chip="sm_90")
-    assert_near(found, ops.quantized_linear(x, **rest))
+        found = launch.quantized_linear(x, *packed(rest), chip="sm_90")
+    assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
 def test_swizzled_scales_are_passed_on(offers) -> None:
@@ -246,17 +253,17 @@ def test_swizzled_scales_are_passed_on(offers) -> None:
     x, rest = operands("nvfp4-nvfp4", 33)
     swizzled = rest | {"weight_scale": swizzle_scales(rest["weight_scale"])}
     with interpreting():
-        found = launch.quantized_linear(x, **swizzled, chip="sm_100")
-    assert_near(found, ops.quantized_linear(x, **rest))
+        found = launch.quantized_linear(x, *packed(swizzled), chip="sm_100")
+    assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
 def test_no_tokens_and_bad_input() -> None:
     x, rest = operands("fp8-16bit", 4)
-    assert launch.quantized_linear(x[:0].reshape(2, 0, K), **rest, chip="sm_90").shape == (2, 0, N)
+    assert launch.quantized_linear(x[:0].reshape(2, 0, K), *packed(rest), chip="sm_90").shape == (2, 0, N)
     with pytest.raises(ValueError, match=r"input is torch\.bfloat16 \(4, 128\), expected .* K = 256"):
-        launch.quantized_linear(x[:, :128], **rest, chip="sm_90")
+        launch.quantized_linear(x[:, :128], *packed(rest), chip="sm_90")
     with pytest.raises(ValueError, match=r"input is torch\.int8"):
-        launch.quantized_linear(x.to(torch.int8), **rest, chip="sm_90")
+        launch.quantized_linear(x.to(torch.int8), *packed(rest), chip="sm_90")
 
 
 def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, monkeypatch) -> None:
@@ -265,16 +272,17 @@ def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, mon
     x, rest = operands("nvfp4-nvfp4", 4)
     with caplog.at_level(logging.WARNING, "fluxq"):
         for _ in range(3):
-            assert torch.equal(launch.quantized_linear(x, **rest, chip="sm_70"), ops.quantized_linear(x, **rest))
+            found = launch.quantized_linear(x, *packed(rest), chip="sm_70")
+            assert torch.equal(found, ops.quantized_linear(x, *packed(rest)))
     (said,) = caplog.messages
     assert said.startswith("nvfp4-nvfp4 on sm_70: torch reference (not block_scaled_matmul: no unit")
     assert "fluxq.prepare" in said
     monkeypatch.setattr(settings, "_set", {})
     monkeypatch.setenv("FLUXQ_STRICT", "1")
     with pytest.raises(ValueError, match="Strict mode takes only a kernel of the scheme's own arithmetic"):
-        launch.quantized_linear(x, **rest, chip="sm_70")  # though it ran before
+        launch.quantized_linear(x, *packed(rest), chip="sm_70")  # though it ran before
     settings.configure(strict=False)
-    launch.quantized_linear(x, **rest, chip="sm_70")
+    launch.quantized_linear(x, *packed(rest), chip="sm_70")
 
 
 def test_the_table_covers_every_kernel_and_chip() -> None:
@@ -462,7 +470,7 @@ def test_fp32_tokens_of_weight_only_layers_are_multiplied_in_fp32(offers, m: int
     noise = torch.Generator().manual_seed(m)
     w = QuantizedTensor.quantize(torch.randn(8, k, generator=noise), "fp8")
     x = torch.randn(m, k, generator=noise)
-    arguments = (x, w.codes, w.scale, None, None, None, None, None, "fp8-16bit")
+    arguments = (x, *ops.LinearTensors(w.codes, w.scale).packed("fp8-16bit"))
     with interpreting():
         found = launch.quantized_linear(*arguments, chip="sm_90")
     torch.testing.assert_close(found, ops.quantized_linear(*arguments), rtol=1e-5, atol=1e-5)
@@ -473,8 +481,8 @@ def test_a_branch_of_any_rank_is_added(offers, rank: int) -> None:
     offers(**ALL)
     x, rest = operands("int8-int8", 33, rank)
     with interpreting():
-        found = launch.quantized_linear(x, **rest, chip="sm_90")
-    assert_near(found, ops.quantized_linear(x, **rest))
+        found = launch.quantized_linear(x, *packed(rest), chip="sm_90")
+    assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
 def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
@@ -484,8 +492,8 @@ def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
         moved = torch.empty(rest["weight"].numel() + 1, dtype=torch.uint8)[1:].view(rest["weight"].shape)
         moved = moved.copy_(rest["weight"].view(torch.uint8)).view(rest["weight"].dtype)
         with interpreting():
-            found = launch.quantized_linear(x, **rest | {"weight": moved}, chip="sm_90")
-        assert_near(found, ops.quantized_linear(x, **rest))
+            found = launch.quantized_linear(x, *packed(rest | {"weight": moved}), chip="sm_90")
+        assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
 def test_without_rows_an_op_returns_what_its_reference_does() -> None:

@@ -187,12 +187,12 @@ def test_the_op_passes_opcheck_and_changes_no_input(scheme, rank):
     layer, _, _, input_scale, x = layer_and_input(scheme, True, torch.bfloat16, (5, K))
     global_scale = getattr(layer, "weight_scale_2", None)
     low_rank = (torch.randn(rank, K).bfloat16(), torch.randn(N, rank).bfloat16()) if rank else (None, None)
-    tensors = (x, layer.weight, layer.weight_scale, global_scale, input_scale, layer.bias, *low_rank)
+    tensors = [x, layer.weight, layer.weight_scale, global_scale, input_scale, layer.bias, *low_rank]
     kept = [None if t is None else t.detach().clone() for t in tensors]
     checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
     if not {layer.weight.dtype, layer.weight_scale.dtype} & {torch.float8_e4m3fn, torch.float8_e5m2}:
         checks.append("test_schema")  # compares its inputs with allclose, which torch lacks for float8
-    torch.library.opcheck(ops.quantized_linear, (*tensors, scheme), test_utils=checks)
+    torch.library.opcheck(ops.quantized_linear, (x, *ops.LinearTensors(*tensors[1:]).packed(scheme)), test_utils=checks)
     for tensor, before in zip(tensors, kept, strict=True):
         assert tensor is None or torch.equal(tensor.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
 
@@ -310,8 +310,8 @@ def test_token_scales_given_from_outside_are_the_ones_used(format):
     amax = x.abs().amax(-1, keepdim=True)
     own = encode.block_scale(amax.unsqueeze(-1), FORMATS[format], None)
     own = encode.global_scale_for(amax, FORMATS[format]) if format == "nvfp4" else own
-    arguments = (layer.weight, layer.weight_scale, getattr(layer, "weight_scale_2", None))
-    y = [ops.quantized_linear(x, *arguments, s, None, None, None, str(layer.scheme)) for s in (None, own, own * 1.7)]
+    given = [layer.tensors._replace(input_scale=scale) for scale in (None, own, own * 1.7)]
+    y = [ops.quantized_linear(x, *each.packed(layer.scheme)) for each in given]
     assert torch.equal(y[0], y[1]) and not torch.equal(y[0], y[2])
     assert 0 < (y[2] - y[0]).norm() / y[0].norm() < 0.1
 

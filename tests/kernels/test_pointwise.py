@@ -483,7 +483,7 @@ def test_kernels_take_rows_that_are_no_multiple_of_64(scheme, chip, k):
     parsed = Scheme.parse(scheme)
     w = QuantizedTensor.quantize(torch.randn(16, k, generator=noise) / 16, parsed.weights)
     x = torch.randn(3, k, generator=noise).bfloat16()
-    operands = (x, w.codes, w.scale, w.global_scale, None, None, None, None, scheme)
+    operands = (x, *ops.LinearTensors(w.codes, w.scale, w.global_scale).packed(scheme))
     with interpreting():
         found = launch.quantized_linear(*operands, chip=chip)
     want = ops.quantized_linear(*operands).float()

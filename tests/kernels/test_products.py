@@ -129,7 +129,7 @@ def test_int8_is_quantized_linear_to_the_bit() -> None:
     y = products.scaled_matmul(
         q.codes, q.scale, w.codes, w.scale, **NOTHING | {"bias": bias}, dtype=torch.float32, format="int8"
     )
-    assert torch.equal(y, ops.quantized_linear(x, w.codes, w.scale, None, None, bias, None, None, "int8-int8"))
+    assert torch.equal(y, ops.quantized_linear(x, *ops.LinearTensors(w.codes, w.scale, bias=bias).packed("int8-int8")))
 
 
 @pytest.mark.parametrize("case", CASES)

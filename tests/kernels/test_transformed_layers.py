@@ -412,11 +412,11 @@ def test_steps_that_do_not_fit_the_input_are_named() -> None:
     with pytest.raises(ValueError, match="deflates 200 directions of an input that has 192"):
         QuantLinear(192, N, True, Scheme.parse("fp8-fp8-d200"), torch.bfloat16)
     layer, _ = layer_of("fp8-fp8-center-smooth")
-    *operands, _basis, _out = layer.operands
+    given, scheme = layer.tensors, layer.scheme
     with pytest.raises(ValueError, match="scheme fp8-fp8-center-smooth needs smooth"):
-        ops.quantized_linear(input_of(2, K), *operands[:-1], None)
+        ops.quantized_linear(input_of(2, K), *given._replace(smooth=None).packed(scheme))
     with pytest.raises(ValueError, match="scheme fp8-fp8-center-smooth takes no basis"):
-        ops.quantized_linear(input_of(2, K), *operands, torch.ones(2, K), None)
+        ops.quantized_linear(input_of(2, K), *given._replace(basis=torch.ones(2, K)).packed(scheme))
 
 
 # --- the op
@@ -612,7 +612,7 @@ def test_a_layer_of_int4_activations_becomes_one_of_8_bit(everything_is_offered)
 def test_steps_that_lack_a_tensor_are_named_on_a_gpu_too(everything_is_offered) -> None:
     layer, _ = layer_of("fp8-fp8-center-smooth")
     with pytest.raises(ValueError, match="needs mean"):
-        launch.quantized_linear(input_of(3, K), *layer.operands[:-4], chip="sm_89")
+        launch.quantized_linear(input_of(3, K), *layer.tensors._replace(mean=None).packed(layer.scheme), chip="sm_89")
 
 
 def test_a_lora_that_would_widen_a_layer_that_centers_is_refused() -> None:

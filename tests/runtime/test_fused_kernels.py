@@ -383,25 +383,14 @@ def check_w4a8(
     assert_product(kernels, "w4a8_matmul", found, left, reencode(right, activations, row_scale), tile, **follows)
 
 
-def check_linear(
-    kernels: Kernels,
-    found,
-    tile: Tile | MatmulTile,
-    x,
-    weight,
-    weight_scale,
-    weight_scale_2,
-    input_scale,
-    bias,
-    scheme,
-    row_scale,
-    **branches,
-) -> None:
+def check_linear(kernels: Kernels, found, tile: Tile | MatmulTile, x, tensors, scheme) -> None:
     """A layer that shares nothing: codes of its own, then the product; or 16-bit activations."""
-    assert not any(value is not None for value in branches.values())
-    parsed, x = Scheme.parse(scheme), x.reshape(-1, x.shape[-1])
+    given, parsed = ops.LinearTensors.of(tensors, scheme)
+    weight, weight_scale, weight_scale_2, input_scale, bias, *branches = given._replace(row_scale=None)
+    assert all(value is None for value in branches)
+    row_scale, x = given.row_scale, x.reshape(-1, x.shape[-1])
     w = matrix(weight, weight_scale, weight_scale_2, parsed.weights.name)
-    name = f"quantized_linear {scheme}"
+    name = f"quantized_linear {parsed}"
     found = found.reshape(-1, w.shape[0])
     if parsed.activations is None:
         assert_product(kernels, name, found, x, w, tile, bias=bias, dtype=x.dtype)

@@ -58,6 +58,11 @@ def layer_of(scheme: str, *, rank: int = 0, n: int = 96, k: int = 128) -> QuantL
     return layer
 
 
+def with_decoded(layer: QuantLinear, decoded: torch.Tensor) -> torch.Tensor:
+    """The op's result with this in the place of the decoded codes."""
+    return ops.quantized_linear(X, *layer.tensors._replace(decoded=decoded).packed(layer.scheme))
+
+
 X = torch.randn(3, 7, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
@@ -172,12 +177,12 @@ def test_a_decoded_weight_stays_fp32_and_moves_with_its_layer() -> None:
 def test_a_decoded_weight_that_does_not_fit_its_codes_is_named() -> None:
     layer = layer_of("nvfp4-nvfp4")
     with pytest.raises(ValueError, match=r"decoded is torch\.bfloat16 \(96, 128\), expected float32 \(96, 128\)"):
-        ops.quantized_linear(X, *layer.operands, torch.zeros(96, 128, dtype=torch.bfloat16))
+        with_decoded(layer, torch.zeros(96, 128, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"decoded is torch\.float32 \(96, 64\)"):
-        ops.quantized_linear(X, *layer.operands, torch.zeros(96, 64))
+        with_decoded(layer, torch.zeros(96, 64))
     add_row_scale(layer, ("int8",))
     with pytest.raises(ValueError, match="takes decoded or row_scale, which is for other codes; got both"):
-        ops.quantized_linear(X, *layer.operands, torch.zeros(96, 128))
+        with_decoded(layer, torch.zeros(96, 128))
     with pytest.raises(ValueError, match="int8-int8 multiplies its codes as they are: there is nothing to decode"):
         add_decoded(layer_of("int8-int8"))
 

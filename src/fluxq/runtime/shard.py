@@ -125,8 +125,8 @@ class RowParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _require_no_gradient(x)
         part = self.part
-        weight, weight_scale, weight_scale_2, _, *others = part.operands
-        y = ops.quantized_linear(x.float(), weight, weight_scale, weight_scale_2, self._input_scale(x), *others)
+        given = part.tensors._replace(input_scale=self._input_scale(x))
+        y = ops.quantized_linear(x.float(), *given.packed(part.scheme))
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 
