@@ -281,7 +281,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def tensors(self) -> ops.LinearTensors:
-        """What the layer stores, as its op names it."""
+        """The tensors that the layer stores, as its op names them."""
         a, b = self.low_rank or (None, None)
         weight: Any = self.stored("weight")
         scale: Any = self.stored("weight_scale")

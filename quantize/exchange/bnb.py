@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.exchange.layer import Plain, Tensors
-from fluxq.quantize.exchange.layouts import scaled
 
 STATE = "weight.quant_state.bitsandbytes__"
 _LONGEST = 1 << 12  # bytes of a state; they are some hundreds
@@ -51,7 +50,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     bias = held.bias(n).get("bias")
     held.finish()
     values = table[torch.stack([codes >> 4, codes & 0xF], dim=-1).reshape(-1).int()]
-    weight = scaled(values, absmax.repeat_interleave(state["blocksize"])[: n * k])
+    # An absmax of 0 is no lost scale here: bitsandbytes gives a block of zeros whatever codes its division ends at.
+    weight = values * absmax.repeat_interleave(state["blocksize"])[: n * k]
     if not torch.isfinite(weight).all():
         raise ValueError("bnb: the tables hold NaN or infinity; get the file again")
     return Plain(weight.reshape(shape), bias, f"{kind} has a table of its own")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -51,7 +51,9 @@ class Checkpoint:
         import torch
         from diffusers import DiffusionPipeline
 
-        return DiffusionPipeline.from_pretrained(self.path, **{"dtype": torch.bfloat16, **arguments})
+        if "torch_dtype" not in arguments:  # diffusers' earlier word
+            arguments.setdefault("dtype", torch.bfloat16)
+        return DiffusionPipeline.from_pretrained(self.path, **arguments)
 
 
 def quantize_pipeline(
@@ -85,7 +87,6 @@ def quantize_pipeline(
     fails, the checkpoint is written all the same, and `passed` is False.
     """
     from fluxq.jobs import making
-    from fluxq.jobs.given import require_files
 
     given = _given(
         options,
@@ -99,9 +100,9 @@ def quantize_pipeline(
         call=call,
         overwrite=overwrite,
     )
-    with _on_disk(pipeline, output, given["recipe"]) as (model, place, source):
-        asked = making.Options(**given, model=model, output=place, check=check, source=source)
-        require_files(vars(asked))
+    given["check"] = check
+    with _on_disk(pipeline, output, given) as where:
+        asked = making.Options(**given, **where)
         prepared = making.prepare(asked)
         record = making.quantize(prepared)
     return Checkpoint(prepared.output, record)
@@ -125,14 +126,12 @@ def calibrate_pipeline(
     """
     from fluxq.calibrate.statistics import Statistics
     from fluxq.jobs import making
-    from fluxq.jobs.given import require_files
 
     given = _given(
         options, recipe=fspath(recipe), prompts=prompts, components=components, call=call, overwrite=overwrite
     )
-    with _on_disk(pipeline, output, given["recipe"], is_file=True) as (model, place, source):
-        asked = making.Options(**given, model=model, output=place, source=source)
-        require_files(vars(asked))
+    with _on_disk(pipeline, output, given, is_file=True) as where:
+        asked = making.Options(**given, **where)
         return Statistics.load(making.calibrate(making.prepare(asked, writes=False)))
 
 
@@ -150,66 +149,117 @@ def evaluate_pipeline(
 ) -> Report:
     """Compare a checkpoint's images with those of its 16-bit model; writes CHECKPOINT/eval/report.html, .json, .md.
 
-    pipeline: the 16-bit model, by default the one that the checkpoint's record names. protocol: smoke, …: prompts,
+    pipeline: the 16-bit model, by default the one that the checkpoint's record names; it names none where that was in
+    memory. protocol: smoke, …: prompts,
     seeds and number of images. count: images. metrics: these, and an error if one cannot be measured. gates: as
     "psnr>=30"; the report's runs say which held. call: arguments of the pipeline's call.
     options: device, dtype, seed, seeds, batch_size, weights, clip, fid_resize, fid_reference, backends, cache, images,
     revision, local_files_only, as the command's options of these names.
     """
     from fluxq.jobs import judge
-    from fluxq.jobs.given import require_files
 
     folder = checkpoint.path if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint).path
     given = _given(options, prompts=prompts, metrics=metrics, gates=gates, call=call)
-    with _on_disk(pipeline, folder, "") as (model, _, _):
-        asked = judge.Options(**given, model=model, protocol=protocol, count=count)
-        require_files(vars(asked))
+    given |= {"protocol": protocol, "count": count}
+    where: dict[str, Any] = {}
+    with nullcontext(where) if pipeline is None else _on_disk(pipeline, folder, given) as where:
+        asked = judge.Options(**given, **{name: value for name, value in where.items() if name != "output"})
         report = judge.evaluate(judge.subject(folder, asked))
     if report is None:
         raise RuntimeError(f"{folder}: another process of this run has the report")
     return report
 
 
+_LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
+_PATHS = ("images", "fid_reference")
+_FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
 def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
-    """Return options as jobs take them: text for paths, tuples for sequences; TypeError for an option of no job."""
+    """Return options as jobs take them: text for paths, tuples for sequences.
+
+    Raises TypeError for an option of no job or of another type, ValueError for a number that cannot be.
+    """
     from fluxq.jobs import judge, making
 
     row = judge.Options if "gates" in named else making.Options
-    own = {"model", "output", "check", "source", "push_to_hub", "private", *named}
-    if unknown := options.keys() - (row.__dataclass_fields__.keys() - own):
-        known = ", ".join(sorted(row.__dataclass_fields__.keys() - own))
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {known}")
+    known = row.__dataclass_fields__.keys() - _FOR_COMMANDS - named.keys() - {"protocol", "count"}
+    if unknown := options.keys() - known:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
     made = {**options, **named, "call": dict(named["call"] or {})}
     for name, value in made.items():
-        if isinstance(value, PathLike):
-            made[name] = Path(value) if name in ("images", "fid_reference") else fspath(value)
-        elif isinstance(value, str) and name in ("lora", "components", "include", "exclude", "metrics", "gates"):
+        if name in _PATHS and value is not None:
+            made[name] = Path(value)
+        elif name in _LISTS and isinstance(value, str):
             raise TypeError(f"{name}={value!r}: give a list of such texts")
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            made[name] = tuple(value)
+        elif name in _LISTS:
+            made[name] = tuple(value or ())
+        elif name == "dtype":
+            made[name] = str(value).removeprefix("torch.")
+            if made[name] not in _DTYPES:
+                raise ValueError(f"dtype={value!r}: expected one of {', '.join(_DTYPES)}")
+        elif isinstance(value, PathLike):
+            made[name] = fspath(value)
+        elif name == "seed" and value is not None and not 0 <= value < 1 << 31:
+            raise ValueError(f"seed={value}: expected a whole number from 0 to {(1 << 31) - 1}")
+        elif isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
+            raise ValueError(f"{name}={value}: expected a whole number from 1 up")
     return made
 
 
 @contextmanager
 def _on_disk(
-    pipeline: str | PathLike[str] | DiffusionPipeline | None,
+    pipeline: str | PathLike[str] | DiffusionPipeline,
     output: str | PathLike[str] | None,
-    recipe: str,
+    given: Mapping[str, Any],
     *,
     is_file: bool = False,
-) -> Iterator[tuple[str | None, str | None, str | None]]:
-    """Yield (model, output, its source for the record) as jobs take them, a pipeline in memory as a folder."""
-    if pipeline is None or isinstance(pipeline, (str, PathLike)):
-        yield None if pipeline is None else fspath(pipeline), None if output is None else fspath(output), None
-        return
-    from fluxq.base.model import without_loading_bars
+) -> Iterator[dict[str, Any]]:
+    """Yield the options `model`, `output` and `in_memory`; a pipeline in memory is written, after all other checks."""
+    from fluxq.base.console import without_loading_bars
+    from fluxq.base.output import Output
+    from fluxq.jobs.given import require_files
     from fluxq.jobs.requirements import existing_parent, output_for
+    from fluxq.recipes.recipe import load_recipe
 
-    source = str(pipeline.config.get("_name_or_path") or "")
-    name = Path(source).name or type(pipeline).__name__
-    place = output_for(fspath(output) if output else None, name, Path(recipe).stem, is_file=is_file)
-    with tempfile.TemporaryDirectory(dir=existing_parent(place), prefix=f".{place.name}.pipeline-") as scratch:
+    require_files(given)
+    place = None if output is None else fspath(output)
+    if isinstance(pipeline, (str, PathLike)):
+        yield {"model": fspath(pipeline), "output": place}
+        return
+    name = _require_plain(pipeline)
+    if "recipe" in given:
+        recipe_name, _ = load_recipe(given["recipe"], profile=given.get("profile"))
+        place = str(output_for(place, name, recipe_name, is_file=is_file))
+        Output(Path(place), is_file).require({}, overwrite=given["overwrite"], exists_ok=True)
+    beside = Path(place or "")
+    with tempfile.TemporaryDirectory(dir=existing_parent(beside), prefix=f".{beside.name}.pipeline-") as scratch:
         folder = Path(scratch, name)
         with without_loading_bars():
             pipeline.save_pretrained(folder)
-        yield str(folder), str(place), source
+        yield {"model": str(folder), "output": place, "in_memory": True}
+
+
+def _require_plain(pipeline: Any) -> str:
+    """Return a pipeline's name; TypeError for another object, ValueError for one that is not all there in 16 bit."""
+    from diffusers import DiffusionPipeline
+    from torch import nn
+
+    if not isinstance(pipeline, DiffusionPipeline):
+        raise TypeError(f"pipeline is a {type(pipeline).__name__}: give a folder, a hub id or a DiffusionPipeline")
+    for name, model in pipeline.components.items():
+        if not isinstance(model, nn.Module):
+            continue
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise ValueError(f"{name}: quantized already; give the 16-bit pipeline")
+        names = [path for path, parameter in model.named_parameters() if parameter.is_meta]
+        if names:
+            raise ValueError(
+                f"{name}: offloaded ({names[0]} is not in memory); give its folder, or load it without that"
+            )
+        if any(".lora_" in path or ".base_layer." in path for path, _ in model.named_parameters()):
+            raise ValueError(f"{name}: an adapter is loaded; unload it, or give its file as lora=[FILE]")
+    source = Path(str(pipeline.config.get("_name_or_path") or "")).expanduser()
+    named = source.resolve().name if source.is_dir() else source.name
+    return named or type(pipeline).__name__

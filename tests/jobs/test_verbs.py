@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
 
 import fluxq
 from fluxq import tiny
@@ -49,9 +51,12 @@ def test_a_job_that_failed_is_resumed_by_the_same_call(tmp_path, pipe, monkeypat
 
 def test_a_checkpoint_is_evaluated_against_a_pipeline_in_memory(tmp_path, pipe, plain_checkpoint) -> None:
     made = fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", call=CALL, check=False)
-    report = fluxq.evaluate_pipeline(made, pipeline=pipe, count=2, call=CALL, gates=["psnr>=20"], metrics=["psnr"])
+    report = fluxq.evaluate_pipeline(
+        made, pipeline=pipe, count=2, call=CALL, gates=["psnr>=20"], images=str(tmp_path / "images")
+    )
     gates = [gate for run in report.runs for gate in run.gates]
     assert gates and all(gate.passed for gate in gates)
+    assert "--model" not in report.command and report.provenance["16-bit model"] == "a pipeline in memory"
     assert json.loads((made.path / "eval" / "report.json").read_text())["call"] == report.call
 
 
@@ -87,7 +92,41 @@ def test_a_quantized_pipeline_is_not_quantized_again(tmp_path, plain_checkpoint)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_source_of_a_pipeline_in_memory_is_where_it_came_from(tmp_path) -> None:
-    pipe = tiny.load()
-    made = fluxq.quantize_pipeline(pipe, "fp8", profile="rtn", output=tmp_path / "made", check=False)
-    assert made.record["model"]["source"] == str(Path(tiny.path()).resolve())
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda pipe: pipe.transformer, TypeError, "pipeline is a FluxTransformer2DModel"),
+        (lambda pipe: pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q"])) or pipe, ValueError, "adapter"),
+        (lambda pipe: pipe.text_encoder.to("meta") and pipe, ValueError, "text_encoder: offloaded"),
+        (lambda pipe: None, TypeError, "pipeline is a NoneType"),
+    ],
+)
+def test_a_pipeline_that_is_not_all_there_in_16_bit_is_refused(tmp_path, damage, error, message) -> None:
+    with pytest.raises(error, match=message):
+        fluxq.quantize_pipeline(damage(tiny.load()), "fp8", profile="rtn", output=tmp_path / "made")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_for_a_pipeline_in_memory_before_all_else_was_checked(tmp_path, pipe, monkeypatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    monkeypatch.setattr(type(pipe), "save_pretrained", lambda *_: pytest.fail("written"))
+    for options in ({"recipe": "nvfp"}, {"prompts": "none.txt"}, {"profile": "x"}, {"seed": -1}, {"dtype": "bf16"}):
+        with pytest.raises((ValueError, FileNotFoundError)):
+            fluxq.quantize_pipeline(pipe, output=tmp_path / "made", **options)
+    with pytest.raises(ValueError, match="mine"):
+        fluxq.quantize_pipeline(pipe, "fp8", output=tmp_path / "mine")
+
+
+def test_a_pipeline_from_the_folder_above_has_a_name_of_its_own(tmp_path, monkeypatch) -> None:
+    """Its path's last part is "..", which would be the output's folder."""
+    (tmp_path / "model" / "here").mkdir(parents=True)
+    tiny.load().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model" / "here")
+    pipe = DiffusionPipeline.from_pretrained("..", dtype=torch.bfloat16)
+    made = fluxq.quantize_pipeline(pipe, "fp8", profile="rtn", check=False, dtype=torch.bfloat16)
+    assert made.path == Path("model-fp8") and made.record["model"]["name"] == "model"
+    assert made.record["model"]["source"] is None
+    assert [path.name for path in Path.cwd().iterdir()] == ["model-fp8"]
+    with pytest.raises(ValueError, match=r"made of a pipeline in memory.*give it"):
+        fluxq.evaluate_pipeline(made)

@@ -532,10 +532,10 @@ def _signals_wait() -> Iterator[None]:
                 before[number] = signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in reversed(before.items()):  # that of Ctrl-C last: its exception would end this loop
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        for number in sorted(set(came), key=(signal.SIGINT).__eq__):
+            signal.raise_signal(number)
 
 
 def _pairs(place: Path, new: Path, old: Path) -> Pairs:
@@ -594,8 +594,11 @@ def require_lockable(target: Path) -> None:
     if parent.is_dir() and not _takes_files(parent):
         raise ValueError(f"{target} cannot be written to: {parent} takes no new file, as its lock is; `chmod u+w` it")
     for serving in _serving(target):
-        is_file = serving.is_file() and not serving.is_symlink() and os.access(serving, os.R_OK | os.W_OK)
-        if os.path.lexists(serving) and not is_file:
+        try:
+            mode = os.lstat(serving).st_mode
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(mode):
             raise ValueError(f"{serving} is in the way, where fluxq needs a file of its own; remove it")
 
 

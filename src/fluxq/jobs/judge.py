@@ -88,6 +88,7 @@ class Options:
     model: str | None = None
     revision: str | None = None
     local_files_only: bool = False
+    in_memory: bool = False  # the 16-bit pipeline was, and is at `model` for this job alone
     dtype: str = "bfloat16"
     device: str = "auto"
     protocol: str = "smoke"
@@ -324,7 +325,7 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
             *_small(reference),
             *(f"{one} makes the same {noun}s as {other} and is left out" for one, other in same.items()),
         ),
-        provenance={"16-bit model": asked.reference.folder if options.model else asked.record["model"]["source"]},
+        provenance={"16-bit model": _source(asked)},
         versions=versions("torchmetrics", "open_clip_torch", "scipy", "fluxq"),
         command=_command(asked),
         time={
@@ -697,13 +698,20 @@ def _small(reference: ImageFolder) -> list[str]:
     ]
 
 
+def _source(asked: Subject) -> str:
+    """Return where the 16-bit model is to be found again."""
+    if asked.options.in_memory:
+        return "a pipeline in memory"
+    return asked.reference.folder if asked.options.model else asked.record["model"]["source"]
+
+
 def _command(asked: Subject) -> str:
     """Return the command that makes this report again; where images are made and kept changes nothing in it."""
     options, default = asked.options, Options()
     words = ["fluxq", "eval", _named(asked)]
     for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
         value = getattr(options, name)
-        if value != getattr(default, name):
+        if value != getattr(default, name) and not (name == "model" and options.in_memory):
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += [word for gate in options.gates for word in ("--gate", gate)]
     words += ["--backends", ",".join(options.backends)] if options.backends else []

@@ -455,9 +455,9 @@ def _record(
 
 
 def _source(prepared: Prepared) -> str | None:
-    """MODEL such that it means the same from any folder; None if a pipeline in memory did not say."""
-    if (source := prepared.options.source) is not None:
-        return str(Path(source).resolve()) if Path(source).is_dir() else source or None
+    """MODEL such that it means the same from any folder; None of a pipeline in memory."""
+    if prepared.options.in_memory:
+        return None
     model = prepared.options.model or prepared.recipe.model or DEFAULT_MODEL
     return str(prepared.folder.path.resolve()) if Path(model).expanduser().is_dir() and model != "tiny" else model
 

@@ -32,7 +32,6 @@ class Options:
     """Options of every command; None leaves the recipe's, the folder's or the pipeline's own value."""
 
     model: str | None = None
-    source: str | None = None  # of a pipeline that was in memory, and is at `model` while it is quantized; "" unknown
     recipe: str = "nvfp4"
     profile: Any = None
     output: str | None = None
@@ -55,6 +54,7 @@ class Options:
     private: bool = False
     max_shard_bytes: int = checkpoint.MAX_SHARD_BYTES
     max_memory: int | None = None
+    in_memory: bool = False  # the pipeline was, and is at `model` for this job alone
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def identity_of(prepared: Prepared) -> dict[str, Any]:
     """
     options = prepared.options
     hashed_first = prepared.recipe.profile != "rtn" or prepared.loras or is_taken(prepared)
-    hashed_first = hashed_first or options.source is not None  # whose files are written anew each time
+    hashed_first = hashed_first or options.in_memory  # its files are written anew each time
     name_of = prepared.folder.digest if hashed_first else prepared.folder.stamp
     return {
         "fluxq": fluxq.__version__,
