@@ -28,6 +28,7 @@ from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.dispatch import Choice, choose
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
+from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import kernel as rope
 from fluxq.kernels.quantize_activation.kernel import quantize_activation as quantizer
 from fluxq.kernels.quantize_activation.kernel import tuned_name
@@ -380,50 +381,36 @@ def attention_fp8(q, k, v, scale, *, chip=None) -> Tensor:
     return attention.attention_fp8(q, k, v, scale, tile=tile, quantize_tile=quantize_tile)
 
 
-def scaled_matmul_op(x, x_scale, w, w_scale, bias, h, up, gate, residual, gelu, dtype, format, *, chip=None) -> Tensor:
-    left, right = stored_matrix(x, x_scale, None, format), stored_matrix(w, w_scale, None, format)
-    tile = required_tile("scaled_matmul", format, chip or chip_of(x.device), right, x.shape[0])
-    return scaled_matmul(left, right, epilogue=_what_follows(bias, h, up, gate, residual, gelu, dtype), tile=tile)
+def scaled_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
+    given, name = ProductTensors.of(tensors, formats)
+    left, right = stored_matrix(x, given.x_scale, None, name), stored_matrix(given.w, given.w_scale, None, name)
+    tile = required_tile("scaled_matmul", name, chip or chip_of(x.device), right, x.shape[0])
+    return scaled_matmul(left, right, epilogue=_what_follows(given, gelu, dtype), tile=tile)
 
 
-def block_scaled_matmul_op(
-    x, x_scale, x_scale_2, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, dtype, format, *, chip=None
-) -> Tensor:
-    left, right = stored_matrix(x, x_scale, x_scale_2, format), stored_matrix(w, w_scale, w_scale_2, format)
-    tile = required_tile("block_scaled_matmul", format, chip or chip_of(x.device), right, x.shape[0])
-    return block_scaled_matmul(left, right, epilogue=_what_follows(bias, h, up, gate, residual, gelu, dtype), tile=tile)
+def block_scaled_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
+    given, name = ProductTensors.of(tensors, formats)
+    left = stored_matrix(x, given.x_scale, given.x_scale_2, name)
+    right = stored_matrix(given.w, given.w_scale, given.w_scale_2, name)
+    tile = required_tile("block_scaled_matmul", name, chip or chip_of(x.device), right, x.shape[0])
+    return block_scaled_matmul(left, right, epilogue=_what_follows(given, gelu, dtype), tile=tile)
 
 
-def w4a8_matmul_op(
-    x,
-    x_scale,
-    w,
-    w_scale,
-    w_scale_2,
-    row_scale,
-    bias,
-    h,
-    up,
-    gate,
-    residual,
-    gelu,
-    dtype,
-    weights,
-    activations,
-    *,
-    chip=None,
-) -> Tensor:
-    left, right = stored_matrix(x, x_scale, None, activations), stored_matrix(w, w_scale, w_scale_2, weights)
-    tile = required_tile("w4a8_matmul", f"{weights}-{activations}", chip or chip_of(x.device), right, x.shape[0])
-    epilogue = _what_follows(bias, h, up, gate, residual, gelu, dtype)
-    return w4a8_matmul(left, right, row_scale, epilogue=epilogue, tile=tile)
+def w4a8_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
+    given, names = ProductTensors.of(tensors, formats)
+    weights, _, activations = names.partition("-")
+    left = stored_matrix(x, given.x_scale, None, activations)
+    right = stored_matrix(given.w, given.w_scale, given.w_scale_2, weights)
+    tile = required_tile("w4a8_matmul", names, chip or chip_of(x.device), right, x.shape[0])
+    return w4a8_matmul(left, right, given.row_scale, epilogue=_what_follows(given, gelu, dtype), tile=tile)
 
 
-def weight_only_matmul_op(x, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, weights, *, chip=None) -> Tensor:
-    right, chip = stored_matrix(w, w_scale, w_scale_2, weights), chip or chip_of(x.device)
+def weight_only_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
+    given, weights = ProductTensors.of(tensors, formats)
+    right, chip = stored_matrix(given.w, given.w_scale, given.w_scale_2, weights), chip or chip_of(x.device)
     require("weight_only_matmul", weights, chip)
-    epilogue = _what_follows(bias, h, up, gate, residual, gelu, x.dtype)
-    return weight_only_matmul(x, right, epilogue=epilogue, tile=weight_only_tile(right, chip, x.shape[0], x.dtype))
+    tile = weight_only_tile(right, chip, x.shape[0], x.dtype)
+    return weight_only_matmul(x, right, epilogue=_what_follows(given, gelu, dtype), tile=tile)
 
 
 def dequantize_op(w, w_scale, w_scale_2, format, dtype, *, chip=None) -> Tensor:
@@ -470,9 +457,11 @@ def _made(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tenso
     return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
 
 
-def _what_follows(bias, h, up, gate, residual, gelu, dtype) -> Epilogue:
-    low_rank = None if h is None or up is None else (h, up)
-    return Epilogue(bias=bias, low_rank=low_rank, gelu=gelu, gate=gate, residual=residual, dtype=dtype)
+def _what_follows(given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epilogue:
+    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
+    return Epilogue(
+        bias=given.bias, low_rank=low_rank, gelu=gelu, gate=given.gate, residual=given.residual, dtype=dtype
+    )
 
 
 ON_GPU: dict[str, Callable[..., object]] = {

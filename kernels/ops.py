@@ -34,6 +34,7 @@ from torch import Tensor
 from fluxq.base import memory
 from fluxq.kernels import encode
 from fluxq.kernels.device import launches_on_gpu
+from fluxq.kernels.packing import names_in, pack, unpack
 from fluxq.kernels.reencode.op import reencode
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, Scheme
@@ -69,22 +70,17 @@ class LinearTensors(NamedTuple):
         return self.mean, self.smooth, self.basis, self.out
 
     def packed(self, scheme: Scheme | str) -> tuple[list[Tensor], str]:
-        """(tensors, scheme) as the op takes them: those that are there, and the scheme with their names behind it."""
-        names = [name for name, tensor in zip(self._fields, self, strict=True) if tensor is not None]
-        return [tensor for tensor in self if tensor is not None], f"{scheme} {','.join(names)}"
+        """(tensors, scheme) as the op takes them."""
+        return pack(self, scheme)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], scheme: str) -> tuple[LinearTensors, Scheme]:
         """Take apart what `packed` made."""
-        parsed, names = _taken_apart(scheme)
-        given: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        return cls(**given), parsed
+        given, text = unpack(cls, tensors, scheme)
+        return given, _parsed(text)
 
 
-@functools.lru_cache(1024)
-def _taken_apart(scheme: str) -> tuple[Scheme, tuple[str, ...]]:
-    text, _, names = scheme.partition(" ")
-    return Scheme.parse(text), tuple(names.split(","))
+_parsed = functools.lru_cache(1024)(Scheme.parse)
 
 
 @torch.library.custom_op("fluxq::quantized_linear", mutates_args=())
@@ -140,7 +136,7 @@ launches_on_gpu(quantized_linear=quantized_linear)
 
 def _save_for_backward(ctx, inputs, output) -> None:
     _, tensors, scheme = inputs
-    ctx.names = _taken_apart(scheme)[1]
+    ctx.names = names_in(scheme)[1]
     given, ctx.parsed = LinearTensors.of(tensors, scheme)
     ctx.save_for_backward(*given._replace(input_scale=None, bias=None, row_scale=None, mean=None))
 

@@ -18,138 +18,106 @@ bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.ops import no_autocast, scaled_int8_product
+from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.reencode.op import reencode
 from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, Format, find_format
 
 
+class ProductTensors(NamedTuple):
+    """The tensors of a product beside x, in the ops' order; those that it lacks are None.
+
+    w: codes (N, K), w_scale and w_scale_2 their scales; x_scale and x_scale_2: those of x. row_scale (N,) fp32: of the
+    8-bit codes that a 4-bit weight is decoded to. bias, h, up, gate, residual: as at the top of this file.
+    """
+
+    w: Tensor
+    w_scale: Tensor
+    x_scale: Tensor | None = None
+    w_scale_2: Tensor | None = None
+    x_scale_2: Tensor | None = None
+    row_scale: Tensor | None = None
+    bias: Tensor | None = None
+    h: Tensor | None = None
+    up: Tensor | None = None
+    gate: Tensor | None = None
+    residual: Tensor | None = None
+
+    def packed(self, formats: str) -> tuple[list[Tensor], str]:
+        """(tensors, formats) as the ops take them. formats: a format's name, or WEIGHTS-ACTIVATIONS."""
+        return pack(self, formats)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], formats: str) -> tuple[ProductTensors, str]:
+        """Take apart what `packed` made."""
+        return unpack(cls, tensors, formats)
+
+
 @torch.library.custom_op("fluxq::scaled_matmul", mutates_args=())
-def scaled_matmul(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    gelu: bool,
-    dtype: torch.dtype,
-    format: str,
-) -> Tensor:
+def scaled_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
     """Codes of int8, fp8 or fp8_tensor; fp32 scales (M,) and (N,), with fp8_tensor either may be () instead."""
-    row = _format("scaled_matmul", format, ("int8", "fp8", "fp8_tensor"))
-    left, right = _matrix(x, x_scale, None, row), _matrix(w, w_scale, None, row)
+    given, name = ProductTensors.of(tensors, formats)
+    row = _format("scaled_matmul", name, ("int8", "fp8", "fp8_tensor"))
+    left, right = _matrix(x, given.x_scale, None, row), _matrix(given.w, given.w_scale, None, row)
     with no_autocast(x):
-        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
+        return _finish(_product(left, right, given.bias), given, gelu, dtype)
 
 
 @torch.library.custom_op("fluxq::block_scaled_matmul", mutates_args=())
-def block_scaled_matmul(
-    x: Tensor,
-    x_scale: Tensor,
-    x_scale_2: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    w_scale_2: Tensor | None,
-    bias: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    gelu: bool,
-    dtype: torch.dtype,
-    format: str,
-) -> Tensor:
+def block_scaled_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
     """Codes of nvfp4, mxfp8 or mxfp4 and their block scales, (rows, G) or flat as `swizzle_scales` makes them.
 
     x_scale_2 () or (M, 1) and w_scale_2 (): the global scales of nvfp4.
     """
-    row = _format("block_scaled_matmul", format, ("nvfp4", "mxfp8", "mxfp4"))
-    left = _matrix(x, _plain(x_scale, x, row), x_scale_2, row)
-    right = _matrix(w, _plain(w_scale, w, row), w_scale_2, row)
+    given, name = ProductTensors.of(tensors, formats)
+    row = _format("block_scaled_matmul", name, ("nvfp4", "mxfp8", "mxfp4"))
+    left = _matrix(x, _plain(given.x_scale, x, row), given.x_scale_2, row)
+    right = _matrix(given.w, _plain(given.w_scale, given.w, row), given.w_scale_2, row)
     with no_autocast(x):
-        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
+        return _finish(_product(left, right, given.bias), given, gelu, dtype)
 
 
 @torch.library.custom_op("fluxq::w4a8_matmul", mutates_args=())
-def w4a8_matmul(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    w_scale_2: Tensor | None,
-    row_scale: Tensor,
-    bias: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    gelu: bool,
-    dtype: torch.dtype,
-    weights: str,
-    activations: str,
-) -> Tensor:
+def w4a8_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
     """x: int8 or fp8 codes, x_scale (M,). w: nvfp4, mxfp4, int4 or int4_g128, row_scale (N,) fp32.
 
     w8 = reencode(w) in the activations' element under row_scale, as kernels/reencode/op.py says; then scaled_matmul.
     """
+    given, names = ProductTensors.of(tensors, formats)
+    weights, _, activations = names.partition("-")
     stored = _format("w4a8_matmul: weights", weights, ("nvfp4", "mxfp4", "int4", "int4_g128"))
     row = _format("w4a8_matmul: activations", activations, ("int8", "fp8"))
     with no_autocast(x):
-        left = _matrix(x, x_scale, None, row)
-        right = reencode(_matrix(w, w_scale, w_scale_2, stored), row.name, row_scale)
-        return _finish(_product(left, right, bias), h, up, gate, residual, gelu, dtype)
+        left = _matrix(x, given.x_scale, None, row)
+        right = reencode(_matrix(given.w, given.w_scale, given.w_scale_2, stored), row.name, given.row_scale)
+        return _finish(_product(left, right, given.bias), given, gelu, dtype)
 
 
 @torch.library.custom_op("fluxq::weight_only_matmul", mutates_args=())
-def weight_only_matmul(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    w_scale_2: Tensor | None,
-    bias: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    gelu: bool,
-    weights: str,
-) -> Tensor:
-    """x in bfloat16, float16 or float32, and y in x's dtype; w in any format, int4_g128 too."""
+def weight_only_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
+    """x in bfloat16, float16 or float32; w in any format, int4_g128 too."""
+    given, weights = ProductTensors.of(tensors, formats)
     row = _format("weight_only_matmul", weights, (*FORMATS, "int4_g128"))
     with no_autocast(x):
-        product = F.linear(x.float(), _matrix(w, w_scale, w_scale_2, row).operand(), _fp32(bias))
-        return _finish(product, h, up, gate, residual, gelu, x.dtype)
+        w = _matrix(given.w, given.w_scale, given.w_scale_2, row).operand()
+        return _finish(F.linear(x.float(), w, _fp32(given.bias)), given, gelu, dtype)
 
 
-@scaled_matmul.register_fake
-def _(x, x_scale, w, w_scale, bias, h, up, gate, residual, gelu, dtype, format):
-    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
+def _fake(x, tensors, formats, gelu, dtype):
+    return x.new_empty(x.shape[0], tensors[0].shape[0], dtype=dtype)
 
 
-@block_scaled_matmul.register_fake
-def _(x, x_scale, x_scale_2, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, dtype, format):
-    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
-
-
-@w4a8_matmul.register_fake
-def _(x, x_scale, w, w_scale, w_scale_2, row_scale, bias, h, up, gate, residual, gelu, dtype, weights, activations):
-    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
-
-
-@weight_only_matmul.register_fake
-def _(x, w, w_scale, w_scale_2, bias, h, up, gate, residual, gelu, weights):
-    return x.new_empty(x.shape[0], w.shape[0])
-
-
+for _op in (scaled_matmul, block_scaled_matmul, w4a8_matmul, weight_only_matmul):
+    _op.register_fake(_fake)
 launches_on_gpu(
     scaled_matmul=scaled_matmul,
     block_scaled_matmul=block_scaled_matmul,
@@ -164,17 +132,19 @@ def _format(name: str, format: str, offered: tuple[str, ...]) -> Format:
     return find_format(format)
 
 
-def _matrix(codes: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
+def _matrix(codes: Tensor, scale: Tensor | None, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
     """An op's tensors as one matrix (rows, K); 4-bit codes are two to a byte."""
+    if scale is None:
+        raise ValueError(f"codes of {format.name} need a scale")
     rows, columns = codes.shape
     return QuantizedTensor(codes, scale, global_scale, (rows, columns * 8 // format.element.bits), format)
 
 
-def _plain(scale: Tensor, codes: Tensor, format: Format) -> Tensor:
+def _plain(scale: Tensor | None, codes: Tensor, format: Format) -> Tensor | None:
     """Block scales (rows, G) of stored codes, from either layout."""
     rows, columns = codes.shape
     groups = columns * 8 // format.element.bits // format.group_size
-    return scale if scale.ndim == 2 else unswizzle_scales(scale, rows, groups)
+    return scale if scale is None or scale.ndim == 2 else unswizzle_scales(scale, rows, groups)
 
 
 def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -192,18 +162,11 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
 
 
-def _finish(
-    value: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    gelu: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def _finish(value: Tensor, given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:
     """Compute the epilogue of a product with its bias (M, N), in fp32, as the top of this file says."""
-    if h is not None and up is not None:
-        value = value + F.linear(h.float(), up.float())
+    gate, residual = given.gate, given.residual
+    if given.h is not None and given.up is not None:
+        value = value + F.linear(given.h.float(), given.up.float())
     if gelu:
         value = F.gelu(value, approximate="tanh")
     if gate is not None:

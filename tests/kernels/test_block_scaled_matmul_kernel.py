@@ -175,8 +175,8 @@ def test_sums_that_fp32_holds_are_exact_and_those_of_the_reference(format: str) 
     q, w = pairs
     y = block_scaled_matmul.block_scaled_matmul(q, w, epilogue=Epilogue(dtype=FP32), tile=TILE)
     assert torch.equal(y.double(), decoded(q) @ decoded(w).T)
-    tensors = (q.codes, q.scale, q.global_scale, w.codes, w.scale, w.global_scale)
-    assert torch.equal(y, products.block_scaled_matmul(*tensors, *[None] * 5, False, FP32, format))
+    given = products.ProductTensors(w.codes, w.scale, q.scale, w.global_scale, q.global_scale)
+    assert torch.equal(y, products.block_scaled_matmul(q.codes, *given.packed(format), False, FP32))
 
 
 def test_a_block_of_nan_reaches_its_row_and_no_other() -> None:

@@ -17,6 +17,7 @@ from fluxq.kernels.attention import op as attention
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.dispatch import KERNELS, Offer, choose
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.reencode.op import row_scales
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
@@ -317,9 +318,6 @@ def matrices(kind: str, m: int = 33) -> tuple[QuantizedTensor, QuantizedTensor]:
     return ops.quantize_activation(x, find_format(kind)), QuantizedTensor.quantize(w, kind)
 
 
-NOTHING_FOLLOWS = (None, None, None, None, None, False)  # bias, h, up, gate, residual, gelu
-
-
 GIVEN = {"fp8_tensor": torch.tensor(0.01), "nvfp4": torch.tensor(0.002), "fp8": torch.full((17, 1), 0.01)}
 QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")]
 
@@ -384,7 +382,8 @@ def test_attention_without_a_kernel_names_heads_and_chip(d: int, chip: str, why:
 def test_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     x, w = matrices(kind)
-    arguments = (x.codes, x.scale, w.codes, w.scale, *NOTHING_FOLLOWS, torch.bfloat16, kind)
+    given = ProductTensors(w.codes, w.scale, x.scale)
+    arguments = (x.codes, *given.packed(kind), False, torch.bfloat16)
     check_op(products.scaled_matmul, launch.scaled_matmul_op, arguments, exact=False)
 
 
@@ -392,8 +391,8 @@ def test_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
 def test_block_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     x, w = matrices(kind)
-    operands = (x.codes, x.scale, x.global_scale, w.codes, w.scale, w.global_scale)
-    arguments = (*operands, *NOTHING_FOLLOWS, torch.bfloat16, kind)
+    given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale)
+    arguments = (x.codes, *given.packed(kind), False, torch.bfloat16)
     check_op(products.block_scaled_matmul, launch.block_scaled_matmul_op, arguments, exact=False)
 
 
@@ -402,11 +401,11 @@ def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     w, x = matrices(kind)[1], matrices("int8")[0]
     stored = (w.codes, w.scale, w.global_scale)
-    row_scale = row_scales(w, "int8")
-    arguments = (x.codes, x.scale, *stored, row_scale, *NOTHING_FOLLOWS, torch.float32, kind, "int8")
+    given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, row_scale=row_scales(w, "int8"))
+    arguments = (x.codes, *given.packed(f"{kind}-int8"), False, torch.float32)
     check_op(products.w4a8_matmul, launch.w4a8_matmul_op, arguments)
     tokens = torch.randn(3, K, generator=torch.Generator().manual_seed(1)).bfloat16()
-    arguments = (tokens, *stored, *NOTHING_FOLLOWS, kind)
+    arguments = (tokens, *given._replace(x_scale=None, row_scale=None).packed(kind), False, tokens.dtype)
     check_op(products.weight_only_matmul, launch.weight_only_matmul_op, arguments, exact=False)
     check_op(reencode.dequantize_op, launch.dequantize_op, (*stored, kind, torch.bfloat16))
     check_op(reencode.reencode_op, launch.reencode_op, (*stored, kind, "int8"))
@@ -420,9 +419,9 @@ def test_scales_are_swizzled_on_a_gpu(offers) -> None:
 def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
     offers()
     x, w = matrices("nvfp4")
-    operands = (x.codes, x.scale, x.global_scale, w.codes, w.scale, w.global_scale)
+    given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale)
     with pytest.raises(ValueError, match=r"block_scaled_matmul: no kernel for nvfp4 on sm_90 \(no unit\)"):
-        launch.block_scaled_matmul_op(*operands, *NOTHING_FOLLOWS, torch.bfloat16, "nvfp4", chip="sm_90")
+        launch.block_scaled_matmul_op(x.codes, *given.packed("nvfp4"), False, torch.bfloat16, chip="sm_90")
 
 
 def test_every_op_of_the_table_has_a_form_for_a_gpu() -> None:
@@ -498,7 +497,8 @@ def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
 
 def test_without_rows_an_op_returns_what_its_reference_does() -> None:
     x, w = matrices("fp8")
-    arguments = (x.codes[:0], x.scale[:0], w.codes, w.scale, *NOTHING_FOLLOWS, torch.bfloat16, "fp8")
+    given = ProductTensors(w.codes, w.scale, x.scale[:0])
+    arguments = (x.codes[:0], *given.packed("fp8"), False, torch.bfloat16)
     assert launch.run("scaled_matmul", *arguments).shape == (0, N)
     steps = (None, None, None, None, "nvfp4", 0, False, False)
     found = launch.run("quantize_activation", torch.zeros(0, K), *steps)

@@ -1,11 +1,15 @@
 """The ops that multiply quantized matrices: their references against float64, their contract with torch.compile."""
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.kernels import ops, products
+from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 from fluxq.recipes.formats import FORMATS, find_format
@@ -41,35 +45,56 @@ def following(**changes) -> dict:
 NOTHING = dict.fromkeys(("bias", "h", "up", "gate", "residual")) | {"gelu": False}
 
 
-def scaled(format: str, x_scale: str = "row", w_scale: str = "row") -> tuple:
-    """An op, its operands, its formats; for fp8_tensor the codes of fp8 under one scale or several."""
+@dataclass(frozen=True)
+class Case:
+    """An op, its operands and the names of their formats."""
+
+    op: Any
+    x: Tensor
+    given: ProductTensors
+    formats: str
+    dtype: torch.dtype = torch.float32
+
+    def arguments(self, by: dict[str, Any]) -> tuple[Any, ...]:
+        """As the op takes them. by: what follows the product."""
+        tensors = {name: value for name, value in by.items() if name != "gelu"}
+        return (
+            self.x,
+            *self.given._replace(**(tensors if by is not NOTHING else {})).packed(self.formats),
+            by["gelu"],
+            self.dtype,
+        )
+
+    def __call__(self, by: dict[str, Any] = NOTHING) -> Tensor:
+        return self.op(*self.arguments(by))
+
+
+def scaled(format: str, x_scale: str = "row", w_scale: str = "row") -> Case:
+    """For fp8_tensor the codes of fp8 under one scale or several."""
     name = "int8" if format == "int8" else "fp8"
     x, w = activation(name), weight(name)
     scales = [q.scale.mean() if which == "tensor" else q.scale for q, which in ((x, x_scale), (w, w_scale))]
-    return products.scaled_matmul, (x.codes, scales[0], w.codes, scales[1]), {"dtype": torch.float32, "format": format}
+    return Case(products.scaled_matmul, x.codes, ProductTensors(w.codes, scales[1], scales[0]), format)
 
 
-def block_scaled(format: str, swizzled: bool = False) -> tuple:
+def block_scaled(format: str, swizzled: bool = False) -> Case:
     x, w = activation(format), weight(format)
     scales = [swizzle_scales(q.scale) if swizzled else q.scale for q in (x, w)]
-    tensors = (x.codes, scales[0], x.global_scale, w.codes, scales[1], w.global_scale)
-    return products.block_scaled_matmul, tensors, {"dtype": torch.float32, "format": format}
+    given = ProductTensors(w.codes, scales[1], scales[0], w.global_scale, x.global_scale)
+    return Case(products.block_scaled_matmul, x.codes, given, format)
 
 
-def w4a8(weights: str, activations: str) -> tuple:
+def w4a8(weights: str, activations: str) -> Case:
     x, w = activation(activations), weight(weights)
     row_scale = reencode.row_scales(w, activations)
-    tensors = (x.codes, x.scale, w.codes, w.scale, w.global_scale, row_scale)
-    return products.w4a8_matmul, tensors, {"dtype": torch.float32, "weights": weights, "activations": activations}
+    given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, row_scale=row_scale)
+    return Case(products.w4a8_matmul, x.codes, given, f"{weights}-{activations}")
 
 
-def weight_only(weights: str, dtype: torch.dtype = torch.float32) -> tuple:
+def weight_only(weights: str, dtype: torch.dtype = torch.float32) -> Case:
     w = weight(weights)
-    return (
-        products.weight_only_matmul,
-        (noise(M, K, dtype=dtype), w.codes, w.scale, w.global_scale),
-        {"weights": weights},
-    )
+    given = ProductTensors(w.codes, w.scale, w_scale_2=w.global_scale)
+    return Case(products.weight_only_matmul, noise(M, K, dtype=dtype), given, weights, dtype)
 
 
 CASES = {
@@ -85,95 +110,90 @@ CASES = {
 }
 
 
-def operands(case: str) -> tuple[Tensor, Tensor]:
+def operands(name: str) -> tuple[Tensor, Tensor]:
     """x and w of a case in float64, from the codes and not by the functions under test."""
-    _, tensors, how = CASES[case]
-    if "format" in how:
-        name = how["format"]
-        if name in ("nvfp4", "mxfp8", "mxfp4"):
-            return activation(name).dequantize().double(), weight(name).dequantize().double()
-        x, x_scale, w, w_scale = (t.double() for t in tensors)
-        return x * x_scale.reshape(-1, 1), w * w_scale.reshape(-1, 1)
-    w = weight(how["weights"])
-    if "activations" not in how:
-        return tensors[0].double(), w.dequantize().double()
-    w8 = reencode.reencode(w, how["activations"])
-    return activation(how["activations"]).dequantize().double(), w8.dequantize().double()
+    case = CASES[name]
+    weights, _, activations = case.formats.partition("-")
+    if activations:
+        w8 = reencode.reencode(weight(weights), activations)
+        return activation(activations).dequantize().double(), w8.dequantize().double()
+    if case.op is products.weight_only_matmul:
+        return case.x.double(), weight(weights).dequantize().double()
+    if case.op is products.block_scaled_matmul:
+        return activation(weights).dequantize().double(), weight(weights).dequantize().double()
+    x_scale, w_scale = (scale.double().reshape(-1, 1) for scale in case.given[2:0:-1] if scale is not None)
+    return case.x.double() * x_scale, case.given.w.double() * w_scale
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_product_is_that_of_the_decoded_matrices(case: str) -> None:
-    op, tensors, how = CASES[case]
-    x, w = operands(case)
-    y = op(*tensors, **NOTHING, **how).double()
+@pytest.mark.parametrize("name", CASES)
+def test_the_product_is_that_of_the_decoded_matrices(name: str) -> None:
+    x, w = operands(name)
+    y = CASES[name]().double()
     assert ((y - x @ w.T).abs() <= (K + 4) * 2.0**-24 * (x.abs() @ w.abs().T)).all()
 
 
-@pytest.mark.parametrize("case", ["int8", "fp8_tensor", "nvfp4", "nvfp4 by int8", "int4 weights"])
-def test_what_follows_is_computed_in_fp32_and_rounded_once(case: str) -> None:
-    op, tensors, how = CASES[case]
-    by = following()
-    product = op(*tensors, **NOTHING, **how)
-    value = product + by["bias"].float() + by["h"].float() @ by["up"].float().T
+@pytest.mark.parametrize("name", ["int8", "fp8_tensor", "nvfp4", "nvfp4 by int8", "int4 weights"])
+def test_what_follows_is_computed_in_fp32_and_rounded_once(name: str) -> None:
+    case, by = CASES[name], following()
+    value = case() + by["bias"].float() + by["h"].float() @ by["up"].float().T
     value = F.gelu(value, approximate="tanh") * by["gate"].float().repeat_interleave(M // 2, dim=0)
     value = value + by["residual"].float()
-    torch.testing.assert_close(op(*tensors, **by, **how), value, rtol=1e-6, atol=1e-6)
-    if "dtype" in how:
-        rounded = op(*tensors, **by, **how | {"dtype": torch.bfloat16})
-        assert torch.equal(rounded, op(*tensors, **by, **how).bfloat16())
+    torch.testing.assert_close(case(by), value, rtol=1e-6, atol=1e-6)
+    assert torch.equal(replace(case, dtype=torch.bfloat16)(by), case(by).bfloat16())
 
 
 def test_int8_is_quantized_linear_to_the_bit() -> None:
     x, w, bias = noise(M, K), weight("int8"), noise(N)
     q = ops.quantize_activation(x, FORMATS["int8"])
-    y = products.scaled_matmul(
-        q.codes, q.scale, w.codes, w.scale, **NOTHING | {"bias": bias}, dtype=torch.float32, format="int8"
-    )
+    y = Case(products.scaled_matmul, q.codes, ProductTensors(w.codes, w.scale, q.scale, bias=bias), "int8")()
     assert torch.equal(y, ops.quantized_linear(x, *ops.LinearTensors(w.codes, w.scale, bias=bias).packed("int8-int8")))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_tokens_give_no_rows(case: str) -> None:
-    op, tensors, how = CASES[case]
-    rows = [t[:0] if t is not None and t.shape[:1] == (M,) else t for t in tensors]
-    if case.endswith("swizzled"):
-        rows[1] = tensors[1][:0]
-    assert op(*rows, **NOTHING, **how).shape == (0, N)
+@pytest.mark.parametrize("name", CASES)
+def test_no_tokens_give_no_rows(name: str) -> None:
+    case = CASES[name]
+    scales = {}
+    for part in ("x_scale", "x_scale_2"):
+        scale = getattr(case.given, part)
+        if scale is not None and (scale.shape[:1] == (M,) or (part == "x_scale" and name.endswith("swizzled"))):
+            scales[part] = scale[:0]
+    assert replace(case, x=case.x[:0], given=case.given._replace(**scales))().shape == (0, N)
 
 
-@pytest.mark.parametrize("case", ["int8", "fp8_tensor", "nvfp4", "mxfp8 swizzled", "int4 by fp8", "nvfp4 weights"])
-def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
-    op, tensors, how = CASES[case]
+@pytest.mark.parametrize("name", ["int8", "fp8_tensor", "nvfp4", "mxfp8 swizzled", "int4 by fp8", "nvfp4 weights"])
+def test_the_ops_keep_their_contract_with_torch(name: str) -> None:
+    case = CASES[name]
     checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
-    if all(t is None or t.dtype != torch.float8_e4m3fn for t in tensors):
+    if all(t is None or t.dtype != torch.float8_e4m3fn for t in (case.x, *case.given)):
         checks.append("test_schema")  # compares its inputs with allclose, which torch lacks for float8
     for by in (NOTHING, following()):
-        torch.library.opcheck(op, tensors, by | how, test_utils=checks)
+        torch.library.opcheck(case.op, case.arguments(by), test_utils=checks)
 
 
-@pytest.mark.parametrize("case", ["fp8", "mxfp4", "int4 by int8", "fp8 weights"])
-def test_the_ops_compile_without_a_graph_break(case: str) -> None:
-    op, tensors, how = CASES[case]
-    by = following()
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "int4 by int8", "fp8 weights"])
+def test_the_ops_compile_without_a_graph_break(name: str) -> None:
+    case, by = CASES[name], following()
 
-    def call(*tensors: Tensor) -> Tensor:
-        return op(*tensors, **by, **how) * 2
+    def call(x: Tensor) -> Tensor:
+        return replace(case, x=x)(by) * 2
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*tensors), call(*tensors))
+    def traced(x: Tensor, tensors: list[Tensor]) -> Tensor:
+        return case.op(x, tensors, *rest) * 2
+
+    x, tensors, *rest = case.arguments(by)
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, tensors), call(x))
 
 
 def test_autocast_does_not_reach_the_reference() -> None:
-    op, tensors, how = CASES["fp8"]
     with torch.autocast("cpu", torch.bfloat16):
-        inside = op(*tensors, **following(), **how)
-    assert torch.equal(inside, op(*tensors, **following(), **how))
+        inside = CASES["fp8"](following())
+    assert torch.equal(inside, CASES["fp8"](following()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_only_products_keep_the_dtype_of_x(dtype: torch.dtype) -> None:
-    op, tensors, how = weight_only("int4", dtype)
-    assert op(*tensors, **following(), **how).dtype == dtype
+    assert weight_only("int4", dtype)(following()).dtype == dtype
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 21), (128, 4), (130, 5), (257, 12)])
@@ -192,16 +212,19 @@ def test_swizzled_scales_lie_where_the_matrix_unit_reads_them(rows: int, groups:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    op, tensors, how = CASES["fp8"]
+    case = CASES["fp8"]
     with pytest.raises(ValueError, match=r"scaled_matmul: format is 'nvfp4', expected one of int8, fp8"):
-        op(*tensors, **NOTHING, **how | {"format": "nvfp4"})
+        replace(case, formats="nvfp4")()
     with pytest.raises(ValueError, match=r"x \(M, K\) = \(6, 64\) does not fit .* K differs"):
-        op(tensors[0][:, :64], *tensors[1:], **NOTHING, **how)
-    op, tensors, how = CASES["mxfp4 swizzled"]
+        replace(case, x=case.x[:, :64])()
+    with pytest.raises(ValueError, match="codes of fp8 need a scale"):
+        replace(case, given=case.given._replace(x_scale=None))()
+    case = CASES["mxfp4 swizzled"]
+    scale: Any = case.given.x_scale
     with pytest.raises(ValueError, match=r"swizzled scales are \(500,\), expected \(512,\) for \(6, 4\)"):
-        op(tensors[0], tensors[1][:500], *tensors[2:], **NOTHING, **how)
-    op, tensors, how = CASES["int4 by fp8"]
+        replace(case, given=case.given._replace(x_scale=scale[:500]))()
+    case = CASES["int4 by fp8"]
     with pytest.raises(ValueError, match="weights: format is 'mxfp8', expected one of nvfp4, mxfp4, int4"):
-        op(*tensors, **NOTHING, **how | {"weights": "mxfp8"})
+        replace(case, formats="mxfp8-fp8")()
     with pytest.raises(ValueError, match="activations: format is 'nvfp4', expected one of int8, fp8"):
-        op(*tensors, **NOTHING, **how | {"activations": "nvfp4"})
+        replace(case, formats="int4-nvfp4")()

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fluxq
-from fluxq.kernels import launch, norms, ops, producers
+from fluxq.kernels import launch, norms, ops, producers, products
 from fluxq.kernels.attention import kernel as attention_kernels
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.op import Operands
@@ -353,34 +353,30 @@ def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
         assert_within(f"attention_fp8: image {image}, head {head}", y, expected, within, (matmul.m, q.shape[3]))
 
 
-def check_scaled(kernels: Kernels, found, tile: MatmulTile, x, x_scale, w, w_scale, format, **follows) -> None:
-    left, right = stored_matrix(x, x_scale, None, format), stored_matrix(w, w_scale, None, format)
-    assert_product(kernels, "scaled_matmul", found, left, right, tile, **follows)
+def check_scaled(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
+    given, name = products.ProductTensors.of(tensors, formats)
+    left, right = stored_matrix(x, given.x_scale, None, name), stored_matrix(given.w, given.w_scale, None, name)
+    assert_product(kernels, "scaled_matmul", found, left, right, tile, **following(given), **follows)
 
 
-def check_block_scaled(
-    kernels: Kernels, found, tile: MatmulTile, x, x_scale, x_scale_2, w, w_scale, w_scale_2, format, **follows
-) -> None:
-    left, right = matrix(x, x_scale, x_scale_2, format), matrix(w, w_scale, w_scale_2, format)
-    assert_product(kernels, "block_scaled_matmul", found, left, right, tile, **follows)
+def check_block_scaled(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
+    given, name = products.ProductTensors.of(tensors, formats)
+    left = matrix(x, given.x_scale, given.x_scale_2, name)
+    right = matrix(given.w, given.w_scale, given.w_scale_2, name)
+    assert_product(kernels, "block_scaled_matmul", found, left, right, tile, **following(given), **follows)
 
 
-def check_w4a8(
-    kernels: Kernels,
-    found,
-    tile: MatmulTile,
-    x,
-    x_scale,
-    w,
-    w_scale,
-    w_scale_2,
-    row_scale,
-    weights,
-    activations,
-    **follows,
-) -> None:
-    left, right = stored_matrix(x, x_scale, None, activations), matrix(w, w_scale, w_scale_2, weights)
-    assert_product(kernels, "w4a8_matmul", found, left, reencode(right, activations, row_scale), tile, **follows)
+def check_w4a8(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
+    given, names = products.ProductTensors.of(tensors, formats)
+    weights, _, activations = names.partition("-")
+    left = stored_matrix(x, given.x_scale, None, activations)
+    right = reencode(matrix(given.w, given.w_scale, given.w_scale_2, weights), activations, given.row_scale)
+    assert_product(kernels, "w4a8_matmul", found, left, right, tile, **following(given), **follows)
+
+
+def following(given: products.ProductTensors) -> dict[str, Any]:
+    """The tensors of what follows a product, by name."""
+    return {name: getattr(given, name) for name in ("bias", "h", "up", "gate", "residual")}
 
 
 def check_linear(kernels: Kernels, found, tile: Tile | MatmulTile, x, tensors, scheme) -> None:
@@ -450,7 +446,9 @@ def assert_product(
     **follows: Any,
 ) -> None:
     """int8 to the bit; else within what sums in fp32 may lose, as test_scaled_matmul_kernel.py has it."""
-    assert not any(follows.values()), f"{name}: nothing is expected to follow the product, {follows} does"
+    assert not any(value is not None and value is not False for value in follows.values()), (
+        f"{name}: nothing is expected to follow the product, {follows} does"
+    )
     size = (tile.m, tile.n) if isinstance(tile, MatmulTile) else (1, tile.rows)
     if isinstance(x, QuantizedTensor) and x.format.name == "int8":
         sums = (x.codes.double() @ w.codes.double().T).float()  # exact

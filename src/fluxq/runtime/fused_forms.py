@@ -463,17 +463,16 @@ def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
 
 def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
     """Codes (M, K) times a layer's, with its bias: (M, N)."""
-    nothing_follows = layer.bias, None, None, None, None, False, dtype
-    weight = layer.stored("weight"), layer.stored("weight_scale")
-    name, op = layer.scheme.weights.name, product_of(layer)
-    if op == "scaled_matmul":
-        return products.scaled_matmul(made.codes, made.scale, *weight, *nothing_follows, name)
-    global_scale = layer.stored("weight_scale_2")
-    if op == "block_scaled_matmul":
-        return products.block_scaled_matmul(
-            made.codes, made.scale, made.global_scale, *weight, global_scale, *nothing_follows, name
-        )
-    formats = name, rounding_of(layer)[0]
-    return products.w4a8_matmul(
-        made.codes, made.scale, *weight, global_scale, layer.stored("weight_row_scale"), *nothing_follows, *formats
+    stored = layer.tensors
+    given = products.ProductTensors(
+        w=stored.weight,
+        w_scale=stored.weight_scale,
+        x_scale=made.scale,
+        w_scale_2=stored.weight_scale_2,
+        x_scale_2=made.global_scale,
+        row_scale=stored.row_scale,
+        bias=stored.bias,
     )
+    name, op = layer.scheme.weights.name, product_of(layer)
+    formats = f"{name}-{rounding_of(layer)[0]}" if op == "w4a8_matmul" else name
+    return getattr(products, op)(made.codes, *given.packed(formats), False, dtype)
