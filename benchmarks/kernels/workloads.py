@@ -122,7 +122,8 @@ def _linear(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
             return [MATMULS[case.implementation](q, w, row_scale, bias, chip)() for w, row_scale in layers]
         choice = dispatch.Choice(case.implementation, activations and activations.name, "")
         (w, row_scale), run = layers[0], launch.LAUNCH[case.implementation]
-        return run(x, w, choice, None, bias, None, row_scale, chip)
+        given = ops.LinearTensors(w.codes, w.scale, w.global_scale, bias=bias, row_scale=row_scale)
+        return run(x, w, choice, given, None, chip)
 
     def expected() -> Tensor:
         seen = _quantized(x, activations.name).dequantize() if activations else x.float()
