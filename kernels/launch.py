@@ -28,6 +28,7 @@ from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.dispatch import Choice, choose
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
+from fluxq.kernels.packing import names_in
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import kernel as rope
 from fluxq.kernels.quantize_activation.kernel import quantize_activation as quantizer
@@ -74,7 +75,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
         return x.new_empty(*x.shape[:-1], n)
     chip = chip or chip_of(x.device)
     choice = choose(parsed, chip, m, n, k, x.dtype, given.row_scale is not None)
-    announce(str(parsed), chip, choice)
+    announce(names_in(scheme)[0], chip, choice)
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
         if choice.implementation == "torch reference":

@@ -281,8 +281,10 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
-def stored_weight(weight: Tensor, scale: Tensor, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
-    """The op's weight tensors as one matrix (N, K); 4-bit codes are two to a byte, block scales may be swizzled."""
+def stored_weight(weight: Tensor, scale: Tensor | None, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
+    """An op's tensors as one matrix (N, K); 4-bit codes are two to a byte, block scales may be swizzled."""
+    if scale is None:
+        raise ValueError(f"codes of {format.name} need a scale")
     n, columns = weight.shape
     k = columns * 8 // format.element.bits
     if format.group_size and scale.ndim == 1:

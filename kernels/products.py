@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.kernels.device import launches_on_gpu
-from fluxq.kernels.ops import no_autocast, scaled_int8_product
+from fluxq.kernels.ops import no_autocast, scaled_int8_product, stored_weight
 from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.reencode.op import reencode
-from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Format, find_format
 
 
@@ -67,7 +67,7 @@ def scaled_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool
     """Codes of int8, fp8 or fp8_tensor; fp32 scales (M,) and (N,), with fp8_tensor either may be () instead."""
     given, name = ProductTensors.of(tensors, formats)
     row = _format("scaled_matmul", name, ("int8", "fp8", "fp8_tensor"))
-    left, right = _matrix(x, given.x_scale, None, row), _matrix(given.w, given.w_scale, None, row)
+    left, right = stored_weight(x, given.x_scale, None, row), stored_weight(given.w, given.w_scale, None, row)
     with no_autocast(x):
         return _finish(_product(left, right, given.bias), given, gelu, dtype)
 
@@ -80,8 +80,8 @@ def block_scaled_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu
     """
     given, name = ProductTensors.of(tensors, formats)
     row = _format("block_scaled_matmul", name, ("nvfp4", "mxfp8", "mxfp4"))
-    left = _matrix(x, _plain(given.x_scale, x, row), given.x_scale_2, row)
-    right = _matrix(given.w, _plain(given.w_scale, given.w, row), given.w_scale_2, row)
+    left = stored_weight(x, given.x_scale, given.x_scale_2, row)
+    right = stored_weight(given.w, given.w_scale, given.w_scale_2, row)
     with no_autocast(x):
         return _finish(_product(left, right, given.bias), given, gelu, dtype)
 
@@ -97,8 +97,8 @@ def w4a8_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, 
     stored = _format("w4a8_matmul: weights", weights, ("nvfp4", "mxfp4", "int4", "int4_g128"))
     row = _format("w4a8_matmul: activations", activations, ("int8", "fp8"))
     with no_autocast(x):
-        left = _matrix(x, given.x_scale, None, row)
-        right = reencode(_matrix(given.w, given.w_scale, given.w_scale_2, stored), row.name, given.row_scale)
+        left = stored_weight(x, given.x_scale, None, row)
+        right = reencode(stored_weight(given.w, given.w_scale, given.w_scale_2, stored), row.name, given.row_scale)
         return _finish(_product(left, right, given.bias), given, gelu, dtype)
 
 
@@ -108,7 +108,7 @@ def weight_only_matmul(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu:
     given, weights = ProductTensors.of(tensors, formats)
     row = _format("weight_only_matmul", weights, (*FORMATS, "int4_g128"))
     with no_autocast(x):
-        w = _matrix(given.w, given.w_scale, given.w_scale_2, row).operand()
+        w = stored_weight(given.w, given.w_scale, given.w_scale_2, row).operand()
         return _finish(F.linear(x.float(), w, _fp32(given.bias)), given, gelu, dtype)
 
 
@@ -130,21 +130,6 @@ def _format(name: str, format: str, offered: tuple[str, ...]) -> Format:
     if format not in offered:
         raise ValueError(f"{name}: format is {format!r}, expected one of {', '.join(offered)}")
     return find_format(format)
-
-
-def _matrix(codes: Tensor, scale: Tensor | None, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
-    """An op's tensors as one matrix (rows, K); 4-bit codes are two to a byte."""
-    if scale is None:
-        raise ValueError(f"codes of {format.name} need a scale")
-    rows, columns = codes.shape
-    return QuantizedTensor(codes, scale, global_scale, (rows, columns * 8 // format.element.bits), format)
-
-
-def _plain(scale: Tensor | None, codes: Tensor, format: Format) -> Tensor | None:
-    """Block scales (rows, G) of stored codes, from either layout."""
-    rows, columns = codes.shape
-    groups = columns * 8 // format.element.bits // format.group_size
-    return scale if scale is None or scale.ndim == 2 else unswizzle_scales(scale, rows, groups)
 
 
 def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -64,8 +64,8 @@ class LostScales(ValueError):
 
 def require_kept(values: Tensor, scale: Tensor) -> None:
     """Raise LostScales where a scale is 0 and the value that it multiplies is not; shapes broadcast."""
-    lost = (scale == 0) & (values != 0)
-    if lost.any():
+    zero = scale == 0
+    if zero.any() and (lost := zero & (values != 0)).any():
         count = int(lost.sum())
         raise LostScales(
             f"scales of 0 over codes that are not, in {count} of {lost.numel()} places; get the file again"

@@ -98,9 +98,9 @@ def quantize_pipeline(
         include=include,
         exclude=exclude,
         call=call,
+        check=check,
         overwrite=overwrite,
     )
-    given["check"] = check
     with _on_disk(pipeline, output, given) as where:
         asked = making.Options(**given, **where)
         prepared = making.prepare(asked)
@@ -150,20 +150,18 @@ def evaluate_pipeline(
     """Compare a checkpoint's images with those of its 16-bit model; writes CHECKPOINT/eval/report.html, .json, .md.
 
     pipeline: the 16-bit model, by default the one that the checkpoint's record names; it names none where that was in
-    memory. protocol: smoke, …: prompts,
-    seeds and number of images. count: images. metrics: these, and an error if one cannot be measured. gates: as
-    "psnr>=30"; the report's runs say which held. call: arguments of the pipeline's call.
+    memory. protocol: smoke, …: prompts, seeds and number of images. count: images. metrics: these, and an error if one
+    cannot be measured. gates: as "psnr>=30"; the report's runs say which held. call: arguments of the pipeline's call.
     options: device, dtype, seed, seeds, batch_size, weights, clip, fid_resize, fid_reference, backends, cache, images,
     revision, local_files_only, as the command's options of these names.
     """
     from fluxq.jobs import judge
 
     folder = checkpoint.path if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint).path
-    given = _given(options, prompts=prompts, metrics=metrics, gates=gates, call=call)
-    given |= {"protocol": protocol, "count": count}
-    where: dict[str, Any] = {}
-    with nullcontext(where) if pipeline is None else _on_disk(pipeline, folder, given) as where:
-        asked = judge.Options(**given, **{name: value for name, value in where.items() if name != "output"})
+    given = _given(options, protocol=protocol, prompts=prompts, count=count, metrics=metrics, gates=gates, call=call)
+    with nullcontext({}) if pipeline is None else _on_disk(pipeline, folder, given) as where:
+        where.pop("output", None)
+        asked = judge.Options(**given, **where)
         report = judge.evaluate(judge.subject(folder, asked))
     if report is None:
         raise RuntimeError(f"{folder}: another process of this run has the report")
@@ -173,7 +171,6 @@ def evaluate_pipeline(
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
@@ -181,10 +178,12 @@ def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
 
     Raises TypeError for an option of no job or of another type, ValueError for a number that cannot be.
     """
+    from fluxq.commands.options import DTYPES, MAX_SEED
     from fluxq.jobs import judge, making
+    from fluxq.jobs.given import require_files
 
     row = judge.Options if "gates" in named else making.Options
-    known = row.__dataclass_fields__.keys() - _FOR_COMMANDS - named.keys() - {"protocol", "count"}
+    known = row.__dataclass_fields__.keys() - _FOR_COMMANDS - named.keys()
     if unknown := options.keys() - known:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
     made = {**options, **named, "call": dict(named["call"] or {})}
@@ -197,14 +196,15 @@ def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
             made[name] = tuple(value or ())
         elif name == "dtype":
             made[name] = str(value).removeprefix("torch.")
-            if made[name] not in _DTYPES:
-                raise ValueError(f"dtype={value!r}: expected one of {', '.join(_DTYPES)}")
+            if made[name] not in DTYPES:
+                raise ValueError(f"dtype={value!r}: expected one of {', '.join(DTYPES)}")
         elif isinstance(value, PathLike):
             made[name] = fspath(value)
-        elif name == "seed" and value is not None and not 0 <= value < 1 << 31:
-            raise ValueError(f"seed={value}: expected a whole number from 0 to {(1 << 31) - 1}")
+        elif name == "seed" and value is not None and not 0 <= value <= MAX_SEED:
+            raise ValueError(f"seed={value}: expected a whole number from 0 to {MAX_SEED}")
         elif isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{name}={value}: expected a whole number from 1 up")
+    require_files(made)
     return made
 
 
@@ -219,11 +219,9 @@ def _on_disk(
     """Yield the options `model`, `output` and `in_memory`; a pipeline in memory is written, after all other checks."""
     from fluxq.base.console import without_loading_bars
     from fluxq.base.output import Output
-    from fluxq.jobs.given import require_files
     from fluxq.jobs.requirements import existing_parent, output_for
     from fluxq.recipes.recipe import load_recipe
 
-    require_files(given)
     place = None if output is None else fspath(output)
     if isinstance(pipeline, (str, PathLike)):
         yield {"model": fspath(pipeline), "output": place}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-_MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
+MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 DTYPES = ("bfloat16", "float16", "float32")
 RECIPES = (
     "fp8",
@@ -130,7 +130,7 @@ run_options = option_group(
     ),
     click.option(
         "--seed",
-        type=click.IntRange(0, _MAX_SEED),
+        type=click.IntRange(0, MAX_SEED),
         metavar="N",
         help="Seed of the first image; by default the recipe's, or the protocol's.",
     ),

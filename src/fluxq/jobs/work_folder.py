@@ -40,8 +40,9 @@ def identity_of(prepared: Prepared) -> dict[str, Any]:
     they are hashed as they are read, and `with_digests` is what is recorded.
     """
     options = prepared.options
-    hashed_first = prepared.recipe.profile != "rtn" or prepared.loras or is_taken(prepared)
-    hashed_first = hashed_first or options.in_memory  # its files are written anew each time
+    # A pipeline in memory is written anew each time, and its files have other stamps.
+    is_rounded = prepared.recipe.profile == "rtn" and not prepared.loras and not options.in_memory
+    hashed_first = not is_rounded or is_taken(prepared)
     name_of = prepared.folder.digest if hashed_first else prepared.folder.stamp
     return {
         "fluxq": fluxq.__version__,

@@ -30,6 +30,7 @@ from fluxq.runtime.fused_calls import Given
 SCALED = ("int8", "fp8", "fp8_tensor")
 BLOCK_SCALED = ("nvfp4", "mxfp8", "mxfp4")
 DECODED = ("nvfp4", "mxfp4", "int4", "int4_g128")  # by w4a8_matmul, where a layer has scales per row
+_STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale")
 
 
 @dataclass(frozen=True)
@@ -463,16 +464,10 @@ def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
 
 def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
     """Codes (M, K) times a layer's, with its bias: (M, N)."""
-    stored = layer.tensors
-    given = products.ProductTensors(
-        w=stored.weight,
-        w_scale=stored.weight_scale,
-        x_scale=made.scale,
-        w_scale_2=stored.weight_scale_2,
-        x_scale_2=made.global_scale,
-        row_scale=stored.row_scale,
-        bias=stored.bias,
-    )
+    stored: list[Any] = [layer.stored(name) for name in _STORED]
+    weight, weight_scale, weight_scale_2, row_scale = stored
+    scales = made.scale, weight_scale_2, made.global_scale
+    given = products.ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
     name, op = layer.scheme.weights.name, product_of(layer)
     formats = f"{name}-{rounding_of(layer)[0]}" if op == "w4a8_matmul" else name
     return getattr(products, op)(made.codes, *given.packed(formats), False, dtype)
