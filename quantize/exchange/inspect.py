@@ -234,6 +234,8 @@ def _layer(
         del found
     except ValueError as wrong:
         error, is_lost = str(wrong), isinstance(wrong, LostScales)
+        if is_lost:  # which says more than that there are some
+            faults = [fault for fault in faults if fault.kind != "zero scales"]
     against = None
     if base is not None:
         truth, orders, why = base.rows(layer.shape, joined)

@@ -9,7 +9,6 @@ weights are read from files block by block, so that an interrupted job can go on
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -218,8 +217,8 @@ def _on_disk(
 ) -> Iterator[dict[str, Any]]:
     """Yield the options `model`, `output` and `in_memory`; a pipeline in memory is written, after all other checks."""
     from fluxq.base.console import without_loading_bars
-    from fluxq.base.output import Output
-    from fluxq.jobs.requirements import existing_parent, output_for
+    from fluxq.base.output import Output, remove, sole_writer
+    from fluxq.jobs.requirements import existing_parent, output_for, require_free_space
     from fluxq.recipes.recipe import load_recipe
 
     place = None if output is None else fspath(output)
@@ -232,11 +231,24 @@ def _on_disk(
         place = str(output_for(place, name, recipe_name, is_file=is_file))
         Output(Path(place), is_file).require({}, overwrite=given["overwrite"], exists_ok=True)
     beside = Path(place or "")
-    with tempfile.TemporaryDirectory(dir=existing_parent(beside), prefix=f".{beside.name}.pipeline-") as scratch:
-        folder = Path(scratch, name)
-        with without_loading_bars():
-            pipeline.save_pretrained(folder)
-        yield {"model": str(folder), "output": place, "in_memory": True}
+    scratch = existing_parent(beside) / f".{beside.name}.pipeline"
+    with sole_writer(scratch):
+        remove(scratch)  # what a killed process left
+        require_free_space(scratch.parent, _bytes_of(pipeline), "a copy of the pipeline in memory")
+        try:
+            with without_loading_bars():
+                pipeline.save_pretrained(scratch / name)
+            yield {"model": str(scratch / name), "output": place, "in_memory": True}
+        finally:
+            remove(scratch)
+
+
+def _bytes_of(pipeline: DiffusionPipeline) -> int:
+    """Bytes that the weights of a pipeline take on disk."""
+    from torch import nn
+
+    models = (model for model in pipeline.components.values() if isinstance(model, nn.Module))
+    return sum(tensor.nbytes for model in models for tensor in model.state_dict().values())
 
 
 def _require_plain(pipeline: Any) -> str:

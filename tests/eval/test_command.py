@@ -1,6 +1,7 @@
 """`fluxq eval`, `report`, `bench` and `debug` from the command line to what they leave, and how mistakes end."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -248,6 +249,19 @@ def test_what_lies_where_the_lock_goes_is_refused_before_anything_is_judged(quan
     (quantized.parent / ".out.lock").mkdir()
     done = fluxq(command, quantized, *JUDGING[command])
     assert done.exit_code == 2 and ".out.lock is in the way" in done.output, done.output
+
+
+def test_a_checkpoint_in_a_read_only_folder_is_judged(quantized, monkeypatch) -> None:
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != quantized.parent and may(path, *how))
+    before = sorted(quantized.parent.iterdir())
+    words = "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1
+    done = fluxq("bench", quantized, *words)
+    assert done.exit_code == 0, done.output
+    assert sorted(quantized.parent.iterdir()) == before and not list(quantized.glob(".*.lock"))
+    (quantized / ".eval.lock").mkdir()
+    done = fluxq("bench", quantized, *words)
+    assert done.exit_code == 2 and ".eval.lock is in the way" in done.output, done.output
 
 
 def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized, monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """Python's verbs: what `fluxq quantize`, `calibrate` and `eval` do, as functions."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,19 @@ def test_nothing_is_written_for_a_pipeline_in_memory_before_all_else_was_checked
             fluxq.quantize_pipeline(pipe, output=tmp_path / "made", **options)
     with pytest.raises(ValueError, match="mine"):
         fluxq.quantize_pipeline(pipe, "fp8", output=tmp_path / "mine")
+
+
+def test_a_copy_that_a_kill_left_goes_and_the_next_asks_for_its_space(tmp_path, pipe, monkeypatch) -> None:
+    left = tmp_path / ".made.pipeline"
+    (left / "tiny" / "transformer").mkdir(parents=True)
+    (left / "tiny" / "transformer" / "half.safetensors").write_bytes(b"x")
+    fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", check=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    little = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: little)
+    with pytest.raises(OSError, match=r"a copy of the pipeline in memory may need .*, 1 MB are free"):
+        fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "other", check=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_pipeline_from_the_folder_above_has_a_name_of_its_own(tmp_path, monkeypatch) -> None:

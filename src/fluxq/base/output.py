@@ -188,7 +188,7 @@ class Output:
     def _require_writable(self) -> None:
         """Raise ValueError where nothing can be made, or not what is to be."""
         parent = next(parent for parent in self.place.parents or (self.place,) if parent.exists())
-        if self.place == parent or not parent.is_dir() or not _takes_files(parent):
+        if self.place == parent or not parent.is_dir() or not takes_files(parent):
             raise ValueError(
                 f"output {self.target} cannot be made: {parent} is no folder one may write to; give another --output"
             )
@@ -213,7 +213,7 @@ def require_own(folder: Path, names: Iterable[str]) -> None:
             raise ValueError(f"{path} would be replaced, and nothing marks it as fluxq's; move it elsewhere")
 
 
-def _takes_files(folder: Path) -> bool:
+def takes_files(folder: Path) -> bool:
     """Tell whether a folder can be written to; in one that is on no disk, as /proc, that is tried."""
     if not os.access(folder, os.W_OK):
         return False
@@ -591,7 +591,7 @@ def remove(path: Path) -> None:
 def require_lockable(target: Path) -> None:
     """Raise ValueError where the two files that serve `sole_writer` cannot be made, beside the target."""
     parent = target.resolve().parent
-    if parent.is_dir() and not _takes_files(parent):
+    if parent.is_dir() and not takes_files(parent):
         raise ValueError(f"{target} cannot be written to: {parent} takes no new file, as its lock is; `chmod u+w` it")
     for serving in _serving(target):
         try:

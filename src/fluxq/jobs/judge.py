@@ -24,7 +24,7 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, writing
+from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, takes_files, writing
 from fluxq.base.provenance import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
@@ -140,7 +140,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
             "the pipeline as --base makes a whole one"
         )
     require_own(output, _REPLACED)
-    require_lockable(output)
+    require_lockable(_locked(output))
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
@@ -726,6 +726,11 @@ def _named(asked: Subject) -> str:
     return asked.quantized.name if asked.output.is_absolute() else asked.output.as_posix()
 
 
+def _locked(output: Path) -> Path:
+    """What is locked for a checkpoint: itself, or its eval/ where it cannot be replaced, as one that is mounted."""
+    return output if takes_files(output.resolve().parent) else output / EVAL_FOLDER
+
+
 @contextmanager
 def _sole_writer(asked: Subject, *names: str) -> Iterator[None]:
     """No other command writes to the checkpoint meanwhile; what killed ones left there half-written is cleared.
@@ -734,7 +739,7 @@ def _sole_writer(asked: Subject, *names: str) -> Iterator[None]:
     read, and ValueError where such a file is no longer fluxq's own.
     """
     output = asked.output
-    with sole_writer(output, _WAIT):
+    with sole_writer(_locked(output), _WAIT):
         try:
             is_same = read_record(output) == asked.record
         except (ValueError, OSError):

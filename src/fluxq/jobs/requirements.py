@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fluxq.base import units
 from fluxq.base.model import GENERATION_FILE, ModelFolder
 
 _SHOWN = 80  # characters of a value, and names
@@ -246,6 +248,16 @@ def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | Non
 def existing_parent(output: Path) -> Path:
     """The nearest folder around `output` that is there; its disk is what will be written to."""
     return next(parent for parent in output.resolve().parents if parent.exists())
+
+
+def require_free_space(folder: Path, needed: int, what: str) -> None:
+    """Raise OSError where a folder's disk has not the bytes needed. what: is to be written, for the message."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"not enough space in {folder}: {what} may need {units.size(needed)}, {units.size(free)} are free; "
+            "give another --output"
+        )
 
 
 # Pipeline -> sizes (`sample_size` of its transformer) that it has tables of resolutions for; it refuses to be called

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import platform
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -19,13 +18,12 @@ from typing import Any, NoReturn
 import torch
 
 import fluxq
-from fluxq.base import units
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
 from fluxq.base.output import Output, is_being_written, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.prepared import Prepared
-from fluxq.jobs.requirements import existing_parent
+from fluxq.jobs.requirements import existing_parent, require_free_space
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import SourceWeights, read_plan_file
 from fluxq.recipes.plan import Plan
@@ -246,13 +244,8 @@ def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 def require_space(prepared: Prepared, work: Path) -> None:
     """Refuse before the start what would run out of disk."""
-    parent, needed = existing_parent(prepared.output), _space_needed(prepared, work)
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise OSError(
-            f"not enough space in {parent}: finished blocks and the checkpoint may need {units.size(needed)}, "
-            f"{units.size(free)} are free; give another --output"
-        )
+    needed = _space_needed(prepared, work)
+    require_free_space(existing_parent(prepared.output), needed, "finished blocks and the checkpoint")
 
 
 def _space_needed(prepared: Prepared, work: Path) -> int:
