@@ -727,7 +727,7 @@ def _named(asked: Subject) -> str:
 
 
 def _locked(output: Path) -> Path:
-    """What is locked for a checkpoint: itself, or its eval/ where it cannot be replaced, as one that is mounted."""
+    """Return the place to lock for a checkpoint: itself, or its eval/ where its parent takes no files."""
     return output if takes_files(output.resolve().parent) else output / EVAL_FOLDER
 
 
