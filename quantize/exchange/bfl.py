@@ -13,13 +13,22 @@ SGLang 0.5.23, multimodal_gen/runtime/pipelines/flux3_image_weights.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fluxq.base.files import sha256_file, write_json
+from fluxq.base.model import ModelFolder
+from fluxq.base.output import BESIDE
 from fluxq.quantize.exchange import modelopt
+from fluxq.quantize.exchange.containers import Contents, Writer, write_file
+from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
 from fluxq.quantize.exchange.layer import Encoded, Plain, QuantTensors, Row, row_for
+from fluxq.quantize.exchange.marks import FileLayer, Headers
 
 _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
 
@@ -59,4 +68,57 @@ _READER = "diffusers"
 ROWS = (
     Row("fp8r", "fp8", "fp8", also=(None,), read_by=f"{_READER}, SGLang-Diffusion"),
     Row("nvfp4", "nvfp4", "nvfp4", input_scale="required", read_by=_READER),
+)
+
+
+def _mark(model: Headers) -> str:
+    """BFL's words; nvfp4 beside fused projections is what converters to ComfyUI's layout write too."""
+    said = said_formats(model.metadata)
+    if not said or ("nvfp4" in said and any(map(_FUSED.search, model.groups))):
+        return ""
+    return f"the header says {model.metadata['quantization']}"
+
+
+def _looks(looks: Looks) -> bool:
+    return looks.original and (looks.scales == "matrix" or (looks.scales == "one level" and looks.by_rows))
+
+
+def _format(layer: FileLayer) -> str:
+    return "nvfp4" if "weight_scale_2" in layer.parts else "fp8r"
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    """Write NAME.safetensors and NAME.config.json, which is what `from_single_file(config=…)` takes."""
+    (one,) = contents
+    beside = made / f"{name.removesuffix('.safetensors')}.config.json"
+    write_json(beside, one.source.config)
+    write_file(made, name, one, {**metadata(one.entries), BESIDE: json.dumps({".config.json": sha256_file(beside)})})
+
+
+_FUSED = re.compile(r"\.(?:qkv|linear1)$")
+DIALECT = Dialect(
+    "bfl",
+    "Black Forest Labs' fp8r and nvfp4, for stock diffusers",
+    decode,
+    "file",
+    "tensors: weight_scale_2 is nvfp4",
+    readers=(
+        Reader(
+            "diffusers",
+            "fluxq export tiny-nvfp4 --format bfl",
+            "diffusers",
+            "0.42.1",
+            ("fp8r", "nvfp4"),
+            "whole models: all weights are ours bit for bit, the output is that of a bf16 model of them; no fluxq in "
+            "the process",
+        ),
+    ),
+    marks=(_mark,),
+    looks=_looks,
+    format_of=_format,
+    rows=ROWS,
+    needs_input_scale=True,
+    encode=encode,
+    writer=Writer(_write, is_file=True, beside=(".config.json",)),
+    said="format",
 )

@@ -18,20 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxq.base.tensors import Stored
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Plain, Tensors
+from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes
 
-STATE = "weight.quant_state.bitsandbytes__"
+_STATE = "weight.quant_state.bitsandbytes__"
 _LONGEST = 1 << 12  # bytes of a state; they are some hundreds
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None) -> Plain:
     """The weight (N, K) = shape in fp32."""
     held, (n, k) = Tensors(tensors, "bnb"), shape
-    kind = next((name.removeprefix(STATE) for name in tensors if name.startswith(STATE)), "")
+    kind = next((name.removeprefix(_STATE) for name in tensors if name.startswith(_STATE)), "")
     if kind not in ("nf4", "fp4"):
-        raise ValueError(f"bnb: the layer has no {STATE}nf4; 8-bit and other files of bitsandbytes are not read here")
-    state = state_of(held.take(STATE + kind, torch.uint8))
-    if shape_of(state) != tuple(shape):
+        raise ValueError(f"bnb: the layer has no {_STATE}nf4; 8-bit and other files of bitsandbytes are not read here")
+    state = _state_of(held.take(_STATE + kind, torch.uint8))
+    if _shape_of(state) != tuple(shape):
         raise ValueError(f"bnb: quant_state says the weight is {state['shape']}, the model has {list(shape)}")
     codes = held.take("weight", torch.uint8, (n * k // 2, 1), (n * k // 2,)).reshape(-1)
     table = held.take("weight.quant_map", torch.float32, (16,))
@@ -57,7 +60,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return Plain(weight.reshape(shape), bias, f"{kind} has a table of its own")
 
 
-def state_of(tensor: Tensor) -> dict[str, Any]:
+def _state_of(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a quant_state tensor, with a `shape`; ValueError if it holds none."""
     if tensor.ndim != 1 or tensor.numel() > _LONGEST:
         raise ValueError(f"bnb: quant_state is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
@@ -70,7 +73,7 @@ def state_of(tensor: Tensor) -> dict[str, Any]:
     return state
 
 
-def shape_of(state: Mapping[str, Any]) -> tuple[int, int]:
+def _shape_of(state: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of the weight that a quant_state is of."""
     shape = state["shape"]
     if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 24 for size in shape):
@@ -85,3 +88,42 @@ def _blocks(elements: int, state: Mapping[str, Any], name: str) -> int:
     if type(size) is not int or not 1 <= size <= 1 << 16:
         raise ValueError(f"bnb: {name} is {size!r}, no number of elements")
     return -(-elements // size)
+
+
+def _by_state(model: Headers) -> str:
+    count = sum(any(suffix.startswith(_STATE) for suffix in parts) for parts in model.groups.values())
+    return f"{count} layers have a quant_state" if count else ""
+
+
+def _has_codes(stored: Mapping[str, Stored]) -> bool:
+    """Tell layers from plain casts to fp8, which may stand beside them."""
+    return has_codes(stored) and not ("weight" in stored and stored["weight"].dtype.startswith("F8"))
+
+
+def _shape(
+    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
+) -> tuple[int, int]:
+    states = [parts[suffix] for suffix in parts if suffix.startswith(_STATE)]
+    if not states:
+        raise ValueError("has codes and no quant_state; 8-bit layers of bitsandbytes are not read here")
+    return _shape_of(_state_of(model.read(states[0])))
+
+
+def _format(layer: FileLayer) -> str:
+    return "fp4" if any(suffix.endswith("fp4") for suffix in layer.parts) else "nf4"
+
+
+DIALECT = Dialect(
+    "bnb",
+    "bitsandbytes' NF4",
+    decode,
+    "folder",
+    "quant_state tensors",
+    marks=(_by_state, by_config("bitsandbytes")),
+    methods=("bitsandbytes",),
+    suffixes=(r"weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",),
+    has_codes=_has_codes,
+    shape=_shape,
+    format_of=_format,
+    widened=("nf4", "fp4"),
+)

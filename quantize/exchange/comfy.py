@@ -16,13 +16,18 @@ weight is widened. ComfyUI itself has no awq_w4a16: files of it are read here, a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
+from fluxq.quantize.exchange.containers import Contents, Writer, write_file
+from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -36,7 +41,8 @@ from fluxq.quantize.exchange.layer import (
     row_for,
     without_zero_exponents,
 )
-from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
 
 _WIDENED = "full_precision_matrix_mult"
@@ -210,4 +216,119 @@ ROWS = (
     Row("int8_tensorwise", "int8", None, read_by=_SGLANG),
     Row("awq_w4a16", "int4", None, unread=_UNREAD),
     _INT4_G128,
+)
+
+
+# --- files
+
+
+def _said(model: Headers) -> dict[str, Any]:
+    """Layer -> entry, of `_quantization_metadata`."""
+    text = model.metadata.get("_quantization_metadata")
+    layers = json_object(text, f"{model.path}: _quantization_metadata").get("layers") if text else None
+    return layers if isinstance(layers, dict) else {}
+
+
+def _looks(looks: Looks) -> bool:
+    is_one_level = looks.scales == "one level" and not looks.by_rows
+    return looks.scales == "tiles" or (looks.original and (is_one_level or looks.scales == "undecided"))
+
+
+def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
+    if any("comfy_quant" in parts for parts in model.groups.values()):
+        if not _said(model):
+            yield "no _quantization_metadata beside the comfy_quant tensors"
+        return
+    yield (
+        "no comfy_quant tensors: ComfyUI reads the header instead, SGLang-Diffusion takes the file for linear scales "
+        "and low nibbles first"
+    )
+    if "modelopt" in others:
+        yield _LOW_NIBBLES
+
+
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    if "comfy_quant" in stored:
+        return read_entry(model.read(f"{name}.comfy_quant"))
+    said = _said(model).get(name)
+    return dict(said) if isinstance(said, dict) else {"format": guess_word(stored, _WORDS)}
+
+
+def _shape(
+    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
+) -> tuple[int, int]:
+    """(N, K) of a layer; N is that of the bias where padding hides it."""
+    _, codes, rows, columns = codes_of(stored)
+    bias = stored.get("bias")
+    if bias and len(bias.shape) == 1 and padded(bias.shape[0], 32) >= rows:
+        rows = min(rows, bias.shape[0])
+    four_bits = codes.dtype == "U8" or (codes.dtype == "I8" and entry.get("format") in _INT4)
+    return rows, columns * 2 if four_bits else columns
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    (one,) = contents
+    write_file(made, name, one, metadata(one.entries))
+
+
+_INT4 = ("awq_w4a16", "convrot_w4a4", "asym_w4a8_int8")
+_LOW_NIBBLES = (
+    "ModelOpt writes low nibbles first whatever the layout, ComfyUI reads high ones first; `--base` proves them"
+)
+_WORDS = {
+    **{"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8_tensor": "float8_e4m3fn"},
+    **{"int8": "int8_tensorwise", "int8 static": "int8_tensorwise"},
+}
+DIALECT = Dialect(
+    "comfy",
+    "ComfyUI's single files",
+    decode,
+    "file",
+    "comfy_quant tensors, _quantization_metadata",
+    "original",
+    readers=(
+        Reader(
+            "ComfyUI",
+            "fluxq export tiny-nvfp4 --format comfy -o ComfyUI/models/diffusion_models/tiny-nvfp4.safetensors",
+            "ComfyUI",
+            "0.33.0",
+            ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"),
+            "its loader, on FLUX.1, FLUX.2, SD3.5 and Wan of few blocks: no name is missing or left over, all weights "
+            "are ours bit for bit, the output is that of a plain model of them",
+            "783545f6",
+        ),
+        Reader(
+            "comfy-kitchen",
+            "",
+            "comfy-kitchen",
+            "0.2.40",
+            ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
+            "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit",
+        ),
+        Reader(
+            "SGLang-Diffusion",
+            "fluxq export tiny-nvfp4 --format comfy && "
+            "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
+            "sglang",
+            "0.5.23",
+            ("nvfp4", "mxfp8", "int8_tensorwise"),
+            "its reader of markers: format of every layer; NVFP4 comes out in rows with the codes we have",
+            interpreter="FLUXQ_SGLANG_PYTHON",
+        ),
+    ),
+    marks=(
+        by_tensor("comfy_quant"),
+        lambda model: "_quantization_metadata in the header" if _said(model) else "",
+    ),
+    looks=_looks,
+    doubts=_doubts,
+    unsettled=(_LOW_NIBBLES,),
+    suffixes=("comfy_quant", "weight_zeros", "weight_s_rel", "weight_s_channel", "weight_codebook"),
+    entry=_entry,
+    shape=_shape,
+    rows=ROWS,
+    tiles=padded_tiles,
+    encode=encode,
+    writer=Writer(_write, is_file=True),
+    said="format",
 )

@@ -15,15 +15,22 @@ Scales of a bf16 model are bf16 there; ours are written in fp32. Source: compres
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
+from fluxq.quantize.exchange.containers import Contents, Writer, write_component
+from fluxq.quantize.exchange.dialect import Dialect, Reader
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -37,7 +44,8 @@ from fluxq.quantize.exchange.layer import (
     without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
-from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
+from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
+from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, Scheme, find_format
 
 _INT4 = ELEMENTS["int4"]
 
@@ -122,7 +130,7 @@ def _read_rows(
     return "fp8_tensor", {"weight": codes, "weight_scale": scale.reshape(())}
 
 
-def bits_of(entry: Mapping[str, Any]) -> int:
+def _bits_of(entry: Mapping[str, Any]) -> int:
     """The bits of a pack-quantized layer's codes, by its entry of config.json; ValueError unless 4 or 8."""
     said = entry.get("weights")
     bits = said.get("num_bits") if isinstance(said, dict) else None
@@ -134,7 +142,7 @@ def bits_of(entry: Mapping[str, Any]) -> int:
 def _read_words(
     held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
 ) -> tuple[str, dict[str, Tensor]] | Plain:
-    (n, k), bits = shape, bits_of(entry)
+    (n, k), bits = shape, _bits_of(entry)
     words = held.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
     codes = crop(words.contiguous().view(torch.uint8) ^ _HALF[bits], n, k * bits // 8)
     scale = held.scale("weight_scale", FLOATS)
@@ -267,4 +275,110 @@ ROWS = (
         read_by=_VLLM,
     ),
     Row("nvfp4-pack-quantized", "nvfp4", None, rounds=("weight_scale_2",), read_by=_VLLM),
+)
+
+# --- files
+
+
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    config = model.quantization
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        targets = group.get("targets") if isinstance(group, dict) else None
+        for target in targets if isinstance(targets, list) else ():
+            if target in ("Linear", name) or (isinstance(target, str) and _is_target(target, name)):
+                return {"format": config.get("format"), **{k: v for k, v in group.items() if v is not None}} | {
+                    "input_activations": group.get("input_activations")
+                }
+    if not groups:
+        raise ValueError(
+            "its own config.json says how it is quantized, and is not there, nor does a base say it; get the folder, "
+            "not the file alone"
+        )
+    raise ValueError(f"no config group of config.json is for {name}; the folder is not whole")
+
+
+def _is_target(target: str, name: str) -> bool:
+    if not target.startswith("re:") or len(target) > 200:
+        return False
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error:
+        return False
+
+
+def _shape(
+    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
+) -> tuple[int, int]:
+    suffix, codes, rows, columns = codes_of(stored)
+    if suffix == "weight_packed" and codes.dtype == "I32":
+        bits = _bits_of(entry)
+        return rows, columns * 32 // bits if "weight_scale" in stored else columns
+    return matrix_shape(model, parts, stored, entry)
+
+
+def _row_of(layer: FileLayer) -> Row | None:
+    rows = [row for row in ROWS if row.name == layer.entry.get("format")]
+    is_weight_only = not layer.entry.get("input_activations")
+    return next((row for row in rows if (row.activations is None) == is_weight_only), rows[0] if rows else None)
+
+
+def _note(scheme: Scheme, class_name: str) -> str:
+    return _NOT_BY_TRANSFORMERS if scheme.weights.element.bits == 4 and "T5" in class_name else ""
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    """Write a folder of transformers: the text encoder, and the tokenizer of the pipeline that goes with it."""
+    (one,) = contents
+    write_component(made, one, config(one.entries, one.in_16_bit))
+    beside = one.source.component.replace("text_encoder", "tokenizer")
+    tokenizer = checkpoint.path / beside
+    if tokenizer.is_dir() and beside != one.source.component:
+        for path in sorted(tokenizer.iterdir()):
+            if path.is_file() and not (made / path.name).exists() and path.suffix in _OF_TOKENIZERS:
+                shutil.copyfile(path, made / path.name)
+
+
+_OF_TOKENIZERS = (".json", ".txt", ".model")
+_NOT_BY_TRANSFORMERS = (
+    "stock transformers does not load a T5 with 4-bit layers of compressed-tensors, whoever wrote them: it initializes "
+    "`weight`, which they have not; fp8 and int8 load"
+)
+DIALECT = Dialect(
+    "compressed_tensors",
+    "llm-compressor's text encoders",
+    decode,
+    "folder",
+    "config.json: config_groups",
+    option="compressed-tensors",
+    readers=(
+        Reader(
+            "vLLM",
+            "fluxq export OUT --format compressed-tensors && vllm serve ./OUT-compressed-tensors",
+            proof="a text encoder that was quantized, with its tokenizer",
+        ),
+        Reader(
+            "transformers",
+            "fluxq export OUT --format compressed-tensors",
+            "compressed-tensors",
+            "0.20.0",
+            tuple(dict.fromkeys(row.name for row in ROWS)),
+            "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder in fp8, but none in 4 bits",
+        ),
+    ),
+    marks=(by_config("compressed-tensors"), by_tensor("weight_packed")),
+    methods=("compressed-tensors",),
+    looks=lambda looks: looks.scales == "column",
+    suffixes=(
+        *("weight_packed", "weight_global_scale", "input_global_scale", "weight_shape", "weight_zero_point"),
+        "weight_g_idx",
+    ),
+    entry=_entry,
+    shape=_shape,
+    row_of=_row_of,
+    rows=ROWS,
+    encode=encode,
+    writer=Writer(_write, library="transformers"),
+    note=_note,
+    said="format",
 )

@@ -1,14 +1,7 @@
-"""Containers that a model is written as, by program: one safetensors file, or a folder of diffusers or transformers.
-
-bfl, comfy             NAME.safetensors; beside bfl's, NAME.config.json: what `from_single_file(config=…)` takes
-modelopt, torchao,
-nunchaku_lite          a pipeline folder, components that were not quantized copied; of one model, its folder
-compressed_tensors     a folder of transformers: the text encoder, and the tokenizer of the pipeline that goes with it
-"""
+"""Containers that a model is written as: one safetensors file, or a folder of diffusers or transformers."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fluxq.base import FLUXQ_VERSION
-from fluxq.base.files import sha256_file, write_json
+from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import BESIDE, EXPORT_FILE, JOB, VERSION
+from fluxq.base.output import EXPORT_FILE, JOB, VERSION
 from fluxq.base.tensors import Stored, join_weights
 from fluxq.quantize.checkpoint import PLAN_FILE, copy_rest, join_shards
 from fluxq.quantize.digests import hash_files
-from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, nunchaku_file, torchao
 from fluxq.quantize.exchange.native import NativeComponent
-
-MODELOPT_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
 
 
 @dataclass(frozen=True)
@@ -72,75 +62,29 @@ def record(made: Path, dialect: str, job: str, known: Mapping[Path, str]) -> Non
     write_json(made / EXPORT_FILE, said)
 
 
-def _bfl(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    beside = made / f"{name.removesuffix('.safetensors')}.config.json"
-    write_json(beside, one.source.config)
-    _file(made, name, one, {**bfl.metadata(one.entries), BESIDE: json.dumps({".config.json": sha256_file(beside)})})
-
-
-def _comfy(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    _file(made, name, one, comfy.metadata(one.entries))
-
-
-def _nunchaku(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    _file(made, name, one, nunchaku.metadata(one.entries, nunchaku_file.MODEL_CLASS, one.source.config))
-
-
-def _file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
+def write_file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file. metadata: of its header."""
     join_weights(one.parts, made / name, {**metadata, VERSION: FLUXQ_VERSION, JOB: one.job})
 
 
-def _modelopt(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    def config(one: Contents) -> dict[str, Any]:
-        return modelopt.config(one.entries, one.in_16_bit, MODELOPT_SCHEMA)
-
-    _pipeline(made, checkpoint, contents, config)
-
-
-def _torchao(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    _pipeline(
-        made,
-        checkpoint,
-        contents,
-        lambda one: torchao.config(one.entries, one.in_16_bit),
-        lambda one: torchao.metadata(one.entries, one.plain),
-    )
-
-
-def _nunchaku_lite(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    _pipeline(made, checkpoint, contents, lambda one: nunchaku.config(one.entries, one.source.dtype))
-
-
-def _compressed_tensors(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    _component(made, one, compressed_tensors.config(one.entries, one.in_16_bit))
-    beside = one.source.component.replace("text_encoder", "tokenizer")
-    tokenizer = checkpoint.path / beside
-    if tokenizer.is_dir() and beside != one.source.component:
-        for path in sorted(tokenizer.iterdir()):
-            if path.is_file() and not (made / path.name).exists() and path.suffix in _OF_TOKENIZERS:
-                shutil.copyfile(path, made / path.name)
-
-
-def _pipeline(
+def write_pipeline(
     made: Path,
     checkpoint: ModelFolder,
     contents: Sequence[Contents],
     config: Callable[[Contents], dict[str, Any]],
     metadata: Callable[[Contents], Mapping[str, str]] = lambda one: {},
 ) -> None:
+    """Write a pipeline folder. config: the `quantization_config` of a component; metadata: of its files' headers."""
     copy_rest(made, checkpoint, [one.source.component for one in contents])
     for one in contents:
         described = config(one) if one.entries else None
-        _component(made / one.source.component, one, described, metadata(one) if one.entries else {})
+        write_component(made / one.source.component, one, described, metadata(one) if one.entries else {})
 
 
-def _component(
+def write_component(
     folder: Path, one: Contents, quantization: dict[str, Any] | None, metadata: Mapping[str, str] = {}
 ) -> None:
+    """Write a component's folder: its files, config.json and what else lies beside them."""
     folder.mkdir(exist_ok=True)
     join_shards(folder, one.source.library, one.parts, {"format": "pt", **metadata}, one.max_shard_bytes, one.written)
     described = {} if quantization is None else {"quantization_config": quantization}
@@ -149,15 +93,3 @@ def _component(
     for path in sorted(origin.glob("*.json")):
         if path.name not in ("config.json", PLAN_FILE) and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-
-
-_OF_TOKENIZERS = (".json", ".txt", ".model")
-WRITERS = {
-    "bfl": Writer(_bfl, is_file=True, beside=(".config.json",)),
-    "modelopt": Writer(_modelopt, is_pipeline=True),
-    "comfy": Writer(_comfy, is_file=True),
-    "torchao": Writer(_torchao, is_pipeline=True),
-    "nunchaku_lite": Writer(_nunchaku_lite, is_pipeline=True),
-    "nunchaku": Writer(_nunchaku, is_file=True),
-    "compressed_tensors": Writer(_compressed_tensors, library="transformers"),
-}

@@ -1,17 +1,11 @@
 """The dialects: which program reads which layout, what of ours each holds, and where a file says so.
 
-`encode` and `decode` of a row are about one layer; names of layers, containers and configurations are others' work.
-READERS, at the end, are the programs: how a file gets into each, and with which of them tests load what is written.
+READERS are the programs: how a file gets into each, and with which of them tests load what is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-from torch import Tensor
+from dataclasses import replace
 
 from fluxq.quantize.exchange import (
     bfl,
@@ -26,254 +20,23 @@ from fluxq.quantize.exchange import (
     nunchaku_file,
     torchao,
 )
-from fluxq.quantize.exchange.layer import Encoded, Names, Plain, QuantTensors, Row
 
-Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], QuantTensors | Plain]
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """encode: None where files are only read. rows: its formats. names: of the layers in a file, "diffusers" or
-    "original". container: what a model is written as. marked_by: what tells the format of a layer. widened: formats
-    whose codes no format of ours holds, so that they are read as 16 bit.
-    """
-
-    about: str
-    encode: Callable[..., Encoded] | None
-    decode: Decode
-    rows: tuple[Row, ...]
-    names: str
-    container: str
-    marked_by: str
-    widened: Names = ()
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A program that reads a dialect.
-
-    command: that gets the checkpoint tiny-nvfp4, or one named there, into it. package, version: on PyPI, that tests run
-    it with; "" for a program that was not run: what is written for it follows its specification. formats: those that
-    tests read with it. proof: what these tests hold against ours, or how far tests without it go. commit: of a program
-    that is not on PyPI, of which tests run a checkout that they are given. interpreter: the environment
-    variable that names the Python of a program whose packages are not ours.
-    """
-
-    program: str
-    dialect: str
-    command: str
-    package: str = ""
-    version: str = ""
-    formats: Names = ()
-    proof: str = ""
-    commit: str = ""
-    interpreter: str = ""
-
-
+# Of two marks in one file that of the dialect further down is the surer one.
 DIALECTS = {
-    "bfl": Dialect(
-        "Black Forest Labs' fp8r and nvfp4, for stock diffusers",
-        bfl.encode,
-        bfl.decode,
-        bfl.ROWS,
-        "diffusers",
-        "file",
-        "tensors: weight_scale_2 is nvfp4",
-    ),
-    "modelopt": Dialect(
-        "NVIDIA ModelOpt's unified checkpoint",
-        modelopt.encode,
-        modelopt.decode,
-        modelopt.ROWS,
-        "diffusers",
-        "folder",
-        "config.json: quant_algo",
-    ),
-    "comfy": Dialect(
-        "ComfyUI's single files",
-        comfy.encode,
-        comfy.decode,
-        comfy.ROWS,
-        "original",
-        "file",
-        "comfy_quant tensors, _quantization_metadata",
-    ),
-    "torchao": Dialect(
-        "torchao's tensor subclasses, for diffusers' from_pretrained",
-        torchao.encode,
-        torchao.decode,
-        torchao.ROWS,
-        "diffusers",
-        "folder",
-        "JSON in the header, under each weight",
-    ),
-    "nunchaku_lite": Dialect(
-        "nunchaku's kernels under diffusers' own blocks",
-        nunchaku.encode,
-        nunchaku.decode,
-        nunchaku.ROWS,
-        "diffusers",
-        "folder",
-        "config.json: targets",
-    ),
-    "nunchaku": Dialect(
-        "nunchaku's single files",
-        partial(nunchaku.encode, single_file=True),
-        nunchaku_file.decode,
-        nunchaku.ROWS,
-        "nunchaku",
-        "file",
-        "quantization_config in the header",
-    ),
-    "compressed_tensors": Dialect(
-        "llm-compressor's text encoders",
-        compressed_tensors.encode,
-        compressed_tensors.decode,
-        compressed_tensors.ROWS,
-        "diffusers",
-        "folder",
-        "config.json: config_groups",
-    ),
-    "gguf": Dialect(
-        "llama.cpp's blocks",
-        None,
-        gguf.decode,
-        (),
-        "original",
-        "GGUF file",
-        "type of each tensor",
-        tuple(name for name in gguf.TYPES if name not in ("F32", "F16", "BF16")),
-    ),
-    "bnb": Dialect(
-        "bitsandbytes' NF4", None, bnb.decode, (), "diffusers", "folder", "quant_state tensors", ("nf4", "fp4")
-    ),
-    "fp8_blocks": Dialect(
-        "fp8 in blocks of 128 by 128, of transformers",
-        None,
-        fp8_blocks.decode,
-        (),
-        "diffusers",
-        "folder",
-        "weight_scale_inv tensors",
-        ("fp8_blocks",),
-    ),
-    "legacy": Dialect(
-        "ComfyUI's fp8 of before comfy_quant", None, legacy.decode, legacy.ROWS, "original", "file", "scaled_fp8 tensor"
-    ),
+    module.DIALECT.name: module.DIALECT
+    for module in (
+        bfl,
+        modelopt,
+        legacy,
+        comfy,
+        bnb,
+        fp8_blocks,
+        compressed_tensors,
+        torchao,
+        nunchaku,
+        nunchaku_file,
+        gguf,
+    )
 }
-
-_WHOLE = "whole models: all weights are ours bit for bit"
-READERS = (
-    Reader(
-        "diffusers",
-        "bfl",
-        "fluxq export tiny-nvfp4 --format bfl",
-        "diffusers",
-        "0.42.1",
-        ("fp8r", "nvfp4"),
-        f"{_WHOLE}, the output is that of a bf16 model of them; no fluxq in the process",
-    ),
-    Reader(
-        "diffusers",
-        "torchao",
-        "fluxq export tiny-nvfp4 --format torchao",
-        "torchao",
-        "0.18.0",
-        ("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"),
-        _WHOLE,
-    ),
-    Reader(
-        "diffusers",
-        "nunchaku_lite",
-        "fluxq export tiny-nvfp4 --format nunchaku_lite",
-        proof="names, shapes and dtypes pass the loader's own strict check; its kernels want a GPU and a download",
-    ),
-    Reader(
-        "ComfyUI",
-        "comfy",
-        "fluxq export tiny-nvfp4 --format comfy -o ComfyUI/models/diffusion_models/tiny-nvfp4.safetensors",
-        "ComfyUI",
-        "0.33.0",
-        ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"),
-        "its loader, on FLUX.1, FLUX.2, SD3.5 and Wan of few blocks: no name is missing or left over, all weights are "
-        "ours bit for bit, the output is that of a plain model of them",
-        "783545f6",
-    ),
-    Reader(
-        "comfy-kitchen",
-        "comfy",
-        "",
-        "comfy-kitchen",
-        "0.2.40",
-        ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
-        "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit",
-    ),
-    Reader(
-        "SGLang-Diffusion",
-        "comfy",
-        "fluxq export tiny-nvfp4 --format comfy && "
-        "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
-        "sglang",
-        "0.5.23",
-        ("nvfp4", "mxfp8", "int8_tensorwise"),
-        "its reader of markers: format of every layer; NVFP4 comes out in rows with the codes we have",
-        interpreter="FLUXQ_SGLANG_PYTHON",
-    ),
-    Reader(
-        "SGLang-Diffusion",
-        "modelopt",
-        "fluxq export tiny-nvfp4 --format modelopt && sglang generate --model-path ./tiny-nvfp4-modelopt --prompt TEXT",
-        "sglang",
-        "0.5.23",
-        ("NVFP4",),
-        "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit; its fp8 "
-        "has one scale for each weight, and x",
-        interpreter="FLUXQ_SGLANG_PYTHON",
-    ),
-    Reader(
-        "vLLM-Omni",
-        "modelopt",
-        "fluxq export tiny-nvfp4 --format modelopt && vllm serve ./tiny-nvfp4-modelopt --omni",
-        "vllm-omni",
-        "0.30.0",
-        ("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"),
-        "its loader on FLUX.1, Qwen-Image and Z-Image of few blocks: all tensors find their parameters, all "
-        "weights are ours bit for bit",
-        interpreter="FLUXQ_VLLM_OMNI_PYTHON",
-    ),
-    Reader(
-        "ModelOpt",
-        "modelopt",
-        "",
-        "nvidia-modelopt",
-        "0.47.0",
-        ("NVFP4",),
-        "the producer: its own tensor class decodes ours bit for bit, its conversion of configurations gives ours",
-    ),
-    Reader(
-        "nunchaku",
-        "nunchaku",
-        "fluxq export tiny-int4-svd --format nunchaku",
-        "nunchaku",
-        "1.3.0dev",
-        ("svdq_w4a4 int4", "svdq_w4a4 nvfp4", "awq_w4a16"),
-        "FLUX.1 only; its loader in Python checks all names and shapes and holds what is in the file; its kernels want "
-        "a GPU",
-        "92e46957",
-    ),
-    Reader(
-        "vLLM",
-        "compressed_tensors",
-        "fluxq export OUT --format compressed-tensors && vllm serve ./OUT-compressed-tensors",
-        proof="a text encoder that was quantized, with its tokenizer",
-    ),
-    Reader(
-        "transformers",
-        "compressed_tensors",
-        "fluxq export OUT --format compressed-tensors",
-        "compressed-tensors",
-        "0.20.0",
-        tuple(dict.fromkeys(row.name for row in compressed_tensors.ROWS)),
-        "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder in fp8, but none in 4 bits",
-    ),
-)
+WRITERS = {name: dialect.writer for name, dialect in DIALECTS.items() if dialect.writer is not None}
+READERS = tuple(replace(reader, dialect=name) for name, dialect in DIALECTS.items() for reader in dialect.readers)

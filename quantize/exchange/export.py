@@ -30,9 +30,9 @@ from fluxq.base.output import Output, contents, job_digest, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
-from fluxq.quantize.exchange import containers, modelopt, nunchaku, nunchaku_file
-from fluxq.quantize.exchange.containers import Contents
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.containers import Contents, record
+from fluxq.quantize.exchange.dialect import Unit, Units
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.native import NativeComponent
@@ -47,19 +47,6 @@ from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 How = Literal["codes", "16 bit", "rounded"]
 SideLayers = Literal["8bit", "16bit"]
 MOST_ADDED = 0.03  # ‖W' - W‖ / ‖W‖ that rounding a side layer again may add: what E4M3 has on any weight is 0.027
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One quantized Linear of the file. parts: modules of diffusers whose rows follow each other in it.
-
-    row: what nunchaku's own blocks make of them.
-    """
-
-    name: str
-    parts: tuple[str, ...]
-    order: Order = "as they are"
-    row: nunchaku_file.Row = nunchaku_file.AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -144,10 +131,10 @@ def export(
     before anything is written, for what the dialect cannot hold, naming the layers; where `target` exists, without
     `overwrite`; and for a shard size of a dialect that is one file.
     """
-    if dialect not in containers.WRITERS:
-        known = ", ".join(containers.WRITERS)
+    if dialect not in WRITERS:
+        known = ", ".join(WRITERS)
         raise ValueError(f"format {dialect!r} is not written here; formats are {known}")
-    writer = containers.WRITERS[dialect]
+    writer = WRITERS[dialect]
     output = Output(target, writer.is_file, writer.beside)
     if max_shard_bytes is not None and writer.is_file:
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
@@ -180,7 +167,7 @@ def export(
             copied = {
                 made / name: found for name, found in read.items() if _is_copy(made / name, checkpoint.path / name)
             }
-            containers.record(made, dialect, job, copied | hashes)
+            record(made, dialect, job, copied | hashes)
         files = sorted(path for path in made.rglob("*") if path.is_file())
         done.nbytes = sum(path.stat().st_size for path in files)
         done.files = [path.relative_to(made).as_posix() for path in files]
@@ -232,18 +219,15 @@ class ComponentPlan:
                 keep(tensors, f"{unit.name}.")
                 plain += [f"{unit.name}.{suffix}" for suffix in tensors]
                 continue
-            encoded = encode(_arranged(layer, unit), unit)
+            layer = layer if unit.order == "as they are" else _ordered(layer, unit.order)
+            encoded = encode(DIALECTS[self.dialect].arrange(layer, unit.own), unit)
             keep(encoded.tensors, f"{unit.name}.")
             entries[unit.name] = encoded.entry
             plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
-            formats[str(encoded.entry.get(_SAID.get(self.dialect, ""), layer.scheme))] += 1
+            formats[str(encoded.entry.get(DIALECTS[self.dialect].said, layer.scheme))] += 1
             notes.update(encoded.notes)
-            if (
-                self.dialect == "compressed_tensors"
-                and layer.scheme.weights.element.bits == 4
-                and "T5" in source.class_name
-            ):
-                notes[_NOT_BY_TRANSFORMERS] += 1
+            if note := DIALECTS[self.dialect].note(layer.scheme, source.class_name):
+                notes[note] += 1
         for name, (members, order) in self.plain.items():
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
@@ -265,7 +249,7 @@ def plan_of(
     source: NativeComponent, dialect: str, requantize: bool = False, side_layers: SideLayers = "8bit"
 ) -> ComponentPlan:
     """Decide on every layer; ValueError naming all that cannot be written."""
-    units, plain = _units(source, DIALECTS[dialect].names)
+    units, plain = _units(source, dialect)
     main = _main_scheme(source)
     choices, problems = [], dict[str, dict[str, None]]()  # why -> modules; nunchaku has two layers of some
     for unit in units:
@@ -280,8 +264,7 @@ def plan_of(
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
         cure += f"; recipes that fit: {', '.join(fits)}" if (fits := _recipes_that_fit(dialect, main)) else ""
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
-    if dialect == "modelopt":
-        choices = _readable_together(source, choices, main)
+    choices = _readable_together(source, choices, dialect, main)
     if not any(choice.how != "16 bit" for choice in choices):
         raise ValueError(
             f"{dialect} holds no layer of {source.component or 'the model'}: everything would be in 16 bit"
@@ -290,15 +273,16 @@ def plan_of(
 
 
 def _in_16_bit(source: NativeComponent) -> ComponentPlan:
-    units, plain = _units(source, "diffusers")
+    units, plain = _units(source, "")
     return ComponentPlan(source, "", [Choice(unit, "16 bit", ()) for unit in units], plain)
 
 
-def _units(source: NativeComponent, names: str) -> tuple[list[Unit], dict[str, tuple[tuple[str, ...], Order]]]:
-    """Quantized Linears of the file, and its other tensors: target -> (parts, order of rows)."""
-    if names == "nunchaku":
-        return _nunchaku_units(source)
-    if names == "diffusers":
+def _units(source: NativeComponent, dialect: str) -> Units:
+    """Quantized Linears of the file, and its other tensors. dialect: "" for 16 bit."""
+    rules = DIALECTS.get(dialect)
+    if rules is not None and rules.units is not None:
+        return rules.units(source)
+    if rules is None or rules.names == "diffusers":
         return [Unit(name, (name,)) for name in source.schemes], {
             name: ((name,), "as they are") for name in source.plain
         }
@@ -315,15 +299,6 @@ def _units(source: NativeComponent, names: str) -> tuple[list[Unit], dict[str, t
     return units, plain
 
 
-def _nunchaku_units(source: NativeComponent) -> tuple[list[Unit], dict[str, tuple[tuple[str, ...], Order]]]:
-    if source.family.name != "flux":
-        raise ValueError(f"nunchaku's single files are written of FLUX.1, not of {source.class_name}; nunchaku_lite is")
-    units = [Unit(name, parts, row=row) for name, parts, row in nunchaku_file.rows_of(source.linears)]
-    taken = {part for unit in units for part in unit.parts}
-    plain = [name for name in source.plain if name.rpartition(".")[0] not in taken]
-    return units, {nunchaku_file.plain_name(name): ((name,), "as they are") for name in plain}
-
-
 def _choice(
     source: NativeComponent,
     unit: Unit,
@@ -336,7 +311,7 @@ def _choice(
     why = _why_not_as_it_is(source, unit, dialect)
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
-    has_16_bit = not unit.row.parts  # nunchaku's own blocks have no other Linears
+    has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
     is_side = has_16_bit and all(_is_side(source, name, main) for name in unit.parts)
     if is_side and side_layers == "16bit":
         return Choice(unit, "16 bit", (), why or "--side-layers 16bit asks for it")
@@ -354,30 +329,27 @@ def _choice(
     return Choice(unit, "16 bit", (), why) if has_16_bit else why
 
 
-def _readable_together(source: NativeComponent, choices: list[Choice], main: tuple[str, str | None]) -> list[Choice]:
-    """The same for a folder of ModelOpt's, with side layers in 16 bit that its readers could not load.
+def _readable_together(
+    source: NativeComponent, choices: list[Choice], dialect: str, main: tuple[str, str | None]
+) -> list[Choice]:
+    """The same, with side layers in 16 bit that no reader of the dialect takes beside the main ones."""
+    rules = DIALECTS[dialect]
+    if rules.unreadable is None:
+        return choices
 
-    vLLM-Omni gives no modulation a quantized layer. SGLang-Diffusion reads folders of one algorithm, vLLM-Omni mixes of
-    some. Sources: vLLM-Omni's `safe_quant_config`, `get_quant_method` of vLLM's ModelOptMixedPrecisionConfig, SGLang's
-    ModelOptFp4Config and ModelOptFp8Config.
-    """
-
-    def algorithm(choice: Choice) -> str:
+    def format_of(choice: Choice) -> str:
         if not choice.schemes:
             return ""
         layer = QuantTensors({}, _shape(source, choice.unit), choice.schemes[0])
-        return row_for(layer, DIALECTS["modelopt"].rows, "modelopt")[0].name
+        return row_for(layer, rules.rows, dialect)[0].name
 
-    names = [algorithm(choice) for choice in choices]
+    names = [format_of(choice) for choice in choices]
     sides = [all(_is_side(source, part, main) for part in choice.unit.parts) for choice in choices]
     mains = {name for name, is_side in zip(names, sides, strict=True) if not is_side}
     done = []
     for choice, name, is_side in zip(choices, names, sides, strict=True):
-        why = ""
-        if name and is_side and any(_is_modulation(source, part) for part in choice.unit.parts):
-            why = "vLLM-Omni computes modulation in 16 bit"
-        elif name and is_side and {name} != mains and not {name, *mains} <= modelopt.READ_MIXED:
-            why = f"no reader of modelopt takes {name} beside {' and '.join(sorted(mains))}"
+        is_modulation = any(_is_modulation(source, part) for part in choice.unit.parts)
+        why = rules.unreadable(name, mains, is_modulation) if name and is_side else ""
         done.append(replace(choice, how="16 bit", schemes=(), why=why) if why else choice)
     return done
 
@@ -401,9 +373,9 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
             return f"the file joins layers whose {suffix} differ"
     shape = _shape(source, unit)
     why = _misfit(schemes[0], shape, dialect)
-    if not why and unit.row.chunks and schemes[0].activations:
+    if not why and unit.own.chunks and schemes[0].activations:
         return f"a modulation, which has 16-bit activations there and here is {schemes[0]}"
-    if not why and unit.row.parts and not unit.row.chunks and not schemes[0].activations:
+    if not why and unit.own.parts and not unit.own.chunks and not schemes[0].activations:
         return f"{dialect} computes it with rounded activations, not as {schemes[0]}"
     if why and not _misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
         return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', source.why_not_folded(unit.parts[0]))}"
@@ -418,7 +390,7 @@ def _factors_stay(dialect: str, scheme: Scheme) -> bool:
 
 def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
     n, k = sum(source.shapes[name][0] for name in unit.parts), source.shapes[unit.parts[0]][1]
-    return n, {"": k, "first": n, "rest": k - n}[unit.row.columns]
+    return n, {"": k, "first": n, "rest": k - n}[unit.own.columns]
 
 
 def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str) -> str:
@@ -467,7 +439,7 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
     rows = [
         row
         for row in DIALECTS[dialect].rows
-        if not row.unread and (not unit.row.parts or (row.activations is None) == bool(unit.row.chunks))
+        if not row.unread and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
     ]
     for row in sorted(rows, key=partial(_distance, own=own)):
         same_input = own.static_input and own.activations is not None and row.activations == own.activations.name
@@ -552,13 +524,6 @@ def _changed(
     return Changed(choice.unit.name, shape, was, scheme, nbytes, error, choice.why)
 
 
-def _arranged(layer: QuantTensors, unit: Unit) -> QuantTensors:
-    """A layer as the file has it: rows in its order, only some columns, a modulation channel by channel."""
-    layer = layer if unit.order == "as they are" else _ordered(layer, unit.order)
-    layer = nunchaku_file.columns_of(layer, unit.row.columns) if unit.row.columns else layer
-    return nunchaku.interleaved(layer, unit.row.chunks) if unit.row.chunks else layer
-
-
 def _ordered(layer: QuantTensors, order: Order) -> QuantTensors:
     n = layer.shape[0]
     by_rows = {name for name, t in layer.tensors.items() if t.ndim and t.shape[0] == n and name not in _OF_COLUMNS}
@@ -576,15 +541,14 @@ def _swapped(tensor: Tensor, order: Order) -> Tensor:
 def _encoder(plan: ComponentPlan) -> Callable[[QuantTensors, Unit], Encoded]:
     """The dialect's `encode` with what it wants to know of the whole model."""
     source, dialect = plan.source, DIALECTS.get(plan.dialect)
-    known: dict[str, Any] = {"dtype": source.dtype} if plan.dialect == "torchao" else {}
-    if plan.dialect in ("nunchaku", "nunchaku_lite"):
-        ranks = [_rank(source, choice) for choice in plan.choices]
-        known = {"dtype": source.dtype, "rank": padded(max(max(ranks), 1), nunchaku.RANKS)}
+    known: dict[str, Any] = {"dtype": source.dtype} if dialect and dialect.takes_dtype else {}
+    if dialect and dialect.ranks:
+        known["rank"] = padded(max(1, *(_rank(source, choice) for choice in plan.choices)), dialect.ranks)
 
     def encode(layer: QuantTensors, unit: Unit) -> Encoded:
         if dialect is None or dialect.encode is None:
             raise ValueError(f"{unit.name}: nothing is encoded in 16 bit")
-        is_shifted = unit.row.after_gelu and layer.scheme.weights.name == "int4"
+        is_shifted = unit.own.after_gelu and layer.scheme.weights.name == "int4"
         return dialect.encode(layer, **known, **({"after_gelu": True} if is_shifted else {}))
 
     return encode
@@ -603,7 +567,7 @@ def _rank(source: NativeComponent, choice: Choice) -> int:
 
 def _components(checkpoint: ModelFolder, dialect: str, component: str | None) -> list[str]:
     """Names of the components to export; ValueError where they are not to be told, or not for the dialect."""
-    wanted = containers.WRITERS[dialect]
+    wanted = WRITERS[dialect]
     quantized = _other_quantized(checkpoint, [])
     if component is not None:
         names = [component]
@@ -648,8 +612,8 @@ def _hint(done: Exported, side_layers: SideLayers) -> str:
         return ""
     if side_layers == "16bit":
         return "larger than the checkpoint: --side-layers 8bit, the default, makes it smaller"
-    if done.dialect == "modelopt":
-        return "larger than the checkpoint: its readers compute modulation in 16 bit, whatever the recipe"
+    if why := DIALECTS[done.dialect].why_larger:
+        return f"larger than the checkpoint: {why}"
     if not done.dequantized:
         wider = "layers were rounded into formats of more bits" if done.requantized else "scales take more room there"
         return f"larger than the checkpoint: {wider}"
@@ -691,11 +655,3 @@ _NOT_CARRIED = {
     "steps": "every step is computed with these codes there, here some are kept in 16 bit",
 }
 _OF_COLUMNS = {"pre_quant_mean", "pre_quant_scale", "svdquant_lora_a", "deflate_basis"}
-_NOT_BY_TRANSFORMERS = (
-    "stock transformers does not load a T5 with 4-bit layers of compressed-tensors, whoever wrote them: it initializes "
-    "`weight`, which they have not; fp8 and int8 load"
-)
-_SAID = {
-    **{"bfl": "format", "comfy": "format", "modelopt": "quant_algo", "torchao": "_type"},
-    **{"compressed_tensors": "format", "nunchaku": "op", "nunchaku_lite": "op"},
-}  # what an entry calls the format

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
 from fluxq.quantize.exchange.layouts import BLOCK, over_blocks
+from fluxq.quantize.exchange.marks import by_config, by_tensor
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:
@@ -40,3 +42,17 @@ def read_blocks(held: Tensors, shape: tuple[int, int], name: str, dtypes: tuple[
     held.finish()
     weight = over_blocks(codes, scale.reshape(rows, columns))
     return Plain(weight, bias, f"it has a scale for each block of {BLOCK} by {BLOCK}")
+
+
+DIALECT = Dialect(
+    "fp8_blocks",
+    "fp8 in blocks of 128 by 128, of transformers",
+    decode,
+    "folder",
+    "weight_scale_inv tensors",
+    marks=(by_config("fp8"), by_tensor("weight_scale_inv")),
+    methods=("fp8",),
+    suffixes=("weight_scale_inv", "activation_scale"),
+    entry=lambda model, name, stored: {"block": model.quantization.get("weight_block_size")},
+    widened=("fp8_blocks",),
+)

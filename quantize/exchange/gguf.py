@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxq.base.tensors import Stored
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
+from fluxq.quantize.exchange.marks import CODES, Headers, codes_of, weight_of
+from fluxq.quantize.exchange.marks import FLOATS as PLAIN_FLOATS
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:
@@ -56,4 +60,33 @@ TYPES = (
     "Q6_K",
     "IQ4_NL",
     "IQ4_XS",
+)
+
+
+def _has_codes(stored: Mapping[str, Stored]) -> bool:
+    codes = next((stored[suffix] for suffix in CODES if suffix in stored), None)
+    return codes is not None and len(codes.shape) == 2 and codes.dtype not in PLAIN_FLOATS
+
+
+def _shape(
+    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
+) -> tuple[int, int]:
+    _, _, rows, columns = codes_of(stored)
+    return rows, columns
+
+
+DIALECT = Dialect(
+    "gguf",
+    "llama.cpp's blocks",
+    decode,
+    "GGUF file",
+    "type of each tensor",
+    "original",
+    marks=(lambda model: "it begins with GGUF" if model.container == "GGUF file" else "",),
+    methods=("gguf",),
+    has_codes=_has_codes,
+    entry=lambda model, name, stored: {"type": weight_of(stored).dtype},
+    shape=_shape,
+    widened=tuple(name for name in TYPES if name not in PLAIN_FLOATS),
+    has_nibbles=False,
 )

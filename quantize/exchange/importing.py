@@ -36,12 +36,11 @@ from fluxq.quantize.checkpoint import (
     write_shards,
 )
 from fluxq.quantize.digests import write_digests
-from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
+from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
 from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, not_finite, split
-from fluxq.quantize.exchange.marks import NATIVE, PLAIN, json_object
-from fluxq.quantize.exchange.nunchaku_file import parts_of
+from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.verify import stored_fault
@@ -177,9 +176,10 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
     config = dict(model.config)
     if not config and base is not None:
         config = dict(Base.of(base, component, model).model.config)
-    if not config and model.names == "nunchaku" and model.family and "config" in model.metadata:  # which it has itself
-        config = json_object(model.metadata["config"], f"{model.path}: `config` in the header")
-        require_harmless_values(config, f"{model.path}: `config` in the header")
+    key = model.rules.config_key if model.names == model.rules.names else ""
+    if not config and model.family and key in model.metadata:  # which it has itself
+        config = json_object(model.metadata[key], f"{model.path}: `{key}` in the header")
+        require_harmless_values(config, f"{model.path}: `{key}` in the header")
         config["_class_name"] = model.family.model
     class_name = _class_name(config)
     if class_name is None:
@@ -223,17 +223,13 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
     faults = {name: f"nothing here reads {', '.join(left)}" for name, left in model.unread.items()} | model.faults
     if faults:
         raise ValueError(f"{model.path}: {_several(faults)}; `fluxq inspect` says more")
-    if not dequantize and model.dialect in ("gguf", "bnb"):
+    if not dequantize and not model.rules.rows:
         raise ValueError(
             f"{model.path}: no format of ours holds the codes of {model.dialect} ({len(model.layers)} layers); "
             "--dequantize makes them 16 bit"
         )
-    if model.dialect == "nunchaku" and model.names != "nunchaku":
-        foreign = next(name for name in model.layers if not parts_of(name))
-        raise ValueError(
-            f"{model.path}: {foreign} is no layer of nunchaku's FLUX.1, and of its single files only those are read; "
-            "get the model as a folder that diffusers loads (nunchaku_lite)"
-        )
+    if why := model.rules.refuse(model):
+        raise ValueError(f"{model.path}: {why}")
     if not model.layers:
         others = f" beside {', '.join(model.other_components())}, which are left out" if model.others else ""
         raise ValueError(
@@ -355,7 +351,7 @@ def _read(
     orders = base.rows(layer.shape, whole)[1] if base is not None and repairs else {}
     for name in repairs:
         if name in REPAIRS:
-            mended = REPAIRS[name].mend(tensors, model.dialect, layer.shape)
+            mended = REPAIRS[name].mend(tensors, model.rules, layer.shape)
             if mended is None:
                 raise ValueError(f"{name} could not be mended in the whole layer")
             tensors = mended

@@ -14,7 +14,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from torch import Tensor
 from fluxq.base.console import progress
 from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
 from fluxq.quantize.exchange.beside import beside, other_settings
-from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.files import FileLayer, ModelFile, open_models
+from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_back
-from fluxq.quantize.exchange.layer import Plain, Row, not_finite
+from fluxq.quantize.exchange.layer import Plain, not_finite
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
-from fluxq.quantize.exchange.marks import NATIVE, PLAIN
+from fluxq.quantize.exchange.marks import PLAIN, FileLayer
 from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.recipes.keymaps import Joined
@@ -187,7 +185,8 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         modules = [part.removesuffix(".weight") for part in joined.get(f"{name}.weight", Joined(name, (name,))).parts]
         scope[(_role(model, modules[0]) if modules else "") or "unknown"]["16 bit"] += 1
     done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
-    done.faults += [*_narrow_scales(model), *_left_out(model, joined), *_ignored(model), *_for_readers(model)]
+    done.faults += [*_narrow_scales(model), *_left_out(model, joined)]
+    done.faults += [Fault(*fault) for fault in model.rules.faults(model)]
     done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
     done.faults += _disabled(model)
     unreadable = {fault.layer for fault in done.faults if fault.kind == "unreadable"}
@@ -251,7 +250,7 @@ def _layer(
         faults.append(Fault("scales of 0", layer.name, error) if is_lost else _cured_by(model, layer, tensors, error))
     bits = 8 * layer.nbytes / max(n * k, 1)
     role = _role(model, modules[0]) if modules else ""
-    report = LayerReport(layer.name, modules, role, _format(model, layer), scheme, layer.shape, bits, against)
+    report = LayerReport(layer.name, modules, role, model.rules.format_of(layer), scheme, layer.shape, bits, against)
     return report, list({fault.kind: fault for fault in faults}.values())  # what the base says of a kind comes last
 
 
@@ -451,7 +450,7 @@ def _cured_by(model: ModelFile, layer: FileLayer, tensors: dict[str, Tensor], er
         if not repair.cures_shape:
             continue
         try:
-            mended = repair.mend(tensors, model.dialect, layer.shape)
+            mended = repair.mend(tensors, model.rules, layer.shape)
             if mended is not None:
                 model.decode(layer, mended)
                 return Fault(name, layer.name, error)
@@ -509,7 +508,7 @@ def _scale_numbers(
     n, k = layer.shape
     is_nvfp4 = any(name in tensors for name in _GLOBAL_SCALES)
     e8m0 = scale.dtype == torch.float8_e8m0fnu or (scale.dtype == torch.uint8 and not is_nvfp4)
-    if suffix in ("weight_scale", "_weight_scale") and model.dialect in ("comfy", "torchao") and scale.ndim == 2:
+    if suffix in ("weight_scale", "_weight_scale") and model.rules.tiles is not None and scale.ndim == 2:
         try:
             scale = (
                 unblock_scales(scale.contiguous(), n, k // (32 if e8m0 else 16)) if scale.element_size() == 1 else scale
@@ -582,36 +581,12 @@ def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
 
 
 def _missing_input_scale(model: ModelFile, layer: FileLayer) -> Iterator[str]:
-    row = _row(model, layer)
+    row = model.rules.row(layer)
     suffixes = {"input_scale", "input_global_scale", "_weight_act_per_tensor_scale"}
     if row is None or suffixes & layer.parts.keys():
         return
-    if row.input_scale == "required" and not (
-        model.dialect == "compressed_tensors" and not layer.entry.get("input_activations")
-    ):
+    if row.input_scale == "required" or "input_scale" in row.needs:
         yield f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
-    elif "input_scale" in row.needs:
-        yield f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
-
-
-def _ignored(model: ModelFile) -> Iterator[Fault]:
-    """Quantized layers that a pattern of `ignore` matches: SGLang-Diffusion holds each against the whole path and
-    against its first name.
-    """
-    patterns = model.quantization.get("ignore")
-    for pattern in patterns if isinstance(patterns, list) and model.dialect == "modelopt" else ():
-        if not isinstance(pattern, str):
-            continue
-        hit = [name for name in model.layers if fnmatchcase(name, pattern) or fnmatchcase(name.split(".")[0], pattern)]
-        if hit:
-            yield Fault("ignored though quantized", hit[0], f"ignore has {pattern!r}, which matches {len(hit)} layers")
-
-
-def _for_readers(model: ModelFile) -> Iterator[Fault]:
-    if model.dialect == "modelopt" and "folder" in model.container:
-        yield Fault("not for diffusers", "", "a folder that ModelOpt exported, with quant_method modelopt")
-    if model.dialect == "modelopt" and not model.quantization:
-        yield Fault("nothing says the format", "", "no quantization_config beside weights of ModelOpt's names")
 
 
 def _left_out(model: ModelFile, joined: Mapping[str, Joined]) -> Iterator[Fault]:
@@ -637,37 +612,9 @@ def _left_out(model: ModelFile, joined: Mapping[str, Joined]) -> Iterator[Fault]
         share = sum(size for _, size, _ in members) / total
         if share >= _MATTERS and not any(quantized for _, _, quantized in members):
             why = ""
-            if model.dialect == "modelopt" and kind.endswith("proj_out"):
-                why = "; ModelOpt's general presets leave out whatever is called proj_out"
+            if kind.rpartition(".")[2] in model.rules.left_out:
+                why = f"; {model.rules.left_out[kind.rpartition('.')[2]]}"
             yield Fault("left in 16 bit", kind, f"{len(members)} Linears, {share:.0%} of the weights{why}")
-
-
-def _row(model: ModelFile, layer: FileLayer) -> Row | None:
-    """The dialect's row for a layer, by name and, where several share it, by tensors."""
-    if model.dialect in (NATIVE, PLAIN):
-        return None
-    name = _format(model, layer)
-    return next((row for row in DIALECTS[model.dialect].rows if row.name == name), None)
-
-
-def _format(model: ModelFile, layer: FileLayer) -> str:
-    """The dialect's word for a layer's format."""
-    entry = layer.entry
-    if model.dialect == "bfl":
-        return "nvfp4" if "weight_scale_2" in layer.parts else "fp8r"
-    if model.dialect.startswith("nunchaku"):
-        if "wzeros" in layer.parts:
-            return "awq_w4a16"
-        scales = [stored.dtype for suffix, stored in layer.stored.items() if suffix.endswith("wscales")]
-        return f"svdq_w4a4 {'nvfp4' if 'F8_E4M3' in scales else 'int4'}"
-    if model.dialect == "legacy":
-        return "scaled_fp8"
-    if model.dialect == "bnb":
-        return "fp4" if any(suffix.endswith("fp4") for suffix in layer.parts) else "nf4"
-    for key in ("scheme", "quant_algo", "format", "type", "_type"):
-        if isinstance(entry.get(key), str):
-            return entry[key]
-    return "unknown"
 
 
 def _role(model: ModelFile, module: str) -> str:
@@ -681,9 +628,7 @@ def _role(model: ModelFile, module: str) -> str:
 def _about(model: ModelFile) -> str:
     if model.unknown_method:
         return f"what {model.unknown_method} wrote is not read here"
-    if model.dialect in DIALECTS:
-        return DIALECTS[model.dialect].about
-    return "a checkpoint of fluxq" if model.dialect == NATIVE else "nothing in it is quantized"
+    return model.rules.about
 
 
 def _finite(value: Any) -> Any:

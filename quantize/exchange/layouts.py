@@ -89,6 +89,11 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def padded_tiles(rows: int, groups: int) -> tuple[int, int]:
+    """The shape of block scales (rows, groups) in whole tiles of 128 by 4."""
+    return padded(rows, 128), padded(groups, 4)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as uint8; of a one-byte dtype only."""
     return tensor.view(torch.uint8)

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxq.base.tensors import Stored
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors, Row, Tensors, native
+from fluxq.quantize.exchange.marks import Headers, by_tensor
+from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
 
 
 def decode(
@@ -44,4 +48,31 @@ def decode(
 ROWS = (
     Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"),
     Row("scaled_fp8", "fp8_tensor", None),
+)
+
+
+def _by_sign(model: Headers) -> str:
+    return next((f"it has the tensor {name}" for name in _SIGNS if name in model.stored), "")
+
+
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    sign = next((model.stored[key] for key in _SIGNS if key in model.stored), None)
+    return {"scaled_fp8": sign.shape[0] if sign and len(sign.shape) == 1 else 2}
+
+
+_SIGNS = ("scaled_fp8", CHECKPOINT_PREFIX + "scaled_fp8")
+DIALECT = Dialect(
+    "legacy",
+    "ComfyUI's fp8 of before comfy_quant",
+    decode,
+    "file",
+    "scaled_fp8 tensor",
+    "original",
+    marks=(_by_sign, by_tensor("scale_weight")),
+    looks=lambda looks: looks.scales == "none",
+    signs=_SIGNS,
+    suffixes=("scale_weight", "scale_input"),
+    entry=_entry,
+    format_of=lambda layer: "scaled_fp8",
+    rows=ROWS,
 )

@@ -15,15 +15,20 @@ keeps the sign of -0, ModelOpt writes +0. Measured on files that ModelOpt 0.47 w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
 from fluxq.kernels.tensor import stored_shapes
+from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
+from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
@@ -38,6 +43,7 @@ from fluxq.quantize.exchange.layer import (
     without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import scaled
+from fluxq.quantize.exchange.marks import Headers, by_config, codes_of, guess_word, matrix_shape
 from fluxq.recipes.formats import ELEMENTS, find_format
 
 
@@ -175,7 +181,7 @@ _OF_BLOCKS = ("fp8_pb_wo", "FP8_PB_WO")
 _NVFP4 = ("NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4")
 _GROUPED = (*_NVFP4, "MXFP8", "mxfp4", "W4A16_AWQ")
 _DESCRIBED_ALONE = ("FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_SVD")  # by `config_groups` too
-READ_MIXED = frozenset({"FP8", "NVFP4", "W4A16_NVFP4", "MXFP8"})  # by vLLM's reader of MIXED_PRECISION
+_READ_MIXED = frozenset({"FP8", "NVFP4", "W4A16_NVFP4", "MXFP8"})  # by vLLM's reader of MIXED_PRECISION
 _FP8, _FP4, _INT8 = ({"num_bits": bits, "type": kind} for bits, kind in ((8, "float"), (4, "float"), (8, "int")))
 _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "FP8": {"input_activations": _FP8, "weights": _FP8},
@@ -202,4 +208,155 @@ ROWS = (
     Row("W8A8_SQ_PER_CHANNEL", "int8", "int8", smooth=True, needs=("input_scale",)),
     Row("W8A16", "int8", None),
     Row("W4A16_AWQ", "int4_g128", None, smooth=True, multiples=(2, 128)),
+)
+
+
+# --- files
+
+
+def _by_producer(model: Headers) -> str:
+    producer = model.quantization.get("producer")
+    name = producer.get("name") if isinstance(producer, dict) else None
+    return "config.json names modelopt as producer" if name == "modelopt" else ""
+
+
+def _looks(looks: Looks) -> bool:
+    return not looks.original and looks.scales in ("matrix", "one level", "undecided")
+
+
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    config = model.quantization
+    layers = config.get("quantized_layers")
+    said = layers.get(name) if isinstance(layers, dict) else None
+    if isinstance(said, dict):
+        return dict(said)
+    algo = config.get("quant_algo")
+    if isinstance(algo, str) and algo != "MIXED_PRECISION":
+        return {"quant_algo": algo}
+    guess = guess_word(stored, _WORDS)
+    if guess == "NVFP4" and "svdquant_lora_a" in stored:
+        guess = "NVFP4_SVD"
+    elif guess == "NVFP4" and "pre_quant_scale" in stored:
+        guess = "NVFP4_AWQ"
+    elif guess == "NVFP4" and not any("input_scale" in parts for parts in model.groups.values()):
+        guess = "W4A16_NVFP4"
+    return {"quant_algo": guess}
+
+
+def _shape(
+    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
+) -> tuple[int, int]:
+    if entry.get("quant_algo") == "W4A16_AWQ":
+        _, _, rows, columns = codes_of(stored)
+        return 2 * rows, columns
+    return matrix_shape(model, parts, stored, entry)
+
+
+def _put_back(module: str, weight: Tensor, removed: Mapping[str, Tensor]) -> Tensor:
+    """The weight of a layer whose quantizer was disabled after calibration, with what that took out."""
+    left = {suffix: tensor.float() for suffix, tensor in removed.items()}
+    n, k = weight.shape if weight.ndim == 2 else (0, 0)
+    smooth = left.get("pre_quant_scale", torch.ones((), dtype=torch.float32))
+    a = left.get("svdquant_lora_a", torch.zeros(0, k, dtype=torch.float32))
+    b = left.get("svdquant_lora_b", torch.zeros(n, 0, dtype=torch.float32))
+    fits = smooth.shape in ((), (k,)) and a.ndim == b.ndim == 2 and (*b.shape, *a.shape) == (n, len(a), len(a), k)
+    if not fits or not all(torch.isfinite(part).all() for part in (smooth, a, b)) or not (smooth > 0).all():
+        raise ValueError(f"{module}: what ModelOpt had taken out of its weight is damaged; get the file again")
+    return ((weight.float() + b @ a) * smooth).to(weight.dtype)
+
+
+def _faults(model: Headers) -> Iterator[tuple[str, str, str]]:
+    """Yield what readers of its folders stumble over.
+
+    SGLang-Diffusion holds each pattern of `ignore` against a layer's whole path and against its first name.
+    """
+    patterns = model.quantization.get("ignore")
+    for pattern in patterns if isinstance(patterns, list) else ():
+        if not isinstance(pattern, str):
+            continue
+        hit = [name for name in model.layers if fnmatchcase(name, pattern) or fnmatchcase(name.split(".")[0], pattern)]
+        if hit:
+            yield "ignored though quantized", hit[0], f"ignore has {pattern!r}, which matches {len(hit)} layers"
+    if "folder" in model.container:
+        yield "not for diffusers", "", "a folder that ModelOpt exported, with quant_method modelopt"
+    if not model.quantization:
+        yield "nothing says the format", "", "no quantization_config beside weights of ModelOpt's names"
+
+
+def _unreadable(name: str, mains: set[str], is_modulation: bool) -> str:
+    """Return why no program loads a side layer of an algorithm beside those of main layers; "" where one does.
+
+    vLLM-Omni gives no modulation a quantized layer. SGLang-Diffusion reads folders of one algorithm, vLLM-Omni mixes of
+    some. Sources: vLLM-Omni's `safe_quant_config`, `get_quant_method` of vLLM's ModelOptMixedPrecisionConfig, SGLang's
+    ModelOptFp4Config and ModelOptFp8Config.
+    """
+    if is_modulation:
+        return "vLLM-Omni computes modulation in 16 bit"
+    if {name} != mains and not {name, *mains} <= _READ_MIXED:
+        return f"no reader of modelopt takes {name} beside {' and '.join(sorted(mains))}"
+    return ""
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    write_pipeline(made, checkpoint, contents, lambda one: config(one.entries, one.in_16_bit, _SCHEMA))
+
+
+_SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
+_WORDS = {
+    **{"nvfp4": "NVFP4", "mxfp8": "MXFP8", "mxfp4": "mxfp4", "fp8": "FP8_PER_CHANNEL_PER_TOKEN", "fp8_tensor": "FP8"},
+    **{"int8": "W8A16", "int8 static": "W8A8_SQ_PER_CHANNEL", "int4": "W4A16_AWQ"},
+}
+_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+DIALECT = Dialect(
+    "modelopt",
+    "NVIDIA ModelOpt's unified checkpoint",
+    decode,
+    "folder",
+    "config.json: quant_algo",
+    readers=(
+        Reader(
+            "SGLang-Diffusion",
+            "fluxq export tiny-nvfp4 --format modelopt && "
+            "sglang generate --model-path ./tiny-nvfp4-modelopt --prompt TEXT",
+            "sglang",
+            "0.5.23",
+            ("NVFP4",),
+            "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit; its "
+            "fp8 has one scale for each weight, and x",
+            interpreter="FLUXQ_SGLANG_PYTHON",
+        ),
+        Reader(
+            "vLLM-Omni",
+            "fluxq export tiny-nvfp4 --format modelopt && vllm serve ./tiny-nvfp4-modelopt --omni",
+            "vllm-omni",
+            "0.30.0",
+            ("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"),
+            "its loader on FLUX.1, Qwen-Image and Z-Image of few blocks: all tensors find their parameters, all "
+            "weights are ours bit for bit",
+            interpreter="FLUXQ_VLLM_OMNI_PYTHON",
+        ),
+        Reader(
+            "ModelOpt",
+            "",
+            "nvidia-modelopt",
+            "0.47.0",
+            ("NVFP4",),
+            "the producer: its own tensor class decodes ours bit for bit, its conversion of configurations gives ours",
+        ),
+    ),
+    marks=(by_config(*_METHODS), _by_producer),
+    methods=_METHODS,
+    looks=_looks,
+    entry=_entry,
+    shape=_shape,
+    removed=("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "input_scale"),
+    put_back=_put_back,
+    rows=ROWS,
+    encode=encode,
+    writer=Writer(_write, is_pipeline=True),
+    unreadable=_unreadable,
+    said="quant_algo",
+    why_larger="its readers compute modulation in 16 bit, whatever the recipe",
+    faults=_faults,
+    left_out={"proj_out": "ModelOpt's general presets leave out whatever is called proj_out"},
 )

@@ -18,14 +18,19 @@ How an index of 128 rows and 64 columns is cut: see the tables at the end. Singl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
+from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
+from fluxq.quantize.exchange.dialect import Dialect, Reader
 from fluxq.quantize.exchange.layer import (
     Encoded,
     Plain,
@@ -38,6 +43,7 @@ from fluxq.quantize.exchange.layer import (
     without_idle_ranks,
 )
 from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
 from fluxq.recipes.formats import ELEMENTS
 
 GELU_SHIFT = 0.171875  # what nunchaku's kernel adds behind GELU, so that 4-bit codes without a sign hold it
@@ -405,4 +411,60 @@ ROWS = (
         factors_stay=True,
     ),
     Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
+)
+
+# --- files
+
+
+def shape_of(
+    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
+) -> tuple[int, int]:
+    """(N, K) of a layer, of either names."""
+    suffix, codes, rows, columns = codes_of(stored)
+    if suffix != "qweight":
+        return matrix_shape(model, parts, stored, entry)
+    return (4 * rows, 2 * columns) if codes.dtype == "I32" else (rows, 2 * columns)
+
+
+def format_of(layer: FileLayer) -> str:
+    """The op of a layer, of either names."""
+    if "wzeros" in layer.parts:
+        return "awq_w4a16"
+    scales = [stored.dtype for suffix, stored in layer.stored.items() if suffix.endswith("wscales")]
+    return f"svdq_w4a4 {'nvfp4' if 'F8_E4M3' in scales else 'int4'}"
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    write_pipeline(made, checkpoint, contents, lambda one: config(one.entries, one.source.dtype))
+
+
+SUFFIXES = (
+    *("qweight", "wscales", "wzeros", "wcscales", "wtscale"),
+    *("smooth_factor", "smooth_factor_orig", "smooth", "smooth_orig", "proj_down", "proj_up", "lora_down", "lora_up"),
+)
+DIALECT = Dialect(
+    "nunchaku_lite",
+    "nunchaku's kernels under diffusers' own blocks",
+    decode,
+    "folder",
+    "config.json: targets",
+    readers=(
+        Reader(
+            "diffusers",
+            "fluxq export tiny-nvfp4 --format nunchaku_lite",
+            proof="names, shapes and dtypes pass the loader's own strict check; its kernels want a GPU and a download",
+        ),
+    ),
+    marks=(by_config("nunchaku_lite", "svdquant"), by_tensor("qweight", "proj_down")),
+    methods=("nunchaku_lite", "svdquant"),
+    suffixes=SUFFIXES,
+    shape=shape_of,
+    format_of=format_of,
+    rows=ROWS,
+    bias_shift=GELU_SHIFT,
+    encode=encode,
+    writer=Writer(_write, is_pipeline=True),
+    takes_dtype=True,
+    ranks=RANKS,
+    said="op",
 )

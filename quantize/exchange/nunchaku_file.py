@@ -8,61 +8,56 @@ Source: nunchaku 1.2's conversion of FLUX.1 state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
 from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
+from fluxq.quantize.exchange.containers import Contents, Writer, write_file
+from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Reader, Unit, Units
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
+from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.family import Family
 
-MODEL_CLASS = "NunchakuFluxTransformer2dModel"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A Linear of nunchaku's blocks. parts: of diffusers' block. columns: "first", those of the attention, or "rest"
-    of the only part; chunks: of a modulation. after_gelu: its input follows GELU.
-    """
-
-    parts: tuple[str, ...]
-    columns: Literal["", "first", "rest"] = ""
-    chunks: int = 0
-    after_gelu: bool = False
-
-
-AS_IT_IS = Row(())  # of every other program
+_MODEL_CLASS = "NunchakuFluxTransformer2dModel"
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 _ADDED_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 SIDES = ("out_proj", "mlp_fc2")  # of a single block: the columns of diffusers' proj_out
 _HEADS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 BLOCKS = {
     "transformer_blocks": {
-        "norm1.linear": Row(("norm1.linear",), chunks=6),
-        "norm1_context.linear": Row(("norm1_context.linear",), chunks=6),
-        "qkv_proj": Row(_QKV),
-        "qkv_proj_context": Row(_ADDED_QKV),
-        "out_proj": Row(("attn.to_out.0",)),
-        "out_proj_context": Row(("attn.to_add_out",)),
-        "mlp_fc1": Row(("ff.net.0.proj",)),
-        "mlp_fc2": Row(("ff.net.2",), after_gelu=True),
-        "mlp_context_fc1": Row(("ff_context.net.0.proj",)),
-        "mlp_context_fc2": Row(("ff_context.net.2",), after_gelu=True),
+        "norm1.linear": OwnLinear(("norm1.linear",), chunks=6),
+        "norm1_context.linear": OwnLinear(("norm1_context.linear",), chunks=6),
+        "qkv_proj": OwnLinear(_QKV),
+        "qkv_proj_context": OwnLinear(_ADDED_QKV),
+        "out_proj": OwnLinear(("attn.to_out.0",)),
+        "out_proj_context": OwnLinear(("attn.to_add_out",)),
+        "mlp_fc1": OwnLinear(("ff.net.0.proj",)),
+        "mlp_fc2": OwnLinear(("ff.net.2",), after_gelu=True),
+        "mlp_context_fc1": OwnLinear(("ff_context.net.0.proj",)),
+        "mlp_context_fc2": OwnLinear(("ff_context.net.2",), after_gelu=True),
     },
     "single_transformer_blocks": {
-        "norm.linear": Row(("norm.linear",), chunks=3),
-        "qkv_proj": Row(_QKV),
-        "out_proj": Row(("proj_out",), "first"),
-        "mlp_fc1": Row(("proj_mlp",)),
-        "mlp_fc2": Row(("proj_out",), "rest", after_gelu=True),
+        "norm.linear": OwnLinear(("norm.linear",), chunks=3),
+        "qkv_proj": OwnLinear(_QKV),
+        "out_proj": OwnLinear(("proj_out",), "first"),
+        "mlp_fc1": OwnLinear(("proj_mlp",)),
+        "mlp_fc2": OwnLinear(("proj_out",), "rest", after_gelu=True),
     },
 }
 
 
-def rows_of(linears: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...], Row]]:
+def rows_of(linears: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...], OwnLinear]]:
     """(name in the file, modules of diffusers, row) of every Linear of nunchaku's. linears: of the model."""
     blocks = dict.fromkeys(tuple(name.split(".")[:2]) for name in linears if name.split(".")[0] in BLOCKS)
     for stack, index in blocks:
@@ -71,7 +66,7 @@ def rows_of(linears: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...], Row]
             yield f"{block}.{name}", tuple(f"{block}.{part}" for part in row.parts), row
 
 
-def parts_of(name: str) -> tuple[tuple[str, ...], Row] | None:
+def parts_of(name: str) -> tuple[tuple[str, ...], OwnLinear] | None:
     """(modules of diffusers, row) of a Linear of nunchaku's, or of SIDES in one; None for other names."""
     stack, index, member = (*name.split(".", 2), "", "")[:3]
     row = BLOCKS.get(stack, {}).get(SIDES[1] if member == "+".join(SIDES) else member)
@@ -200,3 +195,126 @@ def columns_of(layer: QuantTensors, which: Literal["first", "rest"]) -> QuantTen
     if which == "first" and "bias" in tensors:
         tensors["bias"] = torch.zeros_like(tensors["bias"])
     return replace(layer, tensors=tensors, shape=(n, stop - start))
+
+
+# --- files
+
+
+def _by_header(model: Headers) -> str:
+    text = model.metadata.get("quantization_config")
+    return "quantization_config in the header" if text and "svdquant" in text else ""
+
+
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    found = parts_of(name)
+    if found is None:
+        return {}
+    _, row = found
+    is_int4 = "wscales" in stored and stored["wscales"].dtype in FLOATS
+    said: dict[str, Any] = {"chunks": row.chunks} if row.chunks else {}
+    return said | ({"act_unsigned": True} if row.after_gelu and is_int4 else {})
+
+
+def _regroup(model: Headers) -> None:
+    """Make one layer of the two that stand for a single block's `proj_out`."""
+    first, rest = SIDES
+    for name in [name for name in model.layers if parts_of(name) and name.startswith("single_transformer_blocks.")]:
+        block, _, member = name.rpartition(".")
+        if member not in SIDES or name not in model.layers:
+            continue
+        other = model.layers.get(f"{block}.{rest if member == first else first}")
+        if other is None or other.shape[0] != model.layers[name].shape[0]:
+            model.faults[name] = f"is a part of proj_out without the other, {first} or {rest}; get the file again"
+            continue
+        sides = {side: model.layers.pop(f"{block}.{side}") for side in SIDES}
+        shape = sides[first].shape[0], sides[first].shape[1] + sides[rest].shape[1]
+        whole = f"{block}.{first}+{rest}"
+        model.layers[whole] = FileLayer(
+            whole,
+            {f"{side}.{suffix}": part for side, layer in sides.items() for suffix, part in layer.parts.items()},
+            {f"{side}.{suffix}": part for side, layer in sides.items() for suffix, part in layer.stored.items()},
+            {**sides[rest].entry, "columns": sides[first].shape[1]},
+            shape,
+        )
+
+
+def _identify(model: Headers) -> tuple[Family, str] | None:
+    return (FAMILIES["flux"], DIALECT.names) if all(parts_of(name) for name in model.layers) else None
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the names in diffusers of a tensor."""
+    module, _, suffix = name.rpartition(".")
+    found = parts_of(module)
+    return tuple(f"{part}.{suffix}" for part in found[0]) if found else (diffusers_name(name),)
+
+
+def _refuse(model: Headers) -> str:
+    if model.names == DIALECT.names:
+        return ""
+    foreign = next(name for name in model.layers if not parts_of(name))
+    return (
+        f"{foreign} is no layer of nunchaku's FLUX.1, and of its single files only those are read; get the model as a "
+        "folder that diffusers loads (nunchaku_lite)"
+    )
+
+
+def _units(source: NativeComponent) -> Units:
+    if source.family.name != "flux":
+        raise ValueError(f"nunchaku's single files are written of FLUX.1, not of {source.class_name}; nunchaku_lite is")
+    units = [Unit(name, parts, own=row) for name, parts, row in rows_of(source.linears)]
+    taken = {part for unit in units for part in unit.parts}
+    plain = [name for name in source.plain if name.rpartition(".")[0] not in taken]
+    return units, {plain_name(name): ((name,), "as they are") for name in plain}
+
+
+def _arrange(layer: QuantTensors, own: OwnLinear) -> QuantTensors:
+    """A layer of diffusers with only some of its columns, or as a modulation channel by channel."""
+    layer = columns_of(layer, own.columns) if own.columns else layer
+    return nunchaku.interleaved(layer, own.chunks) if own.chunks else layer
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    (one,) = contents
+    write_file(made, name, one, nunchaku.metadata(one.entries, _MODEL_CLASS, one.source.config))
+
+
+DIALECT = Dialect(
+    "nunchaku",
+    "nunchaku's single files",
+    decode,
+    "file",
+    "quantization_config in the header",
+    "nunchaku",
+    readers=(
+        Reader(
+            "nunchaku",
+            "fluxq export tiny-int4-svd --format nunchaku",
+            "nunchaku",
+            "1.3.0dev",
+            ("svdq_w4a4 int4", "svdq_w4a4 nvfp4", "awq_w4a16"),
+            "FLUX.1 only; its loader in Python checks all names and shapes and holds what is in the file; its kernels "
+            "want a GPU",
+            "92e46957",
+        ),
+    ),
+    marks=(_by_header, by_tensor("qweight", "lora_down")),
+    suffixes=nunchaku.SUFFIXES,
+    entry=_entry,
+    shape=nunchaku.shape_of,
+    format_of=nunchaku.format_of,
+    regroup=_regroup,
+    identify=_identify,
+    parts_of=_parts,
+    config_key="config",
+    refuse=_refuse,
+    rows=nunchaku.ROWS,
+    bias_shift=nunchaku.GELU_SHIFT,
+    encode=partial(nunchaku.encode, single_file=True),
+    writer=Writer(_write, is_file=True),
+    takes_dtype=True,
+    ranks=nunchaku.RANKS,
+    units=_units,
+    arrange=_arrange,
+    said="op",
+)

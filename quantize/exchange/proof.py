@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.exchange.files import FileLayer, ModelFile
+from fluxq.quantize.exchange.dialect import Dialect
+from fluxq.quantize.exchange.files import ModelFile
 from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors
-from fluxq.quantize.exchange.layouts import block_scales, padded, swap_nibbles, unblock_scales
-from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
+from fluxq.quantize.exchange.layouts import block_scales, padded, padded_tiles, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.marks import FileLayer
 from fluxq.recipes.keymaps import Joined
 
 WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places
@@ -65,7 +66,7 @@ class Repair(NamedTuple):
     """
 
     about: str
-    mend: Callable[[dict[str, Tensor], str, tuple[int, int]], dict[str, Tensor] | None]
+    mend: Callable[[dict[str, Tensor], Dialect, tuple[int, int]], dict[str, Tensor] | None]
     cures_shape: bool = False
 
 
@@ -188,7 +189,7 @@ class _Rows:
     ) -> tuple[Tensor, Tensor | None] | None:
         mended: dict[str, Tensor] | None = tensors
         for name in repairs:
-            mended = REPAIRS[name].mend(mended, self.model.dialect, shape)
+            mended = REPAIRS[name].mend(mended, self.model.rules, shape)
             if mended is None:
                 return None
         found = self.model.decode(self.layer, mended, shape)
@@ -320,8 +321,8 @@ def prove(
         mean = rows.found.tensors["pre_quant_mean"].float()
         own = own + (read - against) @ mean  # what is stored makes up for the rounding of W, and is itself rounded
         own = truth if (own - truth).norm() <= _SAME * (against @ mean).norm() else own
-    if model.dialect.startswith("nunchaku"):  # which adds 1 to those of scales or takes a shift of x out, and rounds
-        shift, off = (GELU_SHIFT * weight.sum(1).abs() for weight in (against, read - against))
+    if model.rules.bias_shift:  # its program adds 1 to those of scales or takes a shift of x out, and rounds
+        shift, off = (model.rules.bias_shift * weight.sum(1).abs() for weight in (against, read - against))
         own = truth if ((own - truth).abs() <= (1 + truth.abs() + shift) / 256 + off).all() else own
     return replace(done, bias=(own, truth))
 
@@ -599,7 +600,6 @@ def part_sizes(joined: Joined, n: int, k: int) -> list[int]:
 _CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
 _BLOCK_SCALES = ("weight_scale", "_weight_scale", "wscales")
 _GLOBALS = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
-_SWIZZLED = ("comfy", "torchao")
 _NOT_BY_ROWS = (
     "weight_g_idx",
     *("svdquant_lora_a", "pre_quant_scale", "pre_quant_mean", "deflate_basis", "comfy_quant", "_weight_act_pre_scale"),
@@ -611,9 +611,9 @@ def _held(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple
     return ((name, tensors[name]) for name in names if name in tensors)
 
 
-def _swap(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _swap(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     for name, codes in _held(tensors, _CODES):
-        if codes.dtype == torch.uint8 and codes.ndim == 2 and dialect != "gguf":
+        if codes.dtype == torch.uint8 and codes.ndim == 2 and dialect.has_nibbles:
             return {**tensors, name: swap_nibbles(codes)}
     return None
 
@@ -632,22 +632,21 @@ def _is_two_level(tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _swizzle(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _swizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in the order of the matrix, where the dialect means tiles."""
-    found = _blocks(tensors, shape) if dialect in _SWIZZLED else None
-    if found is None:
+    found = _blocks(tensors, shape) if dialect.tiles is not None else None
+    if found is None or dialect.tiles is None:
         return None
     name, scale, groups = found
     if scale.shape[0] < shape[0] or scale.shape[1] not in (groups, padded(groups, 4)):
         return None
-    sizes = (padded(shape[0], 128), padded(groups, 4))
-    target = sizes if dialect == "comfy" else (sizes[0] // 4, sizes[1] * 4)
-    return {**tensors, name: block_scales(scale[: shape[0], :groups].contiguous(), target)}
+    tiles = dialect.tiles(shape[0], groups)
+    return {**tensors, name: block_scales(scale[: shape[0], :groups].contiguous(), tiles)}
 
 
-def _unswizzle(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _unswizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in tiles, where the dialect means the order of the matrix."""
-    found = None if dialect in (*_SWIZZLED, "gguf", "bnb") else _blocks(tensors, shape)
+    found = _blocks(tensors, shape) if dialect.tiles is None else None
     if found is None:
         return None
     name, scale, groups = found
@@ -657,9 +656,9 @@ def _unswizzle(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int])
         return None
 
 
-def _unpad(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of tiles over 16 columns more than there are, as ModelOpt's row_col padding makes them."""
-    found = _blocks(tensors, shape) if dialect == "comfy" else None
+    found = _blocks(tensors, shape) if dialect.tiles is padded_tiles else None
     if found is None:
         return None
     name, scale, groups = found
@@ -678,37 +677,39 @@ def _unpad(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> 
     return {**tensors, **codes, name: block_scales(linear.contiguous())}
 
 
-def _invert_global(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _invert_global(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     for name, value in _held(tensors, _GLOBALS):
         return {**tensors, name: 1 / value} if value.dtype in FLOATS else None
     return None
 
 
-def _invert(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _invert(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     for name, scale in _held(tensors, ("weight_scale", "scale_weight", "_weight_scale")):
         if scale.dtype in FLOATS:
             return {**tensors, name: (1 / scale.float()).to(scale.dtype)}
     return None
 
 
-def _widen(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _widen(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in 16 bit that the dialect has in fp32."""
     names = [n for n in (*_GLOBALS, "weight_scale", "input_scale") if n in tensors]
     narrow = [n for n in names if tensors[n].dtype in (torch.bfloat16, torch.float16)]
     return {**tensors, **{n: tensors[n].float() for n in narrow}} if narrow else None
 
 
-def _expand(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _expand(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of one fp8 scale where the dialect has one for each row."""
     scale = tensors.get("weight_scale")
-    if dialect != "bfl" or scale is None or scale.numel() != 1 or shape[0] == 1:
+    formats = {row.weights for row in dialect.rows}
+    has_rows_alone = "fp8" in formats and "fp8_tensor" not in formats
+    if not has_rows_alone or scale is None or scale.numel() != 1 or shape[0] == 1:
         return None
     return {**tensors, "weight_scale": scale.reshape(1).expand(shape[0]).contiguous()}
 
 
-def _without_need(tensors: dict[str, Tensor], dialect: str, shape: tuple[int, int]) -> dict[str, Tensor] | None:
+def _without_need(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of nvfp4 without `input_scale`, so that the rest can be read: what it says of x is nothing about W."""
-    if dialect != "bfl" or "weight_scale_2" not in tensors or "input_scale" in tensors:
+    if not dialect.needs_input_scale or "weight_scale_2" not in tensors or "input_scale" in tensors:
         return None
     return {**tensors, "input_scale": torch.ones((), dtype=torch.float32)}
 

@@ -16,13 +16,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
+from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
+from fluxq.quantize.exchange.dialect import Dialect, Reader
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -36,6 +41,7 @@ from fluxq.quantize.exchange.layer import (
     without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import block_scales, padded, scaled, unblock_scales
+from fluxq.quantize.exchange.marks import Headers, by_config, by_tensor, json_object
 
 _PREFIX = "_weight_"
 
@@ -58,7 +64,7 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
             if layer.scheme.smooth:
                 parts["act_pre_scale"] = tensors["pre_quant_scale"]
     else:
-        parts["scale"] = block_scales(parts["scale"], _swizzled_shape(n, k, layer.scheme.weights.group_size))
+        parts["scale"] = block_scales(parts["scale"], _tiles(n, k // layer.scheme.weights.group_size))
         if row.name == "MXTensor":
             parts["scale"] = parts["scale"].view(torch.float8_e8m0fnu)
         else:
@@ -176,9 +182,9 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str]) -> dict[
     return {"quant_method": "torchao", "quant_type": {"default": json.loads(kind)}, "modules_to_not_convert": ignore}
 
 
-def _swizzled_shape(n: int, k: int, group: int) -> tuple[int, int]:
+def _tiles(rows: int, groups: int) -> tuple[int, int]:
     """Return torchao's shape of swizzled scales: 32 lines of 16 bytes for each tile."""
-    return padded(n, 128) // 4, padded(k // group, 4) * 4
+    return padded(rows, 128) // 4, padded(groups, 4) * 4
 
 
 def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -329,4 +335,53 @@ ROWS = (
     Row("MXTensor", "mxfp4", "mxfp4", read_by=_READER),
     Row("NVFP4Tensor", "nvfp4", "nvfp4", input_scale="optional", read_by=_READER),
     Row("NVFP4Tensor", "nvfp4", None, read_by=_READER),
+)
+
+
+# --- files
+
+
+def _header(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    text = model.metadata.get(f"{name}.weight")
+    if text is None:
+        raise ValueError(f"the header does not say what class {name}.weight is of; the file is not whole")
+    return json_object(text, f"the header's entry for {name}.weight")
+
+
+def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+    write_pipeline(
+        made,
+        checkpoint,
+        contents,
+        lambda one: config(one.entries, one.in_16_bit),
+        lambda one: metadata(one.entries, one.plain),
+    )
+
+
+DIALECT = Dialect(
+    "torchao",
+    "torchao's tensor subclasses, for diffusers' from_pretrained",
+    decode,
+    "folder",
+    "JSON in the header, under each weight",
+    readers=(
+        Reader(
+            "diffusers",
+            "fluxq export tiny-nvfp4 --format torchao",
+            "torchao",
+            "0.18.0",
+            ("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"),
+            "whole models: all weights are ours bit for bit",
+        ),
+    ),
+    marks=(by_config("torchao"), by_tensor("_weight_qdata")),
+    methods=("torchao",),
+    suffixes=(r"_weight_\w+",),
+    entry=_header,
+    rows=ROWS,
+    tiles=_tiles,
+    encode=encode,
+    writer=Writer(_write, is_pipeline=True),
+    takes_dtype=True,
+    said="_type",
 )

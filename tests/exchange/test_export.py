@@ -25,9 +25,9 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.commands import exchanging
 from fluxq.jobs import catalogue, exchange, making
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.exchange import containers, native
 from fluxq.quantize.exchange import export as export_module
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange import native
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, export, plan_of
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
@@ -103,7 +103,7 @@ def exported(checkpoint, plain_checkpoint, tmp_path_factory):
         key = recipe, dialect, *how.items()
         if key not in made:
             of = checkpoint if recipe in FITTED else plain_checkpoint
-            suffix = ".safetensors" if containers.WRITERS[dialect].is_file else ""
+            suffix = ".safetensors" if WRITERS[dialect].is_file else ""
             target = root / ("-".join(map(str, (recipe, dialect, *how))) + suffix)
             made[key] = export(resolve_model(str(of(recipe))), dialect, target, **how), of(recipe)
         return made[key]
@@ -723,7 +723,7 @@ DOC = Path(__file__).parents[2] / "docs" / "exchange.md"
 def recipes_table(checkpoint_of: Any, folder: Path) -> str:
     """The table "Which recipe goes where" of docs/exchange.md, from what `export` does."""
     flux = next(catalogue.models("FLUX.1-dev"))
-    names = [name for name in containers.WRITERS if name != "compressed_tensors"]
+    names = [name for name in WRITERS if name != "compressed_tensors"]
     heads = [f"`{name}`" for name in names]
     lines = [f"| recipe | checkpoint, GB | {' | '.join(heads)} |", "|---" * (len(names) + 2) + "|"]
     for recipe in TABLED:

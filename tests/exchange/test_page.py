@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fluxq.cli import cli
 from fluxq.jobs.exchange import FORMATS
-from fluxq.quantize.exchange.containers import WRITERS
-from fluxq.quantize.exchange.dialects import DIALECTS, READERS, Reader
+from fluxq.quantize.exchange.dialect import Reader
+from fluxq.quantize.exchange.dialects import DIALECTS, READERS, WRITERS
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.recipes import formats
 from fluxq.recipes.formats import Scheme

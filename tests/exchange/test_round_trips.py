@@ -35,8 +35,7 @@ from fluxq.quantize.checkpoint import (
     library_of,
     list_linears,
 )
-from fluxq.quantize.exchange import containers
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, Exported, SideLayers, export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
@@ -72,9 +71,9 @@ def source_of(folder: Path, component: str = "transformer", dialect: str = "") -
 def there_and_back(folder: Path, dialect: str, work: Path, base: Path = TINY, **how: Any) -> tuple[Exported, Path]:
     """(what the export said, the pipeline that an import of what it wrote makes)."""
     work.mkdir()
-    target = work / ("model.safetensors" if containers.WRITERS[dialect].is_file else "model")
+    target = work / ("model.safetensors" if WRITERS[dialect].is_file else "model")
     done = export(resolve_model(str(folder)), dialect, target, **how)
-    is_pipeline = containers.WRITERS[dialect].is_pipeline
+    is_pipeline = WRITERS[dialect].is_pipeline
     (report,) = import_model(target, work / "back", None if is_pipeline else base)
     assert report.mended == report.dequantized == {} and not report.notes
     return done, work / "back"
@@ -151,7 +150,7 @@ def said_of_export(source: Path, dialect: str, side_layers: SideLayers, work: Pa
     None where the dialect does not take it.
     """
     work.mkdir()
-    target = work / ("model.safetensors" if containers.WRITERS[dialect].is_file else "model")
+    target = work / ("model.safetensors" if WRITERS[dialect].is_file else "model")
     try:
         export(resolve_model(str(source)), dialect, target, side_layers=side_layers)
     except ValueError as error:
@@ -165,7 +164,7 @@ def said_of_export(source: Path, dialect: str, side_layers: SideLayers, work: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_every_export_of_a_shipped_recipe_is_found_right_beside_its_base(recipe, checkpoint, tmp_path) -> None:
-    pairs = [(dialect, side) for dialect in containers.WRITERS for side in get_args(SideLayers)]
+    pairs = [(dialect, side) for dialect in WRITERS for side in get_args(SideLayers)]
     said = {pair: said_of_export(checkpoint(recipe), *pair, tmp_path / "-".join(pair)) for pair in pairs}
     taken = {pair: words for pair, words in said.items() if words is not None}
     assert not any(taken.values()), taken
@@ -296,7 +295,7 @@ def as_read(scheme: Scheme, dialect: str) -> Scheme:
 
 FORMATS = [
     (dialect, name)
-    for dialect in containers.WRITERS
+    for dialect in WRITERS
     for name in dict.fromkeys(row.name for row in DIALECTS[dialect].rows if not (row.needs or row.unread))
     if (dialect, name) != ("nunchaku", "awq_w4a16")  # which its file has of modulations, beside the others
 ]

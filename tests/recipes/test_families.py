@@ -255,8 +255,7 @@ NAMED_ELSEWHERE = {  # module -> families that it names outside comments and doc
     # "AutoencoderKL" is a class that makes sizes of eight pixels, whatever its tensors are called.
     "fluxq.jobs.requirements": {"kl"},
     # nunchaku's single files hold FLUX.1 only.
-    "fluxq.quantize.exchange.export": {"flux"},
-    "fluxq.quantize.exchange.files": {"flux"},
+    "fluxq.quantize.exchange.nunchaku_file": {"flux"},
 }
 OTHER_WORDS = ("clip", "unet")  # also a metric and an operation, and a component of pipelines
 

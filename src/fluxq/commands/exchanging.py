@@ -11,7 +11,7 @@ from fluxq.commands import show
 from fluxq.commands.options import PATH, bytes_in, common_options, output_option, overwrite_option
 from fluxq.commands.session import session_of
 
-EXPORTS = ("bfl", "modelopt", "comfy", "torchao", "nunchaku_lite", "nunchaku", "compressed-tensors")
+EXPORTS = ("bfl", "modelopt", "comfy", "compressed-tensors", "torchao", "nunchaku_lite", "nunchaku")
 
 
 @click.command("inspect", short_help="Say what a quantized file is, and what is wrong with it.")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from fluxq.base.model import resolve_model
 from fluxq.base.output import Output
-from fluxq.quantize.exchange.containers import WRITERS
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import Exported, SideLayers, export
 
-FORMATS = tuple("compressed-tensors" if name == "compressed_tensors" else name for name in WRITERS)
+FORMATS = tuple(DIALECTS[name].option or name for name in WRITERS)
 
 
 def export_checkpoint(
