@@ -13,6 +13,7 @@ Source weights are read lazily, one tensor at a time; nothing here holds a whole
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -433,6 +434,8 @@ def _copied_files(source: ModelFolder) -> Iterator[Path]:
 def read_plan_file(folder: Path) -> dict[str, Any] | None:
     """`fluxq_plan.json` of a checkpoint folder, or None if it is not one."""
     path = folder / PLAN_FILE
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path} is no regular file; copy it again")
     return read_json(path) if path.is_file() else None
 
 

@@ -2,8 +2,9 @@
 
     fluxq_plan.json             `files`: the SHA-256 of every file
     <component>/config.json     quantization_config: `digest`, of the component's tensors by content, however they are
-                                cut into files; `settings_digest`, of what it says beside that; `digests`, of the
-                                other components' tensors, in what fluxq wrote itself
+                                cut into files; `config_digest`, of the whole config.json but for digests; and of the
+                                other components, in what fluxq wrote itself, `digests` and `config_digests`: of their
+                                tensors, and of a model's config.json or what a scheduler or tokenizer has
 
 The second outlives what the first does not: a download of the files that a loader needs, and `save_pretrained`.
 """
@@ -19,7 +20,9 @@ from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, ModelFolder, resolve_model
 from fluxq.quantize.checkpoint import QUANT_METHOD, is_model
 
-OWN, OTHERS, SETTINGS = "digest", "digests", "settings_digest"
+OWN, OTHERS, CONFIG, CONFIGS = "digest", "digests", "config_digest", "config_digests"
+_NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # which saving changes, and numbers do not depend on
+_SAID_BY = (".json", ".txt", ".model")  # suffixes of what schedulers and tokenizers are loaded from
 
 
 def hash_files(path: Path, known: Mapping[Path, str]) -> dict[str, str]:
@@ -38,9 +41,14 @@ def write_digests(folder: Path) -> None:
     checkpoint = resolve_model(str(folder), one_model=True)
     named = [name for name in checkpoint.components if (folder / name / "config.json").is_file()]
     found = {name: checkpoint.tensors_digest(name) for name in named if is_model(checkpoint, name)}
+    said = {name: digest for name in checkpoint.components if (digest := config_digest(checkpoint, name))}
     for name in found:
-        others = {other: digest for other, digest in found.items() if other != name}
-        _add(folder / name / "config.json", {OWN: found[name], **({OTHERS: others} if others else {})})
+        others = {
+            key: rest
+            for key, digests in ((OTHERS, found), (CONFIGS, said))
+            if (rest := {other: digest for other, digest in digests.items() if other != name})
+        }
+        _add(folder / name / "config.json", {OWN: found[name], **others})
 
 
 def write_own_digest(folder: Path) -> None:
@@ -63,9 +71,27 @@ def _add(file: Path, digests: Mapping[str, Any]) -> None:
     config = read_json(file)
     if _is_quantized(config):
         said = config["quantization_config"]
-        write_json(file, {**config, "quantization_config": {**said, **digests, SETTINGS: settings_digest(said)}})
+        digests = {**digests, CONFIG: sha256_json(_settings(config))}
+        write_json(file, {**config, "quantization_config": {**said, **digests}})
 
 
-def settings_digest(said: Mapping[str, Any]) -> str:
-    """SHA-256 of a quantization_config but for its digests."""
-    return sha256_json({key: value for key, value in said.items() if key not in (OWN, OTHERS, SETTINGS)})
+def config_digest(folder: ModelFolder, component: str) -> str:
+    """SHA-256 of what a component's folder says of it beside weights; "" for one that says nothing.
+
+    Of a model that is its config.json; of a scheduler or tokenizer all files that it may be loaded from.
+    """
+    place = folder.path / component
+    if (place / "config.json").is_file():
+        return sha256_json(_settings(read_json(place / "config.json")))
+    files = sorted(file for file in place.glob("*") if file.suffix in _SAID_BY and file.is_file())
+    said = [[file.name, _settings(read_json(file)) if file.suffix == ".json" else sha256_file(file)] for file in files]
+    return sha256_json(said) if said else ""
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a JSON file that a loader builds from: digests are none, nor are names, versions and dtypes."""
+    said = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
+    if isinstance(quantization := said.get("quantization_config"), dict):
+        own = {key: value for key, value in quantization.items() if key not in (OWN, OTHERS, CONFIG, CONFIGS)}
+        said["quantization_config"] = own
+    return said

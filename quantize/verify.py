@@ -7,7 +7,7 @@ are held against the files; CHECKS, at the end of this file, says how.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from fluxq.quantize.checkpoint import (
     read_plan_file,
     shapes_of,
 )
-from fluxq.quantize.digests import OTHERS, OWN, SETTINGS, settings_digest
+from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN, config_digest
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 
@@ -258,7 +258,8 @@ def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
     """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
     folder = checkpoint.folder
     taken = {file for component in checkpoint.models for file in folder.weight_files(component)}
-    taken |= {file for component in _said(checkpoint) for file in folder.adapter_files(component)}
+    recorded = _said(checkpoint, OWN, OTHERS, checkpoint.models)
+    taken |= {file for component in recorded for file in folder.adapter_files(component)}
     adapters = {file for component in folder.components for file in folder.adapter_files(component)} - taken
     for name in _readable(checkpoint):
         file = folder.path / name  # resolved, as `taken` is
@@ -288,11 +289,10 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
-    for component in checkpoint.quantized:
-        settings = checkpoint.folder.config(component)["quantization_config"]
-        if settings.get(SETTINGS, found := settings_digest(settings)) != found:
-            yield Finding(_file(component), "other quantization settings than those of its digest; copy it again")
-    said = _said(checkpoint)
+    for component, (file, digest) in _said(checkpoint, CONFIG, CONFIGS, checkpoint.folder.components).items():
+        if config_digest(checkpoint.folder, component) != digest:
+            yield Finding(component or "the model", f"other settings than {file} records; copy its files again")
+    said = _said(checkpoint, OWN, OTHERS, checkpoint.models)
     for component, (file, digest) in progress(said.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
             yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
@@ -300,14 +300,14 @@ def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
         raise _NotRecorded
 
 
-def _said(checkpoint: _Checkpoint) -> dict[str, tuple[str, object]]:
-    """Component -> the file that records a digest of its tensors, and the digest."""
+def _said(checkpoint: _Checkpoint, mine: str, theirs: str, of: Container[str]) -> dict[str, tuple[str, object]]:
+    """Component -> the file that records its digest, and that; by the keys of a file's own component, and others'."""
     said: dict[str, tuple[str, object]] = {}
     for component in checkpoint.quantized:
         config = checkpoint.folder.config(component)["quantization_config"]
-        others = config.get(OTHERS, {})
-        for name, digest in [(component, config.get(OWN)), *(others.items() if isinstance(others, dict) else ())]:
-            if name in checkpoint.models and digest is not None:
+        others = config.get(theirs, {})
+        for name, digest in [(component, config.get(mine)), *(others.items() if isinstance(others, dict) else ())]:
+            if name in of and digest is not None:
                 said.setdefault(name, (_file(component), digest))
     return said
 

@@ -36,7 +36,9 @@ QUICK = (None, SIXTEEN_BIT, "int8", "nvfp4", "nvfp4-max")
 def quantization_of(model: Path) -> dict | None:
     """`quantization_config` of a model's folder without its digests, of which a model that was saved alone has one."""
     said = json.loads((model / "config.json").read_text()).get("quantization_config")
-    return said and {key: value for key, value in said.items() if key not in ("digest", "digests", "settings_digest")}
+    return said and {
+        key: value for key, value in said.items() if key not in ("digest", "digests", "config_digest", "config_digests")
+    }
 
 
 @pytest.fixture

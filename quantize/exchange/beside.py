@@ -77,10 +77,8 @@ def beside(
     return done
 
 
-def _component(
-    own: ModelFolder, base: ModelFolder, name: str, compare: Callable[[ModelFile, ModelFile], list[str]]
-) -> Iterator[str]:
-    """Yield the differences of one component from the base's: settings and weights, or a vocabulary."""
+def other_small_files(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
+    """Yield differences of a component from the base's: a scheduler's settings, a tokenizer's vocabulary."""
     ours, theirs = own.path / name, base.path / name
     if (ours / _SCHEDULER).is_file() and (theirs / _SCHEDULER).is_file():
         yield from other_settings(read_json(ours / _SCHEDULER), read_json(theirs / _SCHEDULER))
@@ -88,6 +86,14 @@ def _component(
         both = [folder / file for folder in (ours, theirs)]
         if all(each.is_file() for each in both) and len(set(map(sha256_file, both))) > 1:
             yield f"{file} is not the base's"
+
+
+def _component(
+    own: ModelFolder, base: ModelFolder, name: str, compare: Callable[[ModelFile, ModelFile], list[str]]
+) -> Iterator[str]:
+    """Yield the differences of one component from the base's: settings and weights, or a vocabulary."""
+    yield from other_small_files(own, base, name)
+    ours, theirs = own.path / name, base.path / name
     if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
         return
     yield from other_settings(own.config(name), base.config(name))

@@ -25,7 +25,8 @@ from fluxq.recipes.family import Modulation
 _NEAR = 0.1  # rms: factors, each of which was estimated from a row or column of rounded weights, are the same
 _FEW, _FAR = 0.05, 0.3  # of the rows may be further off, but none by so much
 _FOLDED = 0.05  # relative: a bias that was folded and rounded once or twice
-_MEAN = 0.15  # relative: W times a mean that was taken from two biases of 16 bit
+_STRAY = 4.0  # of that, one number may be off by so much, of its own size and the rms of all
+_SIGMAS, _RMS = 6.0, 2.0  # of what rounding explains: one number, and all
 
 
 @dataclass(frozen=True)
@@ -123,21 +124,29 @@ def _factors_left(
 
 def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -> dict[str, str]:
     pairs = {name: each.against.bias for name, each in linears.items() if each.against.bias is not None}
-    wrong = {name: pair for name, pair in pairs.items() if differ(*pair, linears[name].cast)}
+    wrong = {name: pair for name, pair in pairs.items() if has_strays(*pair, linears[name].cast)}
     taken = {name: torch.zeros(len(own), dtype=torch.bool) for name, (own, _) in wrong.items()}
+    chunks = defaultdict[str, list[tuple[slice, slice]]](list)  # modulation -> its shifts and scales
+    for each in linears.values():
+        if (known := _modulation_of(each, linears)) is not None:
+            chunks[known[0]].append(known[1])
     for name, (own, base) in wrong.items():
-        _take_means(name, linears, columns.get(name), wrong, taken)
+        _take_mean(name, linears, columns.get(name), wrong, taken)
         by = _factors(linears[name], "rows")
         if by is None:
             continue
-        for size in {len(columns[reader]) for reader in columns if linears[reader].block == linears[name].block}:
-            for part in _parts(own, size):
-                if _is_scaled(own[part], base[part], by[part], 1) or _is_scaled(own[part], base[part], by[part], 0):
-                    taken[name][part] = True
+        if name in chunks:
+            parts = [(part, one) for pair in chunks[name] for part, one in zip(pair, (0, 1), strict=True)]
+        else:
+            sizes = {len(columns[reader]) for reader in columns if linears[reader].block == linears[name].block}
+            parts = [(part, one) for size in sizes for part in _parts(own, size) for one in (0, 1)]
+        for part, one in parts:
+            if _is_scaled(own[part], base[part], by[part], one):
+                taken[name][part] = True
     found = _of_modulations(linears, columns, pairs, taken)
     for name, (own, base) in wrong.items():
         left = ~taken[name]
-        if left.any() and differ(own[left], base[left], linears[name].cast):
+        if left.any() and has_strays(own[left], base[left], linears[name].cast):
             found[name] = "its bias is not the base's, and nothing takes the difference back"
     return found
 
@@ -176,7 +185,7 @@ def _modulation_of(reader: Linear, linears: Mapping[str, Linear]) -> tuple[str, 
 
 def _is_scaled(own: Tensor, base: Tensor, by: Tensor, one: int) -> bool:
     """Return whether a bias is the base's over the factors of its rows; a modulation adds `one` to its scale."""
-    return not differ(own + one, (base + one) / by, _FOLDED)
+    return not has_strays(own + one, (base + one) / by, _FOLDED)
 
 
 def _are_others(factors: Tensor, others: Tensor) -> bool:
@@ -185,7 +194,7 @@ def _are_others(factors: Tensor, others: Tensor) -> bool:
     return not bool((off > _NEAR).float().mean() <= _FEW and off.max() <= _FAR)
 
 
-def _take_means(
+def _take_mean(
     name: str,
     linears: Mapping[str, Linear],
     factors: Tensor | None,
@@ -194,19 +203,27 @@ def _take_means(
 ) -> None:
     """Take the bias of `name` that is the base's and W times the mean that the bias of what makes x lacks, and that."""
     reader, (own, base) = linears[name], wrong[name]
-    weight = reader.base()
-    factors = torch.ones(weight.shape[1], dtype=torch.float32) if factors is None else factors
+    weight, known = reader.base(), _modulation_of(reader, linears)
+    k = weight.shape[1]
     for maker, (theirs, plain) in wrong.items():
-        if maker == name or linears[maker].block != reader.block:
+        if maker == name or linears[maker].block != reader.block or (known is not None and known[0] != maker):
             continue
-        for part in _parts(theirs, len(factors)):
-            if differ(theirs[part], plain[part], _FOLDED):
-                expected = weight @ (plain[part] - theirs[part] / factors)
-                if float((own - base - expected).norm()) <= _MEAN * float(expected.norm()) + _FOLDED * float(
-                    base.norm()
-                ):
-                    taken[maker][part] = taken[name][:] = True
-                    return
+        cast = linears[maker].cast
+        by, unsure = torch.ones(k, dtype=torch.float32), torch.zeros(k, dtype=torch.float32)
+        if known is not None:  # the scale's bias has the factors too, but for its rounding
+            one = 1 + theirs[known[1][1]]
+            by, unsure = one / (1 + plain[known[1][1]]), cast * (one - 1).abs() / one.abs()
+        elif factors is not None:
+            by, unsure = factors, unsure + _NEAR
+        for part in _parts(theirs, k) if known is None else [known[1][0]]:
+            if not has_strays(theirs[part], plain[part], cast):
+                continue
+            shift = theirs[part] / by
+            rounding = (weight.square() @ (shift * (cast + unsure)).square()).sqrt() + reader.cast * own.abs()
+            off = (own - base - weight @ (plain[part] - shift)).abs()
+            if bool((off <= _SIGMAS * rounding).all()) and float(off.norm()) <= _RMS * float(rounding.norm()):
+                taken[maker][part] = taken[name][:] = True
+                return
 
 
 def _factors(each: Linear, axis: str) -> Tensor | None:
@@ -233,3 +250,9 @@ def _carries(against: Against, factors: Tensor) -> bool:
 def differ(own: Tensor, base: Tensor, most: float) -> bool:
     """Tell whether the relative difference is above `most`, or no number."""
     return not float((own - base).norm()) <= most * float(base.norm())
+
+
+def has_strays(own: Tensor, base: Tensor, most: float) -> bool:
+    """Tell whether vectors `differ`, or one number does by _STRAY times as much of its size and of the rms."""
+    size = base.abs() + base.square().mean().sqrt()
+    return differ(own, base, most) or not bool(((own - base).abs() <= _STRAY * most * size).all())

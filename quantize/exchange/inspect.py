@@ -24,7 +24,7 @@ from fluxq.base.console import progress
 from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
 from fluxq.quantize.exchange.beside import beside, other_settings
 from fluxq.quantize.exchange.files import ModelFile, open_models
-from fluxq.quantize.exchange.folding import Linear, Vector, differ, not_taken_back
+from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, not_taken_back
 from fluxq.quantize.exchange.layer import Plain, not_finite
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
 from fluxq.quantize.exchange.marks import PLAIN, FileLayer
@@ -205,6 +205,8 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
         if model.config and not base.model.config:
             done.unproved.append("config.json: the base has none, so its settings were not compared")
+        if base.model.config and not model.config:
+            done.unproved.append("config.json: the file has none, so the base's settings are taken for its own")
         done.proofs += _proofs(done)
         done.faults += _other_base(done)
     return done
@@ -354,7 +356,7 @@ def _with_folding(
             found.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
         elif truth.numel() != own.numel():
             found.append(Fault("another value", name, f"it is {(*own.shape,)}, the base's {(*truth.shape,)}"))
-        elif not differ(own.reshape(-1), truth.reshape(-1), most):
+        elif not (has_strays if own.ndim == 1 else differ)(own.reshape(-1), truth.reshape(-1), most):
             continue
         elif own.ndim == 1:
             vectors[name] = Vector(own, truth.reshape(-1), _block(joined[name].parts[0]), most)

@@ -107,6 +107,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt) as error:
+        if isinstance(error.__cause__, EOFError):  # which click takes for an answer that did not come
+            raise error.__cause__ from None
         kept = "every output, and what interrupted runs had done before, is as it was or whole"
         click.echo(f"interrupted; {_note(error) or kept}", err=True)
         sys.exit(_SIGNALLED + (ended or [signal.SIGINT])[0])

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -37,7 +37,7 @@ class Checkpoint:
         from fluxq.quantize.record import read_record
 
         require_checkpoint(fspath(folder), recorded=True)
-        return cls(Path(folder), read_record(Path(folder)))
+        return cls(Path(folder).absolute(), read_record(Path(folder)))
 
     @property
     def passed(self) -> bool | None:
@@ -73,7 +73,8 @@ def quantize_pipeline(
 ) -> Checkpoint:
     """Quantize a pipeline into a folder that diffusers loads.
 
-    pipeline: a folder, a hub id, "tiny", or a pipeline in memory, which has to be in 16 bit without adapters.
+    pipeline: a folder, a hub id, "tiny", or a pipeline in memory, which has to be in 16 or 32 bit,
+    without adapters and without fused projections.
     recipe: a shipped recipe's name or a YAML file. output: by default MODEL-RECIPE in the current folder.
     prompts: a file of calibration prompts. statistics: a file that `calibrate_pipeline` wrote. lora: files to fuse,
     as FILE or FILE:WEIGHT. components: by default the recipe's. include, exclude: patterns of layers. call: arguments
@@ -89,7 +90,7 @@ def quantize_pipeline(
 
     given = _given(
         options,
-        recipe=fspath(recipe),
+        recipe=recipe,
         prompts=prompts,
         statistics=statistics,
         lora=lora,
@@ -104,7 +105,7 @@ def quantize_pipeline(
         asked = making.Options(**given, **where)
         prepared = making.prepare(asked)
         record = making.quantize(prepared)
-    return Checkpoint(prepared.output, record)
+    return Checkpoint(prepared.output.absolute(), record)
 
 
 def calibrate_pipeline(
@@ -126,9 +127,7 @@ def calibrate_pipeline(
     from fluxq.calibrate.statistics import Statistics
     from fluxq.jobs import making
 
-    given = _given(
-        options, recipe=fspath(recipe), prompts=prompts, components=components, call=call, overwrite=overwrite
-    )
+    given = _given(options, recipe=recipe, prompts=prompts, components=components, call=call, overwrite=overwrite)
     with _on_disk(pipeline, output, given, is_file=True) as where:
         asked = making.Options(**given, **where)
         return Statistics.load(making.calibrate(making.prepare(asked, writes=False)))
@@ -175,36 +174,50 @@ _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "privat
 def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
     """Return options as jobs take them: text for paths, tuples for sequences.
 
-    Raises TypeError for an option of no job or of another type, ValueError for a number that cannot be.
+    Raises TypeError for an option of no job or of another type, ValueError for a value that cannot be.
     """
     from fluxq.commands.options import DTYPES, MAX_SEED
     from fluxq.jobs import judge, making
     from fluxq.jobs.given import require_files
+    from fluxq.recipes.recipe import PROFILES
 
     row = judge.Options if "gates" in named else making.Options
-    known = row.__dataclass_fields__.keys() - _FOR_COMMANDS - named.keys()
+    hints = get_type_hints(row)
+    known = hints.keys() - _FOR_COMMANDS - named.keys()
     if unknown := options.keys() - known:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
-    made = {**options, **named, "call": dict(named["call"] or {})}
+    made = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}
+    for name, choices in (("dtype", DTYPES), ("profile", PROFILES)):
+        if made.get(name) is not None and made[name] not in choices:
+            raise ValueError(f"{name}={made[name]!r}: expected one of {', '.join(choices)}")
     for name, value in made.items():
-        if name in _PATHS and value is not None:
-            made[name] = Path(value)
-        elif name in _LISTS and isinstance(value, str):
-            raise TypeError(f"{name}={value!r}: give a list of such texts")
-        elif name in _LISTS:
-            made[name] = tuple(value or ())
-        elif name == "dtype":
-            made[name] = str(value).removeprefix("torch.")
-            if made[name] not in DTYPES:
-                raise ValueError(f"dtype={value!r}: expected one of {', '.join(DTYPES)}")
-        elif isinstance(value, PathLike):
-            made[name] = fspath(value)
-        elif name == "seed" and value is not None and not 0 <= value <= MAX_SEED:
+        if name == "seed" and value is not None and not 0 <= value <= MAX_SEED:
             raise ValueError(f"seed={value}: expected a whole number from 0 to {MAX_SEED}")
-        elif isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
+        if isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{name}={value}: expected a whole number from 1 up")
     require_files(made)
     return made
+
+
+def _plain(name: str, value: Any, hint: Any) -> Any:
+    """Return one option as a job takes it; TypeError for a value of another type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    if name in _PATHS and value is not None:
+        value = Path(value)
+    elif name in _LISTS and not isinstance(value, str):
+        value = tuple(value or ())
+    elif name == "call":
+        value = dict(value or {})
+    elif name == "dtype":
+        value = str(value).removeprefix("torch.")
+    elif isinstance(value, PathLike):
+        value = fspath(value)
+    try:
+        return TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError:
+        wanted = "a list of texts" if name in _LISTS else getattr(hint, "__name__", str(hint))
+        raise TypeError(f"{name}={value!r}: expected {wanted}") from None
 
 
 @contextmanager
@@ -252,7 +265,7 @@ def _bytes_of(pipeline: DiffusionPipeline) -> int:
 
 
 def _require_plain(pipeline: Any) -> str:
-    """Return a pipeline's name; TypeError for another object, ValueError for one that is not all there in 16 bit."""
+    """Return a pipeline's name; TypeError for another object, ValueError for one that is not all there."""
     from diffusers import DiffusionPipeline
     from torch import nn
 
@@ -268,6 +281,11 @@ def _require_plain(pipeline: Any) -> str:
             raise ValueError(
                 f"{name}: offloaded ({names[0]} is not in memory); give its folder, or load it without that"
             )
+        narrow = [path for path, tensor in model.named_parameters() if tensor.itemsize < 2]
+        if narrow:
+            raise ValueError(f"{name}: {narrow[0]} is stored in 8 bits; load the pipeline without layerwise casting")
+        if any(getattr(module, "fused_projections", False) for module in model.modules()):
+            raise ValueError(f"{name}: its projections are fused; call unfuse_qkv_projections() first")
         if any(".lora_" in path or ".base_layer." in path for path, _ in model.named_parameters()):
             raise ValueError(f"{name}: an adapter is loaded; unload it, or give its file as lora=[FILE]")
     source = Path(str(pipeline.config.get("_name_or_path") or "")).expanduser()

@@ -80,7 +80,7 @@ def tree(folder: Path) -> dict[str, str]:
         ("kept", "output kept is read-only; `chmod u\\+w` it"),
         ("n" * 240, "has too long a name"),
         ("ours", "output ours exists; give another --output, or --overwrite to replace it"),
-        ("theirs", "output theirs exists; give another --output$"),
+        ("theirs", "output theirs exists; give another --output \\(nothing marks photos/one as fluxq's\\)$"),
     ],
 )
 def test_an_output_that_cannot_or_must_not_be_written_is_refused(tmp_path, monkeypatch, target, words):
@@ -122,7 +122,7 @@ def test_overwriting_replaces_what_fluxq_wrote_and_nothing_else(tmp_path):
             Output(out).require({}, overwrite=True)
         (out / folder / "notes.txt").unlink()
     (out / PLAN_FILE).write_text("{")
-    with pytest.raises(ValueError, match="as fluxq's; remove it yourself"):
+    with pytest.raises(ValueError, match=r"fluxq_plan\.json, its record, is damaged; remove it yourself"):
         Output(out).require({}, overwrite=True)
     (tmp_path / "empty").mkdir()
     Output(tmp_path / "empty").require({}, overwrite=False)
@@ -558,6 +558,25 @@ def test_a_lock_on_a_file_that_is_gone_is_taken_again(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with FileLock(tmp_path / "x.lock"):
         assert gone and (tmp_path / "x.lock").exists()
+
+
+def test_an_output_in_a_pipelines_folder_is_refused_and_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "model" / "eval").mkdir(parents=True)
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    for name in ("s.safetensors", "eval/other.html"):
+        with pytest.raises(ValueError, match=r"lies in the pipeline's folder .*model; give another"):
+            Output(tmp_path / "model" / name, is_file=True).require({}, overwrite=True)
+    (tmp_path / "model" / "fluxq_plan.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"fluxq_plan\.json, its record, is damaged; remove it yourself"):
+        Output(tmp_path / "model").require({}, overwrite=True)
+
+
+def test_what_is_not_replaced_beside_a_file_is_named(tmp_path):
+    page = Output(tmp_path / "r.html", is_file=True, beside=(".md",))
+    (tmp_path / "r.html").write_text(seal("x", ".html"))
+    (tmp_path / "r.md").write_text(seal("x", ".md") + "more")
+    with pytest.raises(ValueError, match=r"r\.html exists; give another --output \(nothing marks r\.md as fluxq's\)"):
+        page.require({}, overwrite=False)
 
 
 def test_a_folder_that_was_copied_read_only_is_removed(tmp_path):

@@ -771,6 +771,15 @@ def test_an_interrupted_command_without_output_speaks_of_none(fluxq, monkeypatch
     assert "every output" in fluxq("report", "out").err
 
 
+def test_a_stream_that_ends_early_is_an_error_and_no_interruption(fluxq, monkeypatch):
+    def truncated(**_: object) -> None:
+        raise EOFError("the stream ended")
+
+    monkeypatch.setattr(cli.commands["plan"], "callback", truncated)
+    with pytest.raises(EOFError, match="the stream ended"):
+        fluxq("plan")
+
+
 def test_help_says_where_each_command_writes(fluxq):
     for command, place in {
         "quantize": "<model>-<recipe>",

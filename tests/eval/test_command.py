@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from fluxq import tiny
 from fluxq.base.output import sole_writer
 from fluxq.base.processor import instructions
 from fluxq.cli import cli
@@ -309,6 +310,16 @@ def test_what_cannot_be_measured_is_refused_before_any_image_is_made(quantized: 
     done = fluxq("eval", quantized, "--count", 2, *arguments)
     assert done.exit_code == 2 and all(word in done.output for word in words), done.output
     assert not (quantized / "eval").exists() and not list(quantized.parent.glob("fluxq-images/*/*.png"))
+
+
+@pytest.mark.parametrize("command", JUDGING)
+def test_a_model_with_another_scheduler_is_refused_before_any_image_is_made(quantized, tmp_path, command) -> None:
+    model = Path(shutil.copytree(tiny.path(), tmp_path / "model"))
+    said = json.loads((model / "scheduler" / "scheduler_config.json").read_text())
+    (model / "scheduler" / "scheduler_config.json").write_text(json.dumps({**said, "shift": 5.0}))
+    done = fluxq(command, quantized, "--model", model, *JUDGING[command])
+    assert done.exit_code == 2 and "its scheduler is not what" in done.output, done.output
+    assert "shift is 1.0, the base's 5.0" in done.output.replace("\n", " "), done.output
 
 
 @pytest.mark.parametrize("command", ["eval", "bench", "debug"])

@@ -29,6 +29,7 @@ from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange import native
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, export, plan_of
+from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.recipes.all_families import FAMILIES, family_of
@@ -231,6 +232,30 @@ def test_the_exported_model_computes_what_the_checkpoint_does(exported, read_by_
 
 
 # --- the others, by what reads them
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {},
+        {("double_blocks.0.img_mod.lin", 0): 0.5},  # a shift
+        {("double_blocks.0.img_mod.lin", 130): 0.5},  # a scale
+        {("double_blocks.0.img_mod.lin", 260): 0.5},  # a gate, of which nothing is folded
+        {("single_blocks.1.modulation.lin", 5): 0.1},
+        {("single_blocks.1.linear1", 7): 0.05},  # what reads the mean
+        {("single_blocks.1.modulation.lin", 5): 1.0, ("single_blocks.1.linear1", 7): -0.5},
+    ],
+    ids=lambda damage: ", ".join(f"{name}[{index}]" for name, index in damage) or "none",
+)
+def test_one_number_of_a_bias_that_carries_a_folded_mean_is_found(damage, exported, tmp_path) -> None:
+    tensors = load_file(exported("nvfp4", "comfy")[0].target)
+    for (layer, index), off in damage.items():
+        tensors[f"{layer}.bias"][index] += off
+    with safe_open(exported("nvfp4", "comfy")[0].target, "pt") as stream:
+        save_file(tensors, tmp_path / "file.safetensors", stream.metadata())
+    report = inspect_path(tmp_path / "file.safetensors", Path(tiny.path()))[""]
+    found = {fault.layer for fault in report.faults if fault.is_error}
+    assert {layer for layer, _ in damage} <= found and bool(found) == bool(damage), report.faults
 
 
 FUSED = {

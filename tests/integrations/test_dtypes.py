@@ -124,3 +124,15 @@ def test_a_vae_that_keeps_its_digits_is_called_by_keyword_too(checkpoint):
     pipe = FluxPipeline.from_pretrained(checkpoint("fp8"), vae=vae)
     latents = torch.zeros(1, vae.config.latent_channels, 4, 4, dtype=torch.bfloat16)
     assert torch.equal(pipe.vae.decode(z=latents).sample, pipe.vae.decode(latents).sample)
+
+
+def test_a_cast_to_the_dtype_that_all_has_is_none_and_another_is_refused(checkpoint):
+    pipe = FluxPipeline.from_pretrained(checkpoint("fp8"), dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in pipe.transformer.state_dict().items()}
+    assert pipe.to(torch.bfloat16) is pipe and pipe.to("cpu", torch.bfloat16) is pipe
+    assert pipe.to(dtype=torch.bfloat16, device="cpu") is pipe
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.transformer.state_dict().items())
+    pipe.vae.float()
+    with pytest.raises(ValueError, match="cannot be cast"):
+        pipe.to(torch.bfloat16)
+    assert pipe.vae.dtype == torch.float32

@@ -105,6 +105,17 @@ def test_moves_and_casts_to_the_dtype_that_it_has_are_none(model):
     assert unchanged(again, before)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_dict_of_other_dtypes_is_refused_whole(model, strict):
+    before = held(model)
+    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"state dict has torch\.bfloat16, .* nothing was loaded"):
+        model.load_state_dict(state, strict=strict)
+    assert unchanged(model, before)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert unchanged(model, before)
+
+
 def test_a_copy_refuses_for_itself(model):
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="cannot be cast"):

@@ -17,7 +17,7 @@ from fluxq.jobs import making
 CALL = {"num_inference_steps": 2, "height": 64, "width": 64}
 
 
-def test_a_pipeline_in_memory_is_quantized_as_its_folder_is(tmp_path, pipe, plain_checkpoint) -> None:
+def test_a_pipeline_in_memory_is_quantized_as_its_folder_is(tmp_path, pipe, plain_checkpoint, monkeypatch) -> None:
     made = fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", call=CALL)
     assert made.passed and made.path == tmp_path / "made" and made.record["recipe"]["name"] == "int8"
     assert [path.name for path in tmp_path.iterdir()] == ["made"], "the pipeline's 16-bit copy is left behind"
@@ -28,8 +28,10 @@ def test_a_pipeline_in_memory_is_quantized_as_its_folder_is(tmp_path, pipe, plai
     loaded: Any = made.load()
     image = loaded("a red circle", **CALL, output_type="pt", generator=torch.Generator().manual_seed(0)).images
     assert torch.isfinite(image).all()
-    reopened = fluxq.Checkpoint.open(made.path)
-    assert reopened == made
+    monkeypatch.chdir(tmp_path)
+    reopened = fluxq.Checkpoint.open("made")
+    monkeypatch.chdir("/")
+    assert reopened == made and reopened.load()
 
 
 def test_a_job_that_failed_is_resumed_by_the_same_call(tmp_path, pipe, monkeypatch) -> None:
@@ -74,7 +76,12 @@ def test_statistics_are_gathered_and_used(tmp_path, quick_recipe) -> None:
     ("options", "error", "message"),
     [
         ({"profil": "rtn"}, TypeError, "profil: no such option; there are .*profile"),
-        ({"components": "transformer"}, TypeError, "components='transformer': give a list"),
+        ({"components": "transformer"}, TypeError, "components='transformer': expected a list of texts"),
+        ({"max_shard_bytes": 1.5}, TypeError, "max_shard_bytes=1.5: expected int"),
+        ({"seed": "3"}, TypeError, "seed='3': expected"),
+        ({"prompts": ["a"]}, TypeError, "prompts=.'a'.: expected"),
+        ({"profile": "quick"}, ValueError, "profile='quick': expected one of rtn, fast"),
+        ({"call": {"prompt": "x"}}, ValueError, "the call: prompt: fluxq says that itself"),
         ({"prompts": "none.txt"}, FileNotFoundError, "none.txt"),
         ({"recipe": "nvfp"}, FileNotFoundError, "nvfp"),
         ({"call": {"heigth": 64}}, ValueError, "heigth"),
@@ -98,6 +105,12 @@ def test_a_quantized_pipeline_is_not_quantized_again(tmp_path, plain_checkpoint)
     [
         (lambda pipe: pipe.transformer, TypeError, "pipeline is a FluxTransformer2DModel"),
         (lambda pipe: pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q"])) or pipe, ValueError, "adapter"),
+        (lambda pipe: pipe.transformer.fuse_qkv_projections() or pipe, ValueError, "unfuse_qkv_projections"),
+        (
+            lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16) or pipe,
+            ValueError,
+            "stored in 8 bits",
+        ),
         (lambda pipe: pipe.text_encoder.to("meta") and pipe, ValueError, "text_encoder: offloaded"),
         (lambda pipe: None, TypeError, "pipeline is a NoneType"),
     ],
@@ -138,8 +151,9 @@ def test_a_pipeline_from_the_folder_above_has_a_name_of_its_own(tmp_path, monkey
     tiny.load().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path / "model" / "here")
     pipe = DiffusionPipeline.from_pretrained("..", dtype=torch.bfloat16)
+    (tmp_path / "model" / "model_index.json").unlink()  # in a pipeline's folder nothing is written
     made = fluxq.quantize_pipeline(pipe, "fp8", profile="rtn", check=False, dtype=torch.bfloat16)
-    assert made.path == Path("model-fp8") and made.record["model"]["name"] == "model"
+    assert made.path == Path.cwd() / "model-fp8" and made.record["model"]["name"] == "model"
     assert made.record["model"]["source"] is None
     assert [path.name for path in Path.cwd().iterdir()] == ["model-fp8"]
     with pytest.raises(ValueError, match=r"made of a pipeline in memory.*give it"):

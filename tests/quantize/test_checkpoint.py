@@ -99,7 +99,9 @@ def test_config_says_all_that_loading_needs(checkpoint, recipe):
     assert config == config_of(tiny.path())
     layers = said.pop("layers")
     assert len(said.pop("digest")) == 64 and said.pop("digests").keys() == {"text_encoder", "text_encoder_2", "vae"}
-    assert len(said.pop("settings_digest")) == 64
+    assert len(said.pop("config_digest")) == 64
+    others = {"text_encoder", "text_encoder_2", "vae", "scheduler", "tokenizer", "tokenizer_2"}
+    assert said.pop("config_digests").keys() == others
     features = ["static_input_scale"] if MAIN[recipe].endswith("-static") else []
     assert said == {"quant_method": "fluxq", "format_version": 1, "required_features": features}
     modulation = {"fp8": "fp8-16bit", "fp8-comfy": "fp8_tensor-16bit", "int4-svd": "int4-16bit"}

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -440,11 +441,11 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
     assert done.exit_code == 1 and "checks could not be made (hashes, plan)" in done.output.splitlines()[-1]
     (folder / "transformer" / "modeling.py").write_text("")
     (folder / "tokenizer_2" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    assert {"modeling.py: code" in found or "tokenizer_2: none of" in found for found in failed(folder).values()} == {
-        True
-    }
+    found = failed(folder)
+    assert "modeling.py: code" in found["hashes"] and "tokenizer_2: none of" in found["files"]
+    assert found["digests"].startswith("tokenizer_2: other settings")
     last = CliRunner().invoke(cli, ["verify", str(folder)]).output.splitlines()[-1]
-    assert last.endswith("2 of 7 checks failed (hashes, files), 1 could not be made (plan)")
+    assert last.endswith("3 of 7 checks failed (hashes, files, digests), 1 could not be made (plan)")
     (folder / "transformer" / "modeling.py").unlink()
     (tmp_path / "tokenizer.json").rename(folder / "tokenizer_2" / "tokenizer.json")
     assert CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"]).exit_code == 0
@@ -452,21 +453,31 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
     assert CliRunner().invoke(cli, ["verify", folder.name, "--allow-unrecorded"]).exit_code == 0
 
 
+def swap_layers(config: dict[str, Any]) -> None:
+    layers = config["quantization_config"]["layers"]
+    layers.update({"fp8-16bit": layers.pop("fp8-fp8")})  # no tensor tells
+
+
 @pytest.mark.parametrize(
-    "alter",
+    ("file", "alter"),
     [
-        lambda said: said["layers"].update({"fp8-16bit": said["layers"].pop("fp8-fp8")}),  # no tensor tells
-        lambda said: said.update(attention="fp8"),
-        lambda said: said.update(steps={"first": 1}),
+        ("transformer/config.json", swap_layers),
+        ("transformer/config.json", lambda config: config["quantization_config"].update(attention="fp8")),
+        ("transformer/config.json", lambda config: config["quantization_config"].update(steps={"first": 1})),
+        ("transformer/config.json", lambda config: config["axes_dims_rope"].reverse()),
+        ("vae/config.json", lambda config: config.update(scaling_factor=9.0)),
+        ("scheduler/scheduler_config.json", lambda config: config.update(shift=9.0)),
+        ("tokenizer/tokenizer_config.json", lambda config: config.update(model_max_length=3)),
     ],
 )
-def test_altered_settings_are_found_without_a_plan_file(plain_checkpoint, tmp_path, alter):
+def test_altered_settings_are_found_without_a_plan_file(plain_checkpoint, tmp_path, file, alter):
     folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
     (folder / "fluxq_plan.json").unlink()
     assert not failed(folder)
-    edit_json(folder, "transformer/config.json", lambda config: alter(config["quantization_config"]), record=False)
+    edit_json(folder, file, alter, record=False)
+    component = file.partition("/")[0]
     assert failed(folder)["digests"] == (
-        "transformer/config.json: other quantization settings than those of its digest; copy it again"
+        f"{component}: other settings than transformer/config.json records; copy its files again"
     )
     done = CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"])
     assert done.exit_code == 1 and "of 7 checks failed" in done.output and "digests" in done.output
@@ -485,6 +496,14 @@ def test_codes_beyond_the_largest_are_no_numbers(name, largest):
 
 
 # What cannot be read
+
+
+def test_a_plan_file_that_is_no_file_is_not_taken_for_none(plain_checkpoint, tmp_path):
+    folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
+    (folder / "fluxq_plan.json").unlink()
+    os.mkfifo(folder / "fluxq_plan.json")
+    done = CliRunner().invoke(cli, ["verify", str(folder), "--allow-unrecorded"])
+    assert done.exit_code != 0 and "fluxq_plan.json is no regular file" in done.output, done.output
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])

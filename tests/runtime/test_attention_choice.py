@@ -281,7 +281,7 @@ def load(folder: Path) -> FluxPipeline:
 
 def test_a_checkpoint_says_it_and_its_model_computes_it(written: Path, plain_checkpoint, calls) -> None:
     said, plain = config_of(written / "transformer"), config_of(plain_checkpoint("fp8") / "transformer")
-    assert said.pop("attention") == "fp8" and said.pop("settings_digest") != plain.pop("settings_digest")
+    assert said.pop("attention") == "fp8" and said.pop("config_digest") != plain.pop("config_digest")
     assert said == plain
     in_fp8, in_16_bit = (load(folder).transformer for folder in (written, plain_checkpoint("fp8")))
     assert (attention_of(in_fp8), attention_of(in_16_bit)) == ("fp8", "16bit")

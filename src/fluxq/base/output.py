@@ -96,6 +96,9 @@ class Output:
         here = {what: Path(path).expanduser().resolve() for what, path in reads.items() if path}
         for place in self.places:
             _require_apart(self.target, place, here)
+        for parent in self.place.parents:
+            if (parent / "model_index.json").is_file():
+                raise ValueError(f"output {self.target} lies in the pipeline's folder {parent}; give another --output")
         if Path.cwd().is_relative_to(self.place):
             raise ValueError(f"output {self.target} holds the current folder, which would be replaced; give another")
         self.require_free(overwrite=overwrite, exists_ok=exists_ok)
@@ -121,9 +124,10 @@ class Output:
         ):
             return
         if not overwrite:
-            cure = "" if _foreign(self) else ", or --overwrite to replace it"
+            what = _foreign(self)
+            cure = f" ({what})" if what else ", or --overwrite to replace it"
             raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
-        if overwrite and (what := _foreign(self)):
+        if what := _foreign(self):
             raise ValueError(
                 f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
             )
@@ -258,6 +262,8 @@ def _foreign(output: Output) -> str:
         return next((_not_ours(each.name) for each in reversed(standing) if not _is_marked(each, place)), "")
     names = _recorded(place)
     is_checkpoint = _is_checkpoint(place)  # only beside those does `fluxq eval` write
+    if is_checkpoint and not names:
+        return f"{PLAN_FILE}, its record, is damaged"
     for path in _files(place):
         name = path.relative_to(place).as_posix()
         if name in names:

@@ -50,11 +50,28 @@ def register() -> None:
     @functools.wraps(stock_to)
     def to(self: DiffusionPipeline, *args: Any, **kwargs: Any) -> DiffusionPipeline:
         dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
-        if dtype is not None:
-            refuse_casting(_models(self), dtype)
-        return stock_to(self, *args, **kwargs)
+        models = _models(self)
+        if dtype is not None and _computes_in(models, dtype):  # diffusers refuses this too, of quantized models
+            args = tuple(arg for arg in args if arg is not dtype)
+            kwargs = {name: arg for name, arg in kwargs.items() if arg is not dtype}
+        elif dtype is not None:
+            refuse_casting(models, dtype)
+        return stock_to(self, *args, **kwargs) if args or kwargs or dtype is None else self
 
     DiffusionPipeline.to = to
+
+
+def _computes_in(models: Mapping[str, nn.Module], dtype: torch.dtype) -> bool:
+    """Tell whether quantized models are among these, and nothing in any of them would be cast."""
+    layers = {name: dict(quant_layers(model)) for name, model in models.items()}
+    others = (
+        tensor
+        for name, model in models.items()
+        for path, tensor in _numbers(model)
+        if path.rpartition(".")[0] not in layers[name]
+    )
+    own = [layer.compute_dtype for each in layers.values() for layer in each.values()]
+    return bool(own) and {dtype, *own} == {dtype} and all(tensor.dtype == dtype for tensor in others)
 
 
 def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,14 @@ def _teach(model_class: Any) -> None:
         return count + sum(layer.weights - sum(t.numel() for t in layer.parameters()) for _, layer in _layers(self))
 
     model_class._apply, model_class.num_parameters = _apply, num_parameters
+    stock_state = model_class.load_state_dict
+
+    @functools.wraps(stock_state)
+    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        _require_stored(self, state_dict)
+        return stock_state(self, state_dict, *args, **kwargs)
+
+    model_class.load_state_dict = load_state_dict
     stock_load = model_class.from_pretrained.__func__
 
     @functools.wraps(stock_load)
@@ -75,6 +83,18 @@ def _teach(model_class: Any) -> None:
             return stock_load(cls, *args, **kwargs)
 
     model_class.from_pretrained = classmethod(from_pretrained)
+
+
+def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
+    for path, layer in _layers(model):
+        for name in layer.stored_names:
+            given, held = state.get(f"{path}.{name}"), getattr(layer, name)
+            if isinstance(given, Tensor) and given.dtype != held.dtype:
+                raise ValueError(
+                    f"{path}.{name}: the state dict has {given.dtype}, a layer quantized as {layer.scheme} stores "
+                    f"{held.dtype}, and nothing was loaded. Load a checkpoint by from_pretrained"
+                )
 
 
 def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:

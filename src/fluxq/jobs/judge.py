@@ -59,6 +59,7 @@ from fluxq.jobs.requirements import (
     require_steps,
 )
 from fluxq.quantize.checkpoint import is_model
+from fluxq.quantize.exchange.beside import other_small_files
 from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
@@ -184,6 +185,9 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
     usual = (makes_video(folder) and protocol.videos) or protocol.count
     count, seeds = options.count or usual, options.seeds or protocol.seeds
     first = protocol.first_seed if options.seed is None else options.seed
+    for name in quantized.components:
+        for what in other_small_files(quantized, folder, name):
+            raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
     hashed = _hashed(folder)  # reads all weights: after whatever else may be wrong
     for component, digest in record["model"]["digests"].items():
         if hashed.get(component) != digest:

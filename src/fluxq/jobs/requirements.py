@@ -19,6 +19,12 @@ _LISTS = (list, tuple, Sequence, Iterable)
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
 
 
+_OURS = {  # arguments of a call that `calibrate.capture.run_pipeline` gives
+    *("prompt", "generator", "output_type", "return_dict", "callback", "callback_on_step_end"),
+    "callback_on_step_end_tensor_inputs",
+}
+
+
 def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
     """Refuse what the pipeline does not take, before it is loaded. asked: by options; the rest are its defaults."""
     import diffusers
@@ -27,6 +33,9 @@ def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[st
     if pipeline is None:
         name = folder.index["_class_name"]
         raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
+    if ours := sorted(call.keys() & _OURS):
+        where = "the call" if set(ours) & set(asked) else folder.path / GENERATION_FILE
+        raise ValueError(f"{where}: {', '.join(ours)}: fluxq says that itself, by prompts and seeds; leave it out")
     unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
     if "num_frames" in unknown and not makes_video(folder):
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes images, which have no frames: leave out --frames")
