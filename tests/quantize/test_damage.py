@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluxq.quantize.digests import OTHERS, OWN, SETTINGS
+from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN
 from fluxq.quantize.verify import verify
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -151,6 +151,6 @@ def test_what_sees_a_damage(checkpoint, tmp_path, recipe, damage):
     said.pop(OTHERS)
     (folder / "config.json").write_text(json.dumps(config))
     whole, load = seen_by(folder)
-    said.pop(OWN), said.pop(SETTINGS)
+    said.pop(OWN), said.pop(CONFIG), said.pop(CONFIGS, None)
     (folder / "config.json").write_text(json.dumps(config))
     assert (whole, seen_by(folder)[0], load) == rows()[damage]
