@@ -203,18 +203,17 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     """Return one option as a job takes it; TypeError for a value of another type."""
     from pydantic import TypeAdapter, ValidationError
 
+    plain: Any = fspath(value) if isinstance(value, PathLike) else value
     if name in _PATHS and value is not None:
-        value = Path(value)
+        plain = Path(value)
     elif name in _LISTS and not isinstance(value, str):
-        value = tuple(value or ())
-    elif name == "call":
-        value = dict(value or {})
+        plain = tuple(plain or ())
+    elif name == "call" and (value is None or isinstance(value, Mapping)):
+        plain = dict(value or {})
     elif name == "dtype":
-        value = str(value).removeprefix("torch.")
-    elif isinstance(value, PathLike):
-        value = fspath(value)
+        plain = str(value).removeprefix("torch.")
     try:
-        return TypeAdapter(hint).validate_python(value, strict=True)
+        return TypeAdapter(hint).validate_python(plain, strict=True)
     except ValidationError:
         wanted = "a list of texts" if name in _LISTS else getattr(hint, "__name__", str(hint))
         raise TypeError(f"{name}={value!r}: expected {wanted}") from None
