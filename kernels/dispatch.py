@@ -211,11 +211,10 @@ SWIZZLED = ("sm_100", "sm_103")  # whose matrix units read scales from memory of
 MEASURED = Path(__file__).parent / "measured.json"
 _PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
 KERNELS = (
-    Kernel("quantize_activation", "quantize_activation", (*_PRODUCED, "down"), "memory"),
     Kernel(
-        "act_quantize",
         "quantize_activation",
-        (*_PRODUCED, "16bit", *(f"{name}-beside" for name in _PRODUCED)),
+        "quantize_activation",
+        (*_PRODUCED, "down", "16bit", *(f"{name}-beside" for name in _PRODUCED)),
         "memory",
     ),
     Kernel("adaln_quantize", "adaln_quantize", (*_PRODUCED, "16bit"), "memory"),

@@ -28,7 +28,9 @@ from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.dispatch import Choice, choose
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
+from fluxq.kernels.norms import NormTensors, RopeTensors
 from fluxq.kernels.packing import names_in
+from fluxq.kernels.producers import Rounding, RoundingTensors
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import kernel as rope
 from fluxq.kernels.quantize_activation.kernel import quantize_activation as quantizer
@@ -160,17 +162,9 @@ def quantize_rows(
     row = FORMATS[activations]
     x = x if x.stride(-1) == 1 else x.contiguous()
     tile = find_memory_tile("quantize_activation", tuned_name(row, input_scale, None), chip, x.shape[0])
-    q, _ = quantizer(
-        x,
-        row,
-        input_scale,
-        smooth=steps.smooth,
-        mean=steps.mean,
-        hadamard=steps.hadamard,
-        four_over_six=steps.four_over_six,
-        swizzled=swizzled,
-        tile=tile,
-    )
+    given = RoundingTensors(input_scale, steps.smooth, steps.mean)
+    how = Rounding(activations, "", steps.hadamard, steps.four_over_six, swizzled)
+    q, _ = quantizer(x, given, how, tile=tile)
     return q
 
 
@@ -279,90 +273,33 @@ LAUNCH: dict[str, Callable[..., Tensor]] = {
 # --- the ops that are one kernel each, in the order of their arguments; the torch references say what these are
 
 
-def quantize_activation(
-    x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled, *, act=None, beside=None, chip=None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, chip = find_format(format), chip or chip_of(x.device)
-    name = tuned_name(row, input_scale, down, beside)
-    require("quantize_activation", "down" if down is not None else format, chip)
-    if beside is not None:
-        require("act_quantize", f"{format}-beside", chip)
-    tile = find_memory_tile("quantize_activation", name, chip, x.shape[0])
-    q, h = quantizer(
-        x,
-        row,
-        input_scale,
-        act=act,
-        beside=beside,
-        smooth=smooth,
-        mean=mean,
-        hadamard=hadamard,
-        down=down,
-        four_over_six=four_over_six,
-        swizzled=swizzled,
-        tile=tile,
-    )
-    return *_made(q, input_scale), x.new_empty(0) if h is None else h
+def quantize_activation(x, tensors, rounding, *, chip=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (given, how), chip = RoundingTensors.of(tensors, rounding), chip or chip_of(x.device)
+    name = tuned_name(find_format(how.format), given.input_scale, given.down, given.beside)
+    require("quantize_activation", "down" if given.down is not None else how.format, chip)
+    if given.beside is not None:
+        require("quantize_activation", f"{how.format}-beside", chip)
+    q, h = quantizer(x, given, how, tile=find_memory_tile("quantize_activation", name, chip, x.shape[0]))
+    return *_made(q, given.input_scale), x.new_empty(0) if h is None else h
 
 
-def act_quantize(
-    x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled, beside=None, *, chip=None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    steps = hadamard, four_over_six, swizzled
-    return quantize_activation(x, input_scale, smooth, mean, down, format, *steps, act=act, beside=beside, chip=chip)
-
-
-def adaln_quantize(
-    x,
-    scale,
-    shift,
-    branch,
-    gate,
-    weight,
-    input_scale,
-    smooth,
-    mean,
-    norm,
-    eps,
-    format,
-    hadamard,
-    four_over_six,
-    swizzled,
-    *,
-    chip=None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chip, name = chip or chip_of(x.device), adaln.tuned_name(x.shape[-1])
-    require("adaln_quantize", format or "16bit", chip)
-    q, new = adaln.adaln_quantize(
-        x,
-        scale,
-        shift,
-        find_format(format) if format else None,
-        input_scale,
-        branch=branch,
-        gate=gate,
-        norm=norm,
-        weight=weight,
-        eps=eps,
-        smooth=smooth,
-        mean=mean,
-        hadamard=hadamard,
-        four_over_six=four_over_six,
-        swizzled=swizzled,
-        tile=find_memory_tile("adaln_quantize", name, chip, x.shape[0]),
-    )
+def adaln_quantize(x, tensors, rounding, norm, eps, *, chip=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (given, how), chip = NormTensors.of(tensors, rounding), chip or chip_of(x.device)
+    require("adaln_quantize", how.format or "16bit", chip)
+    tile = find_memory_tile("adaln_quantize", adaln.tuned_name(x.shape[-1]), chip, x.shape[0])
+    q, new = adaln.adaln_quantize(x, given, how, norm=norm, eps=eps, tile=tile)
     new = x.new_empty(0) if new is None else new
     if isinstance(q, Tensor):
         return q, x.new_empty(0), x.new_empty(0), new
-    return *_made(q, input_scale), new
+    return *_made(q, given.input_scale), new
 
 
-def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved, round_before_weight, position, *, chip=None):
+def qk_norm_rope(q, k, tensors, names, eps, interleaved, round_before_weight, position, *, chip=None):
     chip, name = chip or chip_of(q.device), rope.tuned_name(q.shape[-1])
     require("qk_norm_rope", "16bit", chip)
     how = {"eps": eps, "interleaved": interleaved, "round_before_weight": round_before_weight, "position": position}
     tile = find_memory_tile("qk_norm_rope", name, chip, q.shape[0] * q.shape[1] * q.shape[2])
-    return rope.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, tile=tile, **how)
+    return rope.qk_norm_rope(q, k, RopeTensors.of(tensors, names), tile=tile, **how)
 
 
 def attention_fp8(q, k, v, scale, *, chip=None) -> Tensor:
@@ -468,7 +405,6 @@ def _what_follows(given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epil
 ON_GPU: dict[str, Callable[..., object]] = {
     "quantized_linear": quantized_linear,
     "quantize_activation": quantize_activation,
-    "act_quantize": act_quantize,
     "adaln_quantize": adaln_quantize,
     "qk_norm_rope": qk_norm_rope,
     "attention_fp8": attention_fp8,

@@ -12,6 +12,9 @@ step to it, as AdaLayerNormZero and its kin do; fp32 modulation of 16-bit x roun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,63 +22,75 @@ from torch import Tensor
 from fluxq.kernels import producers
 from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.ops import no_autocast
+from fluxq.kernels.packing import pack, unpack
+from fluxq.kernels.producers import Rounding, RoundingTensors
 
 NORMS = ("layer", "rms")
 
 
-@torch.library.custom_op("fluxq::adaln_quantize", mutates_args=())
-def adaln_quantize(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    input_scale: Tensor | None,
-    smooth: Tensor | None,
-    mean: Tensor | None,
-    norm: str,
-    eps: float,
-    format: str,
-    hadamard: int,
-    four_over_six: bool,
-    swizzled: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (M, D) to (codes, scale, global scale, n); "" for the format gives v, in x's dtype, in place of the codes.
+class NormTensors(NamedTuple):
+    """The tensors of `adaln_quantize` beside x; those that are left out are None.
 
     scale, shift, gate: (B, D) in x's dtype or fp32, for B images whose M / B tokens follow one another. branch (M, D).
-    weight (D,) of the norm, "layer" or "rms". input_scale to swizzled: as `fluxq::quantize_activation` takes them.
-    What is not there comes back as an empty tensor (0,).
+    weight (D,) of the norm. input_scale, smooth, mean: as `RoundingTensors` has them.
     """
+
+    scale: Tensor
+    shift: Tensor
+    branch: Tensor | None = None
+    gate: Tensor | None = None
+    weight: Tensor | None = None
+    input_scale: Tensor | None = None
+    smooth: Tensor | None = None
+    mean: Tensor | None = None
+
+    def packed(self, rounding: Rounding) -> tuple[list[Tensor], str]:
+        """(tensors, rounding) as the op takes them."""
+        return pack(self, rounding)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], rounding: str) -> tuple[NormTensors, Rounding]:
+        """Take apart what `packed` made."""
+        given, text = unpack(cls, tensors, rounding)
+        return given, Rounding.parse(text)
+
+    @property
+    def of_rounding(self) -> RoundingTensors:
+        """Those of the steps that follow."""
+        return RoundingTensors(self.input_scale, self.smooth, self.mean)
+
+
+@torch.library.custom_op("fluxq::adaln_quantize", mutates_args=())
+def adaln_quantize(
+    x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (M, D) to (codes, scale, global scale, n); without a format v, in x's dtype, stands in place of the codes.
+
+    tensors, rounding: of `NormTensors.packed`. norm: "layer" or "rms". What is not there comes back as an empty tensor
+    (0,).
+    """
+    given, how = NormTensors.of(tensors, rounding)
     with no_autocast(x):
-        v, new = modulated_norm(x, scale, shift, branch, gate, weight, norm, eps)
-        if format:
-            steps = input_scale, smooth, mean, None, format, hadamard, four_over_six, swizzled
-            codes, step, global_scale, _ = producers.quantize_activation(v, *steps)
+        v, new = modulated_norm(x, given, norm, eps)
+        if how.format:
+            codes, step, global_scale, _ = producers.quantize_activation(v, *given.of_rounding.packed(how))
         else:
             codes, step, global_scale = v, x.new_empty(0), x.new_empty(0)
         return codes, step, global_scale, x.new_empty(0) if new is None else new
 
 
 @adaln_quantize.register_fake
-def _(x, scale, shift, branch, gate, weight, input_scale, smooth, mean, norm, eps, format, *steps):
-    new = x.new_empty(0 if branch is None else x.shape)
-    if not format:
+def _(x, tensors, rounding, norm, eps):
+    given, how = NormTensors.of(tensors, rounding)
+    new = x.new_empty(0 if given.branch is None else x.shape)
+    if not how.format:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), new
-    return *torch.ops.fluxq.quantize_activation(x, input_scale, smooth, mean, None, format, *steps)[:3], new
+    return *torch.ops.fluxq.quantize_activation(x, *given.of_rounding.packed(how))[:3], new
 
 
-def modulated_norm(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    norm: str,
-    eps: float,
-) -> tuple[Tensor, Tensor | None]:
+def modulated_norm(x: Tensor, given: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor | None]:
     """(v, n) of x (M, D), in its dtype; n is None without a branch."""
+    scale, branch, gate = given.scale, given.branch, given.gate
     if norm not in NORMS:
         raise ValueError(f"adaln_quantize: unknown norm {norm!r}, expected one of {', '.join(NORMS)}")
     if (branch is None) != (gate is None):
@@ -88,19 +103,38 @@ def modulated_norm(
     n = x.reshape(images, -1, x.shape[1]).to(scale.dtype)  # (B, M / B, D)
     if branch is not None and gate is not None:
         n = (n + gate[:, None] * branch.reshape(n.shape)).to(x.dtype).to(scale.dtype)
-    h = _rms_norm(n, weight, eps) if norm == "rms" else F.layer_norm(n, n.shape[-1:], weight, None, eps)
-    v = h * (1 + scale[:, None]) + shift[:, None]
+    h = _rms_norm(n, given.weight, eps) if norm == "rms" else F.layer_norm(n, n.shape[-1:], given.weight, None, eps)
+    v = h * (1 + scale[:, None]) + given.shift[:, None]
     return v.reshape(x.shape).to(x.dtype), None if branch is None else n.reshape(x.shape).to(x.dtype)
+
+
+class RopeTensors(NamedTuple):
+    """The tensors of `qk_norm_rope` beside q and k.
+
+    cos, sin: (positions, D) fp32. q_weight, k_weight: (D,) in q's dtype, or None.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+
+    def packed(self) -> tuple[list[Tensor], str]:
+        """(tensors, names) as the op takes them."""
+        return pack(self, "")
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], names: str) -> RopeTensors:
+        """Take apart what `packed` made."""
+        return unpack(cls, tensors, names)[0]
 
 
 @torch.library.custom_op("fluxq::qk_norm_rope", mutates_args=())
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    tensors: Sequence[Tensor],
+    names: str,
     eps: float,
     interleaved: bool,
     round_before_weight: bool,
@@ -108,10 +142,11 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm and rotary embedding of q (B, S, H, D) and k (B, S, Hk, D), new contiguous tensors.
 
-    cos, sin: (positions, D) fp32; token s takes row position + s. interleaved: pairs are neighbours (Flux; as
-    complex numbers Qwen-Image), otherwise elements D / 2 apart. round_before_weight: as diffusers' RMSNorm;
-    torch.nn.RMSNorm rounds once.
+    tensors, names: of `RopeTensors.packed`. Token s takes row position + s of cos and sin. interleaved: pairs are
+    neighbours (Flux; as complex numbers Qwen-Image), otherwise elements D / 2 apart. round_before_weight: as diffusers'
+    RMSNorm; torch.nn.RMSNorm rounds once.
     """
+    cos, sin, q_weight, k_weight = RopeTensors.of(tensors, names)
     if not 0 <= position <= cos.shape[0] - q.shape[1]:
         raise ValueError(
             f"qk_norm_rope: {q.shape[1]} tokens from position {position} on, but cos and sin are for {cos.shape[0]} "
@@ -126,7 +161,7 @@ def qk_norm_rope(
 
 
 @qk_norm_rope.register_fake
-def _(q, k, q_weight, k_weight, cos, sin, eps, interleaved, round_before_weight, position):
+def _(q, k, tensors, names, eps, interleaved, round_before_weight, position):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 

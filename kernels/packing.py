@@ -28,4 +28,4 @@ def unpack(kind: type[Named], tensors: Sequence[Tensor], text: str) -> tuple[Nam
 def names_in(text: str) -> tuple[str, tuple[str, ...]]:
     """Return the text before the names, and the names."""
     before, _, names = text.rpartition(" ")
-    return before, tuple(names.split(","))
+    return before, tuple(filter(None, names.split(",")))

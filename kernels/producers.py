@@ -1,10 +1,9 @@
-"""Activations to codes as torch.library ops, with the torch reference of each; device code is faster.
+"""Activations to codes as a torch.library op, with its torch reference; device code is faster.
 
-    fluxq::quantize_activation     a = x
-    fluxq::act_quantize            a = gelu(x), exact or tanh form; silu(x1) · x2 or x1 · silu(x2) for x = (x1, x2);
-                                   with `beside` (M, D): a = (beside, act(x)), side by side
+    fluxq::quantize_activation     a = x, or act(x): gelu, exact or tanh form; silu(x1) · x2 or x1 · silu(x2) for
+                                   x = (x1, x2); with `beside` (M, D): a = (beside, act(x)), side by side
 
-and then, in fp32, each step left out where its argument is None or 0:
+and then, in fp32, each step left out where its tensor is None or its number 0:
 
     h = a · down^T                          the first half of a low-rank branch, in a's type
     v = (a - mean) · smooth                 mean and smooth (K,)
@@ -16,6 +15,11 @@ One call serves all layers that share an input: `down` may hold the rows of seve
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +27,7 @@ from torch import Tensor
 from fluxq.kernels import ops
 from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.ops import no_autocast, transform
+from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.tensor import stored_shapes, swizzle_scales, swizzled_size
 from fluxq.recipes.formats import FORMATS, HADAMARDS, Format
 
@@ -36,81 +41,107 @@ ACTS = {
 GATED = ("silu_mul", "mul_silu")  # of x (M, 2K)
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """The steps from activations to codes, as an op takes them in a text.
+
+    format: "" for none. act: a key of ACTS, "" for x itself; act(x) is rounded to x's dtype first. hadamard: size of
+    its blocks. four_over_six: nvfp4's choice between two scales for each block. swizzled: block scales as
+    `swizzle_scales` makes them.
+    """
+
+    format: str = ""
+    act: str = ""
+    hadamard: int = 0
+    four_over_six: bool = False
+    swizzled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.format}/{self.act}/{self.hadamard}/{self.four_over_six:d}/{self.swizzled:d}"
+
+    @classmethod
+    @functools.lru_cache(1024)
+    def parse(cls, text: str) -> Rounding:
+        """Inverse of `str`."""
+        name, act, hadamard, four_over_six, swizzled = text.split("/")
+        return cls(name, act, int(hadamard), four_over_six == "1", swizzled == "1")
+
+    @property
+    def row(self) -> Format:
+        """The format's row; ValueError for one that activations are not rounded to."""
+        if self.format not in PRODUCED:
+            raise ValueError(f"format is {self.format!r}, expected one of {', '.join(PRODUCED)}")
+        return FORMATS[self.format]
+
+
+class RoundingTensors(NamedTuple):
+    """The tensors of the steps at the top of this file; those that are left out are None.
+
+    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1). beside:
+    (M, D) of x's dtype, the first D columns of what is quantized.
+    """
+
+    input_scale: Tensor | None = None
+    smooth: Tensor | None = None
+    mean: Tensor | None = None
+    down: Tensor | None = None
+    beside: Tensor | None = None
+
+    def packed(self, rounding: Rounding) -> tuple[list[Tensor], str]:
+        """(tensors, rounding) as the op takes them."""
+        return pack(self, rounding)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], rounding: str) -> tuple[RoundingTensors, Rounding]:
+        """Take apart what `packed` made."""
+        given, text = unpack(cls, tensors, rounding)
+        return given, Rounding.parse(text)
+
+
 @torch.library.custom_op("fluxq::quantize_activation", mutates_args=())
-def quantize_activation(
-    x: Tensor,
-    input_scale: Tensor | None,
-    smooth: Tensor | None,
-    mean: Tensor | None,
-    down: Tensor | None,
-    format: str,
-    hadamard: int,
-    four_over_six: bool,
-    swizzled: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (M, K) of a float dtype to (codes, scale, global scale, h), each as its format stores it.
+def quantize_activation(x: Tensor, tensors: Sequence[Tensor], rounding: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (M, K) of a float dtype, for the gated acts (M, 2K), to (codes, scale, global scale, h), as formats store them.
 
-    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1).
-    four_over_six: nvfp4's choice between two scales for each block. swizzled: block scales as `swizzle_scales` makes
-    them. What was given as input_scale, what the format lacks, and h without `down` come back as empty tensors (0,).
+    tensors, rounding: of `RoundingTensors.packed`. What was given as input_scale, what the format lacks, and h without
+    `down` come back as empty tensors (0,).
     """
+    given, how = RoundingTensors.of(tensors, rounding)
     with no_autocast(x):
-        return _produce(x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled)
-
-
-@torch.library.custom_op("fluxq::act_quantize", mutates_args=())
-def act_quantize(
-    x: Tensor,
-    input_scale: Tensor | None,
-    smooth: Tensor | None,
-    mean: Tensor | None,
-    down: Tensor | None,
-    format: str,
-    act: str,
-    hadamard: int,
-    four_over_six: bool,
-    swizzled: bool,
-    beside: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_activation` of act(x), which is rounded to x's dtype first; for the gated ones x is twice as wide.
-
-    beside: (M, D) of x's dtype: the first D columns of what is quantized, act(x) makes the others.
-    """
-    if act not in ACTS:
-        raise ValueError(f"act_quantize: act is {act!r}, expected one of {', '.join(ACTS)}")
-    with no_autocast(x):
-        a = ACTS[act](x)
-        if beside is not None:
-            check_beside("act_quantize", beside, x)
-            a = torch.cat([beside, a], dim=1)
-        return _produce(a, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled)
+        return _produce(_activated(x, given.beside, how.act), given, how)
 
 
 @quantize_activation.register_fake
-def _(x, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled):
-    return _empty(x, x.shape[1], input_scale, down, format, swizzled)
+def _(x, tensors, rounding):
+    given, how = RoundingTensors.of(tensors, rounding)
+    k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if given.beside is None else given.beside.shape[1])
+    return _empty(x, k, given, how)
 
 
-@act_quantize.register_fake
-def _(x, input_scale, smooth, mean, down, format, act, hadamard, four_over_six, swizzled, beside=None):
-    k = x.shape[1] // (2 if act in GATED else 1) + (0 if beside is None else beside.shape[1])
-    return _empty(x, k, input_scale, down, format, swizzled)
+launches_on_gpu(quantize_activation=quantize_activation)
 
 
-launches_on_gpu(quantize_activation=quantize_activation, act_quantize=act_quantize)
+def _activated(x: Tensor, beside: Tensor | None, act: str) -> Tensor:
+    """[beside, act(x)] (M, K)."""
+    if act and act not in ACTS:
+        raise ValueError(f"quantize_activation: act is {act!r}, expected one of {', '.join(ACTS)}")
+    a = ACTS[act](x) if act else x
+    if beside is None:
+        return a
+    check_beside("quantize_activation", beside, x)
+    return torch.cat([beside, a], dim=1)
 
 
-def check_steps(name: str, k: int, format: Format, hadamard: int, four_over_six: bool, swizzled: bool) -> None:
+def check_steps(name: str, k: int, format: Format, how: Rounding) -> None:
     """Raise ValueError for steps that the format or the row length K does not allow."""
     if format.name not in PRODUCED or FORMATS[format.name] != format:
         raise ValueError(f"{name}: activations are not quantized to {format.name}, only to {', '.join(PRODUCED)}")
-    if hadamard not in (0, *HADAMARDS):
-        raise ValueError(f"{name}: hadamard is {hadamard}, expected one of 0, {', '.join(map(str, HADAMARDS))}")
-    if hadamard and k % hadamard:
-        raise ValueError(f"{name}: K is {k}, no multiple of hadamard {hadamard}: choose a smaller one, or 0")
-    if four_over_six and not format.two_level:
+    if how.hadamard not in (0, *HADAMARDS):
+        raise ValueError(f"{name}: hadamard is {how.hadamard}, expected one of 0, {', '.join(map(str, HADAMARDS))}")
+    if how.hadamard and k % how.hadamard:
+        raise ValueError(f"{name}: K is {k}, no multiple of hadamard {how.hadamard}: choose a smaller one, or 0")
+    if how.four_over_six and not format.two_level:
         raise ValueError(f"{name}: four_over_six chooses nvfp4's block scales, {format.name} has none: leave it out")
-    if swizzled and not format.group_size:
+    if how.swizzled and not format.group_size:
         raise ValueError(f"{name}: swizzled is for block scales, {format.name} has none: leave it out")
 
 
@@ -122,42 +153,38 @@ def check_beside(name: str, beside: Tensor, x: Tensor) -> None:
         )
 
 
-def _produce(
-    a, input_scale, smooth, mean, down, format, hadamard, four_over_six, swizzled
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}, expected one of {', '.join(PRODUCED)}")
-    row = FORMATS[format]
-    check_steps("input", a.shape[-1], row, hadamard, four_over_six, swizzled)
+def _produce(a: Tensor, given: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row = how.row
+    check_steps("input", a.shape[-1], row, how)
     if a.ndim != 2 or not a.is_floating_point() or a.element_size() < 2:
         raise ValueError(f"input is {a.dtype} {(*a.shape,)}, expected (M, K) of float16, bfloat16 or float32")
-    empty = _empty(a, a.shape[1], input_scale, down, format, swizzled)
+    empty = _empty(a, a.shape[1], given, how)
     if a.shape[0] == 0:
         return empty
-    v = transform(a, smooth, mean, hadamard)
-    q = ops.quantize_activation(v, row, input_scale, four_over_six)
-    global_scale, scale = q.global_scale, swizzle_scales(q.scale) if swizzled else q.scale
-    if input_scale is not None:
+    v = transform(a, given.smooth, given.mean, how.hadamard)
+    q = ops.quantize_activation(v, row, given.input_scale, how.four_over_six)
+    global_scale, scale = q.global_scale, swizzle_scales(q.scale) if how.swizzled else q.scale
+    if given.input_scale is not None:
         scale, global_scale = (scale, None) if row.two_level else (None, None)
     _, no_scale, no_global, no_h = empty
     return (
         q.codes,
         no_scale if scale is None else scale,
         no_global if global_scale is None else global_scale,
-        no_h if down is None else F.linear(a.to(down.dtype), down),
+        no_h if given.down is None else F.linear(a.to(given.down.dtype), given.down),
     )
 
 
-def _empty(x, k, input_scale, down, format, swizzled) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty(x: Tensor, k: int, given: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The outputs of a row length K, not filled."""
-    m, row = x.shape[0], FORMATS[format]
+    m, row = x.shape[0], how.row
     (codes, codes_dtype), (scale, scale_dtype) = list(stored_shapes(row, m, k).values())[:2]
-    if swizzled:
+    if how.swizzled:
         scale = (swizzled_size(m, scale[1]),)
-    own = input_scale is None
+    own = given.input_scale is None
     return (
         x.new_empty(codes, dtype=codes_dtype),
         x.new_empty(scale if own or row.two_level else (0,), dtype=scale_dtype),
         x.new_empty((m, 1) if own and row.two_level else (0,), dtype=torch.float32),
-        x.new_empty(0) if down is None else down.new_empty(m, down.shape[0]),
+        x.new_empty(0) if given.down is None else given.down.new_empty(m, given.down.shape[0]),
     )

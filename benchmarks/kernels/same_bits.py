@@ -33,6 +33,7 @@ from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.producers import Rounding, RoundingTensors
 from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
 from fluxq.kernels.reencode.kernel import reencode
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
@@ -165,11 +166,11 @@ def awkward() -> Tensor:
 
 
 def _quantize(x: Tensor, name: str, options: dict[str, Any], chip: str) -> QuantizedTensor:
-    row = FORMATS[name]
-    tile = find_tile(
-        "quantize_activation", tuned_name(row, options.get("input_scale"), None, options.get("beside")), chip, len(x)
-    )
-    return quantize_activation(x, row, **options, tile=tile)[0]  # pyright: ignore[reportArgumentType]
+    given = RoundingTensors(**{key: value for key, value in options.items() if key in RoundingTensors._fields})
+    how = Rounding(name, **{key: value for key, value in options.items() if key not in RoundingTensors._fields})
+    tuned = tuned_name(FORMATS[name], given.input_scale, None, given.beside)
+    tile = find_tile("quantize_activation", tuned, chip, len(x))
+    return quantize_activation(x, given, how, tile=tile)[0]  # pyright: ignore[reportArgumentType]
 
 
 def _dequantize(w: QuantizedTensor, chip: str) -> Tensor:

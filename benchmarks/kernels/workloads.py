@@ -239,7 +239,7 @@ def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
     """Of x (M, K), or for act_quantize of gelu(x)."""
     (m, _, k), row = shape, FORMATS[case.scheme.removesuffix(" static")]
     x = _normal(m, k, device=device)
-    act = "gelu_tanh" if case.op == "act_quantize" else None
+    act = "gelu_tanh" if case.op == "act_quantize" else ""
     given = torch.tensor(4.0 / (6 * 448), device=device) if case.scheme.endswith(" static") else None
     tile = _plain_tile("quantize_activation", tuned_name(row, given, None), chip, m)
 
@@ -248,7 +248,8 @@ def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
         return ops.quantize_activation(a, row, given).dequantize()
 
     def call() -> QuantizedTensor:
-        return quantize_activation(x, row, given, act=act, tile=tile)[0]
+        how = producers.Rounding(row.name, act)
+        return quantize_activation(x, producers.RoundingTensors(given), how, tile=tile)[0]
 
     return Work(call, expected, 0.0, _size(x, call()), None)
 
@@ -259,12 +260,13 @@ def _adaln(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     x, branch = _normal(m, d, device=device), _normal(m, d, device=device)
     scale, shift, gate = (_normal(1, d, device=device) for _ in range(3))
     tile = _plain_tile("adaln_quantize", adaln_tile_name(d), chip, m)
+    given, how = norms.NormTensors(scale, shift, branch, gate), producers.Rounding(row.name if row else "")
 
     def call() -> tuple[Any, Tensor | None]:
-        return adaln_quantize(x, scale, shift, row, branch=branch, gate=gate, eps=1e-6, tile=tile)
+        return adaln_quantize(x, given, how, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        v, n = norms.modulated_norm(x, scale, shift, branch, gate, None, "layer", 1e-6)
+        v, n = norms.modulated_norm(x, given, "layer", 1e-6)
         return as_matrix([v if row is None else ops.quantize_activation(v, row), n])
 
     return Work(call, expected, 0.0, _size(x, branch, scale, shift, gate, call()), None)
@@ -279,12 +281,13 @@ def _qk(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     angle = torch.randn(m, d, device=device)
     cos, sin = angle.cos(), angle.sin()
     tile = _plain_tile("qk_norm_rope", qk_tile_name(d), chip, m)
+    given = norms.RopeTensors(cos, sin, *weights)
 
     def call() -> tuple[Tensor, Tensor]:
-        return qk_norm_rope(q, k, *weights, cos, sin, eps=1e-6, tile=tile)
+        return qk_norm_rope(q, k, given, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        return as_matrix(norms.qk_norm_rope(q, k, *weights, cos, sin, 1e-6, True, False, 0))
+        return as_matrix(norms.qk_norm_rope(q, k, *given.packed(), 1e-6, True, False, 0))
 
     return Work(call, expected, 0.0, _size(q, k, *weights, cos, sin, call()), None)
 

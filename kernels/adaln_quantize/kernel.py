@@ -33,57 +33,42 @@ from fluxq.kernels.codes import (
     transform_tile,
 )
 from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
-from fluxq.kernels.norms import NORMS
-from fluxq.kernels.producers import check_steps
+from fluxq.kernels.norms import NORMS, NormTensors
+from fluxq.kernels.producers import Rounding, check_steps
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
 from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, Format
+from fluxq.recipes.formats import FORMATS, Format, find_format
 
 
 def adaln_quantize(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    format: Format | None,
-    input_scale: Tensor | None = None,
-    *,
-    branch: Tensor | None = None,
-    gate: Tensor | None = None,
-    norm: str = "layer",
-    weight: Tensor | None = None,
-    eps: float,
-    smooth: Tensor | None = None,
-    mean: Tensor | None = None,
-    hadamard: int = 0,
-    four_over_six: bool = False,
-    swizzled: bool = False,
-    tile: Tile,
+    x: Tensor, tensors: NormTensors, how: Rounding, *, norm: str = "layer", eps: float, tile: Tile
 ) -> tuple[QuantizedTensor | Tensor, Tensor | None]:
-    """v of x (M, D) in `format`, or in x's dtype for None; and n, where branch (M, D) and gate are given.
+    """v of x (M, D) in a format, or in x's dtype without one; and n, where branch (M, D) and gate are given.
 
-    scale, shift, gate: (B, D), a row for each of B images whose M / B tokens follow one another, in x's dtype or fp32;
-    they may be chunks of one tensor. weight: (D,) of the norm, of their dtype; RMSNorm rounds before it and after it,
-    as diffusers' does. x and branch: rows any distance apart. input_scale to swizzled: as `quantize_activation` takes
-    them; fp8_tensor needs its scale given, for no program here sees all rows.
-    tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
+    The op of this name says what the tensors are. scale, shift and gate may be chunks of one tensor, and rows of x and
+    branch any distance apart. weight has the dtype of scale; RMSNorm rounds before it and after it, as diffusers' does.
+    The steps are as `quantize_activation` takes them; fp8_tensor needs its scale given, for no program here sees all
+    rows. tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
     """
-    _check_layers(x, scale, shift, branch, gate, norm, weight, tile)
-    _check_quantization(x, format, input_scale, smooth, mean, hadamard, four_over_six, swizzled, tile)
+    scale, shift, branch, gate, weight, input_scale, smooth, mean = tensors
+    row, swizzled = find_format(how.format) if how.format else None, how.swizzled
+    _check_layers(x, tensors, norm, tile)
+    _check_rounding(x, row, tensors, how, tile)
     check_device("adaln_quantize", x.device)
     m, d = x.shape
     new = None if branch is None else torch.empty(m, d, dtype=x.dtype, device=x.device)
     per_row = 0  # whether each row has its own scale
-    if format is None:
+    if row is None:
         out = codes = torch.empty(m, d, dtype=x.dtype, device=x.device)
         step = global_scale = None
         constants: dict[str, Any] = {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
     else:
-        out = _allocate(format, m, d, input_scale, swizzled, x.device)
+        out = _allocate(row, m, d, input_scale, swizzled, x.device)
         codes, step, global_scale = as_bytes(out.codes), as_bytes(out.scale), out.global_scale
         per_row = int((step if global_scale is None else global_scale).ndim > 0)
-        constants = {"FORMAT": format.name, "ELEMENT": format.element.name, "LARGEST": format.element.max}
-        constants["GROUP"] = format.group_size
+        constants = {"FORMAT": row.name, "ELEMENT": row.element.name, "LARGEST": row.element.max}
+        constants["GROUP"] = row.group_size
     rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
     adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
         x,
@@ -110,9 +95,9 @@ def adaln_quantize(
         eps,
         NORM=norm,
         **constants,
-        HADAMARD=hadamard.bit_length() - 1 if hadamard else 0,
+        HADAMARD=how.hadamard.bit_length() - 1 if how.hadamard else 0,
         SCALE_GIVEN=input_scale is not None,
-        FOUR_OVER_SIX=four_over_six,
+        FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=swizzled,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -143,8 +128,9 @@ def _allocate(
     return QuantizedTensor(torch.empty(codes, dtype=codes_dtype, device=device), scales, global_scale, (m, d), format)
 
 
-def _check_layers(x, scale, shift, branch, gate, norm: str, weight, tile: Tile) -> None:
+def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> None:
     name = "adaln_quantize"
+    scale, shift, branch, gate, weight, *_ = tensors
     if x.ndim != 2 or 0 in x.shape or x.dtype not in FLOATS:
         raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, D) of bfloat16, float16 or float32")
     m, d = x.shape
@@ -183,30 +169,23 @@ def _check_matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torc
         )
 
 
-def _check_quantization(
-    x: Tensor,
-    format: Format | None,
-    input_scale: Tensor | None,
-    smooth: Tensor | None,
-    mean: Tensor | None,
-    hadamard: int,
-    four_over_six: bool,
-    swizzled: bool,
-    tile: Tile,
-) -> None:
+def _check_rounding(x: Tensor, format: Format | None, tensors: NormTensors, how: Rounding, tile: Tile) -> None:
+    input_scale, smooth, mean = tensors.input_scale, tensors.smooth, tensors.mean
     name = "adaln_quantize"
     m, d = x.shape
     if format is None:
         given = {"input_scale": input_scale, "smooth": smooth, "mean": mean}
         extra = [what for what, tensor in given.items() if tensor is not None]
-        extra += ["hadamard"] * bool(hadamard) + ["four_over_six"] * four_over_six + ["swizzled"] * swizzled
+        extra += [step for step in ("hadamard", "four_over_six", "swizzled") if getattr(how, step)]
         if extra:
             raise ValueError(f"{name}: {extra[0]} is given, but no format to quantize to: leave it out")
         return
-    check_steps(name, d, format, hadamard, four_over_six, swizzled)
+    if how.act:
+        raise ValueError(f"{name}: {how.act} is no step of it: use quantize_activation")
+    check_steps(name, d, format, how)
     format.check_shape(m, d, f"{name}: x")
     check_tile(name, tile, format)
-    unit = max(hadamard, 4 * format.group_size * swizzled, 1)
+    unit = max(how.hadamard, 4 * format.group_size * how.swizzled, 1)
     if tile.columns % unit:
         raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of {unit} for these steps")
     for what, vector in (("smooth", smooth), ("mean", mean)):

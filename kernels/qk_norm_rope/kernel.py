@@ -23,6 +23,7 @@ from torch import Tensor
 from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import MAX_REGISTERS
+from fluxq.kernels.norms import RopeTensors
 from fluxq.kernels.tiles import Tile, distinct_tiles
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,10 +32,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    tensors: RopeTensors,
     *,
     eps: float,
     interleaved: bool = True,
@@ -44,12 +42,12 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """q (B, S, H, D) and k (B, S, Hk, D) of one dtype, any strides but the last; returns new contiguous tensors.
 
-    q_weight, k_weight: (D,) in q's dtype, or None. cos, sin: (positions, D) fp32; token s takes row position + s.
-    interleaved: pairs are neighbours; otherwise elements D / 2 apart. round_before_weight: also round x · r, as
-    diffusers' RMSNorm does and torch.nn.RMSNorm does not.
+    The op of this name says what the tensors are. interleaved: pairs are neighbours; otherwise elements D / 2 apart.
+    round_before_weight: also round x · r, as diffusers' RMSNorm does and torch.nn.RMSNorm does not.
     tile: rows are heads of a token, its columns hold a whole head. Raises ValueError for tensors that do not fit.
     """
-    _check_input(q, k, q_weight, k_weight, cos, sin, position, tile)
+    cos, sin, q_weight, k_weight = tensors
+    _check_input(q, k, tensors, position, tile)
     b, s, heads, d = q.shape
     q_out = torch.empty(b, s, heads, d, dtype=q.dtype, device=q.device)
     k_out = torch.empty(b, s, k.shape[2], d, dtype=k.dtype, device=k.device)
@@ -85,7 +83,8 @@ def tuned_name(d: int) -> str:
     return str(max(64, triton.next_power_of_2(d)))
 
 
-def _check_input(q, k, q_weight, k_weight, cos, sin, position: int, tile: Tile) -> None:
+def _check_input(q: Tensor, k: Tensor, tensors: RopeTensors, position: int, tile: Tile) -> None:
+    cos, sin, q_weight, k_weight = tensors
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 4 or x.dtype not in FLOATS or 0 in x.shape or x.shape[-1] % 2:
             raise ValueError(

@@ -39,74 +39,44 @@ from fluxq.kernels.codes import (
 )
 from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
 from fluxq.kernels.epilogue import gelu_tanh
-from fluxq.kernels.producers import ACTS, GATED, check_beside, check_steps
+from fluxq.kernels.producers import ACTS, GATED, Rounding, RoundingTensors, check_beside, check_steps
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
 from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, Format
+from fluxq.recipes.formats import FORMATS, Format, find_format
 
 LARGEST_RANK = 128  # one tile of `down` holds every rank
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def quantize_activation(
-    x: Tensor,
-    format: Format,
-    input_scale: Tensor | None = None,
-    *,
-    act: str | None = None,
-    beside: Tensor | None = None,
-    smooth: Tensor | None = None,
-    mean: Tensor | None = None,
-    hadamard: int = 0,
-    down: Tensor | None = None,
-    four_over_six: bool = False,
-    swizzled: bool = False,
-    tile: Tile,
+    x: Tensor, tensors: RoundingTensors, how: Rounding, *, tile: Tile
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h where `down` is.
 
-    act: what `activate` takes; the codes then are those of activate(x, act), to the byte. None for x itself.
-    beside: (M, D) of x's type, rows any distance apart: stands before x, or before act(x), and K counts its columns.
-    input_scale: fp32. For fp8 and int8 (M, 1), the scale of each row; for fp8_tensor () that of all; for nvfp4 () or
-    (M, 1), its global scale. By default they follow from the amax of each token, for fp8_tensor of all.
-    smooth, mean: (K,) fp32. hadamard: size of its blocks, 0 for none. down: (R, K) of x's type, of bfloat16 or float16
-    for float32 x, R at most 128: h (M, R) of that type is x · down^T, after act and before the other steps.
-    four_over_six: nvfp4 only. swizzled: block scales lie in the 128x4 layout of Blackwell's matrix units, a flat
-    tensor of `swizzled_size` elements, padded with zeros.
+    The op of this name says what the tensors and steps are. Here smooth and mean are fp32, and so is input_scale: by
+    default scales follow from the amax of each token, for fp8_tensor of all. act: what `activate` takes; the codes then
+    are those of activate(x, act), to the byte. beside: rows any distance apart. down: (R, K) of x's type, of bfloat16
+    or float16 for float32 x, R at most 128. swizzled: a flat tensor of `swizzled_size` elements, padded with zeros.
     tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
     Raises ValueError for input that the kernels do not take.
     """
-    name = "quantize_activation"
-    m, k = _check_rows(name, x, format, act, beside)
-    check_steps(name, k, format, hadamard, four_over_six, swizzled)
-    shapes = _shapes(format, m, k, swizzled)
+    name, row, input_scale = "quantize_activation", find_format(how.format), tensors.input_scale
+    m, k = _check_rows(name, x, row, how.act, tensors.beside)
+    check_steps(name, k, row, how)
+    shapes = _shapes(row, m, k, how.swizzled)
     codes, scale = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in list(shapes.values())[:2])
     global_scale = None
-    if format.two_level:
+    if row.two_level:
         global_scale = x.new_empty(m, 1, dtype=torch.float32) if input_scale is None else input_scale
     elif input_scale is not None:
-        if format.group_size:
-            raise ValueError(f"{name}: {format.name} takes its scales from each block; give no input_scale")
-        shape = () if format.block[0] == 0 else (m, 1)
+        if row.group_size:
+            raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
+        shape = () if row.block[0] == 0 else (m, 1)
         check_tensor(f"{name}: input_scale", input_scale, shape, (torch.float32,), x.device)
         scale = input_scale.reshape(scale.shape)
-    h = None if down is None else down.new_empty(m, down.shape[0])
-    out = QuantizedTensor(codes, scale, global_scale, (m, k), format)
-    quantize_into(
-        out,
-        x,
-        act=act,
-        beside=beside,
-        scale_given=input_scale is not None,
-        smooth=smooth,
-        mean=mean,
-        hadamard=hadamard,
-        down=down,
-        h=h,
-        four_over_six=four_over_six,
-        swizzled=swizzled,
-        tile=tile,
-    )
+    h = None if tensors.down is None else tensors.down.new_empty(m, tensors.down.shape[0])
+    out = QuantizedTensor(codes, scale, global_scale, (m, k), row)
+    quantize_into(out, x, tensors, how, h=h, tile=tile)
     return out, h
 
 
@@ -138,32 +108,19 @@ def _tuned_name(format: Format, down: bool, beside: bool, own_global: bool) -> s
 
 
 def quantize_into(
-    out: QuantizedTensor,
-    x: Tensor,
-    *,
-    act: str | None = None,
-    beside: Tensor | None = None,
-    scale_given: bool = False,
-    smooth: Tensor | None = None,
-    mean: Tensor | None = None,
-    hadamard: int = 0,
-    down: Tensor | None = None,
-    h: Tensor | None = None,
-    four_over_six: bool = False,
-    swizzled: bool = False,
-    tile: Tile,
+    out: QuantizedTensor, x: Tensor, tensors: RoundingTensors, how: Rounding, *, h: Tensor | None = None, tile: Tile
 ) -> None:
     """Quantize x, or act(x), into the tensors of `out`, and its product with down^T into h (M, R), all contiguous.
 
-    scale_given: `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
-    swizzled: `out.scale` then is flat, of `swizzled_size` elements.
+    With an input_scale, `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
     The others are as `quantize_activation` takes them; it raises the same errors.
     """
     name = "quantize_activation"
-    row = out.format
+    row, hadamard, swizzled, scale_given = out.format, how.hadamard, how.swizzled, tensors.input_scale is not None
+    beside, smooth, mean, down = tensors.beside, tensors.smooth, tensors.mean, tensors.down
     group = row.group_size
-    m, k = _check_rows(name, x, row, act, beside)
-    check_steps(name, k, row, hadamard, four_over_six, swizzled)
+    m, k = _check_rows(name, x, row, how.act, beside)
+    check_steps(name, k, row, how)
     _check_output(name, out, x, (m, k), scale_given, swizzled)
     for what, vector in (("smooth", smooth), ("mean", mean)):
         if vector is not None:
@@ -173,7 +130,7 @@ def quantize_into(
     check_device(name, x.device)
     tiles = cdiv(k, tile.columns)
     d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
-    what = {"ACT": act or "", "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    what = {"ACT": how.act, "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
     size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
     options = {"num_warps": tile.warps} | EXACT
     programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
@@ -235,7 +192,7 @@ def quantize_into(
         FORMAT=row.name,
         GROUP=group,
         OWN_GLOBAL=own_global,
-        FOUR_OVER_SIX=four_over_six,
+        FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=swizzled,
         **size,
         **block_r,
@@ -243,11 +200,9 @@ def quantize_into(
     )
 
 
-def _check_rows(
-    name: str, x: Tensor, format: Format | None, act: str | None, beside: Tensor | None = None
-) -> tuple[int, int]:
+def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: Tensor | None = None) -> tuple[int, int]:
     """(M, K) of x, or of act(x), with what stands beside it."""
-    if act is not None and act not in ACTS:
+    if act and act not in ACTS:
         raise ValueError(f"{name}: act is {act!r}, expected one of {', '.join(ACTS)}")
     if x.ndim != 2 or x.dtype not in _FLOATS:
         raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, K) of bfloat16, float16 or float32")

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rounding import norm_steps, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
@@ -94,8 +95,11 @@ def layers(
 def run(kernels: ModuleType, tensors: dict[str, Tensor], format: str | None, **options: Any) -> Any:
     """The kernel file's adaln_quantize over poisoned buffers."""
     with poisoned():
-        row = FORMATS[format] if format else None
-        return kernels.adaln_quantize(format=row, **tensors, **{"eps": EPS, "tile": TILE} | options)
+        how = {name: options.pop(name) for name in ("eps", "tile", "norm") if name in options}
+        given = {name: tensor for name, tensor in tensors.items() if name != "x"} | options
+        return kernels.adaln_quantize(
+            tensors["x"], *norm_steps(format or "", **given), **{"eps": EPS, "tile": TILE} | how
+        )
 
 
 def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
@@ -111,8 +115,8 @@ def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
 
 def separate_layers(tensors: dict[str, Tensor], norm: str) -> tuple[Tensor, Tensor | None]:
     """v and n as the torch reference composes them."""
-    branch, gate, weight = (tensors.get(name) for name in ("branch", "gate", "weight"))
-    return norms.modulated_norm(tensors["x"], tensors["scale"], tensors["shift"], branch, gate, weight, norm, EPS)
+    given = norms.NormTensors(**{name: tensor for name, tensor in tensors.items() if name != "x"})
+    return norms.modulated_norm(tensors["x"], given, norm, EPS)
 
 
 def expected_v(n: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None, norm: str) -> Tensor:
@@ -217,7 +221,7 @@ def check_fused(
     if given:
         options["input_scale"] = as_given
     with poisoned():
-        expected, _ = quantize_activation.quantize_activation(v, FORMATS[format], tile=tile, **options)
+        expected, _ = quantize_activation.quantize_activation(v, *steps(format, **options), tile=tile)
     assert isinstance(q, QuantizedTensor) and q.shape == (m, D)
     for name, tensor in expected.tensors().items():
         found = q.tensors()[name]
@@ -340,8 +344,8 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], str]] = {
     "branch of another type": ({"branch": X.half(), "gate": ONE}, "branch is torch.float16"),
     "weight of another size": ({"weight": ONE}, r"weight is .* \(1, 64\), expected float32 \(64,\)"),
     "a narrow tile": ({"tile": Tile(4, 32, 1)}, "tile.columns is 32, expected a power of two from D = 64"),
-    "a step without a format": ({"format": None, "hadamard": 16}, "hadamard is given, but no format"),
-    "a scale without a format": ({"format": None, "input_scale": X}, "input_scale is given, but no format"),
+    "a step without a format": ({"format": "", "hadamard": 16}, "hadamard is given, but no format"),
+    "a scale without a format": ({"format": "", "input_scale": X}, "input_scale is given, but no format"),
     "a weight format": ({"format": "int4"}, "not quantized to int4, only to int8"),
     "K tail": ({"format": "mxfp8", "x": X[:, :40], "scale": ONE[:, :40], "shift": ONE[:, :40]}, "multiples of 32"),
     "unknown hadamard": ({"hadamard": 24}, "hadamard is 24, expected one of"),
@@ -364,10 +368,9 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], str]] = {
 def test_input_that_the_kernel_does_not_take_is_named(case: str) -> None:
     changed, message = BAD_INPUT[case]
     arguments = {"x": X, "scale": ONE, "shift": ONE, "format": "int8", "eps": EPS, "tile": TILE} | changed
-    name = arguments["format"]
-    arguments["format"] = FORMATS[name] if name else None
+    how = {name: arguments.pop(name) for name in ("eps", "tile", "norm") if name in arguments}
     with pytest.raises(ValueError, match=message):
-        adaln_quantize.adaln_quantize(**arguments)
+        adaln_quantize.adaln_quantize(arguments.pop("x"), *norm_steps(**arguments), **how)
 
 
 # Faults: the text `old` (which must occur once) becomes `new`, and the check must notice.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rounding import steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
@@ -153,7 +154,8 @@ def test_it_multiplies_what_the_quantizer_wrote_swizzled() -> None:
     plain = ops.quantize_activation(x, FORMATS["nvfp4"])
     scale = torch.zeros(quantize_activation.swizzled_size(130, 10), dtype=torch.uint8).view(torch.float8_e4m3fn)
     q = QuantizedTensor(torch.empty_like(plain.codes), scale, plain.global_scale, (130, 160), plain.format)
-    quantize_activation.quantize_into(q, x, scale_given=True, swizzled=True, tile=Tile(16, 64, 4))
+    given = steps("nvfp4", input_scale=plain.global_scale, swizzled=True)
+    quantize_activation.quantize_into(q, x, *given, tile=Tile(16, 64, 4))
     w = QuantizedTensor.quantize(torch.randn(40, 160, generator=torch.Generator().manual_seed(4)), "nvfp4")
     y = [block_scaled_matmul.block_scaled_matmul(a, b, tile=LARGE) for a, b in ((plain, w), (q, swizzled(w)))]
     assert torch.equal(*y)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from rounding import norm_packed
+from rounding import packed as packed_steps
 from torch import Tensor
 
 from fluxq.base import settings
@@ -172,7 +174,7 @@ def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
     with pytest.raises(ValueError, match=rf"dequantize: no kernel for {name} on {chip} \(no kernel was written for"):
         launch.dequantize_op(w.codes, w.scale, None, name, torch.bfloat16, chip=chip)
     with pytest.raises(ValueError, match=rf"quantize_activation: no kernel for {name} on {chip} \(no kernel was"):
-        launch.quantize_activation(torch.ones(4, K), None, None, None, None, name, 0, False, False, chip=chip)
+        launch.quantize_activation(torch.ones(4, K), *packed_steps(name), chip=chip)
 
 
 # --- launching what was chosen
@@ -326,14 +328,16 @@ QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "m
 def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     offers(**ALL)
     x = torch.randn(17, K, generator=torch.Generator().manual_seed(2)).bfloat16()
-    steps = (scale, torch.rand(K) + 0.5, None, torch.randn(16, K).bfloat16() / 16, kind, 16, False, False)
-    check_op(producers.quantize_activation, launch.quantize_activation, (x, *steps), exact=False)
-    steps = (scale, None, None, None, kind, "gelu_tanh", 0, False, False)
-    check_op(producers.act_quantize, launch.act_quantize, (x.abs().round(), *steps), exact=False)
-    check_op(producers.act_quantize, launch.act_quantize, (x.abs().round(), *steps, x[:, :64]), exact=False)
+    ops_of = producers.quantize_activation, launch.quantize_activation
+    down = torch.randn(16, K).bfloat16() / 16
+    steps = packed_steps(kind, input_scale=scale, smooth=torch.rand(K) + 0.5, down=down, hadamard=16)
+    check_op(*ops_of, (x, *steps), exact=False)
+    check_op(*ops_of, (x.abs().round(), *packed_steps(kind, input_scale=scale, act="gelu_tanh")), exact=False)
+    beside = packed_steps(kind, input_scale=scale, act="gelu_tanh", beside=x[:, :64])
+    check_op(*ops_of, (x.abs().round(), *beside), exact=False)
     offers(quantize_activation=(kind,))
-    with pytest.raises(ValueError, match=f"act_quantize: no kernel for {kind}-beside on sm_100"):
-        launch.act_quantize(x, *steps, x[:, :64], chip="sm_100")
+    with pytest.raises(ValueError, match=f"quantize_activation: no kernel for {kind}-beside on sm_100"):
+        launch.quantize_activation(x, *beside, chip="sm_100")
 
 
 @pytest.mark.parametrize("kind", ["", "fp8", "nvfp4"])
@@ -342,7 +346,8 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
     noise = torch.Generator().manual_seed(4)
     x, branch = (torch.randn(6, 64, generator=noise).bfloat16() for _ in range(2))
     scale, shift, gate = (torch.randn(2, 64, generator=noise).bfloat16() for _ in range(3))
-    arguments = (x, scale, shift, branch, gate, None, None, None, None, "layer", 1e-6, kind, 0, False, False)
+    given = norm_packed(kind, scale=scale, shift=shift, branch=branch, gate=gate)
+    arguments = x, *given, "layer", 1e-6
     with interpreting():
         found = launch.adaln_quantize(*arguments, chip="sm_90")
     expected = norms.adaln_quantize(*arguments)
@@ -352,7 +357,12 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
         assert_near(found[0], expected[0])
     q, k = (torch.randn(1, 5, heads, 64, generator=noise).bfloat16() for heads in (3, 2))
     cos, sin = torch.randn(8, 64, generator=noise), torch.randn(8, 64, generator=noise)
-    check_op(norms.qk_norm_rope, launch.qk_norm_rope, (q, k, None, None, cos, sin, 1e-6, True, False, 2), exact=False)
+    check_op(
+        norms.qk_norm_rope,
+        launch.qk_norm_rope,
+        (q, k, *norms.RopeTensors(cos, sin).packed(), 1e-6, True, False, 2),
+        exact=False,
+    )
 
 
 @pytest.mark.parametrize(("d", "scale"), [(64, None), (128, 0.1)])
@@ -500,8 +510,7 @@ def test_without_rows_an_op_returns_what_its_reference_does() -> None:
     given = ProductTensors(w.codes, w.scale, x.scale[:0])
     arguments = (x.codes[:0], *given.packed("fp8"), False, torch.bfloat16)
     assert launch.run("scaled_matmul", *arguments).shape == (0, N)
-    steps = (None, None, None, None, "nvfp4", 0, False, False)
-    found = launch.run("quantize_activation", torch.zeros(0, K), *steps)
+    found = launch.run("quantize_activation", torch.zeros(0, K), *packed_steps("nvfp4"))
     assert [tuple(t.shape) for t in found] == [(0, K // 2), (0, K // 16), (0, 1), (0,)]
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from rounding import norm_packed
 from torch import Tensor
 
 from fluxq.kernels import norms, producers
 
-STEPS = ("layer", 1e-6, "", 0, False, False)  # norm to swizzled
+STEPS = ("layer", 1e-6, {"format": ""})  # norm, eps and rounding
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -30,25 +31,33 @@ def heads(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     return q, k, rows(16, dtype=dtype, seed=1), rows(16, dtype=dtype, seed=2), angle.cos(), angle.sin()
 
 
+def normed(position: int = 0) -> tuple[Tensor, Tensor]:
+    """`qk_norm_rope` of `heads()`."""
+    q, k, q_weight, k_weight, cos, sin = heads()
+    return norms.qk_norm_rope(
+        q, k, *norms.RopeTensors(cos, sin, q_weight, k_weight).packed(), 1e-6, True, False, position
+    )
+
+
 ADALN_CASES = {
     "16 bit": ({}, STEPS),
     "no branch": ({"branch": None, "gate": None}, STEPS),
-    "rms with a weight": ({"weight": rows(64)}, ("rms", 1e-6, "int8", 0, False, False)),
+    "rms with a weight": ({"weight": rows(64)}, ("rms", 1e-6, {"format": "int8"})),
     "every step": (
         {"input_scale": torch.tensor(0.02), "smooth": torch.rand(64) + 0.5, "mean": torch.rand(64)},
-        ("layer", 1e-6, "nvfp4", 32, True, True),
+        ("layer", 1e-6, {"format": "nvfp4", "hadamard": 32, "four_over_six": True, "swizzled": True}),
     ),
-    "own global scale": ({}, ("layer", 1e-6, "nvfp4", 0, False, False)),
-    "fp8": ({"input_scale": torch.full((6, 1), 0.1)}, ("layer", 1e-6, "fp8", 0, False, False)),
-    "mxfp4": ({"branch": None, "gate": None}, ("rms", 1e-6, "mxfp4", 16, False, True)),
+    "own global scale": ({}, ("layer", 1e-6, {"format": "nvfp4"})),
+    "fp8": ({"input_scale": torch.full((6, 1), 0.1)}, ("layer", 1e-6, {"format": "fp8"})),
+    "mxfp4": ({"branch": None, "gate": None}, ("rms", 1e-6, {"format": "mxfp4", "hadamard": 16, "swizzled": True})),
 }
 
 
 def arguments(case: str) -> tuple:
-    changed, steps = ADALN_CASES[case]
+    changed, (norm, eps, how) = ADALN_CASES[case]
     x, scale, shift, branch, gate = operands()
-    named = {"branch": branch, "gate": gate, "weight": None, "input_scale": None, "smooth": None, "mean": None}
-    return x, scale, shift, *(named | changed).values(), *steps
+    named = {"scale": scale, "shift": shift, "branch": branch, "gate": gate}
+    return x, *norm_packed(**named | changed | how), norm, eps
 
 
 def compiled(op: Callable, arguments: tuple) -> tuple[Tensor, ...]:
@@ -68,57 +77,59 @@ def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
 @pytest.mark.parametrize("steps", [(1e-6, True, False, 0), (1e-5, False, True, 4)])
 def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:
     q, k, *weights, cos, sin = heads()
-    tensors = q, k, *(weights if weighted else (None, None)), cos, sin
-    torch.library.opcheck(norms.qk_norm_rope, (*tensors, *steps))
-    found = compiled(norms.qk_norm_rope, (*tensors, *steps))
-    for ours, theirs in zip(found, norms.qk_norm_rope(*tensors, *steps), strict=True):
+    given = norms.RopeTensors(cos, sin, *(weights if weighted else ()))
+    arguments = q, k, *given.packed(), *steps
+    torch.library.opcheck(norms.qk_norm_rope, arguments)
+    found = compiled(norms.qk_norm_rope, arguments)
+    for ours, theirs in zip(found, norms.qk_norm_rope(*arguments), strict=True):
         assert torch.equal(ours, theirs) and ours.is_contiguous()
 
 
 @pytest.mark.parametrize("case", ADALN_CASES)
 def test_codes_are_those_of_v_quantized_by_itself(case: str) -> None:
-    tensors, (norm, eps, name, *steps) = arguments(case)[:9], arguments(case)[9:]
-    codes, scale, global_scale, new = norms.adaln_quantize(*tensors, norm, eps, name, *steps)
-    v, no_scale, no_global, alone = norms.adaln_quantize(*tensors[:6], *[None] * 3, norm, eps, "", 0, False, False)
+    x, tensors, rounding, norm, eps = arguments(case)
+    codes, scale, global_scale, new = norms.adaln_quantize(x, tensors, rounding, norm, eps)
+    given, how = norms.NormTensors.of(tensors, rounding)
+    plain = given._replace(input_scale=None, smooth=None, mean=None).packed(producers.Rounding())
+    v, no_scale, no_global, alone = norms.adaln_quantize(x, *plain, norm, eps)
     assert torch.equal(new, alone) and no_scale.numel() == no_global.numel() == 0
-    if not name:
-        assert torch.equal(codes, v) and codes.dtype == tensors[0].dtype
+    if not how.format:
+        assert torch.equal(codes, v) and codes.dtype == x.dtype
         return
-    input_scale, smooth, mean = tensors[6:]
-    expected = producers.quantize_activation(v, input_scale, smooth, mean, None, name, *steps)
+    expected = producers.quantize_activation(v, *given.of_rounding.packed(how))
     for ours, theirs in zip((codes, scale, global_scale), expected, strict=False):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_autocast_changes_nothing() -> None:
-    expected = *norms.adaln_quantize(*arguments("16 bit")), *norms.qk_norm_rope(*heads(), 1e-6, True, False, 0)
+    expected = *norms.adaln_quantize(*arguments("16 bit")), *normed()
     with torch.autocast("cpu", torch.float16):
-        found = *norms.adaln_quantize(*arguments("16 bit")), *norms.qk_norm_rope(*heads(), 1e-6, True, False, 0)
+        found = *norms.adaln_quantize(*arguments("16 bit")), *normed()
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 def test_without_tokens_there_are_no_codes() -> None:
     x, scale, shift, branch, gate = operands()
-    none = [None] * 4
     for name in ("", "int8", "nvfp4"):
-        out = norms.adaln_quantize(x[:0], scale, shift, branch[:0], gate, *none, "layer", 1e-6, name, 0, False, False)
+        given = norm_packed(name, scale=scale, shift=shift, branch=branch[:0], gate=gate)
+        out = norms.adaln_quantize(x[:0], *given, "layer", 1e-6)
         assert out[0].shape[0] == 0 and out[3].shape == (0, 64)
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:
     x, scale, shift, branch, gate = operands()
-    none = [None] * 4
+    given = {"scale": scale, "shift": shift}
     with pytest.raises(ValueError, match="unknown norm 'group', expected one of layer, rms"):
-        norms.adaln_quantize(x, scale, shift, None, None, *none, "group", *STEPS[1:])
+        norms.adaln_quantize(x, *norm_packed("", **given), "group", 1e-6)
     with pytest.raises(ValueError, match="of branch and gate one is given"):
-        norms.adaln_quantize(x, scale, shift, branch, None, *none, *STEPS)
+        norms.adaln_quantize(x, *norm_packed("", **given, branch=branch), "layer", 1e-6)
     with pytest.raises(ValueError, match=r"scale \(4, 64\) does not split 6 tokens into equal images"):
-        norms.adaln_quantize(x, rows(4, 64), rows(4, 64), None, None, *none, *STEPS)
+        norms.adaln_quantize(x, *norm_packed("", scale=rows(4, 64), shift=rows(4, 64)), "layer", 1e-6)
     with pytest.raises(ValueError, match="format is 'fp3'"):
-        norms.adaln_quantize(x, scale, shift, branch, gate, *none, "layer", 1e-6, "fp3", 0, False, False)
+        norms.adaln_quantize(x, *norm_packed("fp3", **given, branch=branch, gate=gate), "layer", 1e-6)
     with pytest.raises(ValueError, match="5 tokens from position 5 on, but cos and sin are for 9 positions"):
-        norms.qk_norm_rope(*heads(), 1e-6, True, False, 5)
+        normed(5)
 
 
 # Against diffusers
@@ -136,7 +147,8 @@ def modulated(
 ) -> tuple[Tensor, Tensor | None]:
     """`modulated_norm` of x (B, S, D)."""
     branch = branch if branch is None else branch.flatten(0, 1)
-    v, new = norms.modulated_norm(x.flatten(0, 1), scale, shift, branch, gate, weight, norm, eps)
+    given = norms.NormTensors(scale, shift, branch, gate, weight)
+    v, new = norms.modulated_norm(x.flatten(0, 1), given, norm, eps)
     return v.reshape(x.shape), None if new is None else new.reshape(x.shape)
 
 
@@ -230,7 +242,7 @@ def test_heads_of_flux(dtype: torch.dtype, dim: int) -> None:
     cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, freqs_dtype=torch.float64)
     if dim == -2:
         cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, repeat_interleave_real=False)
-    found = norms.qk_norm_rope(q, k, *weights, cos, sin, 1e-6, dim == -1, False, 4)
+    found = norms.qk_norm_rope(q, k, *norms.RopeTensors(cos, sin, *weights).packed(), 1e-6, dim == -1, False, 4)
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = torch.nn.RMSNorm(16, eps=1e-6).to(dtype)
         norm.weight.data.copy_(weight)
@@ -244,7 +256,7 @@ def test_heads_of_qwen_image(dtype: torch.dtype) -> None:
     qwen = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage")
     q, k, *weights, cos, sin = heads(dtype)
     frequencies = torch.complex(cos, sin)[:5, ::2]
-    found = norms.qk_norm_rope(q, k, *weights, cos, sin, 1e-6, True, True, 0)
+    found = norms.qk_norm_rope(q, k, *norms.RopeTensors(cos, sin, *weights).packed(), 1e-6, True, True, 0)
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = layer("RMSNorm", dtype, 16, 1e-6)
         norm.weight.data.copy_(weight)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from rounding import packed
 from torch import Tensor
 
 from fluxq.kernels import ops, producers
@@ -11,8 +12,10 @@ from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.recipes.formats import FORMATS
 
 M, K = 6, 256
-NOTHING = {"input_scale": None, "smooth": None, "mean": None, "down": None}
-PLAIN = {"hadamard": 0, "four_over_six": False, "swizzled": False}
+
+
+def quantized(x: Tensor, format: str, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return producers.quantize_activation(x, *packed(format, **options))
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,7 +26,7 @@ def everything(format: str) -> dict:
     """All arguments that the format allows, but for input_scale."""
     row = FORMATS[format]
     tensors = {"smooth": noise(K).exp(), "mean": noise(K), "down": noise(5, K, dtype=torch.bfloat16)}
-    return NOTHING | tensors | {"hadamard": 64, "four_over_six": row.two_level, "swizzled": row.group_size > 0}
+    return tensors | {"hadamard": 64, "four_over_six": row.two_level, "swizzled": row.group_size > 0}
 
 
 def given_scale(format: str) -> Tensor:
@@ -38,7 +41,7 @@ def sylvester(size: int) -> Tensor:
 @pytest.mark.parametrize("format", PRODUCED)
 def test_without_further_steps_it_is_the_quantization_of_the_quantized_linear(format: str) -> None:
     x = noise(M, K, dtype=torch.bfloat16)
-    codes, scale, global_scale, h = producers.quantize_activation(x, **NOTHING, format=format, **PLAIN)
+    codes, scale, global_scale, h = quantized(x, format)
     q = ops.quantize_activation(x, FORMATS[format])
     assert torch.equal(codes.view(torch.uint8), q.codes.view(torch.uint8))
     assert scale.dtype == q.scale.dtype and torch.equal(scale.float(), q.scale.float())
@@ -49,9 +52,7 @@ def test_without_further_steps_it_is_the_quantization_of_the_quantized_linear(fo
 @pytest.mark.parametrize("format", ["int8", "fp8", "fp8_tensor", "nvfp4"])
 def test_a_given_scale_is_used_and_not_returned(format: str) -> None:
     x, given = noise(M, K), given_scale(format)
-    codes, scale, global_scale, _ = producers.quantize_activation(
-        x, **NOTHING | {"input_scale": given}, format=format, **PLAIN
-    )
+    codes, scale, global_scale, _ = quantized(x, format, input_scale=given)
     assert global_scale.shape == (0,)
     if format == "nvfp4":
         q = QuantizedTensor(codes, scale, given, (M, K), FORMATS[format])
@@ -65,8 +66,7 @@ def test_a_given_scale_is_used_and_not_returned(format: str) -> None:
 
 def test_every_step_is_what_the_top_of_the_file_says() -> None:
     x, smooth, mean, down = noise(M, K), noise(K).exp(), noise(K), noise(5, K, dtype=torch.bfloat16)
-    arguments = {"input_scale": None, "smooth": smooth, "mean": mean, "down": down}
-    codes, scale, _, h = producers.quantize_activation(x, **arguments, format="fp8", **PLAIN | {"hadamard": 32})
+    codes, scale, _, h = quantized(x, "fp8", smooth=smooth, mean=mean, down=down, hadamard=32)
     matrix = torch.block_diag(*[sylvester(32).double()] * (K // 32)) / 32**0.5
     v = (x.double() - mean) * smooth @ matrix
     found = QuantizedTensor(codes, scale, None, (M, K), FORMATS["fp8"]).dequantize().double()
@@ -89,16 +89,14 @@ def test_the_transform_is_sylvesters_hadamard_matrix_and_its_own_inverse(size: i
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
 def test_swizzled_scales_are_the_plain_ones_in_another_order(format: str) -> None:
     x = noise(M, K)
-    _, plain, *_ = producers.quantize_activation(x, **NOTHING, format=format, **PLAIN)
-    _, flat, *_ = producers.quantize_activation(x, **NOTHING, format=format, **PLAIN | {"swizzled": True})
+    _, plain, *_ = quantized(x, format)
+    _, flat, *_ = quantized(x, format, swizzled=True)
     again = unswizzle_scales(flat, *plain.shape)
     assert torch.equal(again.view(torch.uint8), plain.view(torch.uint8))
 
 
 def squared_error(x: Tensor, four_over_six: bool) -> Tensor:
-    codes, scale, g, _ = producers.quantize_activation(
-        x, **NOTHING, format="nvfp4", **PLAIN | {"four_over_six": four_over_six}
-    )
+    codes, scale, g, _ = quantized(x, "nvfp4", four_over_six=four_over_six)
     found = QuantizedTensor(codes, scale, g, tuple(x.shape), FORMATS["nvfp4"]).dequantize()  # pyright: ignore
     return (found.double() - x.double()).square().reshape(x.shape[0], -1, 16).sum(-1)
 
@@ -111,8 +109,7 @@ def test_four_over_six_lowers_the_error_and_uses_both_scales() -> None:
 def test_four_over_six_takes_the_better_scale_of_each_block() -> None:
     """Against both candidates in float64: no block has a better one, but for ties within rounding."""
     x, g = noise(32, K), torch.tensor(0.004)
-    arguments = NOTHING | {"input_scale": g}
-    _, scale, *_ = producers.quantize_activation(x, **arguments, format="nvfp4", **PLAIN | {"four_over_six": True})
+    _, scale, *_ = quantized(x, "nvfp4", input_scale=g, four_over_six=True)
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     blocks = x.double().reshape(32, -1, 16)
     errors, steps = [], []
@@ -130,7 +127,7 @@ def test_four_over_six_takes_the_better_scale_of_each_block() -> None:
 
 
 @pytest.mark.parametrize("act", producers.ACTS)
-def test_act_quantize_is_the_activation_and_then_quantize_activation(act: str) -> None:
+def test_an_activation_comes_first(act: str) -> None:
     x = noise(M, K * (1 + (act in producers.GATED)), dtype=torch.bfloat16)
     first, second = x[:, :K], x[:, -K:]
     layer = {
@@ -140,8 +137,8 @@ def test_act_quantize_is_the_activation_and_then_quantize_activation(act: str) -
         "mul_silu": lambda: first * F.silu(second),
     }[act]
     options = everything("nvfp4")
-    fused = producers.act_quantize(x, **options, format="nvfp4", act=act)
-    composed = producers.quantize_activation(layer(), **options, format="nvfp4")
+    fused = quantized(x, "nvfp4", **options, act=act)
+    composed = quantized(layer(), "nvfp4", **options)
     for ours, theirs in zip(fused, composed, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -151,9 +148,9 @@ def test_act_quantize_is_the_activation_and_then_quantize_activation(act: str) -
 def test_what_stands_beside_is_quantized_as_if_it_were_concatenated(format: str, act: str) -> None:
     left = noise(M, 160, dtype=torch.bfloat16)[:, :96]
     x = noise(M, (K - 96) * (1 + (act in producers.GATED)), dtype=torch.bfloat16)
-    fused = producers.act_quantize(x, **everything(format), format=format, act=act, beside=left)
+    fused = quantized(x, format, **everything(format), act=act, beside=left)
     whole = torch.cat([left, producers.ACTS[act](x)], dim=1)
-    composed = producers.quantize_activation(whole, **everything(format), format=format)
+    composed = quantized(whole, format, **everything(format))
     for ours, theirs in zip(fused, composed, strict=True):
         assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
@@ -169,19 +166,19 @@ def test_mul_silu_is_the_order_of_diffusers_and_silu_mul_that_of_flux2() -> None
         assert torch.equal(producers.ACTS["silu_mul"](x), flux2.Flux2SwiGLU()(x))
 
 
-def calls() -> dict[str, tuple]:
-    """name -> (op, its arguments): every format with all steps, given scales, an activation."""
+def calls() -> dict[str, dict]:
+    """name -> arguments of `quantized`: every format with all steps, given scales, an activation."""
     x, gated = noise(M, K, dtype=torch.bfloat16), noise(M, 2 * K, dtype=torch.bfloat16)
     found = {}
     for name in PRODUCED:
-        found[name] = producers.quantize_activation, {"x": x, **everything(name), "format": name}
-        found[f"{name} plain"] = producers.quantize_activation, {"x": x, **NOTHING, "format": name, **PLAIN}
+        found[name] = {"x": x, **everything(name), "format": name}
+        found[f"{name} plain"] = {"x": x, "format": name}
         if FORMATS[name].scale != "e8m0":
             given = {"input_scale": given_scale(name)}
-            found[f"{name} given"] = found[name][0], found[name][1] | given
+            found[f"{name} given"] = found[name] | given
     beside = {"x": gated[:, : 2 * (K - 96)], "beside": gated[:, :96].clone()}
-    found["beside"] = producers.act_quantize, {**beside, **everything("int8"), "format": "int8", "act": "silu_mul"}
-    found["act"] = producers.act_quantize, {"x": gated, **everything("nvfp4"), "format": "nvfp4", "act": "silu_mul"}
+    found["beside"] = {**beside, **everything("int8"), "format": "int8", "act": "silu_mul"}
+    found["act"] = {"x": gated, **everything("nvfp4"), "format": "nvfp4", "act": "silu_mul"}
     return found
 
 
@@ -190,19 +187,21 @@ CALLS = calls()
 
 @pytest.mark.parametrize("case", CALLS)
 def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
-    op, arguments = CALLS[case]
+    arguments = CALLS[case]
     checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic", "test_schema"]
     if arguments["format"] in ("fp8", "fp8_tensor", "mxfp8", "nvfp4"):
         checks = checks[:2]  # the others compare results with allclose, which torch lacks for float8
-    torch.library.opcheck(op, (), arguments, test_utils=checks)
+    arguments = dict(arguments)
+    x = arguments.pop("x")
+    torch.library.opcheck(producers.quantize_activation, (x, *packed(**arguments)), test_utils=checks)
 
 
 @pytest.mark.parametrize("case", ["int8", "fp8_tensor given", "nvfp4", "mxfp4", "act", "beside"])
 def test_the_ops_compile_without_a_graph_break(case: str) -> None:
-    op, arguments = CALLS[case]
+    arguments = CALLS[case]
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
-        return op(**arguments | {"x": x})
+        return quantized(**arguments | {"x": x})
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(compiled(arguments["x"]), call(arguments["x"]), strict=True):
@@ -211,26 +210,25 @@ def test_the_ops_compile_without_a_graph_break(case: str) -> None:
 
 @pytest.mark.parametrize("case", CALLS)
 def test_no_tokens_give_no_codes(case: str) -> None:
-    op, arguments = CALLS[case]
-    if arguments["input_scale"] is not None and arguments["input_scale"].ndim == 2:
+    arguments = CALLS[case]
+    if arguments.get("input_scale") is not None and arguments["input_scale"].ndim == 2:
         arguments = arguments | {"input_scale": arguments["input_scale"][:0]}
     rows = {name: arguments[name][:0] for name in ("x", "beside") if name in arguments}
-    outputs = op(**arguments | rows)
+    outputs = quantized(**arguments | rows)
     assert outputs[0].shape[0] == 0
     assert all(t.numel() == 0 for t in outputs if t.ndim)
 
 
 def test_autocast_does_not_reach_the_reference() -> None:
-    op, arguments = CALLS["int8"]
-    arguments = arguments | {"x": noise(M, K), "down": None}
+    arguments = CALLS["int8"] | {"x": noise(M, K), "down": None}
     with torch.autocast("cpu", torch.bfloat16):
-        inside = op(**arguments)
-    assert all(torch.equal(a, b) for a, b in zip(inside, op(**arguments), strict=True))
+        inside = quantized(**arguments)
+    assert all(torch.equal(a, b) for a, b in zip(inside, quantized(**arguments), strict=True))
 
 
 BAD = {
     "format is 'int5'": {"format": "int5"},
-    "not quantized to int4": {"format": "int4"},
+    "expected one of int8, fp8": {"format": "int4"},
     "hadamard is 8": {"hadamard": 8},
     "K is 256, no multiple of hadamard": {"x": noise(M, 256)[:, :200], "hadamard": 128},
     "four_over_six chooses nvfp4": {"four_over_six": True},
@@ -244,20 +242,22 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_does_not_fit_is_named(message: str) -> None:
-    arguments = {"x": noise(M, K), **NOTHING, "format": "int8", **PLAIN}
+    arguments = {"x": noise(M, K), "format": "int8"}
     changed = BAD[message]
     if "200" in message or "no multiple" in message:
         message = message.replace("256", "200")
     with pytest.raises(ValueError, match=message):
-        producers.quantize_activation(**arguments | changed)
+        quantized(**arguments | changed)
 
 
 def test_an_unknown_act_is_named() -> None:
     with pytest.raises(ValueError, match="act is 'relu', expected one of gelu, gelu_tanh"):
-        producers.act_quantize(noise(M, K), **NOTHING, format="int8", act="relu", **PLAIN)
+        quantized(noise(M, K), "int8", act="relu")
 
 
 @pytest.mark.parametrize("beside", [noise(M - 1, K), noise(M, K).bfloat16(), noise(M), noise(M, 0)], ids=str)
 def test_what_cannot_stand_beside_is_named(beside: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"act_quantize: beside is .*, expected torch.float32 \(6, D\), the rows of x"):
-        producers.act_quantize(noise(M, K), **NOTHING, format="int8", act="gelu", **PLAIN, beside=beside)
+    with pytest.raises(
+        ValueError, match=r"quantize_activation: beside is .*, expected torch.float32 \(6, D\), the rows of x"
+    ):
+        quantized(noise(M, K), "int8", act="gelu", beside=beside)

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from rounding import packed, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
@@ -108,7 +109,7 @@ def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype 
     if format == "fp8_tensor":
         x = x.nan_to_num(0.0, 0.0, 0.0)  # one NaN would be everything
     out = buffers(format, m, COLUMNS[format])
-    kernels.quantize_into(out, x, tile=TILE)
+    kernels.quantize_into(out, x, *steps(format), tile=TILE)
     assert_same_bytes(out, ops.quantize_activation(x, FORMATS[format]))
     assert_guards_untouched(*out.tensors().values())
 
@@ -116,7 +117,7 @@ def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype 
 def check_given_scale(kernels: ModuleType, format: str, per_token: bool) -> None:
     x = awkward(33, COLUMNS[format])
     scale = torch.linspace(0.01, 3, 33)[:, None] if per_token else torch.tensor(0.037)
-    q, _ = kernels.quantize_activation(x, FORMATS[format], scale, tile=TILE)
+    q, _ = kernels.quantize_activation(x, *steps(format, input_scale=scale), tile=TILE)
     row = FORMATS[format]
     reference = quantize_blocks(x, row, scale, "x") if row.two_level else quantize_blocks(x, row, None, "x", scale)
     assert_same_bytes(q, reference)
@@ -128,7 +129,7 @@ def check_every_bf16_number(kernels: ModuleType, format: str) -> None:
     numbers = torch.cat([bits, bits + 1, bits - 1]).view(torch.float32)
     x = numbers[numbers.isfinite() & (numbers.abs() < 600)]
     x = x[: len(x) // 4096 * 4096].reshape(-1, 4096)
-    q, _ = kernels.quantize_activation(x, FORMATS[format], torch.ones(len(x), 1), tile=Tile(16, 4096, 4))
+    q, _ = kernels.quantize_activation(x, *steps(format, input_scale=torch.ones(len(x), 1)), tile=Tile(16, 4096, 4))
     expected = encode.encode(x.clone(), FORMATS[format].element)
     assert_equal_values(q.codes.float(), expected.float())
 
@@ -138,7 +139,7 @@ def check_swizzled(kernels: ModuleType, format: str, m: int) -> None:
     given = torch.tensor(0.02) if FORMATS[format].two_level else None
     expected = swizzle_scales(ops.quantize_activation(x, FORMATS[format], given).scale)
     out = buffers(format, m, COLUMNS[format], global_scale=given, padded=len(expected))
-    kernels.quantize_into(out, x, scale_given=given is not None, swizzled=True, tile=TILE)
+    kernels.quantize_into(out, x, *steps(format, input_scale=given, swizzled=True), tile=TILE)
     assert_equal_values(out.scale.view(torch.uint8), expected.view(torch.uint8))
     assert_guards_untouched(out.codes, out.scale)
 
@@ -148,7 +149,7 @@ def check_signs_of_nan(kernels: ModuleType, format: str) -> None:
     x = torch.linspace(-9, 9, 192).reshape(3, 64).bfloat16()
     x.view(torch.int16)[1, 5], x.view(torch.int16)[1, 38] = 0x7FC0, -0x40  # NaN and -NaN
     given = torch.ones(()) if FORMATS[format].two_level else None
-    q, _ = kernels.quantize_activation(x, FORMATS[format], given, tile=TILE)
+    q, _ = kernels.quantize_activation(x, *steps(format, input_scale=given), tile=TILE)
     assert_same_bytes(q, quantize_blocks(x, FORMATS[format], given, "x"))
 
 
@@ -157,7 +158,7 @@ def check_distant_rows(kernels: ModuleType) -> None:
     k = 32
     x = torch.empty(2**31 + k, dtype=torch.bfloat16).as_strided((3, k), (2**30, 1))  # only what is written is resident
     x.copy_(awkward(3, k))
-    q, _ = kernels.quantize_activation(x, FORMATS["mxfp8"], tile=Tile(4, 32, 1))
+    q, _ = kernels.quantize_activation(x, *steps("mxfp8"), tile=Tile(4, 32, 1))
     assert_same_bytes(q, ops.quantize_activation(x.clone(), FORMATS["mxfp8"]))
 
 
@@ -167,7 +168,7 @@ def check_steps(
     m: int = 17,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    act: str | None = None,
+    act: str = "",
     beside: int = 0,
     given: bool = False,
     hadamard: int = 0,
@@ -191,33 +192,20 @@ def check_steps(
     if given:
         given_scale = torch.rand(m, 1, generator=noise) if row.block[0] else torch.tensor(0.37)
     a = torch.cat([left, kernels.activate(x, act, tile=TILE) if act else x], dim=1)
-    expected = producers.quantize_activation(
-        a, given_scale, smooth, mean, None, format, hadamard, four_over_six, swizzled
-    )
+    options: dict = {"input_scale": given_scale, "smooth": smooth, "mean": mean}
+    options |= {"hadamard": hadamard, "four_over_six": four_over_six, "swizzled": swizzled}
+    expected = producers.quantize_activation(a, *packed(format, **options))
     out = buffers(format, m, k, given_scale if row.two_level else None, expected[1].numel() if swizzled else 0)
     if given and not row.two_level:
         assert given_scale is not None
         out = QuantizedTensor(out.codes, given_scale.reshape(out.scale.shape), None, out.shape, row)
-    low_rank: dict = {}
+    down = h = None
     if rank:
-        low_rank["down"] = torch.randn(rank, k, generator=noise).to(
-            torch.float16 if dtype == torch.float16 else torch.bfloat16
-        )
-        low_rank["h"] = guarded(m, rank, dtype=low_rank["down"].dtype)
-    kernels.quantize_into(
-        out,
-        x,
-        act=act,
-        beside=left if beside else None,
-        scale_given=given,
-        smooth=smooth,
-        mean=mean,
-        hadamard=hadamard,
-        four_over_six=four_over_six,
-        swizzled=swizzled,
-        tile=tile,
-        **low_rank,
-    )
+        narrow = torch.float16 if dtype == torch.float16 else torch.bfloat16
+        down = torch.randn(rank, k, generator=noise).to(narrow)
+        h = guarded(m, rank, dtype=narrow)
+    options |= {"act": act, "beside": left if beside else None, "down": down}
+    kernels.quantize_into(out, x, *steps(format, **options), h=h, tile=tile)
     assert_equal_codes(out.codes, expected[0])
     if not given or row.two_level:
         assert_equal_values(out.scale.float(), expected[1].float())
@@ -226,8 +214,8 @@ def check_steps(
         assert_equal_values(out.global_scale, expected[2])
         assert_guards_untouched(out.global_scale)
     assert_guards_untouched(out.codes)
-    if rank:
-        check_low_rank(low_rank["h"], a.to(low_rank["down"].dtype), low_rank["down"])
+    if h is not None and down is not None:
+        check_low_rank(h, a.to(down.dtype), down)
 
 
 def check_low_rank(h: Tensor, a: Tensor, down: Tensor) -> None:
@@ -243,22 +231,23 @@ def check_low_rank(h: Tensor, a: Tensor, down: Tensor) -> None:
 def check_order_of_sums(kernels: ModuleType) -> None:
     """Neighbours first: 2^24 + 1 loses the 1, which would come back if 2^24 - 2^24 were first."""
     x, one = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0]).repeat(3, 16), torch.ones(3, 1)
-    q, _ = kernels.quantize_activation(x, FORMATS["fp8"], one, hadamard=64, tile=TILE)
-    codes, *_ = producers.quantize_activation(x, one, None, None, None, "fp8", 64, False, False)
+    q, _ = kernels.quantize_activation(x, *steps("fp8", input_scale=one, hadamard=64), tile=TILE)
+    codes, *_ = producers.quantize_activation(x, *packed("fp8", input_scale=one, hadamard=64))
     assert_equal_values(q.codes.float(), codes.float())
 
 
 def check_rows_that_are_not_there(kernels: ModuleType) -> None:
     """Of the tile's 16 rows 13 lie beyond x: they hold 0 - mean, which is not the tensor's amax."""
     x, mean = torch.full((3, 32), 5.0), torch.full((32,), 4.0)
-    q, _ = kernels.quantize_activation(x, FORMATS["fp8_tensor"], mean=mean, tile=TILE)
+    q, _ = kernels.quantize_activation(x, *steps("fp8_tensor", mean=mean), tile=TILE)
     assert_equal_values(q.scale, torch.tensor(1.0) / 448)
 
 
 def check_tie_of_four_and_six(kernels: ModuleType) -> None:
     """Blocks that both scales hold exactly keep the one for 6; one that only 4 holds exactly takes that."""
     x = torch.tensor([6.0, 0.0, 3.0, 0.0, -6.0, *[0.0] * 11, 6.0, 4.5, *[0.0] * 14]).repeat(1, 2)
-    q, _ = kernels.quantize_activation(x, FORMATS["nvfp4"], torch.tensor(1.0), four_over_six=True, tile=Tile(1, 64, 1))
+    given = steps("nvfp4", input_scale=torch.tensor(1.0), four_over_six=True)
+    q, _ = kernels.quantize_activation(x, *given, tile=Tile(1, 64, 1))
     assert_equal_values(q.scale.float(), torch.tensor([[1.0, 1.5, 1.0, 1.5]]))
     assert_equal_values(q.dequantize(), x)
 
@@ -342,14 +331,14 @@ def test_swizzled_scales_lie_in_128x4_tiles_padded_with_zeros(format: str, m: in
 
 def test_mxfp4_chooses_the_exponent_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    q, _ = quantize_activation.quantize_activation(x, FORMATS["mxfp4"], tile=Tile(64, 512, 4))
+    q, _ = quantize_activation.quantize_activation(x, *steps("mxfp4"), tile=Tile(64, 512, 4))
     assert_same_bytes(q, ops.quantize_activation(x, FORMATS["mxfp4"]))
 
 
 def test_four_over_six_chooses_the_scale_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    q, _ = quantize_activation.quantize_activation(x, FORMATS["nvfp4"], four_over_six=True, tile=Tile(64, 512, 4))
-    codes, scale, global_scale, _ = producers.quantize_activation(x, None, None, None, None, "nvfp4", 0, True, False)
+    q, _ = quantize_activation.quantize_activation(x, *steps("nvfp4", four_over_six=True), tile=Tile(64, 512, 4))
+    codes, scale, global_scale, _ = producers.quantize_activation(x, *packed("nvfp4", four_over_six=True))
     assert_same_bytes(q, QuantizedTensor(codes, scale, global_scale, q.shape, q.format))
 
 
@@ -428,7 +417,7 @@ def test_rows_beyond_x_do_not_count_for_the_scale_of_a_tensor() -> None:
 def test_one_nan_is_the_whole_tensor() -> None:
     x = torch.ones(3, 32)
     x[1, 5] = torch.nan
-    q, _ = quantize_activation.quantize_activation(x, FORMATS["fp8_tensor"], tile=TILE)
+    q, _ = quantize_activation.quantize_activation(x, *steps("fp8_tensor"), tile=TILE)
     assert q.scale.isnan() and q.dequantize().isnan().all()
 
 
@@ -501,7 +490,9 @@ BAD_INPUT = {
 def test_input_that_the_kernel_does_not_take_is_named(case: str) -> None:
     (x, name), options, message = BAD_INPUT[case]
     with pytest.raises(ValueError, match=message):
-        quantize_activation.quantize_activation(x, FORMATS[name], **{"tile": TILE} | options)
+        tile = options.get("tile", TILE)
+        given = steps(name, **{key: value for key, value in options.items() if key != "tile"})
+        quantize_activation.quantize_activation(x, *given, tile=tile)
 
 
 def test_buffers_that_do_not_fit_are_named() -> None:
@@ -522,12 +513,15 @@ def test_buffers_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.float64"):
         dequantize.dequantize(q, torch.float64, tile=TILE)
     with pytest.raises(ValueError, match=r"scale is .* \(4, 4\), expected float8_e4m3fn \(512,\)"):
-        quantize_activation.quantize_into(q, torch.ones(4, 64), scale_given=True, swizzled=True, tile=TILE)
+        given = steps("nvfp4", input_scale=q.global_scale, swizzled=True)
+        quantize_activation.quantize_into(q, torch.ones(4, 64), *given, tile=TILE)
     down = torch.ones(4, 64).bfloat16()
     with pytest.raises(ValueError, match="no h to write to: give both or neither"):
-        quantize_activation.quantize_into(q, torch.ones(4, 64), scale_given=True, tile=TILE, down=down)
+        given = steps("nvfp4", input_scale=q.global_scale, down=down)
+        quantize_activation.quantize_into(q, torch.ones(4, 64), *given, tile=TILE)
     with pytest.raises(ValueError, match="h is given but `down` is not"):
-        quantize_activation.quantize_into(q, torch.ones(4, 64), scale_given=True, tile=TILE, h=down)
+        given = steps("nvfp4", input_scale=q.global_scale)
+        quantize_activation.quantize_into(q, torch.ones(4, 64), *given, tile=TILE, h=down)
 
 
 # Faults: in `file`, the text `old` (which must occur once) becomes `new`, and the check must notice.
@@ -539,7 +533,7 @@ mxfp8 = partial(check_quantize, format="mxfp8", m=17)
 int8 = partial(check_quantize, format="int8", m=17)
 swizzled = partial(check_swizzled, format="nvfp4", m=130)
 four_over_six = partial(check_steps, format="nvfp4", four_over_six=True)
-steps = partial(check_steps, format="mxfp8", hadamard=32)
+with_steps = partial(check_steps, format="mxfp8", hadamard=32)
 tensor_scale = partial(check_steps, format="fp8_tensor", m=130)
 low_rank = partial(check_steps, format="int8", rank=33)
 beside = partial(check_steps, format="int8", m=5, act="silu_mul", beside=192)
@@ -581,10 +575,10 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
         "    rows = rows.to(tl.int32)\n    g = tl.full(",
         check_distant_rows,
     ),
-    "mean added": (CODES, "values - tl.load(mean", "values + tl.load(mean", steps),
-    "one smoothing factor": (CODES, "smooth + columns", "smooth + columns * 0", steps),
-    "hadamard: not normalised": (CODES, "2.0 ** (-0.5 * HADAMARD)", "1.0", steps),
-    "hadamard: a sign": (CODES, "tl.join(a + b, a - b)", "tl.join(a + b, b - a)", steps),
+    "mean added": (CODES, "values - tl.load(mean", "values + tl.load(mean", with_steps),
+    "one smoothing factor": (CODES, "smooth + columns", "smooth + columns * 0", with_steps),
+    "hadamard: not normalised": (CODES, "2.0 ** (-0.5 * HADAMARD)", "1.0", with_steps),
+    "hadamard: a sign": (CODES, "tl.join(a + b, a - b)", "tl.join(a + b, b - a)", with_steps),
     "hadamard: order of the sums": (
         CODES,
         "COLUMNS >> (level + 1), 2, 1 << level)",

@@ -102,18 +102,16 @@ def test_every_input_is_quantized_once() -> None:
     assert before["quantized_linear"] == 12 + 2 * 5 + modulations
     assert after["quantized_linear"] == own + modulations
     assert after["adaln_quantize"] == 2 + 2 + 2  # before attention and feed-forward of both streams; single blocks
-    assert after["act_quantize"] == 2 + 2  # of the feed-forwards; of single blocks, where attention is beside it
+    assert after["quantize_activation"] == 2 + 2  # of the feed-forwards; of single blocks, with attention beside it
     assert after["scaled_matmul"] == 6 + 2 + 2 + 2 * 5
     assert after["qk_norm_rope"] == 2 + 2
-    assert after["quantize_activation"] == 0
 
 
 def test_with_a_low_rank_branch_the_codes_are_still_shared() -> None:
     model = quantized("nvfp4-nvfp4-static-smooth-r4")
     fluxq.optimize(model)
     after = ops(model)
-    assert after["quantize_activation"] == after["adaln_quantize"] == 6
-    assert after["act_quantize"] == 2 + 2
+    assert after["adaln_quantize"] == 6 and after["quantize_activation"] == 6 + 2 + 2
     assert after["block_scaled_matmul"] == 6 + 2 + 2 + 2 * 5
 
 
@@ -193,8 +191,10 @@ def swapped_k_and_v(attention, qkv, images):
     return q, v, k
 
 
-def no_rope(q, k, q_weight, k_weight, cos, sin, *rest):
-    return ROPE(q, k, q_weight, k_weight, torch.ones_like(cos), torch.zeros_like(sin), *rest)
+def no_rope(q, k, tensors, names, *rest):
+    given = norms.RopeTensors.of(tensors, names)
+    given = given._replace(cos=torch.ones_like(given.cos), sin=torch.zeros_like(given.sin))
+    return ROPE(q, k, *given.packed(), *rest)
 
 
 MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, norms.qk_norm_rope

@@ -75,16 +75,31 @@ def assert_same(model: nn.Module, blocks: int, calls: tuple = CALLS) -> None:
 
 OPS = {  # of int8 layers; each QuantLinear that is called by itself is a quantized_linear
     # attention outputs of the double block: nothing to share
-    "flux2": {"adaln_quantize": 4 + 2, "act_quantize": 2 + 2, "scaled_matmul": 6 + 2 + 2 + 4, "quantized_linear": 2},
+    "flux2": {
+        "adaln_quantize": 4 + 2,
+        "quantize_activation": 2 + 2,
+        "scaled_matmul": 6 + 2 + 2 + 4,
+        "quantized_linear": 2,
+    },
     # the first block has a second attention, the second one ends the text
-    "sd3": {"adaln_quantize": 5 + 3, "act_quantize": 2 + 1, "scaled_matmul": 9 + 4 + 6 + 2, "quantized_linear": 3 + 1},
-    "qwen_image": {"adaln_quantize": 2 * 4, "act_quantize": 2 * 2, "scaled_matmul": 2 * 10, "quantized_linear": 2 * 2},
+    "sd3": {
+        "adaln_quantize": 5 + 3,
+        "quantize_activation": 2 + 1,
+        "scaled_matmul": 9 + 4 + 6 + 2,
+        "quantized_linear": 3 + 1,
+    },
+    "qwen_image": {
+        "adaln_quantize": 2 * 4,
+        "quantize_activation": 2 * 2,
+        "scaled_matmul": 2 * 10,
+        "quantized_linear": 2 * 2,
+    },
     # q of the cross-attention and both outputs; the text's and the image's k and v share codes
-    "wan": {"adaln_quantize": 2 * 2, "act_quantize": 2, "scaled_matmul": 2 * 9, "quantized_linear": 2 * 3},
+    "wan": {"adaln_quantize": 2 * 2, "quantize_activation": 2, "scaled_matmul": 2 * 9, "quantized_linear": 2 * 3},
 }
 OPS["sd3"]["quantized_linear"] += 4  # the modulation of both streams
 OPS["qwen_image"]["quantized_linear"] += 4
-OPS["wan"]["quantize_activation"] = 2 * 2
+OPS["wan"]["quantize_activation"] += 2 * 2
 ROTATED = {"flux2": 2 + 2, "sd3": 3 + 2, "qwen_image": 2 * 2}  # qk_norm_rope, once for each stream of an attention
 
 

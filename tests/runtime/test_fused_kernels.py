@@ -14,7 +14,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +40,7 @@ from fluxq.kernels.reencode.op import reencode, stored_matrix
 from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.formats import Scheme
 from fluxq.runtime import layout
 
 
@@ -132,8 +132,8 @@ def expected_calls(kind: str, case: str) -> dict[str, int]:
     blocks_have_scales = not decoded and scheme.startswith(("nvfp4", "mx"))
     product = "w4a8_matmul" if decoded else "block_scaled_matmul" if blocks_have_scales else "scaled_matmul"
     if double:  # alone are both modulations and the layers that read the attention
-        return calls | {product: 2 * (3 + 1 + 1), "act_quantize": 2, "quantized_linear": 2 + 2}
-    return calls | {product: 4 + 1, "act_quantize": 1, "quantized_linear": 1}
+        return calls | {product: 2 * (3 + 1 + 1), "quantize_activation": 2, "quantized_linear": 2 + 2}
+    return calls | {product: 4 + 1, "quantize_activation": 1, "quantized_linear": 1}
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ FAULTS = {
     ),
     "another gelu's codes": (
         *("quantizer", "quantize_activation.py", 'if ACT == "gelu_tanh"', 'if ACT == "none"'),
-        *("fp8", "act_quantize: codes differs"),
+        *("fp8", "quantize_activation: codes differs"),
     ),
 }
 
@@ -279,22 +279,23 @@ EMPTY, FINDERS = torch.empty, tuple(name for name in vars(launch) if name.starts
 # --- one check for each op: arguments by the names that the op gives them
 
 
-def check_adaln(kernels: Kernels, found, tile: Tile, x, scale, shift, branch, gate, weight, norm, eps, **steps) -> None:
+def check_adaln(kernels: Kernels, found, tile: Tile, x, tensors, rounding, norm, eps) -> None:
     """n to the bit; v within its bound; codes to the bit those of the v that the kernel writes without a format."""
     codes, step, global_scale, new = found
     rows = tile.rows, D
-    n = norms.modulated_norm(x, scale, shift, branch, gate, weight, norm, eps)[1]
+    given, how = norms.NormTensors.of(tensors, rounding)
+    n = norms.modulated_norm(x, given, norm, eps)[1]
     if n is None:
         n = x
     else:
         assert_equal("adaln_quantize: n", new, n, rows)
     v = codes
-    if steps["format"]:
-        layers = x, scale, shift, branch, gate, weight
-        (v, *_), _ = kernels.launched("adaln_quantize", *layers, None, None, None, norm, eps, "", 0, False, False)
-        assert_codes("adaln_quantize", (codes, step, global_scale), v, rows, **steps)
-    exact, bound = modulated(n, scale, shift, eps)
-    assert weight is None and norm == "layer"
+    if how.format:
+        plain = given._replace(input_scale=None, smooth=None, mean=None).packed(producers.Rounding())
+        (v, *_), _ = kernels.launched("adaln_quantize", x, *plain, norm, eps)
+        assert_codes("adaln_quantize", (codes, step, global_scale), v, rows, given.of_rounding, how)
+    exact, bound = modulated(n, given.scale, given.shift, eps)
+    assert given.weight is None and norm == "layer"
     assert_within("adaln_quantize: v", v, exact, bound, rows)
 
 
@@ -311,10 +312,9 @@ def modulated(n: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tens
     return exact, bound + torch.finfo(n.dtype).eps / 2 * exact.abs()
 
 
-def check_rope(
-    kernels: Kernels, found, tile: Tile, q, k, q_weight, k_weight, cos, sin, eps, interleaved, position, **_
-) -> None:
+def check_rope(kernels: Kernels, found, tile: Tile, q, k, tensors, names, eps, interleaved, position, **_) -> None:
     """Within the bound of test_qk_norm_rope_kernel.py; rows are heads, one token's after those of the token before."""
+    cos, sin, q_weight, k_weight = norms.RopeTensors.of(tensors, names)
     cos, sin = (t[position : position + q.shape[1], None].double() for t in (cos, sin))
     for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
         v = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
@@ -325,21 +325,23 @@ def check_rope(
         assert_within(f"qk_norm_rope: {name}", y, v64, bound, size)
 
 
-def check_activated(kernels: Kernels, found, tile: Tile, x, act, down, beside, **steps) -> None:
+def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -> None:
     """To the bit those of the kernel's own gelu(x), which is within the bound of test_act_quantize_kernel.py.
 
     In a single block attention stands beside it.
     """
-    assert down is None and act == "gelu_tanh"
+    given, how = producers.RoundingTensors.of(tensors, rounding)
+    assert given.down is None and how.act == "gelu_tanh"
     size = tile.rows, tile.columns
-    a = kernels.activated(x, act, tile)
-    assert_codes("act_quantize", found, a if beside is None else torch.cat([beside, a], dim=1), size, **steps)
+    a = kernels.activated(x, how.act, tile)
+    whole = a if given.beside is None else torch.cat([given.beside, a], dim=1)
+    assert_codes("quantize_activation", found, whole, size, given._replace(beside=None), replace(how, act=""))
     v = x.double()
     t = 2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
     y = v / (1 + torch.exp(-t))
     bound = (6 + 5 * t.abs()) * 2.0**-24 * y.abs()
     rounded = bound + torch.finfo(x.dtype).eps / 2 * (y.abs() + bound) + torch.finfo(x.dtype).smallest_normal
-    assert_within("act_quantize: gelu", a, y, rounded, size)
+    assert_within("quantize_activation: gelu", a, y, rounded, size)
 
 
 def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
@@ -399,7 +401,7 @@ def check_linear(kernels: Kernels, found, tile: Tile | MatmulTile, x, tensors, s
 CHECKS: dict[str, Callable[..., None]] = {
     "adaln_quantize": check_adaln,
     "qk_norm_rope": check_rope,
-    "act_quantize": check_activated,
+    "quantize_activation": check_activated,
     "attention_fp8": check_attention,
     "scaled_matmul": check_scaled,
     "block_scaled_matmul": check_block_scaled,
@@ -419,12 +421,17 @@ def matrix(codes: Tensor, scale: Tensor, global_scale: Tensor | None, format: st
     return stored_matrix(codes, scale, global_scale, format)
 
 
-def assert_codes(name: str, found: tuple[Tensor, ...], v: Tensor, size: tuple[int, int], **steps) -> None:
+def assert_codes(
+    name: str,
+    found: tuple[Tensor, ...],
+    v: Tensor,
+    size: tuple[int, int],
+    given: producers.RoundingTensors,
+    how: producers.Rounding,
+) -> None:
     """Codes, scales and global scale are those that the torch reference makes of v."""
-    how = [steps[step] for step in ("input_scale", "smooth", "mean")]
-    rest = [steps[step] for step in ("format", "hadamard", "four_over_six", "swizzled")]
-    expected = producers.quantize_activation(v, *how, None, *rest)
-    row = find_format(steps["format"])
+    expected = producers.quantize_activation(v, *given.packed(how))
+    row = how.row
     groups = max(1, size[1] // (row.group_size or size[1]))
     sizes = (size[0], size[1] * row.element.bits // 8), (size[0], groups), (size[0], 1)
     for part, ours, theirs, each in zip(("codes", "scales", "global scales"), found, expected, sizes, strict=False):

@@ -345,7 +345,7 @@ def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> F
 
 
 def _format_of(takers: dict[str, QuantLinear]) -> str:
-    return rounding_of(next(iter(takers.values())))[0]
+    return rounding_of(next(iter(takers.values()))).format
 
 
 HELD = "fluxq_fusion"

@@ -10,9 +10,8 @@ step rounds where diffusers' own does; `why_alone` says which layer computes by 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from fluxq.kernels import norms, producers, products
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.producers import Rounding, RoundingTensors
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
@@ -47,19 +47,6 @@ class Fusion:
     alike: dict[str, tuple[str, ...]]
     refused: dict[str, str]
     device: str
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Steps from a layer's input to its codes; layers of a group share them if equal. mean, smooth: whether given."""
-
-    format: str
-    static: bool
-    mean: bool
-    smooth: bool
-    hadamard: int
-    four_over_six: bool
-    swizzled: bool
 
 
 @dataclass(frozen=True)
@@ -228,14 +215,17 @@ def _behind_norm(
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     flat = None if branch is None else _tokens(branch)
-    modulated = functools.partial(norms.adaln_quantize, _tokens(x), scale, shift, flat, gate, norm.weight)
+    given = norms.NormTensors(scale, shift, flat, gate, norm.weight)
     v = _tokens(x)
     if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
         first_taker = next(iter(takers.values()))
-        codes, *scales, n = modulated(*_vectors(first_taker), "layer", norm.eps, *rounding_of(first_taker))
+        input_scale, smooth, mean, *_ = _vectors(first_taker)
+        given = given._replace(input_scale=input_scale, smooth=smooth, mean=mean)
+        packed = given.packed(rounding_of(first_taker))
+        codes, *scales, n = norms.adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
         made = _codes(first_taker, codes, *scales)
     else:  # something reads the input itself
-        v, _, _, n = modulated(None, None, None, "layer", norm.eps, "", 0, False, False)
+        v, _, _, n = norms.adaln_quantize(_tokens(x), *given.packed(Rounding()), "layer", norm.eps)
         made = _quantized(next(iter(takers.values())), v) if takers else None
     ys = [
         _product(layer, made, v) if path in takers else _called(layer, v, x.shape[0]) for path, layer in layers.items()
@@ -306,8 +296,8 @@ def _normed(
     if q_norm is None:  # only of blocks that rotate nothing either
         return q, k
     cos, sin, position = rope or _no_rotation(q)
-    weights, twice = (q_norm.weight, k_norm.weight), type(q_norm) is not nn.RMSNorm
-    return norms.qk_norm_rope(q, k, *weights, cos, sin, q_norm.eps, True, twice, position)
+    packed = norms.RopeTensors(cos, sin, q_norm.weight, k_norm.weight).packed()
+    return norms.qk_norm_rope(q, k, *packed, q_norm.eps, True, type(q_norm) is not nn.RMSNorm, position)
 
 
 def _no_rotation(q: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -395,27 +385,27 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
-def _steps(layer: QuantLinear) -> Steps:
+def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
+    """All that decides the codes of an input, but for the numbers in tensors that a group shares."""
     scheme = layer.scheme
-    name, hadamard, four_over_six, swizzled = rounding_of(layer)
-    return Steps(name, scheme.static_input, scheme.center, scheme.smooth, hadamard, four_over_six, swizzled)
+    return rounding_of(layer), scheme.static_input, scheme.center, scheme.smooth
 
 
-def rounding_of(layer: QuantLinear) -> tuple[str, int, bool, bool]:
-    """The last arguments of the ops that quantize."""
+def rounding_of(layer: QuantLinear) -> Rounding:
+    """The steps of a layer's input, as the ops that quantize take them."""
     scheme: Scheme = layer.scheme
     name = scheme.activations.name if scheme.activations else ""
-    return name, scheme.hadamard, scheme.four_over_six, _is_swizzled(layer)
+    return Rounding(name, "", scheme.hadamard, scheme.four_over_six, _is_swizzled(layer))
 
 
 def _is_swizzled(layer: QuantLinear) -> bool:
     return bool(layer.scheme.weights.group_size) and layer.get_parameter("weight_scale").ndim == 1
 
 
-def _vectors(layer: QuantLinear) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(input_scale, smooth, mean) as the ops that quantize take them."""
+def _vectors(layer: QuantLinear) -> RoundingTensors:
+    """The vectors and scale that calibration found of a layer's input."""
     smooth, mean = getattr(layer, "pre_quant_scale", None), getattr(layer, "pre_quant_mean", None)
-    return (
+    return RoundingTensors(
         layer.stored("input_scale") if layer.scheme.static_input else None,
         None if smooth is None else smooth.float(),
         None if mean is None else mean.float(),
@@ -429,16 +419,17 @@ def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
 
 def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
     """x (M, K) in a layer's format."""
-    name, *steps = rounding_of(layer)
-    codes, *scales, _ = producers.quantize_activation(x, *_vectors(layer), None, name, *steps)
+    packed = _vectors(layer).packed(rounding_of(layer))
+    codes, *scales, _ = producers.quantize_activation(x, *packed)
     return _codes(layer, codes, *scales)
 
 
 def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
     """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
-    name, *steps = rounding_of(layer)
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    codes, *scales, h = producers.act_quantize(up, *_vectors(layer), down, name, act, *steps, attended)
+    given = _vectors(layer)._replace(down=down, beside=attended)
+    packed = given.packed(replace(rounding_of(layer), act=act))
+    codes, *scales, h = producers.quantize_activation(up, *packed)
     return _codes(layer, codes, *scales), None if down is None else h
 
 
@@ -469,5 +460,5 @@ def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
     scales = made.scale, weight_scale_2, made.global_scale
     given = products.ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
     name, op = layer.scheme.weights.name, product_of(layer)
-    formats = f"{name}-{rounding_of(layer)[0]}" if op == "w4a8_matmul" else name
+    formats = f"{name}-{rounding_of(layer).format}" if op == "w4a8_matmul" else name
     return getattr(products, op)(made.codes, *given.packed(formats), False, dtype)

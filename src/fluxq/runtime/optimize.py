@@ -107,10 +107,10 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
         if choice.fallback:
             return f"{choice.implementation} on {chip} ({choice.reason})"
         activations = scheme.activations.name
-        needed = [(name, activations) for name in ("adaln_quantize", "act_quantize", "quantize_activation")]
+        needed = [(name, activations) for name in ("adaln_quantize", "quantize_activation")]
         needed.append((op, f"{scheme.weights.name}-{activations}" if with_rows else activations))
         if made_by == "concatenation":
-            needed.append(("act_quantize", f"{activations}-beside"))
+            needed.append(("quantize_activation", f"{activations}-beside"))
         if made_by in ("activation", "concatenation") and layer.low_rank is not None:
             rank = len(layer.low_rank[0])
             if rank > LARGEST_RANK:
