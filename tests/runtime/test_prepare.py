@@ -353,7 +353,7 @@ def json_schemes(folder: Path) -> dict[str, str]:
 
 def test_images_of_a_prepared_model_are_as_near_to_16_bit_as_those_of_the_stored_one(checkpoint, pipe) -> None:
     stored = diffusers.FluxPipeline.from_pretrained(checkpoint("nvfp4"), torch_dtype=torch.bfloat16)
-    prompt = {"prompt": list(tiny.PROMPTS[:8]), "num_inference_steps": 4, "output_type": "latent"}
+    prompt = {**tiny.CALL_KWARGS, "prompt": list(tiny.PROMPTS[:8]), "num_inference_steps": 4, "output_type": "latent"}
 
     def latents(pipeline) -> Tensor:
         return pipeline(**prompt, generator=torch.Generator().manual_seed(0)).images
