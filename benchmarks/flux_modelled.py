@@ -21,6 +21,7 @@ from typing import Any
 from fluxq.recipes.cost import QUERY_AND_KEY, STREAMS, ForwardPass, Step, code_bytes, forward_pass, route, steps
 from fluxq.recipes.devices import Device, Efficiency, find_device
 from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan
+from fluxq.recipes.workloads import CallSize
 
 STATES = ("eager", "compiled", "optimized", "both", "every fusion")
 GPUS, RECIPES, SIZES = ("h200", "b200", "rtx5090"), ("16 bit", "fp8", "int8", "nvfp4"), (512, 1024, 2048)
@@ -139,7 +140,7 @@ def modelled(plans: Mapping[str, Plan], config: Mapping[str, Any]) -> dict[str, 
     found |= {"steps": [], "passes": [], "switches": [], "parts": []}
     for gpu, pixels, recipe in itertools.product(GPUS, SIZES, RECIPES):
         plan, device, place = plans[recipe], find_device(gpu), {"gpu": gpu, "recipe": recipe}
-        forward = forward_pass("flux", config, height=pixels, width=pixels, text=512, batch=1)
+        forward = forward_pass("flux", config, CallSize(1, pixels, pixels, text=512))
         work = work_of(plan, forward, device.chip)
         in_fp8 = work_of(replace(plan, attention="fp8"), forward, device.chip)
         found["steps"].append({**place, "pixels": pixels, **_rounded(_times(work, in_fp8, device))})

@@ -50,6 +50,7 @@ from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.cost import forward_pass, in_16_bit  # noqa: E402
 from fluxq.recipes.plan import LinearShape, Plan, make_plan  # noqa: E402
 from fluxq.recipes.recipe import load_recipe  # noqa: E402
+from fluxq.recipes.workloads import CallSize  # noqa: E402
 
 FAMILY = FAMILIES["flux"]
 Mode = Literal["eager", "compiled"]
@@ -238,7 +239,7 @@ class Bench:
         if device is None or row.peer is not None or row.prefer == "memory":
             return None
         forward = forward_pass(
-            FAMILY.name, dict(self.plain.config), height=pixels, width=pixels, text=self.shape["text"], batch=batch
+            FAMILY.name, dict(self.plain.config), CallSize(batch, pixels, pixels, text=self.shape["text"])
         )
         compiled = row.mode == "compiled"
         state = ("both" if compiled else "optimized") if row.optimized else row.mode

@@ -224,8 +224,8 @@ class _Builder(stock.InterpreterBuilder):
         x, y, total = (self.cast_impl(h, tl.float32).data for h in (a, b, d))
         return self.cast_impl(TensorHandle(np.matmul(x, y) + total, tl.float32), d.dtype.scalar)
 
-    def create_dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format,
-                          fast_math, lhs_k_pack, rhs_k_pack, acc) -> TensorHandle:  # fmt: skip
+    def create_dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *how) -> TensorHandle:
+        _, lhs_k_pack, rhs_k_pack, acc = how
         x = _operand(lhs, lhs_scale, lhs_format, -1 if lhs_k_pack else -2)  # (M, K)
         # The right operand is (K, N), its scales are (N, K / block).
         transposed = TensorHandle(np.swapaxes(rhs.data, -1, -2), rhs.dtype)

@@ -294,12 +294,15 @@ def adaln_quantize(x, tensors, rounding, norm, eps, *, chip=None) -> tuple[Tenso
     return *_made(q, given.input_scale), new
 
 
-def qk_norm_rope(q, k, tensors, names, eps, interleaved, round_before_weight, position, *, chip=None):
+def qk_norm_rope(q, k, tensors, names, *how, chip=None):
+    eps, interleaved, round_before_weight, position = how
     chip, name = chip or chip_of(q.device), rope.tuned_name(q.shape[-1])
     require("qk_norm_rope", "16bit", chip)
-    how = {"eps": eps, "interleaved": interleaved, "round_before_weight": round_before_weight, "position": position}
     tile = find_memory_tile("qk_norm_rope", name, chip, q.shape[0] * q.shape[1] * q.shape[2])
-    return rope.qk_norm_rope(q, k, RopeTensors.of(tensors, names), tile=tile, **how)
+    given, twice = RopeTensors.of(tensors, names), round_before_weight
+    return rope.qk_norm_rope(
+        q, k, given, eps=eps, interleaved=interleaved, round_before_weight=twice, position=position, tile=tile
+    )
 
 
 def attention_fp8(q, k, v, scale, *, chip=None) -> Tensor:

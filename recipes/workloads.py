@@ -72,25 +72,41 @@ class ForwardPass:
         return {**streams, "modulations": self.modulations, "one": 1}[stream]
 
 
+@dataclass(frozen=True)
+class CallSize:
+    """A call of a pipeline: images that are made together, pixels, frames, tokens of the prompt after padding.
+
+    None where the pipeline decides.
+    """
+
+    images: int = 1
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    text: int | None = None
+
+    def __str__(self) -> str:
+        size = f" of {self.height}x{self.width}" if self.height and self.width else ""
+        noun = "image" if self.frames is None else "video"
+        frames = "" if self.frames is None else f", {self.frames} frames"
+        return f"{self.images} {noun}{'s' * (self.images > 1)}{size}{frames}"
+
+
 def forward_pass(
     family: str,
     config: Mapping[str, Any],
+    size: CallSize = CallSize(),
     *,
-    height: int | None = None,
-    width: int | None = None,
-    frames: int | None = None,
-    text: int | None = None,
-    batch: int = 1,
     vae: Mapping[str, Any] | None = None,
     convolutions: Sequence[Convolution] = (),
 ) -> ForwardPass:
-    """Count the tokens that an image (or video) of that size makes.
+    """Count the tokens that a call of this size makes.
 
-    config: of the denoiser; vae: of the VAE, None for the family's. height, width: pixels. text: tokens of
-    the prompt after padding. None takes what the family's pipeline takes by itself. batch: images; twice as many
-    sequences where guidance runs the model twice. convolutions: of the model, see `convolutions_of`; those of other
-    families than UNets and SANA are left out. ValueError for a family that is not modelled.
+    config: of the denoiser; vae: of the VAE, None for the family's. Of size.images there are twice as many sequences
+    where guidance runs the model twice. convolutions: of the model, see `convolutions_of`; those of other families than
+    UNets and SANA are left out. ValueError for a family that is not modelled.
     """
+    height, width, frames, batch = size.height, size.width, size.frames, size.images
     if family not in WORKLOADS:
         raise ValueError(f"{family}: its cost is not modelled; known: {', '.join(WORKLOADS)}")
     row = WORKLOADS[family]
@@ -108,7 +124,7 @@ def forward_pass(
         raise ValueError(
             f"{family}: {height}x{width}, {batch} images of {frames or 1} frames make no token; one is {pixels} pixels"
         )
-    prompt = text or row.text
+    prompt = size.text or row.text
     usual = ForwardPass(
         family,
         image=rows * columns * latent_frames,

@@ -49,6 +49,7 @@ from fluxq.recipes.cost import forward_pass, steps
 from fluxq.recipes.devices import DEVICES, Device, Efficiency
 from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.graphs import capture
 
 CARDS = (8, 12, 16, 24)  # GB
@@ -547,11 +548,7 @@ def step_at_peak(
         forward = forward_pass(
             family.name,
             dict(config),
-            height=setting.height,
-            width=setting.width,
-            frames=setting.frames,
-            text=call.get("max_sequence_length"),
-            batch=sequences,
+            CallSize(sequences, setting.height, setting.width, setting.frames, call.get("max_sequence_length")),
             vae=dict(pipe.vae.config) if "vae" in pipe.components else None,
             convolutions=convolutions_of(model),
         )

@@ -22,6 +22,7 @@ from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cards import CONTEXT
 from fluxq.recipes.cost import LEVELS, cost, forward_pass
 from fluxq.recipes.devices import DEVICES
+from fluxq.recipes.workloads import CallSize
 from fluxq.runtime import graphs
 
 CALL = {"height": 8, "width": 8, "num_inference_steps": 4}
@@ -696,7 +697,7 @@ def test_a_step_at_the_peak_is_that_of_the_model_of_costs(pipe, plain_checkpoint
     flops, seconds = step_at_peak(pipe, setting, tiny.CALL_KWARGS, 2, row)
     plan = speed._plan_of("transformer", pipe.transformer)
     assert not plan.quantized and {layer.role for layer in plan.layers} >= {"qkv", "mixed_out", "modulation"}
-    forward = forward_pass("flux", pipe.transformer.config, height=16, width=16, text=8, batch=2, vae=pipe.vae.config)
+    forward = forward_pass("flux", pipe.transformer.config, CallSize(2, 16, 16, text=8), vae=pipe.vae.config)
     modelled = cost(plan, forward, row).total
     assert flops == pytest.approx(modelled.flops)
     assert 0 < seconds < min(modelled.seconds[level] for level in LEVELS)

@@ -25,7 +25,7 @@ from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.published import PUBLISHED, find_published
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
-from fluxq.recipes.workloads import forward_pass
+from fluxq.recipes.workloads import CallSize, forward_pass
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 # Billions of parameters, as published: in model cards, papers, or the tensors of the published files.
@@ -132,7 +132,10 @@ def test_every_recipe_plans_and_costs_it_in_full_size(row):
         assert size.serving_bytes >= size.checkpoint_bytes
         if model.family.kind == "transformer":
             forward = forward_pass(
-                row.family, dict(model.module.config), convolutions=convolutions_of(model.module), **row.size
+                row.family,
+                dict(model.module.config),
+                CallSize(**row.size),
+                convolutions=convolutions_of(model.module),
             )
             found = cost(plan, forward, DEVICES["h200"])
             assert found.total.seconds["fused"] < found.total.seconds_16bit and found.total.flops > 1e11

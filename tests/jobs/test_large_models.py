@@ -15,6 +15,7 @@ from fluxq.jobs import footprint, making, serving
 from fluxq.jobs.catalogue import Model
 from fluxq.recipes.cards import holding
 from fluxq.recipes.devices import DEVICES
+from fluxq.recipes.workloads import CallSize
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 MARK = "<!-- least -->\n"
@@ -75,7 +76,7 @@ def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
     found = making.demand(prepared, "cpu", writes=True)
     assert found is not None and f"running vae on {ONE}" in found.needs
     assert found.working["vae"] == 2 * 4 * 256 * 5 * 1024 * 1024  # of a latent frame, and what is kept of the last
-    wan, folder = (footprint.Size(1, 64, 64, frames, None) for frames in (9, 25)), ModelFolder("m", model)
+    wan, folder = (CallSize(1, 64, 64, frames, None) for frames in (9, 25)), ModelFolder("m", model)
     assert len({footprint.activations(folder, "vae", size, 2) for size in wan}) == 1
     video = json.loads((model / "vae" / "config.json").read_text())
     for cls, patch, frames in (("AutoencoderKLHunyuanVideo", None, 27), ("AutoencoderKLLTXVideo", 4, 27)):
@@ -83,7 +84,7 @@ def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
         (model / "vae" / "config.json").write_text(json.dumps(changed))
         index = json.loads((model / "model_index.json").read_text())
         (model / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", cls]}))
-        size, pixels = footprint.Size(1, 64, 64, 25, None), 64 * 64 // (patch or 1) ** 2
+        size, pixels = CallSize(1, 64, 64, 25, None), 64 * 64 // (patch or 1) ** 2
         assert footprint.activations(ModelFolder("m", model), "vae", size, 2) == 2 * 4 * 256 * pixels * frames
     with pytest.raises(ValueError, match="a smaller --height and --width, or fewer --frames"):
         found.bound(1 << 30)
@@ -193,5 +194,5 @@ def test_plan_says_what_a_card_does_not_hold_and_what_would_help(tmp_path, monke
 )
 def test_activations_go_by_the_widest_layer(name, component, numbers, tmp_path):
     folder = ModelFolder(name, published(tmp_path / "model", name, component))
-    size = footprint.Size(1, 1024, 1024, None, None)
+    size = CallSize(1, 1024, 1024, None, None)
     assert footprint.activations(folder, component, size, 2) == pytest.approx(2 * numbers, rel=0.05)

@@ -31,7 +31,7 @@ from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import LinearShape, Plan, make_plan
 from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
-from fluxq.recipes.workloads import WORKLOADS, ForwardPass, forward_pass
+from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 MODELLED = [row for row in TRANSFORMERS if row.name in WORKLOADS]
@@ -142,8 +142,8 @@ def test_flops_of_a_unet_with_more_levels_and_convolutions_for_its_ends(side, fa
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             tiny(**{**family_inputs(row), "sample": torch.randn(1, 4, side, side)}, return_dict=False)
-    how = {"height": 8 * side, "width": 8 * side, "text": 5, "convolutions": convolutions_of(tiny)}
-    forward = forward_pass("unet", dict(tiny.config), **how)
+    size = CallSize(height=8 * side, width=8 * side, text=5)
+    forward = forward_pass("unet", dict(tiny.config), size, convolutions=convolutions_of(tiny))
     plan = in_16_bit(planned(Component.model_validate({"weights": {"format": "fp8"}}), "unet", tiny))
     assert sum(step.flops for step in steps(plan, forward, "sm_90")) == counter.get_total_flops()
 
@@ -192,13 +192,14 @@ def test_in_full_size_no_layer_is_left_without_a_part(row):
 )
 def test_tokens_of_an_image(family, how, image, text):
     module = model(family, json.dumps(full_size(family)))
-    found = forward_pass(family, dict(module.config), convolutions=convolutions_of(module), **how)
+    size = CallSize(**{name: value for name, value in how.items() if name != "vae"})
+    found = forward_pass(family, dict(module.config), size, vae=how.get("vae"), convolutions=convolutions_of(module))
     assert (found.image, found.text) == (image, text)
 
 
 def test_levels_of_a_unet_and_tokens_of_an_expert():
     module = model("unet", json.dumps(full_size("unet")))
-    found = forward_pass("unet", dict(module.config), height=1000, width=1016, convolutions=convolutions_of(module))
+    found = forward_pass("unet", dict(module.config), CallSize(1, 1000, 1016), convolutions=convolutions_of(module))
     assert found.levels == (125 * 127, 63 * 64, 32 * 32)
     assert [found.tokens(f"level {level}") for level in (0, 1, -1)] == [125 * 127, 63 * 64, 32 * 32]
     expert = forward_pass("hidream", full_size("hidream"))
@@ -223,8 +224,8 @@ def test_linear_attention_grows_with_the_tokens_and_not_with_their_square():
     plan = planned(load_recipe("fp8")[1].components["transformer"], "sana", module)
     flops = []
     for side in (1024, 2048):
-        how = {"height": side, "width": side, "convolutions": convolutions_of(module)}
-        forward = forward_pass("sana", dict(module.config), **how)
+        size = CallSize(1, side, side)
+        forward = forward_pass("sana", dict(module.config), size, convolutions=convolutions_of(module))
         found = [s for s in steps(plan, forward, "sm_90") if s.kind == "attention" and s.name.endswith("attn1.to_q")]
         flops.append(sum(step.scalar_flops for step in found))
     assert flops[1] == 4 * flops[0] == 4 * 28 * 4 * 1024 * 1152 * 33
@@ -236,9 +237,9 @@ def test_what_makes_no_forward_pass_is_refused():
     with pytest.raises(ValueError, match="clip: its cost is not modelled; known: flux, flux2, sd3"):
         forward_pass("clip", {})
     with pytest.raises(ValueError, match="flux makes images, not video: leave out the frames"):
-        forward_pass("flux", {}, frames=9)
+        forward_pass("flux", {}, CallSize(frames=9))
     with pytest.raises(ValueError, match="flux: 8x1024, 1 images of 1 frames make no token; one is 16 pixels"):
-        forward_pass("flux", {}, height=8, width=1024)
+        forward_pass("flux", {}, CallSize(height=8, width=1024))
 
 
 def test_sd3_normalises_queries_only_where_its_configuration_says_so():

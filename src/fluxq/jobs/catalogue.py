@@ -31,6 +31,7 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
 from fluxq.recipes.published import PUBLISHED, Published, find_published
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
+from fluxq.recipes.workloads import CallSize
 
 CELL = (
     "bits per weight / GB of the checkpoint / GB to serve, all at most: of this model alone, its codes as stored; what "
@@ -127,9 +128,8 @@ class Model:
         if self.family.kind != "transformer":
             return 0.0
         config: Any = self.module.config
-        forward = forward_pass(
-            self.family.name, dict(config), convolutions=convolutions_of(self.module), **self.row.size
-        )
+        size, convolutions = CallSize(**self.row.size), convolutions_of(self.module)
+        forward = forward_pass(self.family.name, dict(config), size, convolutions=convolutions)
         return activation_bytes(self.plan("fp8"), forward)
 
     def plan(self, recipe_name: str) -> Plan:

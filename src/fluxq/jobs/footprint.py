@@ -11,7 +11,7 @@ little.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from fluxq.calibrate.prompts import Row
 from fluxq.quantize.checkpoint import SourceWeights, library_of, model_on_meta
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.plan import LayerPlan, Plan
-from fluxq.recipes.workloads import ForwardPass, forward_pass
+from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass
 
 _FP32 = 4  # bytes
 _TEXT, _SHORT_TEXT = 512, 77  # tokens of a prompt where nobody says otherwise, and that CLIP's is padded to
@@ -37,24 +37,7 @@ _CHANNELS = 256  # at full size, of a VAE that does not say
 _FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE decodes at a time: of a latent frame, and what it keeps of the last
 
 
-@dataclass(frozen=True)
-class Size:
-    """A call of the pipeline: images that are made together, pixels, frames; None where the pipeline decides."""
-
-    images: int
-    height: int | None
-    width: int | None
-    frames: int | None
-    text: int | None
-
-    def __str__(self) -> str:
-        size = f" of {self.height}x{self.width}" if self.height and self.width else ""
-        noun = "image" if self.frames is None else "video"
-        frames = "" if self.frames is None else f", {self.frames} frames"
-        return f"{self.images} {noun}{'s' * (self.images > 1)}{size}{frames}"
-
-
-def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[Size]:
+def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSize]:
     """The calls that items are made in."""
     found = set()
     for batch in batches(items, None, call):
@@ -62,11 +45,11 @@ def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[Size]:
         said = {**call, **(dict(row.arguments) if isinstance(row, Row) else {})}
         frames = frames_in(said) if {*FRAMES} & said.keys() else None
         height, width, text = (said.get(name) for name in ("height", "width", "max_sequence_length"))
-        found.add(Size(len(batch), height, width, frames, text))
+        found.add(CallSize(len(batch), height, width, frames, text))
     return frozenset(found)
 
 
-def activations(folder: ModelFolder, component: str, size: Size, itemsize: int) -> int:
+def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: int) -> int:
     """Bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
     if _is_vae(folder, component):
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
@@ -163,7 +146,7 @@ def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
     return grams + weights + max(_COPIES * _FP32 * at_once * k + tried, 3 * _FP32 * rows * k)  # or what came of it
 
 
-def tokens(folder: ModelFolder, component: str, size: Size) -> int:
+def tokens(folder: ModelFolder, component: str, size: CallSize) -> int:
     """Of all sequences of a call, twice as many as images where guidance may run the model on both halves at once."""
     config = folder.config(component)
     if library_of(folder, component) == "transformers":
@@ -177,15 +160,12 @@ def tokens(folder: ModelFolder, component: str, size: Size) -> int:
     return sequences * (forward.image + forward.text + forward.vision)
 
 
-def forward_pass_of(folder: ModelFolder, component: str, size: Size) -> ForwardPass:
+def forward_pass_of(folder: ModelFolder, component: str, size: CallSize) -> ForwardPass:
     """The tokens of one sequence of a denoiser; ValueError for one whose family is not modelled."""
     return forward_pass(
         next((row.name for row in FAMILIES.values() if row.model == folder.components[component]), ""),
         folder.config(component),
-        height=size.height,
-        width=size.width,
-        frames=size.frames,
-        text=size.text,
+        replace(size, images=1),
         vae=folder.config("vae") if "vae" in folder.components else None,
     )
 

@@ -25,7 +25,6 @@ from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps,
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.eval.metrics.figures import amount
 from fluxq.jobs import footprint
-from fluxq.jobs.footprint import Size
 from fluxq.jobs.making import MOST_CALLS
 from fluxq.jobs.placement import weight_bytes
 from fluxq.jobs.preparing import demand
@@ -34,6 +33,7 @@ from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.cost import steps
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.workloads import CallSize
 
 if TYPE_CHECKING:
     from fluxq.jobs.prepared import Prepared
@@ -188,9 +188,9 @@ class _Forward:
         entry = component_recipe(load_recipe("fp8")[1], None, family)
         return make_plan(family, component, entry, self.linears[component], static_inputs=False, profile="rtn")
 
-    def _size(self, images: int) -> Size:
+    def _size(self, images: int) -> CallSize:
         height, width, text = (self.call.get(name) for name in ("height", "width", "max_sequence_length"))
-        return Size(images, height, width, frames_in(self.call) if {*FRAMES} & self.call.keys() else None, text)
+        return CallSize(images, height, width, frames_in(self.call) if {*FRAMES} & self.call.keys() else None, text)
 
 
 def _fitting(plan: Plan, forward: _Forward, items: Sequence[Any], seen: int) -> float:

@@ -55,6 +55,7 @@ from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pas
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
+from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.steps import KeptSteps, about_to_keep
 
 __all__ = [  # what the commands need of a job, whichever file it is in
@@ -90,11 +91,7 @@ def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None
         forward = forward_pass(
             plan.family,
             folder.config(component),
-            height=call.get("height"),
-            width=call.get("width"),
-            frames=frames,
-            text=call.get("max_sequence_length"),
-            batch=batch,
+            CallSize(batch, call.get("height"), call.get("width"), frames, call.get("max_sequence_length")),
             vae=vae,
             convolutions=convolutions_of(model_on_meta(folder, component)),
         )
@@ -107,7 +104,7 @@ def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer
     folder, device, call = prepared.folder, find_device(gpu), prepared.call
     plans = {plan.component: plan for plan in prepared.plans}
     shape = (call.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
-    size, pieces = footprint.Size(1, *shape), []
+    size, pieces = CallSize(1, *shape), []
     for name in folder.components:
         if not is_model(folder, name):
             continue

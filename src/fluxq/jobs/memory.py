@@ -22,11 +22,11 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.residence import Residence, residence_of
 from fluxq.integrations.bounded import load_bounded
 from fluxq.jobs import footprint
-from fluxq.jobs.footprint import Size
 from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.lora import Updates
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.plan import Plan
+from fluxq.recipes.workloads import CallSize
 
 _OF_GPU = 0.95  # of the bound: the allocator hands out memory in pieces, and some of each is left over
 _OF_HOST = 64 << 20  # bytes that libraries keep: code that oneDNN compiles for each shape, small pieces of memory
@@ -109,8 +109,8 @@ def demand_of(
     dtype: str,
     folder: ModelFolder,
     *,
-    sizes: Iterable[Size],
-    shown: Iterable[Size],
+    sizes: Iterable[CallSize],
+    shown: Iterable[CallSize],
     fitted: Iterable[Plan],
     fused: Collection[str],
 ) -> Demand:

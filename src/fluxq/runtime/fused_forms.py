@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,16 @@ class Fusion:
     device: str
 
 
+class Normed(NamedTuple):
+    """A norm and its modulation (B, D), of an input that a branch (B, S, D) may be added to, gated (B, D)."""
+
+    norm: nn.LayerNorm
+    shift: Tensor
+    scale: Tensor
+    branch: Tensor | None = None
+    gate: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Codes:
     """An input (M, K) in a layer's format: codes, scales and nvfp4's global scale, as the products take them."""
@@ -72,7 +82,7 @@ def two_streams(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor | None
     heads = []
     for stream in row.streams:
         shift, scale, *_ = chunks[stream.name]
-        qkv, _ = _behind_norm(block, fusion, stream.qkv, xs[stream.name], shift, scale, at(block, stream.norm))
+        qkv, _ = _behind_norm(block, fusion, stream.qkv, xs[stream.name], Normed(at(block, stream.norm), shift, scale))
         q, k, v = _heads(at(block, row.attention), qkv, given.x.shape[0])
         heads.append((*_normed(block, stream, q, k, given.rope.get(stream.name)), v))
     attended = _attention(block, fusion, row.attention, heads, given.mask)
@@ -95,16 +105,14 @@ def _after_attention(
     _, _, gate, *later = chunks
     if stream.own is not None and at(block, stream.own.path) is not None:
         *later, shift, scale, own_gate = later
-        own = _own_attention(block, fusion, stream.own, x, shift, scale, at(block, stream.norm))
+        own = _own_attention(block, fusion, stream.own, x, Normed(at(block, stream.norm), shift, scale))
         x, branch, gate = x + gate.unsqueeze(1) * branch, own, own_gate
-    return _feed_forward(block, fusion, stream, x, branch, gate, *later)
+    return _feed_forward(block, fusion, stream, x, (branch, gate), later)
 
 
-def _own_attention(
-    block: Any, fusion: Fusion, own: OwnAttention, x: Tensor, shift: Tensor, scale: Tensor, norm: nn.LayerNorm
-) -> Tensor:
+def _own_attention(block: Any, fusion: Fusion, own: OwnAttention, x: Tensor, norm: Normed) -> Tensor:
     """Apply a stream's second attention, in which no other stream takes part, to x: a branch (B, S, D)."""
-    qkv, _ = _behind_norm(block, fusion, own.qkv, x, shift, scale, norm)
+    qkv, _ = _behind_norm(block, fusion, own.qkv, x, norm)
     q, k, v = _heads(at(block, own.path), qkv, x.shape[0])
     attended = _attention(block, fusion, own.path, [(*_normed(block, own, q, k, None), v)])
     return at(block, own.out)(attended)
@@ -116,7 +124,7 @@ def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor
     attention = at(block, fusion.row.attention)
     residual = _joined([*given.streams.values()])
     shift, scale, gate = _modulation(block, stream, given)
-    made, _ = _behind_norm(block, fusion, stream.qkv, residual, shift, scale, at(block, stream.norm))
+    made, _ = _behind_norm(block, fusion, stream.qkv, residual, Normed(at(block, stream.norm), shift, scale))
     if len(made) == 1:  # one Linear for all
         d, n = attention.inner_dim, made[0].shape[1]
         made = made[0].split([d, d, d, n - 3 * d], dim=1)
@@ -138,7 +146,7 @@ def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
     (stream,) = fusion.row.streams
     x, attention = given.x, at(block, fusion.row.attention)
     shift, scale, gate, *later = _modulation(block, stream, given)
-    qkv, _ = _behind_norm(block, fusion, stream.qkv, x, shift, scale, at(block, stream.norm))
+    qkv, _ = _behind_norm(block, fusion, stream.qkv, x, Normed(at(block, stream.norm), shift, scale))
     q, k, v = (y.view(*x.shape[:2], -1) for y in qkv)
     q, k = at(block, stream.q_norm)(q), at(block, stream.k_norm)(k)
     q, k, v = (y.unflatten(2, (attention.heads, -1)) for y in (q, k, v))
@@ -146,7 +154,7 @@ def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
     attended = _attention(block, fusion, fusion.row.attention, [(_rotated(q, cos, sin), _rotated(k, cos, sin), v)])
     x = (x.float() + at(block, stream.out)(attended) * gate.unsqueeze(1)).to(x.dtype)
     branch = _cross_attention(block, fusion, stream, x, given.streams["text"])
-    return _feed_forward(block, fusion, stream, x, branch, torch.ones_like(gate), *later)
+    return _feed_forward(block, fusion, stream, x, (branch, torch.ones_like(gate)), later)
 
 
 def _cross_attention(block: Any, fusion: Fusion, stream: Stream, x: Tensor, context: Tensor) -> Tensor:
@@ -175,15 +183,16 @@ def _feed_forward(
     fusion: Fusion,
     stream: Stream,
     x: Tensor,
-    branch: Tensor,
-    gate: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    last_gate: Tensor,
+    gated: tuple[Tensor, Tensor],
+    later: Sequence[Tensor],
 ) -> Tensor:
-    """n = x + gate · branch, and n with its feed-forward: (B, S, D)."""
-    norm = at(block, stream.second_norm)
-    (up,), n = _behind_norm(block, fusion, stream.up, x, shift, scale, norm, branch, gate)
+    """n = x + gate · branch, and n with its feed-forward: (B, S, D).
+
+    gated: branch (B, S, D) and gate. later: shift, scale and gate of the feed-forward.
+    """
+    shift, scale, last_gate = later
+    norm = Normed(at(block, stream.second_norm), shift, scale, *gated)
+    (up,), n = _behind_norm(block, fusion, stream.up, x, norm)
     y = _down(block, fusion, stream, up, x.shape[0]).view(x.shape)
     return _clipped((n + last_gate.unsqueeze(1) * y).to(x.dtype), stream)
 
@@ -197,21 +206,12 @@ def _modulation(block: Any, stream: Stream, given: Given) -> tuple[Tensor, ...]:
     return chunks[::-1] if len(chunks) == 2 else chunks  # AdaLayerNormContinuous, which has no gate, scales first
 
 
-def _behind_norm(
-    block: Any,
-    fusion: Fusion,
-    first: str,
-    x: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    norm: nn.LayerNorm,
-    branch: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor]:
+def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: Normed) -> tuple[list[Tensor], Tensor]:
     """Apply the layers of a group to norm(x + gate · branch) · (1 + scale) + shift; return x + gate · branch too.
 
-    x, branch (B, S, D); each layer's output is (M, N).
+    x (B, S, D); each layer's output is (M, N).
     """
+    norm, shift, scale, branch, gate = modulated
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     flat = None if branch is None else _tokens(branch)
