@@ -49,6 +49,7 @@ from fluxq.base.provenance import commit, cpu_name, versions  # noqa: E402
 from fluxq.base.tensors import Stored, word_for, write_weights  # noqa: E402
 from fluxq.calibrate.blocks import Replay, block_names  # noqa: E402
 from fluxq.calibrate.calls import capture_calls  # noqa: E402
+from fluxq.calibrate.capture import Sampling  # noqa: E402
 from fluxq.calibrate.inputs import InputsBuilder  # noqa: E402
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights  # noqa: E402
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
@@ -181,11 +182,8 @@ class Job:
                 blocks,
                 items[:images],
                 items[images:],
-                call,
-                steps=STEPS,
-                digests=digests,
+                Sampling(call, STEPS, digests, batch_size=1),
                 folder=folder / "calls",
-                batch_size=1,
                 most=count,
             )[COMPONENT]
         with self.timed("noise levels"):

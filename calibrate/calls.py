@@ -29,6 +29,7 @@ from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import (
     Item,
+    Sampling,
     batches,
     images_per_batch,
     noise_levels,
@@ -93,26 +94,25 @@ def capture_calls(
     blocks: Mapping[str, Sequence[str]],
     items_fit: Sequence[Item],
     items_held: Sequence[Item],
-    call: Mapping[str, Any],
+    sampling: Sampling,
     *,
-    steps: int,
-    digests: Mapping[str, str],
     folder: Path,
-    batch_size: int | None = None,
     most: int | None = None,
     ranks: Ranks = ALONE,
 ) -> dict[str, Calls]:
-    """Run the pipeline on both sets of items and keep every call of its transformers at `steps` denoising steps.
+    """Run the pipeline on both sets of items and keep every call of its transformers at some denoising steps.
 
-    blocks: component -> paths of its blocks, see `block_names`. digests: component -> digest of its weights. most:
-    batches times steps to keep at most, for fitting; each batch then keeps some of the steps, all steps as often.
-    ranks: processes that share the folder and the work. Raises ValueError if the folder holds another capture, if an
-    argument cannot be stored, and if a block does not run exactly once in every call.
+    blocks: component -> paths of its blocks, see `block_names`. most: batches times steps to keep at most, for
+    fitting; each batch then keeps some of the steps, all steps as often. ranks: processes that share the folder and the
+    work. Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does
+    not run exactly once in every call.
     """
     if not items_fit:
         raise ValueError("no images to fit on: give at least one prompt")
-    seen = spread(steps, number_of_steps(pipe, call))
-    trajectory = trajectory_of(pipe, {name: digests[name] for name in blocks}, [*items_fit, *items_held], call, seen)
+    call, batch_size = sampling.call, sampling.batch_size
+    digests = {name: sampling.digests[name] for name in blocks}
+    seen = spread(sampling.steps, number_of_steps(pipe, call))
+    trajectory = trajectory_of(pipe, digests, [*items_fit, *items_held], call, seen)
     size = batch_size or images_per_batch(call)
     asked = sha256_json([asdict(trajectory), len(items_held), {k: list(v) for k, v in blocks.items()}, size, most])
     if ranks.leads:

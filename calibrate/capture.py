@@ -206,35 +206,45 @@ def steps_to_see(steps: int, total: int) -> int:
 
 
 @torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    """How calibration runs a pipeline. call: its arguments. steps: how many denoising steps are looked at.
+
+    digests: component -> digest of its weights. batch_size: by default as many images as make one megapixel.
+    """
+
+    call: Mapping[str, Any]
+    steps: int
+    digests: Mapping[str, str]
+    batch_size: int | None = None
+
+
 def capture_statistics(
     pipe: Any,
     groups: Mapping[str, Mapping[str, str]],
     items: Sequence[Item],
-    call: Mapping[str, Any],
+    sampling: Sampling,
     *,
-    steps: int,
-    digests: Mapping[str, str],
-    batch_size: int | None = None,
     folder: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> Statistics:
     """Run the pipeline on `items` and gather per-channel statistics of each input group.
 
-    groups: component -> group -> path of one Linear of the group in `pipe.<component>`. steps: how many denoising
-    steps to look at. digests: of each component's weights. Of several components the group names start with the
-    component's, see `Statistics.of_component`. Images are gathered in shares, whose sums are then added in their order,
-    so one process and several give the same bytes. folder: where finished shares are kept, for an interrupted run of
-    the same job to go on with and for other processes, which take a part of the shares each. Raises ValueError naming
-    the layer if its input is not finite.
+    groups: component -> group -> path of one Linear of the group in `pipe.<component>`. Of several components the group
+    names start with the component's, see `Statistics.of_component`. Images are gathered in shares, whose sums are then
+    added in their order, so one process and several give the same bytes. folder: where finished shares are kept, for an
+    interrupted run of the same job to go on with and for other processes, which take a part of the shares each. Raises
+    ValueError naming the layer if its input is not finite.
     """
+    call, batch_size = sampling.call, sampling.batch_size
     several = len(groups) > 1
     layers = {
         f"{component}/{group}" if several else group: getattr(pipe, component).get_submodule(path)
         for component, paths in groups.items()
         for group, path in paths.items()
     }
-    seen = spread(steps, number_of_steps(pipe, call))
-    trajectory = trajectory_of(pipe, digests, items, call, seen)
+    seen = spread(sampling.steps, number_of_steps(pipe, call))
+    trajectory = trajectory_of(pipe, sampling.digests, items, call, seen)
     made = _Gathering(pipe, layers, trajectory, call)
     every = list(batches(items, batch_size, call))
     count = min(_SHARES, len(every))

@@ -12,6 +12,7 @@ from fluxq import tiny
 from fluxq.base.linears import linears_of
 from fluxq.calibrate.blocks import Replay, block_names, replaced_forwards
 from fluxq.calibrate.calls import Calls, capture_calls
+from fluxq.calibrate.capture import Sampling
 from fluxq.calibrate.sensitivity import noise_level_weights
 from fluxq.recipes.all_families import FAMILIES
 
@@ -78,7 +79,9 @@ def same(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> bool:
 
 def captured(pipe, folder: Path, blocks: dict, **how) -> dict[str, Calls]:
     how = {"steps": 4, "digests": dict.fromkeys(blocks, "m"), "folder": folder, "batch_size": 5, **how}
-    return capture_calls(pipe, blocks, FIT, HELD, how.pop("call", {"num_inference_steps": 4}), **how)
+    call = how.pop("call", {"num_inference_steps": 4})
+    sampling = Sampling(call, how.pop("steps"), how.pop("digests"), how.pop("batch_size", None))
+    return capture_calls(pipe, blocks, FIT, HELD, sampling, **how)
 
 
 def run_all(replay: Replay) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.calibrate.capture import Trajectory, capture_statistics, number_of_steps, run_pipeline, spread
+from fluxq.calibrate.capture import Sampling, Trajectory, capture_statistics, number_of_steps, run_pipeline, spread
 
 STEPS = 4
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": STEPS}
@@ -28,7 +28,7 @@ def pipe32():
 
 def captured(pipe, steps=STEPS, batch_size=None, groups=GROUPS, call=CALL, items=ITEMS):
     return capture_statistics(
-        pipe, {"transformer": groups}, items, call, steps=steps, digests={"transformer": "m"}, batch_size=batch_size
+        pipe, {"transformer": groups}, items, Sampling(call, steps, {"transformer": "m"}, batch_size)
     )
 
 

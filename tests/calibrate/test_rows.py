@@ -19,6 +19,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import (
+    Sampling,
     Trajectory,
     batches,
     capture_statistics,
@@ -352,9 +353,7 @@ def capture(pipe, items, call, folder: Path, held=(), most=None) -> Calls:
         {"transformer": blocks},
         items,
         list(held),
-        {"num_inference_steps": STEPS, **call},
-        steps=STEPS,
-        digests={"transformer": "m"},
+        Sampling({"num_inference_steps": STEPS, **call}, STEPS, {"transformer": "m"}),
         folder=folder,
         most=most,
     )["transformer"]
@@ -363,9 +362,7 @@ def capture(pipe, items, call, folder: Path, held=(), most=None) -> Calls:
 def statistics(pipe, items, call) -> Statistics:
     path = next(name for name, _ in pipe.transformer.named_modules() if name.endswith("to_q"))
     call = {"num_inference_steps": STEPS, **call}
-    return capture_statistics(
-        pipe, {"transformer": {"q": path}}, items, call, steps=STEPS, digests={"transformer": "m"}
-    )
+    return capture_statistics(pipe, {"transformer": {"q": path}}, items, Sampling(call, STEPS, {"transformer": "m"}))
 
 
 def family_name(pipe) -> str:
@@ -497,9 +494,7 @@ def test_of_an_image_only_the_steps_that_are_made_are_looked_at(strength, made, 
         {"transformer": block_names(FAMILIES["flux"], pipe.transformer)},
         [(item, 1)],
         [],
-        call,
-        steps=steps,
-        digests={"transformer": "m"},
+        Sampling(call, steps, {"transformer": "m"}),
         folder=folder / "calls",
     ).values()
     sigmas = tuple(1 - step / 4 for step in range(4 - made, 4))

@@ -334,7 +334,11 @@ def test_processes_without_a_folder_in_common_are_refused(pipe):
     both = Ranks(0, 2)
     with pytest.raises(ValueError, match="meet in a folder"):
         capture.capture_statistics(
-            pipe, {"transformer": {"g": "proj_out"}}, [("a", 0)], {}, steps=1, digests={"transformer": "m"}, ranks=both
+            pipe,
+            {"transformer": {"g": "proj_out"}},
+            [("a", 0)],
+            capture.Sampling({}, 1, {"transformer": "m"}),
+            ranks=both,
         )
     with pytest.raises(ValueError, match="need a folder for the outputs"):
         Replay(pipe.transformer, None, None, ranks=both)

@@ -16,7 +16,7 @@ from torch import nn
 from fluxq import tiny
 from fluxq.base import units
 from fluxq.base.model import ModelFolder, load_pipeline
-from fluxq.calibrate.capture import capture_statistics
+from fluxq.calibrate.capture import Sampling, capture_statistics
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 from fluxq.jobs import making
@@ -401,7 +401,7 @@ def test_sound_is_not_compared_and_that_is_said_before_any_work(fluxq, wan, tmp_
 def test_groups_of_one_component_keep_their_names(pipe):
     path = "transformer_blocks.0.attn.to_q"
     items, call = [(tiny.PROMPTS[0], 0)], {**tiny.CALL_KWARGS, "num_inference_steps": 1}
-    one = capture_statistics(pipe, {"transformer": {"q": path}}, items, call, steps=1, digests={"transformer": "d"})
+    one = capture_statistics(pipe, {"transformer": {"q": path}}, items, Sampling(call, 1, {"transformer": "d"}))
     assert list(one.groups) == ["q"] and one.trajectory["model"] == "d" and one.of_component("transformer") is one
 
 

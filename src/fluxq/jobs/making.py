@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fluxq.base.output import Output, atomic_folder, job_digest
 from fluxq.base.provenance import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
-from fluxq.calibrate.capture import Item, capture_statistics, number_of_steps, steps_to_see
+from fluxq.calibrate.capture import Item, Sampling, capture_statistics, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval.images.generate import Generated, generate
@@ -267,6 +267,11 @@ def quantized_models(output: str) -> list[torch.nn.Module]:
     return models
 
 
+def _sampling(prepared: Prepared, pipe: Any, components: Iterable[str]) -> Sampling:
+    steps = steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call))
+    return Sampling(prepared.call, steps, {name: prepared.digest(name) for name in components})
+
+
 def _calibrate(prepared: Prepared, pipe: Any, work: Path) -> Statistics:
     try:
         return capture_statistics(
@@ -276,9 +281,7 @@ def _calibrate(prepared: Prepared, pipe: Any, work: Path) -> Statistics:
                 for component, plan in prepared.calibrated.items()
             },
             prepared.calibration_items,
-            prepared.call,
-            steps=steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call)),
-            digests={name: prepared.digest(name) for name in prepared.calibrated},
+            _sampling(prepared, pipe, prepared.calibrated),
             folder=work / _SHARES,
             ranks=prepared.ranks,
         )
@@ -300,9 +303,7 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
             blocks,
             items[: len(items) - held],
             items[len(items) - held :],
-            prepared.call,
-            steps=steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call)),
-            digests={name: prepared.digest(name) for name in plans},
+            _sampling(prepared, pipe, plans),
             folder=folder / "calls",
             most=MOST_CALLS,
             ranks=prepared.ranks,
