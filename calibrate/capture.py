@@ -208,7 +208,7 @@ def steps_to_see(steps: int, total: int) -> int:
 @torch.no_grad()
 @dataclass(frozen=True)
 class Sampling:
-    """How calibration runs a pipeline. call: its arguments. steps: how many denoising steps are looked at.
+    """Runs of a pipeline in calibration. call: its arguments. steps: how many denoising steps are looked at.
 
     digests: component -> digest of its weights. batch_size: by default as many images as make one megapixel.
     """

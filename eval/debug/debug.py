@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxq.base.console import progress
 from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, number_of_steps, spread
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, multiplies_integers
-from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, squared_error
+from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, replaced, squared_error
 from fluxq.eval.debug.findings import findings, listed
-from fluxq.eval.debug.patch import BETTER_FORMATS, make_patch
+from fluxq.eval.debug.patch import BETTER_FORMATS, Added, make_patch
 from fluxq.eval.debug.stored import stored_fault
 from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
 from fluxq.eval.images.sides import Side, quantized_layers
@@ -42,50 +42,48 @@ NOISE_FACTOR = 3.0  # an error so many times the floor's has left it
 _CLIPPED = 1e-3  # share of a layer's input that is worth a finding
 
 
+@dataclass(frozen=True)
+class Search:
+    """Extent of the search for faults. steps: denoising steps whose layers are looked at.
+
+    budget: runs of the items for the damages, see `measure_damage`. patch: what a recipe may add, None makes none.
+    """
+
+    steps: int = 4
+    budget: int = 256
+    patch: Added | None = field(default_factory=Added)
+
+
 def debug(
     reference: Side,
     quantized: Side,
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
+    search: Search = Search(),
     *,
     device: str = "cpu",
-    steps: int = 4,
-    budget: int = 256,
     batch_size: int | None = None,
-    growth: float | None = 0.05,
-    better: str = "fp8",
 ) -> Debug:
     """Find out which layers of `quantized` make it differ from `reference`, and why.
 
-    items: (prompt, seed), a few. call: pipeline arguments. steps: denoising steps whose layers are looked at. budget:
-    runs of these items for the damages, see `measure_damage`. growth: bits that a patch may add, as a share; None
-    makes no patch. better: the patch's format, of BETTER_FORMATS. Raises ValueError for a side with a step cache, one
-    without quantized layers, no items, and a 16-bit model whose latents are not finite.
+    items: (prompt, seed), a few. call: pipeline arguments. Raises ValueError for a side with a step cache, one without
+    quantized layers, no items, and a 16-bit model whose latents are not finite.
     """
     if quantized.cache is not None or reference.cache is not None:
         raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
-    if growth is not None and (not growth > 0 or better not in BETTER_FORMATS):
+    added = search.patch
+    if added is not None and (not added.growth > 0 or added.format not in BETTER_FORMATS):
         raise ValueError(
-            f"a patch of {growth} more bits in {better!r}: give a share above 0 and one of {', '.join(BETTER_FORMATS)}"
+            f"a patch of {added.growth} more bits in {added.format!r}: give a share above 0 and one of "
+            f"{', '.join(BETTER_FORMATS)}"
         )
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and growth is not None and "imported" not in record:  # which no recipe made
+    if record is not None and added is not None and "imported" not in record:  # which no recipe made
         said = dict(record["recipe"])
         recipe = str(said.pop("name")), Recipe.model_validate(said)
-    return debug_pipelines(
-        reference.open(),
-        quantized.open(),
-        items,
-        call,
-        device=device,
-        steps=steps,
-        budget=budget,
-        batch_size=batch_size,
-        recipe=recipe,
-        growth=growth or 0.0,
-        better=better,
-    )
+    pipes = reference.open(), quantized.open()
+    return debug_pipelines(*pipes, items, call, search, device=device, batch_size=batch_size, recipe=recipe)
 
 
 def debug_pipelines(
@@ -93,14 +91,11 @@ def debug_pipelines(
     quantized: Any,
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
+    search: Search = Search(),
     *,
     device: str = "cpu",
-    steps: int = 4,
-    budget: int = 256,
     batch_size: int | None = None,
     recipe: tuple[str, Recipe] | None = None,
-    growth: float = 0.05,
-    better: str = "fp8",
 ) -> Debug:
     """`debug` of pipelines that are open, on the CPU. recipe: name and content, without one there is no patch."""
     if not items:
@@ -109,7 +104,7 @@ def debug_pipelines(
     layers = {name: layer for name, layer in every.items() if _makes_latents(quantized, name)}
     if not layers:
         raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
-    seen = spread(steps, number_of_steps(reference, call))
+    seen = spread(search.steps, number_of_steps(reference, call))
     size = min(batch_size or images_per_batch(call), len(items))
     traces = _trace(reference, quantized, layers, items, call, seen, size, device)
 
@@ -119,23 +114,17 @@ def debug_pipelines(
     blocks = blocks_of(quantized, traces.order)
     faults = _faults(reference, layers, traces, seen, device)
     damages = measure_damage(
-        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=budget
+        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=search.budget
     )
     patch, why_not = None, ""
-    if recipe is not None:
+    if recipe is not None and search.patch is not None:
+
+        def error(kept: Mapping[str, nn.Module]) -> float:
+            with placed(quantized, device), replaced(quantized, kept):
+                return squared_error(run(quantized), traces.latents)
+
         try:
-            patch = make_patch(
-                reference,
-                quantized,
-                layers,
-                damages,
-                recipe,
-                run,
-                traces.latents,
-                growth=growth,
-                better=better,
-                device=device,
-            )
+            patch = make_patch(reference, quantized, layers, damages, recipe, search.patch, error)
         except ValueError as error:
             why_not = str(error)
     rows = [

@@ -19,14 +19,14 @@ fitted anew, and other prompts weigh layers otherwise: what was measured says ro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
-from fluxq.eval.debug.damage import Damages, Run, locate, placed, replaced, squared_error
+from fluxq.eval.debug.damage import Damages, locate
 from fluxq.eval.debug.trace import decibels, module_of
 from fluxq.eval.metrics.schema import Patch
 from fluxq.eval.speed.served import stored_bits
@@ -44,6 +44,17 @@ _LEAST_WORTH = 0.5  # of the mean damage per added bit
 
 
 @dataclass(frozen=True)
+class Added:
+    """Bits and format that a patch may add. growth: bits, as a share of all that is stored for Linears.
+
+    format: of BETTER_FORMATS, for layers of less than 8 bits; 8-bit ones go to 16.
+    """
+
+    growth: float = 0.05
+    format: str = "fp8"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """Quantized layers that share an input. schemes: layer -> what it would be then, None is 16 bit."""
 
@@ -58,22 +69,18 @@ def make_patch(
     layers: Mapping[str, QuantLinear],
     found: Damages,
     recipe: tuple[str, Recipe],
-    run: Run,
-    latents: Tensor,
-    *,
-    growth: float = 0.05,
-    better: str = "fp8",
-    device: Any = "cpu",
+    added: Added,
+    error: Callable[[Mapping[str, nn.Module]], float],
 ) -> Patch:
     """Choose layers, write the recipe, and measure what it gains.
 
     layers: the quantized ones of the denoiser and text encoders, "component.path". recipe: the checkpoint's, with its
-    name. growth: bits that may be added, as a share of all that is stored for Linears. better: of BETTER_FORMATS, for
-    layers of less than 8 bits; 8-bit ones go to 16. The rest as in `measure_damage`. ValueError where no group of
-    layers fits, or the recipe cannot hold such layers.
+    name. error: the squared error of the latents with other modules in place of some layers. ValueError where no group
+    of layers fits, or the recipe cannot hold such layers.
     """
+    growth = added.growth
     before, weights = stored_bits(quantized)
-    groups = candidates(quantized, layers, found, better)
+    groups = candidates(quantized, layers, found, added.format)
     chosen = choose(groups, growth * before)
     if not chosen:
         raise ValueError(f"no layers that do damage can be kept in a better format for {growth:.1%} more bits")
@@ -83,8 +90,7 @@ def make_patch(
     text = patched_recipe(*recipe, quantized, schemes, reasons, about)
     share = math.fsum(candidate.damage for candidate in chosen) / found.sum_of_damages
     kept = {name: improved(module_of(reference, name), scheme) for name, scheme in schemes.items()}
-    with placed(quantized, device), replaced(quantized, kept):
-        measured = squared_error(run(quantized), latents)
+    measured = error(kept)
     return Patch(
         layers=tuple(schemes),
         format=", ".join(sorted({scheme.weights.name if scheme else SIXTEEN_BIT for scheme in schemes.values()})),

@@ -60,31 +60,40 @@ _ALLOCATORS_SAY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of 
 TEXT, STEP, VAE, WHOLE = "text encoders", "denoiser step", "VAE", "end to end"
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Settings to time, and numbers of rounds. modes: of MODES. batches: images in a call. warmup: rounds that are not timed.
+
+    sizes: (height, width) in pixels, of videos with frames too; none: the pipeline's own.
+    """
+
+    modes: Sequence[str] = ("eager",)
+    batches: Sequence[int] = (1,)
+    sizes: Sequence[tuple[int, ...]] = ()
+    warmup: int = 2
+    rounds: int = 10
+
+
 def measure_speed(
     sides: Sequence[Any],
     prompts: Sequence[str],
     call: Mapping[str, Any],
+    timing: Timing = Timing(),
     *,
     device: str = "cpu",
-    modes: Sequence[str] = ("eager",),
-    batches: Sequence[int] = (1,),
-    sizes: Sequence[tuple[int, ...]] = (),
-    warmup: int = 2,
-    rounds: int = 10,
     machine: Machine | None = None,
     references: int = 1,
 ) -> Speed:
     """Time the unquantized sides, of which the 16-bit one comes first, and the quantized ones.
 
     sides: have a `name`, and open(device) gives the pipeline; see images/sides.py. references: how many of them are
-    unquantized; one may have `dtype` "float32". modes: of MODES. batches: images in a call. sizes: (height, width) in
-    pixels, of videos with frames too; none: the pipeline's own. warmup: rounds that are not timed. machine: instead of
-    the device's own.
+    unquantized; one may have `dtype` "float32". machine: instead of the device's own.
 
     A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for what
     cannot be asked, and RuntimeError if no side runs at all.
     """
-    _check(sides, prompts, modes, batches, rounds, warmup)
+    _check(sides, prompts, timing)
+    sizes = timing.sizes
     machine = machine or machine_of(device)
     before = machine.conditions()
     bench = _Bench(machine, device, call, prompts)
@@ -93,8 +102,8 @@ def measure_speed(
     rows: list[SpeedRow] = []
     speedups: list[Speedup] = []
     for height, width, *frames in sizes or [bench.own_size()]:
-        for batch in batches:
-            entries = bench.compare(Setting(batch, height, width, *frames), modes, warmup, rounds)
+        for batch in timing.batches:
+            entries = bench.compare(Setting(batch, height, width, *frames), timing)
             rows += [_row(entry, bench) for entry in entries]
             speedups += compare(entries, over_fp32)
     return Speed(
@@ -288,8 +297,9 @@ class _Bench:
         """Height and width that the pipeline makes by itself, and frames of a video."""
         return next(each.size for each in self.opened if each.pipe is not None)
 
-    def compare(self, setting: Setting, modes: Sequence[str], warmup: int, rounds: int) -> list[Entry]:
+    def compare(self, setting: Setting, timing: Timing) -> list[Entry]:
         """Every side in every mode, run in turns."""
+        modes, warmup, rounds = timing.modes, timing.warmup, timing.rounds
         if set(modes) != {"eager"}:
             torch.compiler.reset()  # what was compiled for another size must not slow this one or use up a limit
         entries = [Entry(opened, mode, setting, missing=opened.missing) for opened in self.opened for mode in modes]
@@ -693,14 +703,8 @@ def _ran_out(missing: str | None) -> bool:
     return missing is not None and missing.startswith(_OUT_OF_MEMORY)
 
 
-def _check(
-    sides: Sequence[Any],
-    prompts: Sequence[str],
-    modes: Sequence[str],
-    batches: Sequence[int],
-    rounds: int,
-    warmup: int,
-) -> None:
+def _check(sides: Sequence[Any], prompts: Sequence[str], timing: Timing) -> None:
+    modes, batches, rounds, warmup = timing.modes, timing.batches, timing.rounds, timing.warmup
     names = [side.name for side in sides]
     if not names or len({*names}) != len(names):
         raise ValueError(f"sides to time are {', '.join(names) or 'none'}: give at least one, each with its own name")

@@ -11,6 +11,7 @@ from torch import nn
 from fluxq import tiny
 from fluxq.eval.debug.damage import Damages
 from fluxq.eval.debug.patch import (
+    Added,
     Candidate,
     _left_out,
     _reason,
@@ -132,7 +133,8 @@ def test_nothing_fits_into_no_growth(quantized):
     with pytest.raises(
         ValueError, match=r"no layers that do damage can be kept in a better format for 0\.1% more bits"
     ):
-        make_patch(None, quantized, layers, found, ("nvfp4", load_recipe("nvfp4")[1]), None, None, growth=0.001)
+        recipe = "nvfp4", load_recipe("nvfp4")[1]
+        make_patch(None, quantized, layers, found, recipe, Added(0.001), lambda kept: 0.0)
 
 
 def test_recipe_keeps_its_own_overrides(quantized, tmp_path):

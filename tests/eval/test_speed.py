@@ -17,7 +17,18 @@ from fluxq.eval.report import charts, markdown
 from fluxq.eval.report.report import render
 from fluxq.eval.speed import speed
 from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
-from fluxq.eval.speed.speed import STEP, TEXT, VAE, WHOLE, Setting, device_row, measure_speed, step_at_peak, summarize
+from fluxq.eval.speed.speed import (
+    STEP,
+    TEXT,
+    VAE,
+    WHOLE,
+    Setting,
+    Timing,
+    device_row,
+    measure_speed,
+    step_at_peak,
+    summarize,
+)
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cards import CONTEXT
 from fluxq.recipes.cost import LEVELS, cost, forward_pass
@@ -169,7 +180,9 @@ def sides(machine=None, reference=None, quantized=None):
 
 def measure(pair, machine, **how):
     how = {"rounds": 5, "warmup": 1} | how
-    return measure_speed(pair, ["a", "b"], CALL, device=machine.device.type, machine=machine, **how)
+    timing = Timing(**{name: value for name, value in how.items() if name != "references"})
+    many = {"references": how["references"]} if "references" in how else {}
+    return measure_speed(pair, ["a", "b"], CALL, timing, device=machine.device.type, machine=machine, **many)
 
 
 def test_percentiles_are_those_of_linear_interpolation():
@@ -224,7 +237,7 @@ def test_a_sleep_of_100_ms_is_reported_as_that():
 
     machine = Sleeper()
     _, pair = sides(machine, {"step": 0.1, "text": 0, "vae": 0, "load": 0})
-    found = measure_speed(pair[:1], ["a"], CALL | {"num_inference_steps": 1}, machine=Cpu(), rounds=3, warmup=1)
+    found = measure_speed(pair[:1], ["a"], CALL | {"num_inference_steps": 1}, Timing(rounds=3, warmup=1), machine=Cpu())
     times = found.rows[0].stages[STEP]
     assert times.n == 3 and min(times.values) >= 0.1
     assert times.p50 < 0.15  # within 3 ms on a quiet machine
@@ -544,7 +557,9 @@ def test_the_embedded_pipeline_is_timed_and_left_as_it_was(pipe, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="eager", dynamic=False))
     transformer = pipe.transformer
     call = tiny.CALL_KWARGS | {"num_inference_steps": 2}
-    found = measure_speed([Shared("16-bit", pipe)], tiny.PROMPTS, call, modes=("eager", "compiled"), rounds=3, warmup=1)
+    found = measure_speed(
+        [Shared("16-bit", pipe)], tiny.PROMPTS, call, Timing(("eager", "compiled"), rounds=3, warmup=1)
+    )
     for row in found.rows:
         assert row.missing is None and set(row.stages) == {TEXT, STEP, VAE, WHOLE}
         rounds = zip(*(row.stages[stage].values for stage in (TEXT, STEP, VAE, WHOLE)), strict=True)
@@ -637,7 +652,7 @@ def test_compiling_for_real(plain_checkpoint):
     plain = Side("16-bit", str(tiny.path()), "")
     pair = (plain, replace(plain, name="int8", folder=str(plain_checkpoint("int8"))))
     found = measure_speed(
-        pair, tiny.PROMPTS, tiny.CALL_KWARGS, modes=("eager", "compiled"), sizes=((16, 16),), rounds=5
+        pair, tiny.PROMPTS, tiny.CALL_KWARGS, Timing(("eager", "compiled"), sizes=((16, 16),), rounds=5)
     )
     assert [row.missing for row in found.rows] == [None] * 4
     assert found.rows[1].compile_seconds > 0.5
@@ -649,7 +664,7 @@ def test_compiling_for_real(plain_checkpoint):
 def test_a_gpu_for_real(plain_checkpoint):
     plain = Side("16-bit", str(tiny.path()), "")
     pair = (plain, replace(plain, name="int8", folder=str(plain_checkpoint("int8"))))
-    found = measure_speed(pair, tiny.PROMPTS, tiny.CALL_KWARGS, device="cuda", modes=tuple(speed.MODES), rounds=5)
+    found = measure_speed(pair, tiny.PROMPTS, tiny.CALL_KWARGS, Timing(tuple(speed.MODES), rounds=5), device="cuda")
     assert [row.missing for row in found.rows] == [None] * 6
     assert all(row.peak_bytes > row.resident_bytes for row in found.rows)
     assert found.rows[2].stages[STEP].p50 < found.rows[0].stages[STEP].p50
@@ -716,7 +731,7 @@ def test_the_share_of_the_roofline_stands_in_the_row(pipe):
     machine.about, cached.cache = "NVIDIA H200", 0.1
     call = tiny.CALL_KWARGS | {"num_inference_steps": 1}
     pair = [Shared("16-bit", pipe), cached]
-    plain, skipping = measure_speed(pair, ["a"], call, batches=(2,), machine=machine, rounds=3, warmup=1).rows
+    plain, skipping = measure_speed(pair, ["a"], call, Timing(batches=(2,), rounds=3, warmup=1), machine=machine).rows
     flops, seconds = step_at_peak(pipe, Setting(2, 16, 16), call, 2, DEVICES["h200"])
     assert plain.flops == flops and plain.roofline_share == pytest.approx(seconds / plain.stages[STEP].p50)
     assert 0 < plain.roofline_share < 1

@@ -362,9 +362,9 @@ def bench(
     """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
 
     optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it. on_start: called
-    with a forecast.
+    with a forecast. how: fields of `Timing`.
     """
-    from fluxq.eval.speed.speed import measure_speed
+    from fluxq.eval.speed.speed import Timing, measure_speed
 
     require_own(asked.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
     device = asked.options.device
@@ -376,7 +376,7 @@ def bench(
     on_start(_forecast_of_bench(asked, len(plain), len(served), how))
     if (asked.output / EVAL_FOLDER / SPEED_FILE).exists():
         logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
-    speed = measure_speed([*plain, *served], prompts, asked.call, device=device, references=len(plain), **how)
+    speed = measure_speed([*plain, *served], prompts, asked.call, Timing(**how), device=device, references=len(plain))
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
     offloaded = [side.name for side in (asked.reference, asked.quantized) if side.offload]
     if offloaded:
@@ -455,7 +455,9 @@ def debug(
     patch: file for a recipe that keeps the worst layers in more bits, at most a share `growth` more than now; it is not
     written where no layer is worth them. budget: runs of the prompts that the damages may take.
     """
+    from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
+    from fluxq.eval.debug.patch import Added
 
     options = asked.options
     known = [asked.reference.digest, asked.quantized.digest, asked.items, asked.call, options.dtype, options.batch_size]
@@ -477,10 +479,9 @@ def debug(
         asked.quantized,
         asked.items,
         asked.call,
+        Search(budget=budget, patch=Added(growth)),
         device=device,
         batch_size=options.batch_size,
-        growth=growth,
-        budget=budget,
     )
     with _sole_writer(asked, DEBUG_FILE):
         _keep(asked, DEBUG_FILE, found)
