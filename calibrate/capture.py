@@ -205,7 +205,6 @@ def steps_to_see(steps: int, total: int) -> int:
     return total
 
 
-@torch.no_grad()
 @dataclass(frozen=True)
 class Sampling:
     """Runs of a pipeline in calibration. call: its arguments. steps: how many denoising steps are looked at.
@@ -219,6 +218,7 @@ class Sampling:
     batch_size: int | None = None
 
 
+@torch.no_grad()
 def capture_statistics(
     pipe: Any,
     groups: Mapping[str, Mapping[str, str]],

@@ -270,28 +270,26 @@ def make_plan(
     profile: Profile = "balanced",
     compat: Compat = "portable",
     include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
 ) -> Plan:
     """Plan every Linear in the model's own order.
 
     static_inputs: activations with one scale for all tokens get it from calibration. profile, compat: of the recipe;
-    they limit what may be tried. include, exclude: patterns from the command line. A layer whose K is not in whole
-    groups of the recipe's format takes the next one of `NEXT_FORMAT` that holds it. Raises ValueError for a pattern or
-    role that matches nothing, for an override whose format cannot hold a shape, for a rank that a layer does not have
-    and for attention in fp8 where a family's cannot be replaced.
+    they limit what may be tried. include: patterns of the only layers that are quantized. A layer whose K is not in
+    whole groups of the recipe's format takes the next one of `NEXT_FORMAT` that holds it. Raises ValueError for a
+    pattern or role that matches nothing, for an override whose format cannot hold a shape, for a rank that a layer does
+    not have and for attention in fp8 where a family's cannot be replaced.
     """
     require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
-    excluded = [*recipe.exclude, *exclude]
     included = list(include)
-    require_matches([*excluded, *included, *(o.match for o in recipe.overrides if o.match)], names)
+    require_matches([*recipe.exclude, *included, *(o.match for o in recipe.overrides if o.match)], names)
     notes = [*family.notes, *_absent_roles(family, recipe)]
     layers = []
     for linear in linears:
         layer = _located(family, linear)
         layer = _decide(layer, family, recipe, static_inputs)
         if layer.scheme is not None:
-            pattern = next((p for p in excluded if matches(p, layer.name)), None)
+            pattern = next((p for p in recipe.exclude if matches(p, layer.name)), None)
             if pattern is not None:
                 layer = replace(layer, scheme=None, reason=f"excluded by {pattern!r}")
             elif included and not any(matches(p, layer.name) for p in included):

@@ -159,6 +159,10 @@ class Component(Strict):
     overrides: list[Override] = []
     exclude: list[str] = []
 
+    def without(self, patterns: Iterable[str]) -> Component:
+        """The same with more layers excluded."""
+        return self.model_copy(update={"exclude": [*self.exclude, *patterns]})
+
     @field_validator("transforms", mode="before")
     @classmethod
     def _known_transforms_in_order(cls, value: Any) -> Any:

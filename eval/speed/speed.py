@@ -62,9 +62,10 @@ TEXT, STEP, VAE, WHOLE = "text encoders", "denoiser step", "VAE", "end to end"
 
 @dataclass(frozen=True)
 class Timing:
-    """Settings to time, and numbers of rounds. modes: of MODES. batches: images in a call. warmup: rounds that are not timed.
+    """Settings to time, and numbers of rounds. modes: of MODES. batches: images in a call.
 
-    sizes: (height, width) in pixels, of videos with frames too; none: the pipeline's own.
+    warmup: rounds that are not timed. sizes: (height, width) in pixels, of videos with frames too; none: the
+    pipeline's own.
     """
 
     modes: Sequence[str] = ("eager",)

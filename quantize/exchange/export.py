@@ -111,7 +111,59 @@ class Exported:
         return asdict(self)
 
 
-def export(
+@dataclass(frozen=True)
+class PlannedExport:
+    """An export of which everything is checked and nothing is written. job: what decides its bytes.
+
+    read: SHA-256 of the checkpoint's files. others: components that are written in 16 bit.
+    """
+
+    checkpoint: ModelFolder
+    dialect: str
+    output: Output
+    plans: list[ComponentPlan]
+    others: list[str]
+    overwrite: bool
+    max_shard_bytes: int
+    job: str
+    read: Mapping[str, str]
+    side_layers: SideLayers
+
+    def write(self) -> Exported:
+        """Write the files, or find that they are there already."""
+        writer, output, plans = WRITERS[self.dialect], self.output, self.plans
+        names = [plan.source.component for plan in plans if plan.dialect]
+        done = Exported(self.dialect, str(output.target), names, in_16_bit=self.others)
+        hashes = dict[Path, str]()
+        with writing(output, self.job, overwrite=self.overwrite) as made:
+            if made is None:
+                done.was_written = True
+                return done
+            parts = made / ".parts"
+            written = [plan.write(parts, done, self.max_shard_bytes) for plan in plans]
+            of_job = [replace(each, job=self.job, written=hashes.__setitem__) for each in written]
+            writer.write(made, output.place.name, self.checkpoint, of_job)
+            own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
+            done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
+            done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
+            done.hint = _hint(done, self.side_layers)
+            remove(parts)
+            if not writer.is_file:
+                sources = {made / name: (self.checkpoint.path / name, found) for name, found in self.read.items()}
+                copied = {file: found for file, (source, found) in sources.items() if _is_copy(file, source)}
+                record(made, self.dialect, self.job, copied | hashes)
+            files = sorted(path for path in made.rglob("*") if path.is_file())
+            done.nbytes = sum(path.stat().st_size for path in files)
+            done.files = [path.relative_to(made).as_posix() for path in files]
+        return done
+
+
+def export(checkpoint: ModelFolder, dialect: str, target: Path, **how: Any) -> Exported:
+    """Write a checkpoint for another program. how: as `plan_export` takes it, whose errors it raises."""
+    return plan_export(checkpoint, dialect, target, **how).write()
+
+
+def plan_export(
     checkpoint: ModelFolder,
     dialect: str,
     target: Path,
@@ -121,15 +173,13 @@ def export(
     side_layers: SideLayers = "8bit",
     overwrite: bool = False,
     max_shard_bytes: int | None = None,
-    on_start: Callable[[], None] = lambda: None,
-) -> Exported:
-    """Write a checkpoint for another program.
+) -> PlannedExport:
+    """Check and decide all that an export needs.
 
-    dialect: a key of DIALECTS that has a writer. component: by default the denoisers, for compressed_tensors the text
-    encoder. side_layers: "16bit" writes all of them in 16 bit, those too that could move as they are. max_shard_bytes:
-    of the files of a folder, by default MAX_SHARD_BYTES. on_start: called once everything was checked. ValueError,
-    before anything is written, for what the dialect cannot hold, naming the layers; where `target` exists, without
-    `overwrite`; and for a shard size of a dialect that is one file.
+    dialect: a key of WRITERS. component: by default the denoisers, for compressed_tensors the text encoder.
+    side_layers: "16bit" writes all of them in 16 bit, those too that could move as they are. max_shard_bytes: of the
+    files of a folder, by default MAX_SHARD_BYTES. ValueError for what the dialect cannot hold, naming the layers; where
+    `target` exists, without `overwrite`; and for a shard size of a dialect that is one file.
     """
     if dialect not in WRITERS:
         known = ", ".join(WRITERS)
@@ -147,31 +197,8 @@ def export(
     read = contents(checkpoint.path)
     job = job_digest([FLUXQ_VERSION, options, read])
     output.require_free(overwrite=overwrite, job=job)
-    on_start()
-    done = Exported(dialect, str(target), names, in_16_bit=others)
-    hashes = dict[Path, str]()
-    with writing(output, job, overwrite=overwrite) as made:
-        if made is None:
-            done.was_written = True
-            return done
-        parts = made / ".parts"
-        written = [plan.write(parts, done, max_shard_bytes or MAX_SHARD_BYTES) for plan in plans]
-        of_job = [replace(each, job=job, written=hashes.__setitem__) for each in written]
-        writer.write(made, output.place.name, checkpoint, of_job)
-        own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
-        done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
-        done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
-        done.hint = _hint(done, side_layers)
-        remove(parts)
-        if not writer.is_file:
-            copied = {
-                made / name: found for name, found in read.items() if _is_copy(made / name, checkpoint.path / name)
-            }
-            record(made, dialect, job, copied | hashes)
-        files = sorted(path for path in made.rglob("*") if path.is_file())
-        done.nbytes = sum(path.stat().st_size for path in files)
-        done.files = [path.relative_to(made).as_posix() for path in files]
-    return done
+    most = max_shard_bytes or MAX_SHARD_BYTES
+    return PlannedExport(checkpoint, dialect, output, plans, others, overwrite, most, job, read, side_layers)
 
 
 def _is_copy(made: Path, source: Path) -> bool:

@@ -503,16 +503,16 @@ def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder,
     options = making.Options("tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",))
     making.quantize(making.prepare(options))
     words = "stock transformers does not load a T5 with 4-bit layers"
-    done = exchange.export_checkpoint(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit")
+    done = exchange.plan_export(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit").write()
     assert sum(note.startswith(words) for note in done.notes) == 1
-    done = exchange.export_checkpoint(str(with_text_encoder), "compressed-tensors", tmp_path / "8 bit")
+    done = exchange.plan_export(str(with_text_encoder), "compressed-tensors", tmp_path / "8 bit").write()
     assert not any(note.startswith(words) for note in done.notes)
 
 
 @pytest.mark.reader("transformers", "compressed_tensors")
 def test_compressed_tensors_loads_a_text_encoder(with_text_encoder, tmp_path) -> None:
     target = tmp_path / "t5"
-    done = exchange.export_checkpoint(str(with_text_encoder), "compressed-tensors", target)
+    done = exchange.plan_export(str(with_text_encoder), "compressed-tensors", target).write()
     assert done.components == ["text_encoder_2"] and {"config.json", "model.safetensors", "tokenizer.json"} <= set(
         done.files
     )
@@ -534,7 +534,7 @@ def test_compressed_tensors_loads_a_text_encoder(with_text_encoder, tmp_path) ->
 
 
 def test_other_quantized_components_of_a_pipeline_are_written_in_16_bit(with_text_encoder, tmp_path) -> None:
-    done = exchange.export_checkpoint(str(with_text_encoder), "modelopt", tmp_path / "out")
+    done = exchange.plan_export(str(with_text_encoder), "modelopt", tmp_path / "out").write()
     assert done.in_16_bit == ["text_encoder_2"]
     config = json.loads((tmp_path / "out" / "text_encoder_2" / "config.json").read_text())
     assert "quantization_config" not in config

@@ -181,3 +181,23 @@ def test_no_docstring_begins_with_a_question() -> None:
     ]
     assert sum(bool(text) for _, text in texts) > 2500
     assert [f"{path}: {text.splitlines()[0]}" for path, text in texts if riddle.match(text)] == []
+
+
+def test_no_function_takes_more_than_eight_arguments() -> None:
+    """Beside commands, whose options click passes, the options of the verbs in `fluxq.__all__`, and device code."""
+    wide, seen = [], 0
+    for module, path in our_modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            seen += 1
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if re.search(r"\bjit\b|click|option|argument", decorators):
+                continue
+            given = [*node.args.posonlyargs, *node.args.args]
+            given = given[given[:1] != [] and given[0].arg in ("self", "cls") :]
+            is_verb = module == "fluxq.verbs" and not node.name.startswith("_")
+            count = len(given) + (0 if is_verb else len(node.args.kwonlyargs))
+            if count > 8:
+                wide.append(f"{module}.{node.name} takes {count}")
+    assert seen > 3000 and wide == []

@@ -18,7 +18,8 @@ def component(**keys) -> Component:
 
 
 def plan_of(recipe=None, linears=LINEARS, static_inputs=True, **how):
-    return make_plan(FLUX, "transformer", recipe or component(), linears, static_inputs=static_inputs, **how)
+    recipe = (recipe or component()).without(how.pop("exclude", ()))
+    return make_plan(FLUX, "transformer", recipe, linears, static_inputs=static_inputs, **how)
 
 
 def schemes(plan) -> dict[str, str]:

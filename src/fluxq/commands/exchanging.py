@@ -86,7 +86,9 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
         session.given.require_checkpoint(output)
         from fluxq.jobs import exchange
 
-        done = exchange.export_checkpoint(output, format, target, on_start=session.start_work, **session.arguments)
+        planned = exchange.plan_export(output, format, target, **session.arguments)
+        session.start_work()
+        done = planned.write()
         session.print(done.describe(), lambda: show.exported(done))
 
 

@@ -183,13 +183,12 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     plan = make_plan(
         family,
         class_name,
-        entry,
+        entry.without(config.exclude),
         shapes_of(model),
         static_inputs=False,
         profile=recipe.profile,
         compat=recipe.compat,
         include=config.include,
-        exclude=config.exclude,
     )
     for note in plan.notes:
         logger.warning(note)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from fluxq.base.model import resolve_model
 from fluxq.base.output import Output
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.export import Exported, SideLayers, export
+from fluxq.quantize.exchange.export import PlannedExport, SideLayers
+from fluxq.quantize.exchange.export import plan_export as planned
 
 FORMATS = tuple(DIALECTS[name].option or name for name in WRITERS)
 
 
-def export_checkpoint(
+def plan_export(
     output: str,
     format: str,
     target: str | Path | None = None,
@@ -23,18 +23,16 @@ def export_checkpoint(
     side_layers: SideLayers = "8bit",
     overwrite: bool = False,
     max_shard_bytes: int | None = None,
-    on_start: Callable[[], None] = lambda: None,
-) -> Exported:
-    """Write the checkpoint folder `output`, a pipeline's or one model's, in one of FORMATS.
+) -> PlannedExport:
+    """Plan to write the checkpoint folder `output`, a pipeline's or one model's, in one of FORMATS.
 
     target: by default ./<output>-<format>, with .safetensors where the format is one file. component: of the pipeline,
     by default its denoisers, for compressed-tensors its text encoder. requantize: round layers again that the format
     cannot hold as they are. side_layers: "8bit" rounds modulation and other layers beside the main ones again where the
     format cannot hold theirs, if that adds an error of at most MOST_ADDED; "16bit" writes all of them in 16 bit.
-    max_shard_bytes: of the files of a format that is a folder, by default 10 GB. on_start: called when all is checked
-    and writing begins.
+    max_shard_bytes: of the files of a format that is a folder, by default 10 GB.
 
-    Raises ValueError, before anything is written, for what the format cannot hold, naming the layers and why.
+    Raises ValueError for what the format cannot hold, naming the layers and why.
     """
     dialect = format.replace("-", "_")
     if dialect not in WRITERS:
@@ -52,7 +50,7 @@ def export_checkpoint(
     Output(Path(target), writer.is_file, writer.beside).require(
         {"the checkpoint": folder}, overwrite=overwrite, exists_ok=True
     )
-    return export(
+    return planned(
         resolve_model(str(folder), one_model=True),
         dialect,
         Path(target),
@@ -61,5 +59,4 @@ def export_checkpoint(
         side_layers=side_layers,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
-        on_start=on_start,
     )

@@ -156,13 +156,12 @@ def _plan(
     plan = make_plan(
         family,
         component,
-        entry,
+        entry.without(exclude),
         linears,
         static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or options.statistics is not None),
         profile=recipe.profile,
         compat=recipe.compat,
         include=include,
-        exclude=exclude,
     )
     for note in plan.notes:
         logger.warning(note)

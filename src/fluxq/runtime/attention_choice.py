@@ -14,7 +14,8 @@ diffusers is imported in functions: this module is loaded by what its import tri
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -76,60 +77,38 @@ def register() -> None:
     kind._member_map_[member._name_] = member
     kind._value2member_map_[BACKEND] = member
     constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
-    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(dispatched)
+    taken: Any = dispatched
+    taken.__signature__ = inspect.signature(attention_dispatch._native_attention)  # by which diffusers passes arguments
+    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(taken)
 
 
-def dispatched(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    _parallel_config: Any = None,
-) -> Tensor:
-    """Compute attention (B, S, H, D) for diffusers' dispatcher: in fp8 unless `_why_16_bit` has a reason against it."""
-    why = _why_16_bit(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, _parallel_config)
+def dispatched(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    """Compute attention (B, S, H, D) for diffusers' dispatcher: in fp8 unless `_why_16_bit` has a reason against it.
+
+    how: the other arguments of diffusers' own attention in 16 bit.
+    """
+    why = _why_16_bit(query, key, value, how)
     if not why:
-        return attention_fp8(query, key, value, scale)
+        return attention_fp8(query, key, value, how.get("scale"))
     from diffusers.models.attention_dispatch import _native_attention
 
     _say(why)
-    return _native_attention(
-        query=query,
-        key=key,
-        value=value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        _parallel_config=_parallel_config,
-    )
+    return _native_attention(query=query, key=key, value=value, **how)
 
 
-def _why_16_bit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-    parallel: Any,
-) -> str:
+def _why_16_bit(q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> str:
     """Return the reason why a call is not computed in fp8; empty if it is."""
     if q.shape[1] != k.shape[1]:
         return "cross-attention, which fp8 is not for"
-    if mask is not None or causal:
+    if how.get("attn_mask") is not None or how.get("is_causal"):
         return "a mask"
-    if dropout:
+    if how.get("return_lse"):
+        return "log-sum-exps, which the fp8 op does not return"
+    if how.get("dropout_p"):
         return "dropout"
-    if grouped or q.shape[2] != k.shape[2]:
+    if how.get("enable_gqa") or q.shape[2] != k.shape[2]:
         return "heads that share keys"
-    if parallel is not None:
+    if how.get("_parallel_config") is not None:
         return "context parallelism"
     if q.dtype not in FLOATS:
         return f"tensors of {q.dtype}"
