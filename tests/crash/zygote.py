@@ -101,8 +101,13 @@ def _become(words: list[str], place: Path, disturbance: Disturbance | None, said
         for number in (1, 2):
             stream = os.fdopen(number, "w", buffering=1, closefd=False, errors="backslashreplace")
             setattr(sys, ("stdout", "stderr")[number - 1], stream)
+        import torch
+
         import fluxq.cli
 
+        # After a fork torch makes its thread pool anew when one is asked for, and of two threads that ask at the same
+        # time one gets none ("Invalid thread pool"): this asks first.
+        torch.set_num_threads(1)
         if disturbance is not None:
             _disturb(disturbance)
         sys.argv = ["fluxq", *words]
