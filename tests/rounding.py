@@ -1,4 +1,4 @@
-"""Tensors and steps of the ops that quantize, from keywords."""
+"""Tensors and steps of the ops that quantize, from keywords: options are fields of either."""
 
 from typing import Any
 
@@ -9,11 +9,8 @@ from fluxq.kernels.producers import Rounding, RoundingTensors
 
 
 def steps(format: str, **options: Any) -> tuple[RoundingTensors, Rounding]:
-    """Tensors and rounding, as the kernel takes them; options are fields of either."""
-    tensors = {name: value for name, value in options.items() if name in RoundingTensors._fields}
-    return RoundingTensors(**tensors), Rounding(
-        format, **{name: value for name, value in options.items() if name not in tensors}
-    )
+    """Tensors and rounding, as the kernel of `quantize_activation` takes them."""
+    return _split(RoundingTensors, format, options)
 
 
 def packed(format: str, **options: Any) -> tuple[list[Tensor], str]:
@@ -23,14 +20,16 @@ def packed(format: str, **options: Any) -> tuple[list[Tensor], str]:
 
 
 def norm_steps(format: str, **options: Any) -> tuple[NormTensors, Rounding]:
-    """Tensors and rounding of `adaln_quantize`, as the kernel takes them."""
-    tensors = {name: value for name, value in options.items() if name in NormTensors._fields}
-    return NormTensors(**tensors), Rounding(
-        format, **{name: value for name, value in options.items() if name not in tensors}
-    )
+    """Tensors and rounding, as the kernel of `adaln_quantize` takes them."""
+    return _split(NormTensors, format, options)
 
 
 def norm_packed(format: str, **options: Any) -> tuple[list[Tensor], str]:
     """The same as the op takes them."""
     tensors, rounding = norm_steps(format, **options)
     return tensors.packed(rounding)
+
+
+def _split(kind: Any, format: str, options: dict[str, Any]) -> tuple[Any, Rounding]:
+    tensors = {name: value for name, value in options.items() if name in kind._fields}
+    return kind(**tensors), Rounding(format, **{name: value for name, value in options.items() if name not in tensors})
