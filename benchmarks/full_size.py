@@ -63,8 +63,9 @@ from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402
 from fluxq.recipes.family import Maker  # noqa: E402
 from fluxq.recipes.formats import FORMATS, Scheme  # noqa: E402
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, make_plan, with_method  # noqa: E402
+from fluxq.recipes.plan import LayerPlan, Plan, make_plan, with_method  # noqa: E402
 from fluxq.recipes.recipe import Recipe, load_recipe  # noqa: E402
+from fluxq.recipes.shapes import LinearShape  # noqa: E402
 
 COMPONENT = "transformer"
 STEPS = 8  # of each image; all are looked at

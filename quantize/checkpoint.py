@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -36,10 +36,12 @@ from fluxq.base.memory import free_bytes
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, PLAN_FILE, ModelFolder, module_of
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
 from fluxq.kernels.pointwise import placeholder
+from fluxq.recipes.computing import ATTENTIONS, Attention, Steps
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LinearShape, Plan
-from fluxq.recipes.recipe import ATTENTIONS, Attention, Steps
-from fluxq.recipes.workloads import Convolution
+from fluxq.recipes.shapes import Convolution, LinearShape
+
+if TYPE_CHECKING:
+    from fluxq.recipes.plan import Plan
 
 QUANT_METHOD = "fluxq"
 LARGEST = 2.0**20  # of a weight, a bias or a factor: sixteen times what fp16 holds

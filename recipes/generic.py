@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fluxq.recipes.family import Family, InputGroup
-from fluxq.recipes.plan import GENERIC, MODULATION_ROLE, LinearShape
+from fluxq.recipes.plan import GENERIC, MODULATION_ROLE
+from fluxq.recipes.shapes import LinearShape
 
 LEAST_CERTAINTY = 0.5  # below it a model is refused
 SMALLEST = 64  # N and K below it: gates of heads, say, of which nothing is won

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fluxq.recipes.computing import Attention, Steps
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import (
-    Attention,
     Compat,
     Component,
     Operand,
@@ -27,9 +27,9 @@ from fluxq.recipes.recipe import (
     Profile,
     Recipe,
     Rounding,
-    Steps,
     Transform,
 )
+from fluxq.recipes.shapes import LinearShape
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure
 UNKNOWN_ROLE = "other"
@@ -39,15 +39,6 @@ MODULATION_ROLE = "modulation"
 DEFLATED_K = (
     6144  # wider rows do not fit on chip, and deflation needs a whole one before it can round the first element
 )
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """A Linear of the model, or a 1x1 convolution: module path, out features N, in features K."""
-
-    name: str
-    n: int
-    k: int
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,9 @@ from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device, find_device
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, LinearShape, component_recipe, make_plan, with_method
+from fluxq.recipes.plan import LayerPlan, component_recipe, make_plan, with_method
 from fluxq.recipes.recipe import Component, Gate, LowRank, Recipe, Rounding, load_recipe, shipped_recipes
+from fluxq.recipes.shapes import LinearShape
 
 T = TypeVar("T")
 

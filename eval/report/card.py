@@ -19,8 +19,8 @@ from fluxq.eval.metrics.figures import amount, limits, mark
 from fluxq.eval.metrics.schema import Metric, Report, Run
 from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
 from fluxq.quantize.record import bits_per_weight, fitted_db
+from fluxq.recipes.computing import Steps
 from fluxq.recipes.plan import KEPT_ROLE
-from fluxq.recipes.recipe import Steps
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.encode import block_scale, decode, encode
 from fluxq.kernels.ops import no_autocast
+from fluxq.recipes.computing import Attention
 from fluxq.recipes.formats import FORMATS
-from fluxq.recipes.recipe import Attention
 
 QUERY_BLOCK = 128  # tokens of a head that share a scale
 KEY_BLOCK = 128  # and that share a running maximum: the numbers of keys of the kernel's tiles

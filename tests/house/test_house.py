@@ -201,3 +201,26 @@ def test_no_function_takes_more_than_eight_arguments() -> None:
             if count > 8:
                 wide.append(f"{module}.{node.name} takes {count}")
     assert seen > 3000 and wide == []
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from diffusers import FluxPipeline
+import fluxq
+FluxPipeline.from_pretrained(sys.argv[1])
+print(*sorted(name for name, module in sys.modules.items() if name.startswith("fluxq") and module.__file__))
+"""
+
+
+@pytest.mark.slow
+def test_loading_a_checkpoint_imports_nothing_that_makes_one(plain_checkpoint) -> None:
+    """Neither calibration, rounding, exchange, fusing of LoRAs and plans, nor the families' rows."""
+    words = [sys.executable, "-c", LOAD, str(plain_checkpoint("int8"))]
+    loaded = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    making = re.compile(
+        r"fluxq\.(calibrate|eval|jobs|commands|quantize\.(?!checkpoint$)|recipes\.(plan|recipe|famil|all_))"
+    )
+    assert "fluxq.integrations.diffusers" in loaded and "fluxq.quantize.checkpoint" in loaded
+    assert [name for name in loaded if making.match(name)] == []
+    assert len(loaded) <= 42, loaded

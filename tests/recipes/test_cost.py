@@ -28,9 +28,10 @@ from fluxq.recipes.cost import (
 )
 from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
-from fluxq.recipes.plan import LinearShape, Plan, make_plan
+from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
+from fluxq.recipes.shapes import LinearShape
 from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]

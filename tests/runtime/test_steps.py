@@ -30,7 +30,8 @@ from fluxq.jobs import making
 from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, SourceWeights
-from fluxq.recipes.recipe import Steps, load_recipe
+from fluxq.recipes.computing import Steps
+from fluxq.recipes.recipe import load_recipe
 from fluxq.runtime import graphs, originals, steps
 from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.originals import Originals

@@ -18,7 +18,7 @@ from fluxq.base.files import write_text
 from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
-from fluxq.recipes.recipe import Steps
+from fluxq.recipes.computing import Steps
 
 if TYPE_CHECKING:
     from torch import nn

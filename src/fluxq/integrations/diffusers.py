@@ -10,7 +10,7 @@ layer itself.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.quantizers import auto
@@ -20,14 +20,11 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
-    Arrivals,
     check_tensor,
     dequantize_layers,
     lacking,
-    plan_for,
     put_layers,
     quant_layers,
-    refuse_disk,
     refuse_unannounced,
     require_present,
     set_tensor,
@@ -36,9 +33,10 @@ from fluxq.integrations.loading import (
 from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.quantize.checkpoint import QUANT_METHOD
-from fluxq.recipes.recipe import Attention, Steps
-from fluxq.runtime.attention_choice import set_attention
-from fluxq.runtime.steps import tell
+from fluxq.recipes.computing import Attention, Steps
+
+if TYPE_CHECKING:
+    from fluxq.integrations.on_the_fly import Arrivals
 
 
 class FluxqQuantizer(DiffusersQuantizer):
@@ -75,6 +73,8 @@ class FluxqQuantizer(DiffusersQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Every device with a torch runs the reference."""
         if not self.pre_quantized:
+            from fluxq.integrations.on_the_fly import refuse_disk
+
             refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
@@ -92,6 +92,8 @@ class FluxqQuantizer(DiffusersQuantizer):
                     held = layer.get_parameter(name)
                     set_tensor(layer, name, torch.empty_like(held, dtype=_SAME_BITS.get(held.dtype, held.dtype)))
             return
+        from fluxq.integrations.on_the_fly import Arrivals, plan_for
+
         plan = plan_for(model, self.quantization_config)
         if plan is not None:
             self.arrivals, self.attention, self.steps = Arrivals(plan), plan.attention, plan.steps
@@ -112,10 +114,14 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.exact, self.arrivals, self.model = {}, None, None
         require_present(model)
         if self.attention != "16bit":
+            from fluxq.runtime.attention_choice import set_attention
+
             set_attention(model, self.attention)
         model.is_quantized = bool(quant_layers(model))
         self.quantization_config = self.quantization_config.describing(model, self.steps)
         if self.steps is not None:
+            from fluxq.runtime.steps import tell
+
             tell(self.steps)
         _set_config(model, self.quantization_config if model.is_quantized else None)
         return model
@@ -173,6 +179,8 @@ class FluxqQuantizer(DiffusersQuantizer):
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)
         if attention_of(model) != "16bit":
+            from fluxq.runtime.attention_choice import set_attention
+
             set_attention(model, "16bit")
         _set_config(model, None)  # a model saved with it would not load again
         return model

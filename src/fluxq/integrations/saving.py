@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fluxq.quantize.digests import write_own_digest
-
 
 def register_with_diffusers() -> None:
     """Wrap `save_pretrained` of every model of diffusers."""
@@ -34,6 +32,8 @@ def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
         said = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
         if getattr(self, "hf_quantizer", None) is not None and said.get("is_main_process", True):
             if said.get("variant") is None:
+                from fluxq.quantize.digests import write_own_digest
+
                 write_own_digest(Path(save_directory))
         return result
 

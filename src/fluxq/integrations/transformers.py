@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,11 @@ from transformers.quantizers.base import HfQuantizer
 from fluxq.base.tensors import DTYPES, TensorFile
 from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
-    Arrivals,
     check_tensor,
     dequantize_layers,
     lacking,
-    plan_for,
     put_layers,
     quant_layers,
-    refuse_disk,
     refuse_unannounced,
     require_present,
     set_tensor,
@@ -39,6 +36,9 @@ from fluxq.integrations.loading import (
 )
 from fluxq.kernels.linear import stored_dtype
 from fluxq.quantize.checkpoint import QUANT_METHOD
+
+if TYPE_CHECKING:
+    from fluxq.integrations.on_the_fly import Arrivals
 
 
 class FluxqHfQuantizer(HfQuantizer):
@@ -73,6 +73,8 @@ class FluxqHfQuantizer(HfQuantizer):
             raise ValueError("text encoders under fluxq need transformers 5.21 or newer: update transformers")
         self.device_map = device_map
         if not self.pre_quantized:
+            from fluxq.integrations.on_the_fly import refuse_disk
+
             refuse_disk(device_map)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -85,6 +87,8 @@ class FluxqHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             schemes = self.quantization_config.stored.schemes
         else:
+            from fluxq.integrations.on_the_fly import Arrivals, plan_for
+
             plan = plan_for(model, self.quantization_config)
             if plan is None:
                 return

@@ -28,9 +28,10 @@ from fluxq.quantize.run import blocks_of
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import activation_bytes, forward_pass
 from fluxq.recipes.family import Family
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
+from fluxq.recipes.plan import LayerPlan, Plan, component_recipe, make_plan
 from fluxq.recipes.published import PUBLISHED, Published, find_published
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
+from fluxq.recipes.shapes import LinearShape
 from fluxq.recipes.workloads import CallSize
 
 CELL = (

@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels.attention.op import BACKEND, FLOATS, attention_fp8
-from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.plan import require_replaceable_attention
+
+if TYPE_CHECKING:
+    from fluxq.recipes.family import Family
 
 Choice = Literal["16bit", "fp8", "sage", "flash3"]
 
@@ -43,6 +43,9 @@ def set_attention(model: Any, attention: Choice) -> int:
     """
     if attention not in BACKENDS:
         raise ValueError(f"attention is {attention!r}, expected one of {', '.join(BACKENDS)}")
+    from fluxq.recipes.all_families import FAMILIES
+    from fluxq.recipes.plan import require_replaceable_attention
+
     found = list(_transformers(model))
     if not found:
         known = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
@@ -152,6 +155,8 @@ def _say_once(why: str) -> None:
 
 def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
     """(model, family) of the transformers in a pipeline, or of one by itself."""
+    from fluxq.recipes.all_families import FAMILIES
+
     families = {family.model: family for family in FAMILIES.values() if family.kind == "transformer"}
     for part in [model] if isinstance(model, nn.Module) else model.components.values():
         part = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it

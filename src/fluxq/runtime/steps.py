@@ -36,8 +36,8 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
 from fluxq.quantize.record import read_record
+from fluxq.recipes.computing import Steps
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.recipe import Steps
 from fluxq.runtime.originals import Originals, Resident, Streamed
 
 Placing = Literal["auto", "resident", "streamed"]
