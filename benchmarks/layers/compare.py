@@ -39,7 +39,7 @@ from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.provenance import commit, versions
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import capture_calls
-from fluxq.calibrate.capture import images_per_batch
+from fluxq.calibrate.capture import Sampling, images_per_batch
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.quantize.checkpoint import list_linears
@@ -327,17 +327,17 @@ class Model:
         call = self.folder.generation_defaults
         prompts = load_prompts("default", self.folder).take(self.images + 2 * half)
         items = [(prompt, _SEED + index) for index, prompt in enumerate(prompts)]
+        digests = {self.component: self.folder.digest(self.component)}
+        size = math.gcd(images_per_batch(call), half)  # so that each half is whole calls
+        sampling = Sampling(call, STEPS, digests, size)
         with tempfile.TemporaryDirectory() as folder:
             calls = capture_calls(
                 pipe,
                 {self.component: block_names(self.family, model)},
                 items[: self.images],
                 items[self.images :],
-                call,
-                steps=STEPS,
-                digests={self.component: self.folder.digest(self.component)},
+                sampling,
                 folder=Path(folder) / "calls",
-                batch_size=math.gcd(images_per_batch(call), half),  # so that each half is whole calls
             )[self.component]
             replay = Replay(model, calls, Path(folder) / "outputs")
             for block in progress(replay, "Comparing", len(replay.blocks)):
