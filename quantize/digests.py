@@ -71,7 +71,7 @@ def _add(file: Path, digests: Mapping[str, Any]) -> None:
     config = read_json(file)
     if _is_quantized(config):
         said = config["quantization_config"]
-        digests = {**digests, CONFIG: sha256_json(_settings(config))}
+        digests = {**digests, CONFIG: sha256_json(settings_of(config))}
         write_json(file, {**config, "quantization_config": {**said, **digests}})
 
 
@@ -82,13 +82,15 @@ def config_digest(folder: ModelFolder, component: str) -> str:
     """
     place = folder.path / component
     if (place / "config.json").is_file():
-        return sha256_json(_settings(read_json(place / "config.json")))
+        return sha256_json(settings_of(read_json(place / "config.json")))
     files = sorted(file for file in place.glob("*") if file.suffix in _SAID_BY and file.is_file())
-    said = [[file.name, _settings(read_json(file)) if file.suffix == ".json" else sha256_file(file)] for file in files]
+    said = [
+        [file.name, settings_of(read_json(file)) if file.suffix == ".json" else sha256_file(file)] for file in files
+    ]
     return sha256_json(said) if said else ""
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a JSON file that a loader builds from: digests are none, nor are names, versions and dtypes."""
     said = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
     if isinstance(quantization := said.get("quantization_config"), dict):

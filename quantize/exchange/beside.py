@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from fluxq.base.files import read_json, sha256_file
 from fluxq.base.model import ModelFolder
+from fluxq.quantize.digests import settings_of
 from fluxq.quantize.exchange.files import ModelFile, open_component
 from fluxq.quantize.exchange.marks import PLAIN
 
-_NO_SETTINGS = ("quantization_config", "transformers_version", "torch_dtype", "dtype")  # of no effect on numbers
 _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model")
 _SCHEDULER, _SHOWN = "scheduler_config.json", 60
 
@@ -107,7 +107,7 @@ def _component(
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
+    return {key: value for key, value in settings_of(config).items() if key != "quantization_config"}
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:

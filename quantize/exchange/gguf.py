@@ -16,8 +16,8 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
-from fluxq.quantize.exchange.marks import CODES, Headers, codes_of, weight_of
 from fluxq.quantize.exchange.marks import FLOATS as PLAIN_FLOATS
+from fluxq.quantize.exchange.marks import codes_in, weight_of
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:
@@ -64,15 +64,8 @@ TYPES = (
 
 
 def _has_codes(stored: Mapping[str, Stored]) -> bool:
-    codes = next((stored[suffix] for suffix in CODES if suffix in stored), None)
+    codes = codes_in(stored)
     return codes is not None and len(codes.shape) == 2 and codes.dtype not in PLAIN_FLOATS
-
-
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
-    _, _, rows, columns = codes_of(stored)
-    return rows, columns
 
 
 DIALECT = Dialect(
@@ -86,7 +79,6 @@ DIALECT = Dialect(
     methods=("gguf",),
     has_codes=_has_codes,
     entry=lambda model, name, stored: {"type": weight_of(stored).dtype},
-    shape=_shape,
     widened=tuple(name for name in TYPES if name not in PLAIN_FLOATS),
     has_nibbles=False,
 )

@@ -96,8 +96,13 @@ def by_tensor(*suffixes: str) -> Mark:
 
 def has_codes(stored: Mapping[str, Stored], sizes: tuple[int, ...] = (2,)) -> bool:
     """Tell whether tensors are a quantized layer's, by dtype and shape. sizes: numbers of them that codes may have."""
-    codes = next((stored[suffix] for suffix in CODES if suffix in stored), None)
+    codes = codes_in(stored)
     return codes is not None and len(codes.shape) in sizes and codes.dtype in _CODED
+
+
+def codes_in(stored: Mapping[str, Stored]) -> Stored | None:
+    """The tensor of a layer that its codes would be, or a weight in 16 bit; None where there is neither."""
+    return next((stored[suffix] for suffix in CODES if suffix in stored), None)
 
 
 def codes_of(stored: Mapping[str, Stored]) -> tuple[str, Stored, int, int]:

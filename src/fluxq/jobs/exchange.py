@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fluxq.base.model import resolve_model
 from fluxq.base.output import Output
+from fluxq.quantize.exchange import export
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import PlannedExport, SideLayers
-from fluxq.quantize.exchange.export import plan_export as planned
 
 FORMATS = tuple(DIALECTS[name].option or name for name in WRITERS)
 
@@ -50,7 +50,7 @@ def plan_export(
     Output(Path(target), writer.is_file, writer.beside).require(
         {"the checkpoint": folder}, overwrite=overwrite, exists_ok=True
     )
-    return planned(
+    return export.plan_export(
         resolve_model(str(folder), one_model=True),
         dialect,
         Path(target),
