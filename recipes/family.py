@@ -103,9 +103,10 @@ class Workload:
 class Published:
     """Name a published model, or the part of it that a family describes, and its configuration.
 
-    name: as people write it. also: models with the same configuration. count: how many of it a pipeline has. size: what
-    `forward_pass` is told where the family's usual size is not this model's. beside: the pipeline's text encoders and
-    VAE, names of other rows or classes of diffusers as they stand; empty where nobody asked yet.
+    name: as people write it. also: models with the same configuration. count: how many of it a pipeline has. size:
+    fields of `CallSize` where the family's usual size is not this model's. vae: configuration of another VAE than the
+    family's. beside: the pipeline's text encoders and VAE, names of other rows or classes of diffusers as they stand;
+    empty where nobody asked yet.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Published:
     also: tuple[str, ...] = ()
     count: int = 1
     size: Mapping[str, Any] = field(default_factory=dict)
+    vae: Mapping[str, Any] | None = None
     beside: tuple[str, ...] = ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from torch import nn
 
 from fluxq import tiny
 from fluxq.base import devices
+from fluxq.base.console import logger
 from fluxq.jobs import making
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
@@ -281,6 +283,11 @@ def _a_gpu_only_for_tests_that_ask(request: pytest.FixtureRequest, monkeypatch: 
         monkeypatch.setattr(devices, "there_is_a_gpu", lambda: False)
         if torch.cuda.is_available():
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def _a_quiet_command_of_an_earlier_test_silences_no_other() -> None:
+    logger.setLevel(logging.NOTSET)
 
 
 # Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.

@@ -139,7 +139,8 @@ WAN = Family(
             "Wan2.2-TI2V-5B",
             "wan",
             {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48},
-            size={"height": 704, "width": 1280, "frames": 121, "vae": {"scale_factor_spatial": 16}},
+            size={"height": 704, "width": 1280, "frames": 121},
+            vae={"scale_factor_spatial": 16},
         ),
     ),
     hub_ids={

@@ -92,6 +92,7 @@ def named(name: str) -> Model:
 def test_every_family_has_a_published_model_and_every_name_is_one():
     assert {row.family for row in PUBLISHED} == set(FAMILIES)
     names = [name for row in PUBLISHED for name in (row.name, *row.also)]
+    assert all(CallSize(**row.size).images == 1 for row in PUBLISHED)
     assert len({name.lower() for name in names}) == len(names) and set(BILLIONS) == {row.name for row in PUBLISHED}
 
 
@@ -135,10 +136,16 @@ def test_every_recipe_plans_and_costs_it_in_full_size(row):
                 row.family,
                 dict(model.module.config),
                 CallSize(**row.size),
+                vae=row.vae,
                 convolutions=convolutions_of(model.module),
             )
             found = cost(plan, forward, DEVICES["h200"])
             assert found.total.seconds["fused"] < found.total.seconds_16bit and found.total.flops > 1e11
+
+
+def test_a_model_with_a_vae_of_its_own_takes_fewer_tokens():
+    row = named("Wan2.2-TI2V-5B").row
+    assert forward_pass(row.family, row.config, CallSize(**row.size), vae=row.vae).image == 31 * 22 * 40
 
 
 def test_names_are_found_however_they_are_written():

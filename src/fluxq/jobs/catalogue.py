@@ -130,7 +130,7 @@ class Model:
             return 0.0
         config: Any = self.module.config
         size, convolutions = CallSize(**self.row.size), convolutions_of(self.module)
-        forward = forward_pass(self.family.name, dict(config), size, convolutions=convolutions)
+        forward = forward_pass(self.family.name, dict(config), size, vae=self.row.vae, convolutions=convolutions)
         return activation_bytes(self.plan("fp8"), forward)
 
     def plan(self, recipe_name: str) -> Plan:
