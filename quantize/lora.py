@@ -55,8 +55,9 @@ class FusedWeights(SourceWeights):
         super().__init__(folder, component)
         self._updates = {f"{layer}.weight": [u[layer] for u in updates if layer in u] for u in updates for layer in u}
 
-    def hashed(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        return super().hashed({name: tensor for name, tensor in tensors.items() if name not in self._updates})
+    def fingerprints(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Those of tensors that no update changes: a fused one is not as the file has it."""
+        return super().fingerprints({name: tensor for name, tensor in tensors.items() if name not in self._updates})
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = super().__getitem__(name)

@@ -12,6 +12,7 @@ from fluxq import tiny
 from fluxq.base.model import resolve_model
 from fluxq.jobs import judge, making
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.quantize import run as run_module
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
 
@@ -169,6 +170,25 @@ def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path)
     want = QuantizedTensor.quantize(weights[f"{layer}.weight"], "int8")
     assert torch.equal(stored[f"{layer}.weight"], want.codes)
     assert torch.equal(stored["x_embedder.weight"], weights["x_embedder.weight"].bfloat16())
+
+
+def test_an_interrupted_run_goes_on_with_blocks_that_a_lora_changed(lora_file, tmp_path, monkeypatch, caplog):
+    asked = options(tmp_path, lora=(f"{lora_file('l.safetensors', LAYERS)}:0.8",), check=False)
+    finish, made = run_module.finish, []
+
+    def stops(file, *rest):
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(file.name)
+        finish(file, *rest)
+
+    monkeypatch.setattr(run_module, "finish", stops)
+    with pytest.raises(KeyboardInterrupt):
+        making.quantize(making.prepare(asked))
+    again = []
+    monkeypatch.setattr(run_module, "finish", lambda file, *rest: again.append(file.name) or finish(file, *rest))
+    making.quantize(making.prepare(asked))
+    assert len(made) == 4 and not {*made} & {*again} and "other weights" not in caplog.text
 
 
 def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_lora(lora_file, quick_recipe, tmp_path):
