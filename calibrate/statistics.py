@@ -108,7 +108,8 @@ class Statistics:
         mine, theirs = dict(self.trajectory), dict(other.trajectory)
         items = [*mine.pop("items"), *theirs.pop("items")]
         if _json(self.trajectory["items"][0][2:]) != _json(other.trajectory["items"][0][2:]):
-            mine.pop("sigmas", None), theirs.pop("sigmas", None)
+            mine.pop("sigmas", None)
+            theirs.pop("sigmas", None)
         differing = sorted(key for key in mine.keys() | theirs.keys() if _json(mine.get(key)) != _json(theirs.get(key)))
         if differing or self.groups.keys() != other.groups.keys():
             raise ValueError(f"statistics cannot be merged: they differ in {', '.join(differing) or 'the groups seen'}")

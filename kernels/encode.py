@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def decode_stored(stored: Tensor, element: Element, pairs: Tensor | None = None)
     """
     if element.bits != 4:
         return decode(stored, element)
-    table = stored_pairs(element, stored.device) if pairs is None else pairs
+    table: Any = stored_pairs(element, stored.device) if pairs is None else pairs
     both = table.index_select(0, stored.flatten().int())
     return both.view(torch.float32).view(stored.shape[0], 2 * stored.shape[1])
 

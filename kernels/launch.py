@@ -324,14 +324,16 @@ def attention_fp8(q, k, v, scale, *, chip=None) -> Tensor:
 
 def scaled_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
     given, name = ProductTensors.of(tensors, formats)
-    left, right = stored_matrix(x, given.x_scale, None, name), stored_matrix(given.w, given.w_scale, None, name)
+    x_scale: Any = given.x_scale
+    left, right = stored_matrix(x, x_scale, None, name), stored_matrix(given.w, given.w_scale, None, name)
     tile = required_tile("scaled_matmul", name, chip or chip_of(x.device), right, x.shape[0])
     return scaled_matmul(left, right, epilogue=_what_follows(given, gelu, dtype), tile=tile)
 
 
 def block_scaled_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
     given, name = ProductTensors.of(tensors, formats)
-    left = stored_matrix(x, given.x_scale, given.x_scale_2, name)
+    x_scale: Any = given.x_scale
+    left = stored_matrix(x, x_scale, given.x_scale_2, name)
     right = stored_matrix(given.w, given.w_scale, given.w_scale_2, name)
     tile = required_tile("block_scaled_matmul", name, chip or chip_of(x.device), right, x.shape[0])
     return block_scaled_matmul(left, right, epilogue=_what_follows(given, gelu, dtype), tile=tile)
@@ -340,10 +342,12 @@ def block_scaled_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Te
 def w4a8_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:
     given, names = ProductTensors.of(tensors, formats)
     weights, _, activations = names.partition("-")
-    left = stored_matrix(x, given.x_scale, None, activations)
+    x_scale: Any = given.x_scale
+    row_scale: Any = given.row_scale
+    left = stored_matrix(x, x_scale, None, activations)
     right = stored_matrix(given.w, given.w_scale, given.w_scale_2, weights)
     tile = required_tile("w4a8_matmul", names, chip or chip_of(x.device), right, x.shape[0])
-    return w4a8_matmul(left, right, given.row_scale, epilogue=_what_follows(given, gelu, dtype), tile=tile)
+    return w4a8_matmul(left, right, row_scale, epilogue=_what_follows(given, gelu, dtype), tile=tile)
 
 
 def weight_only_matmul_op(x, tensors, formats, gelu, dtype, *, chip=None) -> Tensor:

@@ -295,7 +295,7 @@ class QuantLinear(nn.Linear):
             b,
             self.stored("weight_row_scale"),
             *(getattr(self, name, None) for name in TRANSFORMS),
-            self.stored("weight_decoded"),
+            decoded=self.stored("weight_decoded"),
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:

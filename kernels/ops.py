@@ -151,11 +151,11 @@ def _backward(ctx, grad):
         with no_autocast(grad):
             plain = w.operand() if decoded is None else decoded
             grad_z = hadamard_transform(grad.float() @ plain, scheme.hadamard)  # H is its own transpose
-            if basis is not None:
+            if basis is not None and out is not None:
                 p = basis.float()
                 grad_z = grad_z - (grad_z @ p.T) @ p + (grad.float() @ out.float()) @ p
             grad_x = (grad_z if smooth is None else grad_z * smooth.float()).to(grad.dtype)
-            if lora_a is not None:
+            if lora_a is not None and lora_b is not None:
                 grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
     needs = dict(zip(ctx.names, ctx.needs_input_grad[1], strict=True))
     grads = [grad.reshape(-1, w.shape[0]).sum(0) if name == "bias" and needs[name] else None for name in ctx.names]

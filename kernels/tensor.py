@@ -150,7 +150,7 @@ def quantize_blocks(
     rows of x in fp32, in place; where a scale follows from all of x, it must have been done before.
     """
     how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
-    done = QuantizedTensor.empty(format, *x.shape, how.global_scale, x.device)
+    done = QuantizedTensor.empty(format, x.shape[0], x.shape[1], how.global_scale, x.device)
     for start, scaled, scale in how.scaled_rows(x, steps):
         codes = encode.encode(scaled, format.element, used_up=True).reshape(len(scaled), -1)
         if format.group_size == 0:
@@ -203,7 +203,7 @@ class _Rounding:
         four_over_six: bool,
     ) -> _Rounding:
         """With the scales that follow from all of x (M, K); ValueError for what does not fit the format."""
-        format.check_shape(*x.shape, name)
+        format.check_shape(x.shape[0], x.shape[1], name)
         if row_scale is not None and format.group_size:
             raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
         if format.two_level and global_scale is None:
@@ -232,8 +232,9 @@ class _Rounding:
 
     def global_of(self, start: int, rows: int) -> Tensor | None:
         """Of these rows."""
-        shared = self.global_scale is None or self.global_scale.ndim == 0
-        return self.global_scale if shared else self.global_scale[start : start + rows]
+        if self.global_scale is None or self.global_scale.ndim == 0:
+            return self.global_scale
+        return self.global_scale[start : start + rows]
 
     def _scale(self, blocks: Tensor, start: int, global_scale: Tensor | None) -> Tensor:
         if self.row_scale is not None:

@@ -119,14 +119,14 @@ def debug_pipelines(
     patch, why_not = None, ""
     if recipe is not None and search.patch is not None:
 
-        def error(kept: Mapping[str, nn.Module]) -> float:
+        def error(kept: Mapping[str, nn.Linear | nn.Conv2d]) -> float:
             with placed(quantized, device), replaced(quantized, kept):
                 return squared_error(run(quantized), traces.latents)
 
         try:
             patch = make_patch(reference, quantized, layers, damages, recipe, search.patch, error)
-        except ValueError as error:
-            why_not = str(error)
+        except ValueError as refused:
+            why_not = str(refused)
     rows = [
         _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, seen, faults.get(name, ""))
         for name in traces.order

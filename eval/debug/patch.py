@@ -70,7 +70,7 @@ def make_patch(
     found: Damages,
     recipe: tuple[str, Recipe],
     added: Added,
-    error: Callable[[Mapping[str, nn.Module]], float],
+    error: Callable[[Mapping[str, nn.Linear | nn.Conv2d]], float],
 ) -> Patch:
     """Choose layers, write the recipe, and measure what it gains.
 

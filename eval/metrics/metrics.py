@@ -421,7 +421,8 @@ def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
         def score(side: Any) -> tuple[float, ...]:
-            found = scores(offer, plugin, all_frames(side.images), prompts)
+            images: Any = all_frames(side.images)
+            found = scores(offer, plugin, images, prompts)
             return tuple(by_video(torch.tensor(found, dtype=torch.float64), frames).tolist())
 
         before, after = (

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -113,6 +114,13 @@ def test_a_top_level_folder_is_linked_and_is_no_package_of_its_own(folder: str) 
     # A top-level package called `kernels` would hide the Hugging Face package of that name from diffusers.
     assert not list((ROOT / folder).rglob("__init__.py"))
     assert (ROOT / folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_types_of_a_linked_folder_are_checked(folder: str) -> None:
+    """Pyright follows no link that it finds in a folder."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert f"src/fluxq/{folder}" in settings["tool"]["pyright"]["include"]
 
 
 @pytest.mark.parametrize(
