@@ -7,7 +7,7 @@ What has to hold, whatever happened:
   appears as a whole all are; only a kill may leave it away, with all that is old kept aside;
 - a call that failed makes the exit code 1, or has changed nothing, or is named in a warning;
 - the same command again ends with 0, its output equal to an undisturbed one, and nothing is left beside it: also where
-  the disturbed one had finished.
+  the disturbed one had finished. It keeps what was finished.
 Exits with 1 where something did not.
 
 A kill behind a call is one before the next, and only behind the last one a trial of its own. Of consecutive writes to
@@ -229,6 +229,8 @@ def _again(place: Place, after: Tree) -> Iterator[str]:
     ended = place.run()
     if ended.code != 0:
         yield f"the same command again ends with {ended.code}: {ended.said[-300:]}"
+    for line in re.findall(r".*: (?:this block is made|measured|gathered) again.*", ended.said):
+        yield f"the same command again does finished work again: {line}"
     now = tree(place.folder)
     if now != after:
         yield f"after the same command again: {differing(after, now)}"

@@ -73,6 +73,8 @@ def test_permissions_are_part_of_what_is_compared_and_a_finished_run_is_run_agai
     assert harness.differing(before, harness.tree(tmp_path)) == "a"
     place = SimpleNamespace(folder=tmp_path, run=lambda: harness.Ended(2, "it exists", 0.0))
     assert ["ends with 2" in each for each in harness._again(place, harness.tree(tmp_path))] == [True]
+    place.run = lambda: harness.Ended(0, "out/0.safetensors: made of other weights: this block is made again", 0.0)
+    assert ["finished work" in each for each in harness._again(place, harness.tree(tmp_path))] == [True]
 
 
 def only(*names: str) -> list[str]:
