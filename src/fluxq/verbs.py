@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fluxq.calibrate.statistics import Statistics
     from fluxq.eval.metrics.schema import Report
+    from fluxq.quantize.record import Record
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Checkpoint:
     """A quantized pipeline's folder, and its record: the content of fluxq_plan.json."""
 
     path: Path
-    record: Mapping[str, Any]
+    record: Record
 
     @classmethod
     def open(cls, folder: str | PathLike[str]) -> Checkpoint:
@@ -42,8 +43,7 @@ class Checkpoint:
     @property
     def passed(self) -> bool | None:
         """The closing check's verdict: no NaN, and every gate of the recipe held; None if there was no check."""
-        check = self.record.get("check")
-        return check and check["passed"]
+        return self.record.check and self.record.check.passed
 
     def load(self, **arguments: Any) -> DiffusionPipeline:
         """Load the pipeline: `DiffusionPipeline.from_pretrained`, which takes the arguments; bfloat16 by default."""

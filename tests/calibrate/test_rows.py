@@ -563,8 +563,8 @@ def test_a_job_with_sizes_is_calibrated_checked_and_says_so(folder, quick_recipe
     recipe = str(quick_recipe("nvfp4", fitted=False))
     job = prepared(folder, rows, recipe, folder / "out", call={"num_inference_steps": 2})
     record = making.quantize(job)
-    assert record["check"]["finite"] and record["check"]["images"] == 4
-    assert [item[2] for item in record["trajectory"]["items"]] == [{"height": row["height"]} for row in rows * 2]
+    assert record.check.finite and record.check.images == 4
+    assert [item[2] for item in record.trajectory["items"]] == [{"height": row["height"]} for row in rows * 2]
     assert prepared(folder, rows, recipe, folder / "out").identity != job.identity  # two steps, not eight
     other = prepared(folder, [*rows[:3], {**rows[3], "height": 16}], recipe, folder / "out")
     assert other.identity["prompts"] != job.identity["prompts"]

@@ -365,7 +365,7 @@ def test_the_checkpoint_has_the_same_bytes(tmp_path, recipe, tight, lora_file, h
         chosen = making.replace(options, output=str(tmp_path / name), max_memory=limit)
         records.append(making.quantize(making.prepare(chosen)))
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")
-    assert records[0]["check"] == records[1]["check"] and (records[0]["check"] is None) == bool(how)
+    assert records[0].check == records[1].check and (records[0].check is None) == bool(how)
     assert len(tight) == (1 if how else 2) and all(residence.held == 0 for residence in tight)
 
 
@@ -386,7 +386,7 @@ def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monk
         making.quantize(making.prepare(options))
     monkeypatch.setattr(run, "_fit_block", lambda live, *rest: fitted.append(live.index) or own(live, *rest))
     record = making.quantize(making.prepare(making.replace(options, max_memory=1 << 30)))
-    assert fitted == [3, 4] and record["components"][0]["groups"] == whole["components"][0]["groups"]
+    assert fitted == [3, 4] and record.components[0].groups == whole.components[0].groups
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 

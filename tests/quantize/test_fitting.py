@@ -20,8 +20,8 @@ from fluxq.eval.images.generate import items_for
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize import run
-from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.group import GroupLayer, fit_group
+from fluxq.quantize.record import read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Method, with_method
 from fluxq.recipes.recipe import load_recipe
@@ -78,28 +78,28 @@ def quickly_finished(tmp_path_factory):
 
 def test_every_stage_is_recorded_with_its_reason(finished):
     folder, record = finished
-    part = record["components"][0]
-    assert read_plan_file(folder)["components"][0]["groups"] == part["groups"]
-    assert len(part["groups"]) == 16
-    names = {stage["name"] for group in part["groups"] for stage in group["stages"]}
+    part = record.components[0]
+    assert read_record(folder) == record
+    assert len(part.groups) == 16
+    names = {stage.name for group in part.groups for stage in group.stages}
     assert names == {"smooth", "center", "low rank", "hadamard", "4-over-6", "gptq", "scale search"} - (
         set() if "scale search" in names else {"scale search"}
     )
-    for group in part["groups"]:
-        assert group["sqnr_db"] > group["sqnr_before_db"] + 0.5
-        assert all("dB" in stage["reason"] or "skipped" in stage["reason"] for stage in group["stages"])
-    by_name = {layer["name"]: layer for layer in part["layers"]}
+    for group in part.groups:
+        assert group.sqnr_db > group.sqnr_before_db + 0.5
+        assert all("dB" in stage.reason or "skipped" in stage.reason for stage in group.stages)
+    by_name = {layer.name: layer for layer in part.layers}
     query = by_name["transformer_blocks.0.attn.to_q"]
-    assert query["scheme"].startswith("nvfp4-nvfp4-static-") and "kept: " in query["reason"]
-    assert query["scheme"] == by_name["transformer_blocks.0.attn.to_k"]["scheme"]
-    assert query["bits_per_weight"] > 4.5
+    assert query.scheme.startswith("nvfp4-nvfp4-static-") and "kept: " in query.reason
+    assert query.scheme == by_name["transformer_blocks.0.attn.to_k"].scheme
+    assert query.bits_per_weight > 4.5
 
 
 def test_what_was_fitted_is_what_loads(finished):
     folder, record = finished
     pipe = load_pipeline(ModelFolder("out", folder), "bfloat16", "cpu")
     layers = {name: m for name, m in pipe.transformer.named_modules() if isinstance(m, QuantLinear)}
-    recorded = {la["name"]: la["scheme"] for la in record["components"][0]["layers"] if la["scheme"] != "16bit"}
+    recorded = {layer.name: layer.scheme for layer in record.components[0].quantized}
     assert {name: str(layer.scheme) for name, layer in layers.items()} == recorded
     assert {feature for layer in layers.values() for feature in layer.scheme.features} >= {"smooth", "center"}
 
@@ -129,7 +129,7 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, quickly_fin
     record = making.quantize(making.prepare(options(tmp_path, NO_SEARCH)))
     assert seen == [2, 3, 4]
     assert weights_of(tmp_path / "out") == weights_of(quickly_finished[0])
-    assert record["components"][0]["groups"] == quickly_finished[1]["components"][0]["groups"]
+    assert record.components[0].groups == quickly_finished[1].components[0].groups
 
 
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -222,7 +222,7 @@ def test_another_job_does_not_go_on_with_that_work(tmp_path, monkeypatch):
 
 def test_parallel_blocks_are_fitted_to_16_bit_ones(tmp_path, quickly_finished):
     record = making.quantize(making.prepare(options(tmp_path, NO_SEARCH, parallel_blocks=True)))
-    first, last = (r["components"][0]["groups"] for r in (record, quickly_finished[1]))
+    first, last = (r.components[0].groups for r in (record, quickly_finished[1]))
     assert first[0] == last[0]  # nothing before it
     assert first[-1] != last[-1]
 
@@ -230,10 +230,8 @@ def test_parallel_blocks_are_fitted_to_16_bit_ones(tmp_path, quickly_finished):
 def test_one_image_alone_decides_nothing(tmp_path):
     """No image is left to judge by: layers are rounded to nearest, and the record says why."""
     record = making.quantize(making.prepare(options(tmp_path, ALL_STAGES.replace("count: 8", "count: 1"))))
-    groups = record["components"][0]["groups"]
-    assert {stage["reason"] for group in groups for stage in group["stages"]} == {
-        "skipped: no held-out token to judge by"
-    }
+    groups = record.components[0].groups
+    assert {stage.reason for group in groups for stage in group.stages} == {"skipped: no held-out token to judge by"}
 
 
 def test_statistics_widen_input_scales(tmp_path, finished, statistics_file, monkeypatch):
@@ -373,7 +371,7 @@ def test_dead_inputs_and_zero_weights_of_a_model_leave_numbers_in_its_checkpoint
     record = making.quantize(making.prepare(options(tmp_path, few, model=str(tiny_folder))))
     written = load_file(tmp_path / "out" / "transformer" / path.name)
     assert all(torch.isfinite(tensor.float()).all() for tensor in written.values() if tensor.is_floating_point())
-    reasons = {group["group"]: [s["reason"] for s in group["stages"]] for group in record["components"][0]["groups"]}
+    reasons = {group.group: [stage.reason for stage in group.stages] for group in record.components[0].groups}
     assert reasons[dead] == ["skipped: its input is always zero"]
     assert any("1 for each is asked" in reason for reason in reasons["transformer_blocks.0.attn.to_q"])
 
@@ -402,7 +400,7 @@ def test_statistics_of_another_recipe_are_refused_before_anything_is_computed(tm
 
 def test_the_record_says_what_layers_were_fitted_to(finished):
     folder, record = finished
-    assert record["trajectory"]["steps_seen"] == [0, 8] and len(record["trajectory"]["items"]) == 8
+    assert record.trajectory["steps_seen"] == [0, 8] and len(record.trajectory["items"]) == 8
     assert "8 images, steps 0, 8 of FlowMatchEuler" in (folder / "README.md").read_text(encoding="utf-8")
 
 

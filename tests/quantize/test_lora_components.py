@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_unet_holds_the_fused_weights_and_is_judged_against_th
         model=str(sdxl), recipe="int8", profile="rtn", output=str(tmp_path / "out"), lora=(f"{file}:0.5",), check=False
     )
     record = making.quantize(making.prepare(options))
-    assert [lora["component"] for lora in record["loras"]] == ["unet"]
+    assert [lora.component for lora in record.loras] == ["unet"]
     assert "`style.safetensors` at weight 0.5 in `unet`" in (tmp_path / "out" / "README.md").read_text()
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     weights = fused(sdxl, "unet", f"{file}:0.5")
@@ -221,12 +221,12 @@ def test_each_expert_takes_its_own_files_and_the_checkpoint_tells_them_apart(wan
 
     both = (f"{motion}:1", f"transformer_2={motion}:0.5")
     record = making.quantize(making.prepare(options(*both)))
-    assert [(lora["component"], lora["weight"]) for lora in record["loras"]] == [
+    assert [(lora.component, lora.weight) for lora in record.loras] == [
         ("transformer", 1),
         ("transformer_2", 0.5),
     ]
     prepared = making.prepare(options(*both))
-    assert prepared.finished is not None
+    assert prepared.finished
     plain = making.prepare(options(output="other"))
     one = making.prepare(options(both[1], output="other"))
     assert one.digest("transformer") == plain.digest("transformer")

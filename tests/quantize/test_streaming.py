@@ -40,6 +40,7 @@ from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.nearest import in_order, pieces_of, round_pieces
+from fluxq.quantize.record import read_record
 from fluxq.quantize.run import blocks_of, quantize_component
 
 QUANTIZE = ("quantize", "tiny", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out")
@@ -462,7 +463,7 @@ def test_statistics_that_were_gathered_are_not_gathered_again(tmp_path, quick_re
             quantize(tmp_path, recipe=recipe, profile=None)
     monkeypatch.setattr(making, "capture_statistics", lambda *_, **__: pytest.fail("gathered again"))
     record = quantize(tmp_path, recipe=recipe, profile=None)
-    assert record["statistics_digest"] and record["trajectory"]
+    assert record.statistics_digest and record.trajectory
 
 
 @linux
@@ -480,8 +481,8 @@ def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path,
     prepared = making.prepare(making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
     first = quantize(tmp_path)
     monkeypatch.setattr(making, "_quantize", lambda *_: pytest.fail("quantized again"))
-    assert making.quantize(prepared) == json.loads((tmp_path / "out" / PLAN).read_text())
-    assert first["identity"] == work_folder.with_digests(prepared)
+    assert making.quantize(prepared) == first == read_record(tmp_path / "out")
+    assert first.identity.model_dump() == work_folder.with_digests(prepared)
 
 
 # Memory and cost

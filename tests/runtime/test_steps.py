@@ -30,6 +30,7 @@ from fluxq.jobs import making
 from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, SourceWeights
+from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import Steps
 from fluxq.recipes.recipe import load_recipe
 from fluxq.runtime import graphs, originals, steps
@@ -694,8 +695,8 @@ def test_a_checkpoint_records_its_steps_and_a_newer_kind_is_refused(folder, capl
     card = (folder / "README.md").read_text()
     assert "\nfluxq.keep_steps(pipe)\n```" in card
     assert "- kept in 16 bit: the first step and the last 2 of every call, by `fluxq.keep_steps(pipe)`" in card
-    record = read_json(folder / PLAN_FILE)
-    del record["recipe"]["steps"]  # as a checkpoint's of before
+    record = read_record(folder)
+    record.recipe.steps = None  # as a checkpoint's of before
     assert "keep_steps" not in model_card(record)
 
 
@@ -723,8 +724,8 @@ def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_pa
 def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     (tmp_path / "all.yaml").write_text("extends: fp8\nsteps: {first: 8}\n")
     options = making.Options(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
-    check = making.quantize(making.prepare(options))["check"]
-    assert check["steps"] == 8 and check["psnr_db"] == [None] * 4  # the same images
+    check = making.quantize(making.prepare(options)).check
+    assert check.steps == 8 and check.psnr_db == [None] * 4  # the same images
 
 
 def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path, sixteen) -> None:

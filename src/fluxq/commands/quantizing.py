@@ -144,9 +144,9 @@ def quantize(**arguments: Any) -> None:
         record = session.jobs.quantize(prepared)
         if not ranks.leads:
             return
-        session.print({**record, "output": str(prepared.output)}, lambda: show.quantized(prepared, record))
-        if record["check"] and not record["check"]["passed"]:
-            raise RuntimeError(show.why_failed(prepared, record["check"]))
+        session.print({**record.to_json(), "output": str(prepared.output)}, lambda: show.quantized(prepared, record))
+        if record.check and not record.check.passed:
+            raise RuntimeError(show.why_failed(prepared, record.check))
         if repo:
             from fluxq.jobs.hub import push
 

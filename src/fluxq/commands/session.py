@@ -171,7 +171,7 @@ class Session:
 
     def forecast(self, prepared: Any, of: str) -> None:
         """Say how long the job will take and how much memory, before it starts. of: a function of jobs/forecast.py."""
-        if self.quiet or self.as_json or self.who or prepared.finished is not None:
+        if self.quiet or self.as_json or self.who or prepared.finished:
             return
         from fluxq.jobs import forecast
 

@@ -38,8 +38,8 @@ from fluxq.jobs.work_folder import (
     clear_leftovers,
     decisive,
     finished_checkpoint,
-    finished_statistics,
     identity_of,
+    require_same_statistics,
     require_space,
     with_digests,
     work_folder,
@@ -49,6 +49,20 @@ from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, is_model, model_on_meta
 from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.finished import Outcome
+from fluxq.quantize.record import (
+    Check,
+    Component,
+    Group,
+    Identity,
+    Layer,
+    Lora,
+    Model,
+    Prompts,
+    Record,
+    Stage,
+    read_record,
+)
+from fluxq.quantize.record import Recipe as RecordedRecipe
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.recipes.cards import Holding, Piece, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
@@ -121,7 +135,7 @@ def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer
 
 def calibrate(prepared: Prepared) -> Path:
     """Gather statistics of every planned input group into one file; returns its path."""
-    if prepared.finished is not None:
+    if prepared.finished:
         if prepared.ranks.leads:
             clear_leftovers(prepared)
         return prepared.output
@@ -140,39 +154,41 @@ def _require_free(prepared: Prepared) -> None:
     try:
         Output(prepared.output, True).require_free(overwrite=prepared.options.overwrite, exists_ok=True)
         if not prepared.options.overwrite and prepared.output.exists():
-            finished_statistics(prepared)
+            require_same_statistics(prepared)
     except ValueError as error:
         raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
 
-def quantize(prepared: Prepared) -> dict[str, Any]:
-    """Calibrate, quantize, check and write the checkpoint; returns what fluxq_plan.json holds.
+def quantize(prepared: Prepared) -> Record:
+    """Calibrate, quantize, check and write the checkpoint; returns its record.
 
-    The result's `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is
+    `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is
     written all the same and its card says so.
     """
-    if prepared.finished is not None:
+    if prepared.finished:
         if prepared.ranks.leads:
             clear_leftovers(prepared)
-        return prepared.finished
+        return read_record(prepared.output)
     ranks = prepared.ranks
     with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
-        finished = _written_meanwhile(prepared) if ranks.leads else None
-        return ranks.agree(finished) or ranks.agree(_quantize(prepared, work))
+        record = _written_meanwhile(prepared) if ranks.leads else None
+        if not ranks.agree(record is not None):
+            record = _quantize(prepared, work)
+        return Record.model_validate(ranks.agree(record and record.to_json()))
 
 
-def _written_meanwhile(prepared: Prepared) -> dict[str, Any] | None:
+def _written_meanwhile(prepared: Prepared) -> Record | None:
     """Return the record of what another run wrote since this one was prepared; None if there is nothing.
 
     Raises RuntimeError, which costs no block, where something else stands there.
     """
     try:
-        return finished_checkpoint(prepared)
+        return read_record(prepared.output) if finished_checkpoint(prepared) else None
     except ValueError as error:
         raise RuntimeError(str(error)) from None
 
 
-def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
+def _quantize(prepared: Prepared, work: Path) -> Record | None:
     """The record of what the first process wrote; None in those that helped it."""
     options, ranks = prepared.options, prepared.ranks
     started = time.perf_counter()
@@ -212,11 +228,11 @@ def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
         _copy_rest(part, prepared, hashes)
         write_digests(part)
         record = _record(prepared, statistics, trajectory, written)
-        record["files"] = hash_files(part, hashes)
+        record.files = hash_files(part, hashes)
         if reference is not None:
-            record["check"] = _check(part, prepared, reference)
-        record["seconds"] = round(time.perf_counter() - started, 1)
-        write_json(part / PLAN_FILE, record)
+            record.check = _check(part, prepared, reference)
+        record.seconds = round(time.perf_counter() - started, 1)
+        write_json(part / PLAN_FILE, record.to_json())
         write_text(part / "README.md", card.model_card(record))
     return record
 
@@ -387,7 +403,7 @@ def _write(
     seconds: float,
     outcome: Outcome,
     hashes: dict[Path, str],
-) -> dict[str, Any]:
+) -> Component:
     """Make a component of its finished blocks; returns what is recorded of it. hashes: takes those of its files."""
     started = time.perf_counter()
     plan = outcome.applied_to(plan)
@@ -395,61 +411,55 @@ def _write(
         part / plan.component, prepared.folder, plan, files, prepared.options.max_shard_bytes, hashes.__setitem__
     )
     seconds += time.perf_counter() - started
-    return {
-        "component": plan.component,
-        "family": plan.family,
-        "notes": list(plan.notes),
-        "attention": plan.attention,
-        "bytes_before": prepared.weights(plan.component).nbytes,
-        "bytes_after": size,
-        "bits_per_weight": round(plan.bits_per_weight, 4),
-        "seconds": round(seconds, 1),
-        "layers": [
-            {
-                **layer.describe(),
-                "bits_per_weight": round(layer.bits_per_weight, 4),
-                "weight_sqnr_db": _rounded(outcome.weight_sqnr.get(layer.name)),
-            }
-            for layer in plan.layers
-        ],
-        "groups": [
-            {
-                "group": name,
-                "layers": list(group.layers),
-                "sqnr_before_db": _rounded(group.plain_db),
-                "sqnr_db": _rounded(group.db),
-                "stages": [asdict(stage) for stage in group.stages],
-            }
+    return Component(
+        component=plan.component,
+        family=plan.family,
+        notes=list(plan.notes),
+        attention=plan.attention,
+        bytes_before=prepared.weights(plan.component).nbytes,
+        bytes_after=size,
+        bits_per_weight=round(plan.bits_per_weight, 4),
+        seconds=round(seconds, 1),
+        layers=[Layer.of(layer, _rounded(outcome.weight_sqnr.get(layer.name))) for layer in plan.layers],
+        groups=[
+            Group(
+                group=name,
+                layers=list(group.layers),
+                sqnr_before_db=_rounded(group.plain_db),
+                sqnr_db=_rounded(group.db),
+                stages=[Stage(**asdict(stage)) for stage in group.stages],
+            )
             for name, group in outcome.groups.items()
         ],
-    }
+    )
 
 
 def _record(
     prepared: Prepared,
     statistics: Statistics | None,
     trajectory: dict[str, Any] | None,
-    written: list[dict[str, Any]],
-) -> dict[str, Any]:
-    return {
-        "fluxq_version": fluxq.__version__,
-        "identity": prepared.identity,
-        "model": {
-            "name": prepared.folder.name,
-            "source": _source(prepared),
-            "revision": prepared.folder.commit or prepared.options.revision,
-            "license": prepared.folder.license,
-            "digests": prepared.identity["model"],
-        },
-        "recipe": {"name": prepared.recipe_name, **prepared.recipe.model_dump(mode="json")},
-        "loras": [lora.describe() for lora in prepared.loras],
-        "prompts": {"source": prepared.prompts.source, "digest": prepared.prompts.digest},
-        "trajectory": trajectory,
-        "statistics_digest": statistics.content_digest if statistics else None,
-        "components": written,
-        "versions": versions(),
-        "check": None,
-    }
+    written: list[Component],
+) -> Record:
+    folder, prompts = prepared.folder, prepared.prompts
+    return Record(
+        fluxq_version=fluxq.__version__,
+        identity=Identity.model_validate(prepared.identity),
+        model=Model(
+            name=folder.name,
+            source=_source(prepared),
+            revision=folder.commit or prepared.options.revision,
+            license=folder.license,
+            digests=prepared.identity["model"],
+        ),
+        recipe=RecordedRecipe.model_validate({"name": prepared.recipe_name, **prepared.recipe.model_dump(mode="json")}),
+        loras=[Lora(**lora.describe()) for lora in prepared.loras],
+        prompts=Prompts(source=prompts.source, digest=prompts.digest),
+        trajectory=trajectory,
+        statistics_digest=statistics.content_digest if statistics else None,
+        components=written,
+        versions=versions(),
+        check=None,
+    )
 
 
 def _source(prepared: Prepared) -> str | None:
@@ -460,7 +470,7 @@ def _source(prepared: Prepared) -> str | None:
     return str(prepared.folder.path.resolve()) if Path(model).expanduser().is_dir() and model != "tiny" else model
 
 
-def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, Any]:
+def _check(part: Path, prepared: Prepared, reference: Generated) -> Check:
     """A few paired images or videos against the 16-bit pipeline's, and the recipe's gates."""
     options = prepared.options
     with about_to_keep():
@@ -478,21 +488,21 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
     flat = fidelity.flat_images(reference, images)
     gates, for_eval = split_gates(prepared.recipe.gates, measured)
     missed = [gate for gate in gates if not gate_holds(gate, measured)]
-    return {
-        "images": len(reference.items),
-        "frames": reference.frames,
-        "seeds": [seed for _, seed in reference.items],
-        "steps": number_of_steps(pipe, prepared.call),
-        "finite": finite,
-        "flat": flat,
-        "psnr_db": [_rounded(value) for value in agreement.psnr_db],
-        "mean_psnr_db": _rounded(measured["psnr"]),
-        "mean_latent_sqnr_db": _rounded(measured["latent_sqnr"]),
-        "gates": gates,
-        "gates_for_eval": for_eval,
-        "missed": missed,
-        "passed": finite and not flat and not missed,
-    }
+    return Check(
+        images=len(reference.items),
+        frames=reference.frames,
+        seeds=[seed for _, seed in reference.items],
+        steps=number_of_steps(pipe, prepared.call),
+        finite=finite,
+        flat=flat,
+        psnr_db=[_rounded(value) for value in agreement.psnr_db],
+        mean_psnr_db=_rounded(measured["psnr"]),
+        mean_latent_sqnr_db=_rounded(measured["latent_sqnr"]),
+        gates=gates,
+        gates_for_eval=for_eval,
+        missed=missed,
+        passed=finite and not flat and not missed,
+    )
 
 
 def _rounded(value: float | None) -> float | None:

@@ -73,7 +73,7 @@ class Prepared:
     identity: dict[str, Any]
     loras: tuple[LoraFile, ...] = ()
     updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
-    finished: dict[str, Any] | None = None
+    finished: bool = False  # the output is there, just what this job would make
     ranks: Ranks = ALONE
     bound: Bound | None = None
     stamps: Mapping[str, Any] = field(default_factory=dict)  # component -> `ModelFolder.stamps`, when this was begun

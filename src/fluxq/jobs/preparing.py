@@ -26,7 +26,7 @@ from fluxq.jobs.requirements import (
     require_pictures,
     scheduler_of,
 )
-from fluxq.jobs.work_folder import finished_checkpoint, finished_statistics, identity_of, require_no_other
+from fluxq.jobs.work_folder import finished_checkpoint, identity_of, require_no_other, require_same_statistics
 from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of
@@ -53,7 +53,7 @@ def prepare(
     if not ranks.leads:
         return _prepare(options, writes, runs, ranks, ranks.agree())
     prepared = _prepare(options, writes, runs, ranks, None)
-    if (writes or runs) and prepared.finished is None:
+    if (writes or runs) and not prepared.finished:
         require_no_other(prepared)
     ranks.agree(prepared.identity)
     return prepared
@@ -115,7 +115,8 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
         return prepared
     if not writes:
         prepared = replace(prepared, identity=identity or identity_of(prepared))
-        return replace(prepared, finished=finished_statistics(prepared))
+        require_same_statistics(prepared)
+        return replace(prepared, finished=True)
     if options.push_to_hub:
         require_pushable(options.push_to_hub, folder, options.check)
     if options.check:

@@ -59,11 +59,11 @@ def identity_of(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
-    """The record of a finished checkpoint at the output that is just what was asked for."""
+def finished_checkpoint(prepared: Prepared) -> bool:
+    """Tell whether a finished checkpoint is at the output, just what was asked for; ValueError for another one."""
     output = prepared.output
     if not is_taken(prepared):
-        return None
+        return False
     record = read_plan_file(output) or {}  # `Output.require` has refused what has none
     differing = _differing(with_digests(prepared), record.get("identity", {}))
     if differing:
@@ -73,18 +73,16 @@ def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
         )
     if prepared.options.check and record.get("check") is None:
         raise ValueError(f"{output} was made with --no-check; pass it again to accept that, or --overwrite to check")
-    return record
+    return True
 
 
-def finished_statistics(prepared: Prepared) -> dict[str, Any]:
-    """Return the record of finished statistics, if they are just what was asked for; ValueError for others."""
-    job = Statistics.stored_job(prepared.output)
-    if job != job_digest(decisive(prepared)):
+def require_same_statistics(prepared: Prepared) -> None:
+    """Raise ValueError for finished statistics at the output that are not just what was asked for."""
+    if Statistics.stored_job(prepared.output) != job_digest(decisive(prepared)):
         raise ValueError(
             f"output {prepared.output} holds statistics of another run; "
             "give another --output, or --overwrite to replace it"
         )
-    return {"job": job}
 
 
 def is_taken(prepared: Prepared) -> bool:
