@@ -105,7 +105,7 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
         for label, options in settings(recipes, Path(folder)):
-            record = making.quantize(making.prepare(options))
+            record = making.quantize(making.job_of(options))
             checkpoint = ModelFolder(label, Path(str(options.output)))
             again = [label + AS_INT8] * (label == REENCODED) + [label + IN_FP8] * (label in ATTENDING)
             again += [label + keeping(*steps) for steps in KEEPING.get(label, ())]
@@ -121,7 +121,7 @@ def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making
     for recipe in recipes:
         for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
             options = making.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
-            layers = [layer for plan in making.prepare(options).plans for layer in plan.layers]
+            layers = [layer for plan in making.job_of(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:
                 known.add(what)

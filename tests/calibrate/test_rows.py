@@ -544,16 +544,16 @@ def test_a_row_s_noise_is_its_own_whatever_shares_its_call(folder):
 # A whole job
 
 
-def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> making.Prepared:
+def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> making.Job:
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = making.Options(
         model="tiny", recipe=recipe, prompts=str(folder / "p.jsonl"), output=str(output), overwrite=True, **options
     )
-    return making.prepare(asked)
+    return making.job_of(asked)
 
 
 def test_a_job_refuses_columns_before_anything_is_computed(folder, quick_recipe, monkeypatch):
-    monkeypatch.setattr("fluxq.jobs.prepared.load_pipeline", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("fluxq.jobs.job.load_pipeline", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"column 'image' is the argument image, which FluxPipeline does not take"):
         prepared(folder, [{"prompt": "a", "image": "one.png"}], str(quick_recipe("nvfp4")), folder / "out")
 

@@ -37,7 +37,7 @@ def downloads(tmp_path, monkeypatch) -> list[tuple[str, str | None]]:
 def quantized(tmp_path: Path, model: str, **how: object) -> Record:
     """The record of a checkpoint in tmp_path/out."""
     options = {"recipe": "fp8", "output": str(tmp_path / "out"), "check": False, **how}
-    return making.quantize(making.prepare(making.Options(model=model, **options)))
+    return making.quantize(making.job_of(making.Options(model=model, **options)))
 
 
 def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(downloads, tmp_path):

@@ -71,7 +71,7 @@ def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("steps")
     (root / "kept.yaml").write_text(RECIPE)
     options = making.Options(model="tiny", recipe=str(root / "kept.yaml"), output=str(root / "out"), check=False)
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     return root / "out"
 
 
@@ -315,7 +315,7 @@ def test_a_model_with_such_a_scheduler_is_refused_before_it_is_quantized(tiny_fo
     write_json(tiny_folder / "model_index.json", {**index, "scheduler": ["diffusers", "PNDMScheduler"]})
     (tmp_path / "kept.yaml").write_text("extends: fp8\nsteps: {first: 1}\n")
     with pytest.raises(ValueError, match=r"PNDMScheduler cannot be followed"):
-        making.prepare(making.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
+        making.job_of(making.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
 
 
 # --- where the weights are
@@ -724,7 +724,7 @@ def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_pa
 def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     (tmp_path / "all.yaml").write_text("extends: fp8\nsteps: {first: 8}\n")
     options = making.Options(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
-    check = making.quantize(making.prepare(options)).check
+    check = making.quantize(making.job_of(options)).check
     assert check.steps == 8 and check.psnr_db == [None] * 4  # the same images
 
 
@@ -746,7 +746,7 @@ def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path,
 def test_fused_lora_files_are_in_the_16_bit_weights(tmp_path, lora_file) -> None:
     file = lora_file("style.safetensors", ADAPTED)
     options = making.Options(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
-    prepared = making.prepare(options)
+    prepared = making.job_of(options)
     making.quantize(prepared)
     pipe, original = tiny.load(folder=tmp_path / "out"), prepared.load_reference().transformer
     other = copy.deepcopy(pipe.transformer)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fluxq.eval.metrics.schema import Debug, Estimate, Gate, Report, Served, Speed
     from fluxq.jobs.catalogue import Model
     from fluxq.jobs.forecast import Forecast
+    from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
-    from fluxq.jobs.prepared import Prepared
     from fluxq.quantize.exchange.export import Changed, Exported
     from fluxq.quantize.record import Check, Component, Group, Record
     from fluxq.quantize.verify import Result
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    prepared: Prepared,
+    job: Job,
     costs: dict[str, Cost],
     demands: Sequence[Demand | None] = (),
     held: Sequence[Holding] = (),
@@ -40,7 +40,7 @@ def plan(
     With `every_layer` each is printed by name; with `costs` those instead. demands: of quantizing, on each device; the
     least that it may be given is printed. held: of the pipeline by the GPU, as asked and under prefer="memory".
     """
-    for component in prepared.plans:
+    for component in job.plans:
         if not costs:
             (_layers if every_layer else _fates)(component)
             _reasons(component)
@@ -105,9 +105,9 @@ def _role(role: str) -> str:
     return "16 bit" if role == KEPT_ROLE else role
 
 
-def plan_json(prepared: Prepared, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
+def plan_json(job: Job, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
     """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
-    plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
+    plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in job.plans}
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
     return {**plans, "pipeline": held[0].describe()} if held else plans
@@ -119,18 +119,18 @@ def forecast(of_job: Forecast) -> None:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
-def calibrated(prepared: Prepared, path: Path) -> None:
+def calibrated(job: Job, path: Path) -> None:
     """Print where the statistics are and what they are for."""
-    if prepared.finished:
+    if job.finished:
         echo(f"already done: {path} holds the statistics of this recipe and model")
     else:
-        echo(f"statistics of {prepared.calibration.count} images in {path}")
-    if not any(plan.static_groups() for plan in prepared.plans):
-        echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
+        echo(f"statistics of {job.calibration.count} images in {path}")
+    if not any(plan.static_groups() for plan in job.plans):
+        echo(f"recipe {job.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
         return
-    if prepared.fitted:
+    if job.fitted:
         echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
-    options = prepared.options
+    options = job.options
     again = [options.model] if options.model else []
     again += ["--recipe", options.recipe]
     again += ["--profile", options.profile] if options.profile else []
@@ -140,35 +140,34 @@ def calibrated(prepared: Prepared, path: Path) -> None:
     echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
 
 
-def quantized(prepared: Prepared, record: Record) -> None:
+def quantized(job: Job, record: Record) -> None:
     """The closing table of `fluxq quantize`."""
-    if prepared.finished:
-        echo(f"already done: {prepared.output} holds this recipe on this model")
+    if job.finished:
+        echo(f"already done: {job.output} holds this recipe on this model")
     parts = record.components
     columns = {part.component: _facts(part) for part in parts}
     if len(parts) == 1:
         (component,) = columns
-        header = (component, prepared.recipe_name)
+        header = (component, job.recipe_name)
     else:
         columns["total"] = _facts(_together(parts))
-        header = (prepared.recipe_name, *columns)
+        header = (job.recipe_name, *columns)
     rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
     rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record.check)))
-    if chosen := [f"{plan.attention} in {plan.component}" for plan in prepared.plans if plan.attention != "16bit"]:
+    if chosen := [f"{plan.attention} in {plan.component}" for plan in job.plans if plan.attention != "16bit"]:
         rows.append(("attention", *[""] * (len(columns) - 1), ", ".join(chosen)))
     rows += [
-        ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}")
-        for f in prepared.loras
+        ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}") for f in job.loras
     ]
-    if not prepared.finished:
+    if not job.finished:
         rows.append(("took", *[""] * (len(columns) - 1), _duration(record.seconds)))
     print_table(header, rows)
     _decisions(parts)
     from fluxq.jobs.requirements import makes_pictures
 
-    echo(f"checkpoint: {prepared.output}")
-    following = "eval" if makes_pictures(prepared.folder) else "verify"
-    echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
+    echo(f"checkpoint: {job.output}")
+    following = "eval" if makes_pictures(job.folder) else "verify"
+    echo(f"next: fluxq {following} {shlex.quote(str(job.output))}")
 
 
 def judged(gate: Gate) -> str:
@@ -176,7 +175,7 @@ def judged(gate: Gate) -> str:
     return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
 
 
-def why_failed(prepared: Prepared, check: Check) -> str:
+def why_failed(job: Job, check: Check) -> str:
     """Return the closing check's faults in words, and what to do."""
     made = "images" if check.frames is None else "videos"
     what = f"gate missed: {', '.join(check.missed)}"
@@ -186,7 +185,7 @@ def why_failed(prepared: Prepared, check: Check) -> str:
         what = f"{check.flat} of {check.images} {made} are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
-    return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
+    return f"{job.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
 
 
 def evaluated(page: Path, report: Report) -> None:

@@ -46,8 +46,8 @@ from fluxq.eval.metrics.schema import (
     read_report,
 )
 from fluxq.eval.report import card
-from fluxq.jobs import forecast, placement
-from fluxq.jobs.footprint import weight_bytes
+from fluxq.jobs import forecast, memory
+from fluxq.jobs.footprint import weight_bytes as component_bytes
 from fluxq.jobs.requirements import (
     call_of,
     makes_video,
@@ -168,10 +168,10 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         _require_known("metric", options.metrics, metric_rows())
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
-    weights = placement.weight_bytes(folder, options.dtype)
-    device, offload = placement.settle_pipeline(folder, options.device, weights, asked_device)
-    stored = placement.stored_bytes(quantized)
-    offload_quantized = offload and placement.settle_pipeline(quantized, device, stored, asked_device)[1]
+    weights = memory.weight_bytes(folder, options.dtype)
+    device, offload = memory.settle_pipeline(folder, options.device, weights, asked_device)
+    stored = memory.stored_bytes(quantized)
+    offload_quantized = offload and memory.settle_pipeline(quantized, device, stored, asked_device)[1]
     options = replace(options, device=device)
     protocol = PROTOCOLS[options.protocol]
     said = {**quantized.generation_defaults, **protocol.call(folder)}
@@ -412,7 +412,7 @@ class _InFp32:
     def open(self, device: str) -> Any:
         """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
         folder = self.asked.folder
-        needed = sum(weight_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
+        needed = sum(component_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
         free = free_bytes(torch.device(device))
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
@@ -467,9 +467,9 @@ def debug(
     if asked.reference.offload:
         logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)
         device = "cpu"
-        stored = placement.stored_bytes(ModelFolder(asked.output.name, asked.output))
-        both = placement.weight_bytes(asked.folder, options.dtype) + stored
-        placement.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
+        stored = memory.stored_bytes(ModelFolder(asked.output.name, asked.output))
+        both = memory.weight_bytes(asked.folder, options.dtype) + stored
+        memory.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
     on_start(_forecast(asked, {f"at most {budget} runs": (asked.items, budget * forecast.QUANTIZED)}, device, sides=2))
     found = find_faults(
         asked.reference,
