@@ -1,7 +1,13 @@
 """One function per command: joins recipes, calibrate, quantize and eval.
 
 `job_of` reads what a user gave and refuses what cannot work; the function that takes its result does the work. Output
-folders appear complete or not at all.
+folders appear complete or not at all. Until then each stage keeps what it has done in the work folder, whose name holds
+the job's digest, and an interrupted run goes on with what is whole there:
+
+    statistics   statistics.safetensors
+    calls        calls/, with the digests of the weights that they were captured with; levels.json
+    blocks       <component>/0000.safetensors …, each with a hash of itself and of the weights that it is made of
+    checkpoint   the output itself, with the closing check in its record
 """
 
 from __future__ import annotations
@@ -150,7 +156,7 @@ def calibrate(job: Job) -> Path:
 
 
 def _require_free(job: Job) -> None:
-    """Raise RuntimeError for what was put at the output since this was job, and may not be replaced."""
+    """Raise RuntimeError for what was put at the output since this job began, and may not be replaced."""
     try:
         Output(job.output, True).require_free(overwrite=job.options.overwrite, exists_ok=True)
         if not job.options.overwrite and job.output.exists():
@@ -162,8 +168,8 @@ def _require_free(job: Job) -> None:
 def quantize(job: Job) -> Record:
     """Calibrate, quantize, check and write the checkpoint; returns its record.
 
-    `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is
-    written all the same and its card says so.
+    `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is written all the same
+    and its card says so.
     """
     if job.finished:
         if job.run.ranks.leads:
@@ -178,7 +184,7 @@ def quantize(job: Job) -> Record:
 
 
 def _written_meanwhile(job: Job) -> Record | None:
-    """Return the record of what another run wrote since this one was job; None if there is nothing.
+    """Return the record of what another run wrote since this job began; None if there is nothing.
 
     Raises RuntimeError, which costs no block, where something else stands there.
     """
@@ -235,7 +241,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
 
 
 def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
-    """Copy what is not quantized; RuntimeError if it is not what this was job with, and what the record names.
+    """Copy what is not quantized; RuntimeError if it is not what the job began with, and what the record names.
 
     hashes: takes those of the files.
     """
