@@ -216,7 +216,7 @@ def ours(recipe: str) -> Callable[[], nn.Module]:
 
         folder = Path(WORK.name) / recipe
         options = making.Options(model="tiny", recipe=recipe, output=str(folder), check=False)
-        making.quantize(making.prepare(options))
+        making.quantize(making.job_of(options))
         return diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
 
     return load

@@ -45,7 +45,7 @@ from fluxq.eval.metrics.statistics import Interval, paired_interval, within_item
 from fluxq.jobs import making
 from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.quantize.record import fitted_db
+from fluxq.quantize.record import Component, Record, fitted_db
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
@@ -105,7 +105,7 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
         for label, options in settings(recipes, Path(folder)):
-            record = making.quantize(making.prepare(options))
+            record = making.quantize(making.job_of(options))
             checkpoint = ModelFolder(label, Path(str(options.output)))
             again = [label + AS_INT8] * (label == REENCODED) + [label + IN_FP8] * (label in ATTENDING)
             again += [label + keeping(*steps) for steps in KEEPING.get(label, ())]
@@ -121,7 +121,7 @@ def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making
     for recipe in recipes:
         for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
             options = making.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
-            layers = [layer for plan in making.prepare(options).plans for layer in plan.layers]
+            layers = [layer for plan in making.job_of(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:
                 known.add(what)
@@ -134,7 +134,7 @@ class Judge:
     def __init__(self, reference: Generated, calls: Sequence[tuple[Any, Any, Tensor]], seeds: int) -> None:
         self.reference, self.calls, self.seeds = reference, calls, seeds
 
-    def measure(self, label: str, record: Mapping[str, Any], pipe: Any) -> Measured:
+    def measure(self, label: str, record: Record, pipe: Any) -> Measured:
         """A row. record: what `jobs.quantize` returned. pipe: the checkpoint, loaded."""
         if label.endswith(AS_INT8):
             fluxq.prepare(pipe, device="cpu")
@@ -145,7 +145,7 @@ class Judge:
         images = generate(pipe, self.reference.items, tiny.CALL_KWARGS, description=label)
         agreement = fidelity(self.reference, images)
         psnr, sqnr = (per_prompt(values, self.seeds) for values in (agreement.psnr_db, agreement.latent_sqnr_db))
-        part = record["components"][0]
+        part = record.components[0]
         schemes = {name: layer.scheme for name, layer in quant_layers(getattr(pipe, COMPONENT))}
         is_stored, is_first = not label.endswith(AS_INT8), not label.endswith((AS_INT8, IN_FP8, IN_16_BIT))
         row = {
@@ -155,7 +155,7 @@ class Judge:
             "psnr_db": limits(paired_interval(psnr)),
             "latent_sqnr_db": limits(paired_interval(sqnr)),
             "velocity_error": None if kept else round(self.velocity_error(getattr(pipe, COMPONENT)), 5),
-            "seconds": record["seconds"] if is_first else None,
+            "seconds": record.seconds if is_first else None,
             "modelled_ms": modelled_ms(label, schemes),
         }
         if kept:
@@ -187,22 +187,21 @@ def velocities(pipe: Any) -> list[tuple[Any, Any, Tensor]]:
     return calls
 
 
-def sizes(part: Mapping[str, Any], schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
+def sizes(part: Component, schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
     """Bits and bytes; those of the files are left out where the model in memory is another.
 
     bits_per_weight: of all Linears. fitted_bits: of the layers in the recipe's main format alone, all but modulation
     and what stays in 16 bit.
     """
-    fitted = [layer for layer in part["layers"] if layer["name"] in schemes and layer["role"] != MODULATION_ROLE]
-    shapes = [layer["shape"] for layer in fitted]
-    bits = sum(schemes[layer["name"]].stored_bits(*layer["shape"]) for layer in fitted)
-    files = ("bits_per_weight", "bytes_before", "bytes_after") if is_stored else ()
-    return {"fitted_bits": round(bits / sum(n * k for n, k in shapes), 4), **{key: part[key] for key in files}}
+    fitted = [layer for layer in part.layers if layer.name in schemes and layer.role != MODULATION_ROLE]
+    bits = sum(schemes[layer.name].stored_bits(*layer.shape) for layer in fitted)
+    files = {"bits_per_weight", "bytes_before", "bytes_after"} if is_stored else set[str]()
+    return {"fitted_bits": round(bits / sum(layer.weights for layer in fitted), 4), **part.model_dump(include=files)}
 
 
-def held_out(part: Mapping[str, Any]) -> list[float] | None:
+def held_out(part: Component) -> list[float] | None:
     """Output SQNR on held-out tokens, rounded to nearest and as it was kept: means over groups; None without any."""
-    found = fitted_db(part["groups"])
+    found = fitted_db(part.groups)
     return [round(value, 2) for value in found] if found else None
 
 

@@ -26,6 +26,7 @@ from fluxq.base.linears import is_linear
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.checkpoint import SourceWeights, model_on_meta
 from fluxq.quantize.lora_file import LoraFile
+from fluxq.quantize.record import Lora
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,14 @@ def _for_component(
     return renamed(state), {kind: renamed(held) for kind, held in scaling.items()}
 
 
-def recorded_loras(record: dict[str, Any]) -> Iterator[LoraFile]:
+def recorded_loras(loras: Sequence[Lora]) -> Iterator[LoraFile]:
     """The LoRA files that were fused into a checkpoint; ValueError for one that is gone or has changed."""
-    for recorded in record.get("loras", []):
-        lora = LoraFile(Path(recorded["file"]), recorded["weight"], recorded.get("component", _FIRST))
-        if not lora.path.is_file() or lora.digest != recorded["sha256"]:
+    for recorded in loras:
+        lora = LoraFile(Path(recorded.file), recorded.weight, recorded.component)
+        if not lora.path.is_file() or lora.digest != recorded.sha256:
             raise ValueError(
                 f"{lora.path}: this LoRA was fused into the checkpoint, so the 16-bit images need it; the file is gone "
-                f"or another one (SHA-256 {recorded['sha256'][:16]}…): put it back"
+                f"or another one (SHA-256 {recorded.sha256[:16]}…): put it back"
             )
         yield lora
 

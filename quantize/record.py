@@ -1,63 +1,17 @@
-"""Schema of the parts of `fluxq_plan.json` that are read again; the file holds more, for people."""
+"""The record of a checkpoint: the content of `fluxq_plan.json`, as it is written and read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from fluxq.quantize.checkpoint import PLAN_FILE, read_plan_file
 
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """The whole file of a checkpoint folder; ValueError naming it and the key where it is none that fluxq wrote."""
-    record = read_plan_file(folder)
-    if record is None:
-        raise ValueError(f"{folder}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
-    try:
-        Record.model_validate(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{folder / PLAN_FILE}: damaged, it does not say how the checkpoint was made ({where}: {first['msg']}); "
-            "quantize again"
-        ) from None
-    return record
-
-
-def bits_per_weight(parts: Sequence[Mapping[str, Any]]) -> float:
-    """Return the bits per weight of recorded components: all that is stored for all Linears over their weights."""
-    weights = [sum(map(_weights, part["layers"])) for part in parts]
-    stored = sum(part["bits_per_weight"] * count for part, count in zip(parts, weights, strict=True))
-    return stored / sum(weights)
-
-
-def bits_per_quantized_weight(parts: Sequence[Mapping[str, Any]]) -> float:
-    """Return the same of the quantized Linears alone: what their formats and transforms take. 16 if there are none."""
-    done = [layer for part in parts for layer in part["layers"] if layer["scheme"] != "16bit"]
-    stored = sum(layer["bits_per_weight"] * _weights(layer) for layer in done)
-    return stored / sum(map(_weights, done)) if done else 16.0
-
-
-def fitted_db(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """Return the mean SQNR in dB of what layers give out, rounded to nearest and as fitted; None if none was fitted.
-
-    groups: recorded input groups. The tokens are held out: nothing was fitted to them.
-    """
-    pairs = [(group["sqnr_before_db"], group["sqnr_db"]) for group in groups]
-    known = [(before, after) for before, after in pairs if before is not None and after is not None]
-    if not known:
-        return None
-    before, after = (sum(values) / len(known) for values in zip(*known, strict=True))
-    return before, after
-
-
-def _weights(layer: Mapping[str, Any]) -> int:
-    n, k = layer["shape"]
-    return n * k
+if TYPE_CHECKING:
+    from fluxq.recipes.plan import LayerPlan
 
 
 class _Part(BaseModel):
@@ -65,53 +19,215 @@ class _Part(BaseModel):
 
 
 class Layer(_Part):
+    """A Linear (N, K) of a component. scheme: "16bit" where it is not quantized; weight_sqnr_db: None if exact."""
+
     name: str
-    scheme: str
     shape: list[int] = Field(min_length=2, max_length=2)
+    role: str = ""
+    scheme: str
+    may_try: str = ""
     bits_per_weight: float
+    reason: str = ""
+    weight_sqnr_db: float | None = None
+
+    @classmethod
+    def of(cls, layer: LayerPlan, weight_sqnr_db: float | None) -> Self:
+        """Return what is recorded of a planned layer."""
+        said = {**layer.describe(), "bits_per_weight": round(layer.bits_per_weight, 4)}
+        return cls(**said, weight_sqnr_db=weight_sqnr_db)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights, N·K."""
+        return self.shape[0] * self.shape[1]
+
+
+class Stage(_Part):
+    """A stage of fitting that was tried, and why it was kept or left out. percent: more modelled time."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    name: str
+    kept: bool
+    gain_db: float
+    percent: float
+    reason: str
+
+
+class Group(_Part):
+    """A fitted input group: held-out SQNR of what its layers give out, rounded to nearest and as fitted, in dB."""
+
+    group: str
+    layers: list[str]
+    sqnr_before_db: float | None
+    sqnr_db: float | None
+    stages: list[Stage]
 
 
 class Component(_Part):
+    """A quantized component. library and class_name: of an imported one. bytes: of all its tensors."""
+
     component: str
+    library: str | None = None
+    class_name: str | None = None
+    family: str = ""
+    notes: list[str] = []
+    attention: str = "16bit"
     bytes_before: int
     bytes_after: int
     bits_per_weight: float
+    seconds: float = 0.0
     layers: list[Layer]
+    groups: list[Group] = []
+
+    @property
+    def quantized(self) -> list[Layer]:
+        """Layers that are not in 16 bit."""
+        return [layer for layer in self.layers if layer.scheme != "16bit"]
 
 
 class Model(_Part):
-    source: str | None  # None where another program's file was imported without its base
+    """The 16-bit model. source: None for one in memory, or another program's file imported without its base."""
+
+    name: str = ""
+    source: str | None
     revision: str | None
+    license: dict[str, str] = {}
     digests: dict[str, str]
 
 
 class Recipe(_Part):
+    """The recipe: its name, and its fields as its file has them."""
+
+    model_config = ConfigDict(extra="allow")
+
     name: str
+    profile: str | None = None
+    steps: dict[str, Any] | None = None
     gates: list[str] = []
 
 
-class Identity(_Part):
-    recipe: str
+class Origin(_Part):
+    """Origin of an imported component. files: name -> SHA-256; mended: layer -> faults; dequantized: layer -> why."""
 
-
-class Prompts(_Part):
-    source: str
-    digest: str
+    component: str
+    origin: str = Field("", validation_alias=AliasChoices("origin", "from"), serialization_alias="from")
+    dialect: str = ""
+    about: str
+    files: dict[str, str]
+    base: str | None = None
+    mended: dict[str, list[str]]
+    dequantized: dict[str, str] = {}
+    notes: list[str] = []
 
 
 class Lora(_Part):
+    """A LoRA file that was fused into a component."""
+
     file: str
     weight: float
     sha256: str
     component: str = "transformer"
 
 
+class Prompts(_Part):
+    """Calibration prompts."""
+
+    source: str
+    digest: str
+
+
+class Identity(_Part):
+    """Everything that decides a checkpoint's bytes; `recipe` is a SHA-256."""
+
+    model_config = ConfigDict(extra="allow")
+
+    recipe: str
+    dtype: str = "bfloat16"
+
+
+class Check(_Part):
+    """The closing check: a few images or videos against the 16-bit pipeline's, with the same prompts and noise.
+
+    frames: of a video, None for images. flat: images of one colour. Of dB, None stands for infinity.
+    gates_for_eval: gates that only `fluxq eval` measures. missed: gates that did not hold.
+    """
+
+    images: int
+    frames: int | None = None
+    seeds: list[int] = []
+    steps: int
+    finite: bool
+    flat: int = 0
+    psnr_db: list[float | None] = []
+    mean_psnr_db: float | None
+    mean_latent_sqnr_db: float | None = None
+    gates: list[str]
+    gates_for_eval: list[str] = []
+    missed: list[str]
+    passed: bool
+
+
 class Record(_Part):
+    """Origin, content and closing check of a checkpoint. imported: of one made by `fluxq import`.
+
+    trajectory: the calls that were captured, None where no data was needed. files: name -> SHA-256.
+    """
+
+    fluxq_version: str = ""
+    identity: Identity
     model: Model
     recipe: Recipe
-    identity: Identity
-    prompts: Prompts | None
+    imported: list[Origin] | None = None
     loras: list[Lora] = []
-    components: list[Component] = Field(min_length=1)
-    statistics_digest: str | None
+    prompts: Prompts | None
     trajectory: dict[str, Any] | None
+    statistics_digest: str | None
+    components: list[Component] = Field(min_length=1)
+    versions: dict[str, Any] = {}
+    check: Check | None = None
+    files: dict[str, str] = {}
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file: the fields that were given."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def read_record(folder: Path) -> Record:
+    """Return the record of a checkpoint folder; ValueError naming file and key where it is none that fluxq wrote."""
+    record = read_plan_file(folder)
+    if record is None:
+        raise ValueError(f"{folder}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
+    try:
+        return Record.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{folder / PLAN_FILE}: damaged, it does not say how the checkpoint was made ({where}: {first['msg']}); "
+            "quantize again"
+        ) from None
+
+
+def bits_per_weight(parts: Sequence[Component]) -> float:
+    """Return the bits per weight of components: all that is stored for all Linears over their weights."""
+    weights = [sum(layer.weights for layer in part.layers) for part in parts]
+    stored = sum(part.bits_per_weight * count for part, count in zip(parts, weights, strict=True))
+    return stored / sum(weights)
+
+
+def bits_of(layers: Sequence[Layer]) -> float:
+    """Return the bits per weight of layers, of formats and transforms; 16 if there are none."""
+    stored = sum(layer.bits_per_weight * layer.weights for layer in layers)
+    return stored / sum(layer.weights for layer in layers) if layers else 16.0
+
+
+def fitted_db(groups: Sequence[Group]) -> tuple[float, float] | None:
+    """Return the mean SQNR in dB of groups, rounded to nearest and as fitted; None if none was fitted."""
+    pairs = [(group.sqnr_before_db, group.sqnr_db) for group in groups]
+    known = [(before, after) for before, after in pairs if before is not None and after is not None]
+    if not known:
+        return None
+    before, after = (sum(values) / len(known) for values in zip(*known, strict=True))
+    return before, after

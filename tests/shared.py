@@ -95,7 +95,7 @@ def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable
             if not folder.exists():
                 path = quick(recipe, root, fitted)
                 asked = making.Options(model="tiny", recipe=str(path), output=str(folder), check=False)
-                making.quantize(making.prepare(asked))
+                making.quantize(making.job_of(asked))
         return folder
 
     return make
@@ -112,7 +112,7 @@ def statistics_file(tmp_path_factory) -> Path:
     """Return the file that `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
     folder = tmp_path_factory.mktemp("statistics")
     options = making.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
-    return making.calibrate(making.prepare(options, writes=False))
+    return making.calibrate(making.job_of(options, writes=False))
 
 
 @pytest.fixture

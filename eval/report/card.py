@@ -18,7 +18,7 @@ from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.metrics.figures import amount, limits, mark
 from fluxq.eval.metrics.schema import Metric, Report, Run
 from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
-from fluxq.quantize.record import bits_per_weight, fitted_db
+from fluxq.quantize.record import Check, Component, Layer, Lora, Model, Origin, Record, bits_of, fitted_db
 from fluxq.recipes.computing import Steps
 from fluxq.recipes.plan import KEPT_ROLE
 
@@ -30,23 +30,22 @@ _BEGIN, _END = "<!-- fluxq eval: begin -->", "<!-- fluxq eval: end -->"
 _NEXT_SECTION = "## How it was made"
 
 
-def model_card(record: dict[str, Any]) -> str:
+def model_card(record: Record) -> str:
     """README.md with the front matter that hubs read, sealed: `--overwrite` replaces none that a user changed."""
-    recipe, model, check = record["recipe"], record["model"], record["check"]
-    parts = record["components"]
+    model, parts = record.model, record.components
     lines = [
         *_front_matter(record),
-        f"# {escaped(model['name'])}, {_title(record)}",
+        f"# {escaped(model.name)}, {_title(record)}",
         "",
         f"{_scope(parts)}. Base model: {_base(model)}; licence: "
-        f"{escaped(license_text(model['license'])) or 'not stated by the base model, check before you share this'}.",
+        f"{escaped(license_text(model.license)) or 'not stated by the base model, check before you share this'}.",
         "",
         "It loads with fluxq, installed from its source (`python -m pip install .` in its folder); without `import "
         "fluxq` diffusers does not know the format.",
         "",
         "```python",
         *_loading(record),
-        *(["fluxq.keep_steps(pipe)"] if recipe.get("steps") else []),
+        *(["fluxq.keep_steps(pipe)"] if record.recipe.steps else []),
         "```",
         "",
         "## Size",
@@ -62,63 +61,63 @@ def model_card(record: dict[str, Any]) -> str:
         *(row for part in parts for row in _scope_rows(part)),
         *_about_fitting(parts),
         "",
-        *(line for part in parts for note in part.get("notes", ()) for line in (f"`{_of(part)}`: {note}", "")),
+        *(line for part in parts for note in part.notes for line in (f"`{_of(part)}`: {note}", "")),
         "## Measured quality",
         "",
-        *_check_lines(check),
+        *_check_lines(record.check),
         "",
         "## How it was made",
         "",
-        *(_imported_lines(record["imported"]) if "imported" in record else _recipe_lines(record)),
-        f"- versions: {', '.join(f'{name} {value}' for name, value in record['versions'].items())}",
+        *(_recipe_lines(record) if record.imported is None else _imported_lines(record.imported)),
+        f"- versions: {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
         "",
         "Every layer with its reason is in `fluxq_plan.json`.",
     ]
     return seal("\n".join(lines), ".md")
 
 
-def _loading(record: dict[str, Any]) -> list[str]:
+def _loading(record: Record) -> list[str]:
     """Of a pipeline, or of the one model that was imported without one."""
-    part = record["components"][0]
+    part = record.components[0]
     library, name, loaded = "diffusers", "DiffusionPipeline", "pipe"
-    if not part["component"]:
-        library, name, loaded = part["library"], part["class_name"], "model"
-    call = f'{loaded} = {name}.from_pretrained("path/to/this/folder", dtype=torch.{record["identity"]["dtype"]})'
+    if not part.component:
+        library, name, loaded = part.library, part.class_name, "model"
+    call = f'{loaded} = {name}.from_pretrained("path/to/this/folder", dtype=torch.{record.identity.dtype})'
     return ["import fluxq", "import torch", f"from {library} import {name}", "", call]
 
 
-def _of(part: dict[str, Any]) -> str:
-    return part["component"] or "model"
+def _of(part: Component) -> str:
+    return part.component or "model"
 
 
-def _tag(record: dict[str, Any]) -> str:
-    return "imported" if "imported" in record else record["recipe"]["name"]
+def _tag(record: Record) -> str:
+    return record.recipe.name if record.imported is None else "imported"
 
 
-def _title(record: dict[str, Any]) -> str:
-    name = escaped(record["recipe"]["name"])
-    return name if "imported" in record else f"quantized with fluxq ({name})"
+def _title(record: Record) -> str:
+    name = escaped(record.recipe.name)
+    return f"quantized with fluxq ({name})" if record.imported is None else name
 
 
-def _recipe_lines(record: dict[str, Any]) -> list[str]:
-    recipe, digest = record["recipe"], record["identity"]["recipe"][:16]
+def _recipe_lines(record: Record) -> list[str]:
+    recipe, prompts = record.recipe, record.prompts
     return [
-        f"- recipe `{code(recipe['name'])}`, profile `{recipe['profile']}`, SHA-256 `{digest}`",
-        *_steps_lines(recipe.get("steps")),
-        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora['sha256'][:16]}`" for lora in record.get("loras", [])),
-        f"- prompts: {escaped(record['prompts']['source'])}, SHA-256 `{record['prompts']['digest'][:16]}`",
-        f"- calibration: {_calibration(record)}",
+        f"- recipe `{code(recipe.name)}`, profile `{recipe.profile}`, SHA-256 `{record.identity.recipe[:16]}`",
+        *_steps_lines(recipe.steps),
+        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora.sha256[:16]}`" for lora in record.loras),
+        *([f"- prompts: {escaped(prompts.source)}, SHA-256 `{prompts.digest[:16]}`"] if prompts else []),
+        f"- calibration: {_calibration(record.trajectory)}",
     ]
 
 
-def _imported_lines(parts: list[dict[str, Any]]) -> list[str]:
+def _imported_lines(parts: list[Origin]) -> list[str]:
     """Return lines on the files that were imported, the programs they are of, and what was done to them."""
     lines = []
     for part in parts:
-        of = f"`{part['component']}`" if part["component"] else "the model"
-        files = ", ".join(f"`{code(name)}` (SHA-256 `{digest[:16]}`)" for name, digest in part["files"].items())
-        lines.append(f"- {of} was imported by `fluxq import` from {files}: {part['about']}")
-        faults = sorted({fault for layer in part["mended"].values() for fault in layer})
+        of = f"`{part.component}`" if part.component else "the model"
+        files = ", ".join(f"`{code(name)}` (SHA-256 `{digest[:16]}`)" for name, digest in part.files.items())
+        lines.append(f"- {of} was imported by `fluxq import` from {files}: {part.about}")
+        faults = sorted({fault for layer in part.mended.values() for fault in layer})
         lines += [f"- mended in it: {', '.join(faults)}"] if faults else []
     return lines
 
@@ -231,14 +230,13 @@ def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
     return [f"- kept in 16 bit: {kept} of every call, by `fluxq.keep_steps(pipe)` and the base model's weights"]
 
 
-def _lora(lora: dict[str, Any]) -> str:
-    into = lora.get("component", "transformer")
-    return f"`{code(PurePath(lora['file']).name)}` at weight {lora['weight']:g} in `{into}`"
+def _lora(lora: Lora) -> str:
+    return f"`{code(PurePath(lora.file).name)}` at weight {lora.weight:g} in `{lora.component}`"
 
 
-def _base(model: dict[str, Any]) -> str:
-    name = escaped(model["name"])
-    return f"{name} at revision `{code(model['revision'])}`" if model["revision"] else name
+def _base(model: Model) -> str:
+    name = escaped(model.name)
+    return f"{name} at revision `{code(model.revision)}`" if model.revision else name
 
 
 def license_text(fields: dict[str, str]) -> str:
@@ -246,56 +244,52 @@ def license_text(fields: dict[str, str]) -> str:
     return fields.get("license_name") or fields.get("license", "")
 
 
-def _front_matter(record: dict[str, Any]) -> list[str]:
-    model = record["model"]
-    first = record["components"][0]
-    library = "diffusers" if first["component"] else first["library"]
-    fields = {"library_name": library, "tags": ["quantization", "fluxq", _tag(record)], **model["license"]}
-    if HUB_ID.fullmatch(model["name"]):  # a local folder's name would point at a stranger's model
-        fields |= {"base_model": model["name"], "base_model_relation": "quantized"}
+def _front_matter(record: Record) -> list[str]:
+    model, first = record.model, record.components[0]
+    library = "diffusers" if first.component else first.library
+    fields = {"library_name": library, "tags": ["quantization", "fluxq", _tag(record)], **model.license}
+    if HUB_ID.fullmatch(model.name):  # a local folder's name would point at a stranger's model
+        fields |= {"base_model": model.name, "base_model_relation": "quantized"}
     written = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 16)
     return ["---", *written.splitlines(), "---", ""]
 
 
-def _scope(parts: list[dict[str, Any]]) -> str:
+def _scope(parts: list[Component]) -> str:
     counts = []
     for part in parts:
-        done = sum(layer["scheme"] != "16bit" for layer in part["layers"])
-        attention = part.get("attention", "16bit")
         counts.append(
-            f"{done} of {len(part['layers'])} Linears of the {_of(part)} are quantized"
-            + (f", its self-attention is computed in {attention}" if attention != "16bit" else "")
+            f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized"
+            + (f", its self-attention is computed in {part.attention}" if part.attention != "16bit" else "")
         )
     return "; ".join(counts)
 
 
-def _size_row(part: dict[str, Any]) -> str:
-    before, after = part["bytes_before"], part["bytes_after"]
+def _size_row(part: Component) -> str:
+    before, after = part.bytes_before, part.bytes_after
     sizes = f"{before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({after / before:.0%})"
-    return f"| {_of(part)} | {sizes} | {part['bits_per_weight']:.2f} |"
+    return f"| {_of(part)} | {sizes} | {part.bits_per_weight:.2f} |"
 
 
-def _scope_rows(part: dict[str, Any]) -> list[str]:
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for layer in part["layers"]:
-        kinds.setdefault((layer["role"], layer["scheme"]), []).append(layer)
+def _scope_rows(part: Component) -> list[str]:
+    kinds: dict[tuple[str, str], list[Layer]] = {}
+    for layer in part.layers:
+        kinds.setdefault((layer.role, layer.scheme), []).append(layer)
     return [_scope_row(part, role, scheme, layers) for (role, scheme), layers in kinds.items()]
 
 
-def _scope_row(part: dict[str, Any], role: str, scheme: str, layers: list[dict[str, Any]]) -> str:
-    names = {layer["name"] for layer in layers}
-    gained = fitted_db([group for group in part["groups"] if names.intersection(group["layers"])])
+def _scope_row(part: Component, role: str, scheme: str, layers: list[Layer]) -> str:
+    names = {layer.name for layer in layers}
+    gained = fitted_db([group for group in part.groups if names.intersection(group.layers)])
     outputs = f"{gained[0]:.1f} → {gained[1]:.1f} dB" if gained else "–"
-    errors = [layer["weight_sqnr_db"] for layer in layers if layer["weight_sqnr_db"] is not None]
+    errors = [layer.weight_sqnr_db for layer in layers if layer.weight_sqnr_db is not None]
     weights = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
-    bits = bits_per_weight([{"layers": [layer], "bits_per_weight": layer["bits_per_weight"]} for layer in layers])
     role = "16 bit" if role == KEPT_ROLE else role
-    return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits:.2f} | {outputs} | {weights} |"
+    return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits_of(layers):.2f} | {outputs} | {weights} |"
 
 
-def _about_fitting(parts: list[dict[str, Any]]) -> list[str]:
+def _about_fitting(parts: list[Component]) -> list[str]:
     """Return a note on why fitted weights look worse than rounded ones, if some were fitted."""
-    if not any(fitted_db(part["groups"]) for part in parts):
+    if not any(fitted_db(part.groups) for part in parts):
         return []
     return [
         "",
@@ -304,25 +298,24 @@ def _about_fitting(parts: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _check_lines(check: dict[str, Any] | None) -> list[str]:
+def _check_lines(check: Check | None) -> list[str]:
     if check is None:
         return ["Not measured (the closing check was skipped)."]
-    frames = check.get("frames")
-    made = f"{amount(check['images'], frames)}{' of' if frames is None else ' and'} {check['steps']} steps"
+    frames = check.frames
+    made = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
     images = f"{made}, same prompts and noise as the 16-bit pipeline"
-    if not check["finite"]:
+    if not check.finite:
         return [f"**FAILED: NaN or infinity** in {images}."]
-    if check.get("flat"):
-        return [f"**FAILED: {check['flat']} images of one colour** among {images}."]
-    psnr = "identical" if check["mean_psnr_db"] is None else f"{check['mean_psnr_db']:.2f} dB"
-    verdict = f"**FAILED: {', '.join(check['missed'])}**" if check["missed"] else "passed"
-    gates = f"; gates {', '.join(check['gates'])}: {verdict}" if check["gates"] else ""
+    if check.flat:
+        return [f"**FAILED: {check.flat} images of one colour** among {images}."]
+    psnr = "identical" if check.mean_psnr_db is None else f"{check.mean_psnr_db:.2f} dB"
+    verdict = f"**FAILED: {', '.join(check.missed)}**" if check.missed else "passed"
+    gates = f"; gates {', '.join(check.gates)}: {verdict}" if check.gates else ""
     few = "images" if frames is None else "videos"
     return [f"Paired PSNR {psnr} over {images}{gates}. A few {few} are a smoke test, not an evaluation."]
 
 
-def _calibration(record: dict[str, Any]) -> str:
-    trajectory = record["trajectory"]
+def _calibration(trajectory: dict[str, Any] | None) -> str:
     if trajectory is None:
         return "none; this recipe needs no data"
     steps = ", ".join(map(str, trajectory["steps_seen"]))

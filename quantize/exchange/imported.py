@@ -24,6 +24,7 @@ from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig, build_on_meta, library_of
 from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.record import Component, Identity, Layer, Model, Origin, Recipe, Record
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
@@ -66,8 +67,8 @@ def record_of(
     base: ModelFolder | None,
     reports: Sequence[Imported],
     job: str,
-) -> dict[str, Any]:
-    """Return the content of the plan file of the folder `made`, whose other files are all there.
+) -> Record:
+    """Return the record of the folder `made`, whose other files are all there.
 
     path: what was imported. pipeline: whose other components were copied; base: the 16-bit model, in whatever form.
     job: of the command, as `job_digest` has it.
@@ -79,54 +80,55 @@ def record_of(
     files = {"files": {report.component: report.files for report in reports}}
     about = pipeline or base or ModelFolder(path.name, path)
     dialects = " and ".join(dict.fromkeys(report.dialect for report in reports))
-    return {
-        "fluxq_version": FLUXQ_VERSION,
-        "identity": {"recipe": sha256_json(files), "dtype": _dtype(made), "job": job},
-        "model": {
-            "name": (base or about).name,
-            "source": _source(origin) if origin else None,
-            "revision": origin.commit if origin else None,
-            "license": about.license,
-            "digests": {component: origin.digest(component) for component in known} if origin else {},
-        },
-        "recipe": {"name": f"imported from {dialects}"},
-        "imported": [
-            {
-                "component": report.component,
-                "from": path.resolve().name,
-                "dialect": report.dialect,
-                "about": DIALECTS[report.dialect].about,
-                "files": report.files,
-                "base": base.name if base else None,
-                "mended": report.mended,
-                "dequantized": report.dequantized,
-                "notes": report.notes,
-            }
+    return Record(
+        fluxq_version=FLUXQ_VERSION,
+        identity=Identity.model_validate({"recipe": sha256_json(files), "dtype": _dtype(made), "job": job}),
+        model=Model(
+            name=(base or about).name,
+            source=_source(origin) if origin else None,
+            revision=origin.commit if origin else None,
+            license=about.license,
+            digests={component: origin.digest(component) for component in known} if origin else {},
+        ),
+        recipe=Recipe(name=f"imported from {dialects}"),
+        imported=[
+            Origin(
+                component=report.component,
+                origin=path.resolve().name,
+                dialect=report.dialect,
+                about=DIALECTS[report.dialect].about,
+                files=report.files,
+                base=base.name if base else None,
+                mended=report.mended,
+                dequantized=report.dequantized,
+                notes=report.notes,
+            )
             for report in reports
         ],
-        "loras": [],
-        "prompts": None,
-        "trajectory": None,
-        "statistics_digest": None,
-        "components": parts,
-        "versions": versions(),
-        "check": None,
-        "files": hash_files(made, {}),
-    }
+        loras=[],
+        prompts=None,
+        trajectory=None,
+        statistics_digest=None,
+        components=parts,
+        versions=versions(),
+        check=None,
+        files=hash_files(made, {}),
+    )
 
 
-def _component(folder: Path, report: Imported) -> dict[str, Any]:
+def _component(folder: Path, report: Imported) -> Component:
     """Return the record of a component that was imported into `folder`; `Plan` has the words."""
     reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
     reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
     found = _described(folder, report.component, report.library, report.class_name, reasons, "16 bit in the file")
-    for layer in found["layers"]:
-        error = report.errors.get(layer["name"])
-        layer["weight_sqnr_db"] = round(-20 * log10(error), 2) if error else None
-    return {**found, "notes": report.notes}
+    for layer in found.layers:
+        error = report.errors.get(layer.name)
+        layer.weight_sqnr_db = round(-20 * log10(error), 2) if error else None
+    found.notes = report.notes
+    return found
 
 
-def _copied(made: Path, imported: Sequence[str]) -> list[dict[str, Any]]:
+def _copied(made: Path, imported: Sequence[str]) -> list[Component]:
     """Of components that were checkpoints of fluxq before, and were copied."""
     folder, found = ModelFolder(made.name, made), []
     for component, class_name in folder.components.items():
@@ -141,7 +143,7 @@ def _copied(made: Path, imported: Sequence[str]) -> list[dict[str, Any]]:
 
 def _described(
     folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str], other: str
-) -> dict[str, Any]:
+) -> Component:
     """A component as it stands in `folder`. reasons: by layer; other: of those that are not in it."""
     config = read_json(folder / "config.json")
     schemes = _schemes(config)
@@ -155,22 +157,19 @@ def _described(
         layers.append(LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, other)))
     plan = Plan(family.name if family else GENERIC, component, tuple(layers))
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
-    return {
-        "component": component,
-        "library": library,
-        "class_name": class_name,
-        "family": plan.family,
-        "notes": [],
-        "attention": "16bit",
-        "bytes_before": 2 * sum(tensor.numel() for tensor in tensors.values()),
-        "bytes_after": sum(TensorFile(path).nbytes for path in folder.glob("*.safetensors")),
-        "bits_per_weight": round(plan.bits_per_weight, 4),
-        "layers": [
-            {**layer.describe(), "bits_per_weight": round(layer.bits_per_weight, 4), "weight_sqnr_db": None}
-            for layer in plan.layers
-        ],
-        "groups": [],
-    }
+    return Component(
+        component=component,
+        library=library,
+        class_name=class_name,
+        family=plan.family,
+        notes=[],
+        attention="16bit",
+        bytes_before=2 * sum(tensor.numel() for tensor in tensors.values()),
+        bytes_after=sum(TensorFile(path).nbytes for path in folder.glob("*.safetensors")),
+        bits_per_weight=round(plan.bits_per_weight, 4),
+        layers=[Layer.of(layer, None) for layer in plan.layers],
+        groups=[],
+    )
 
 
 def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:

@@ -43,6 +43,7 @@ from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, not_fini
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.quantize.record import Record
 from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined
@@ -68,7 +69,7 @@ def import_model(
     *,
     dequantize: bool = False,
     overwrite: bool = False,
-    card: Callable[[dict[str, Any]], str] | None = None,
+    card: Callable[[Record], str] | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> list[Imported]:
     """Make a checkpoint of fluxq, at the folder `output`, of what another program quantized.
@@ -129,7 +130,7 @@ def import_model(
             copy_rest(made, pipeline, [report.component for report in reports])
         write_digests(made)
         record = record_of(made, path, pipeline, source, reports, job)
-        write_json(made / PLAN_FILE, record)
+        write_json(made / PLAN_FILE, record.to_json())
         if card is not None:
             write_text(made / "README.md", card(record))
     return reports

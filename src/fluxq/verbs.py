@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fluxq.calibrate.statistics import Statistics
     from fluxq.eval.metrics.schema import Report
+    from fluxq.quantize.record import Record
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Checkpoint:
     """A quantized pipeline's folder, and its record: the content of fluxq_plan.json."""
 
     path: Path
-    record: Mapping[str, Any]
+    record: Record
 
     @classmethod
     def open(cls, folder: str | PathLike[str]) -> Checkpoint:
         """Return the checkpoint in a folder; ValueError or FileNotFoundError if there is none."""
-        from fluxq.jobs.given import require_checkpoint
+        from fluxq.jobs.requirements import require_checkpoint
         from fluxq.quantize.record import read_record
 
         require_checkpoint(fspath(folder), recorded=True)
@@ -42,8 +43,7 @@ class Checkpoint:
     @property
     def passed(self) -> bool | None:
         """The closing check's verdict: no NaN, and every gate of the recipe held; None if there was no check."""
-        check = self.record.get("check")
-        return check and check["passed"]
+        return self.record.check and self.record.check.passed
 
     def load(self, **arguments: Any) -> DiffusionPipeline:
         """Load the pipeline: `DiffusionPipeline.from_pretrained`, which takes the arguments; bfloat16 by default."""
@@ -103,9 +103,9 @@ def quantize_pipeline(
     )
     with _on_disk(pipeline, output, given) as where:
         asked = making.Options(**given, **where)
-        prepared = making.prepare(asked)
-        record = making.quantize(prepared)
-    return Checkpoint(prepared.output.absolute(), record)
+        job = making.job_of(asked)
+        record = making.quantize(job)
+    return Checkpoint(job.output.absolute(), record)
 
 
 def calibrate_pipeline(
@@ -130,7 +130,7 @@ def calibrate_pipeline(
     given = _given(options, recipe=recipe, prompts=prompts, components=components, call=call, overwrite=overwrite)
     with _on_disk(pipeline, output, given, is_file=True) as where:
         asked = making.Options(**given, **where)
-        return Statistics.load(making.calibrate(making.prepare(asked, writes=False)))
+        return Statistics.load(making.calibrate(making.job_of(asked, writes=False)))
 
 
 def evaluate_pipeline(
@@ -178,7 +178,7 @@ def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
     """
     from fluxq.commands.options import DTYPES, MAX_SEED
     from fluxq.jobs import judge, making
-    from fluxq.jobs.given import require_files
+    from fluxq.jobs.requirements import require_files
     from fluxq.recipes.recipe import PROFILES
 
     row = judge.Options if "gates" in named else making.Options

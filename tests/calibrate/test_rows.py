@@ -544,16 +544,16 @@ def test_a_row_s_noise_is_its_own_whatever_shares_its_call(folder):
 # A whole job
 
 
-def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> making.Prepared:
+def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> making.Job:
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = making.Options(
         model="tiny", recipe=recipe, prompts=str(folder / "p.jsonl"), output=str(output), overwrite=True, **options
     )
-    return making.prepare(asked)
+    return making.job_of(asked)
 
 
 def test_a_job_refuses_columns_before_anything_is_computed(folder, quick_recipe, monkeypatch):
-    monkeypatch.setattr("fluxq.jobs.prepared.load_pipeline", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("fluxq.jobs.job.load_pipeline", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"column 'image' is the argument image, which FluxPipeline does not take"):
         prepared(folder, [{"prompt": "a", "image": "one.png"}], str(quick_recipe("nvfp4")), folder / "out")
 
@@ -563,8 +563,8 @@ def test_a_job_with_sizes_is_calibrated_checked_and_says_so(folder, quick_recipe
     recipe = str(quick_recipe("nvfp4", fitted=False))
     job = prepared(folder, rows, recipe, folder / "out", call={"num_inference_steps": 2})
     record = making.quantize(job)
-    assert record["check"]["finite"] and record["check"]["images"] == 4
-    assert [item[2] for item in record["trajectory"]["items"]] == [{"height": row["height"]} for row in rows * 2]
+    assert record.check.finite and record.check.images == 4
+    assert [item[2] for item in record.trajectory["items"]] == [{"height": row["height"]} for row in rows * 2]
     assert prepared(folder, rows, recipe, folder / "out").identity != job.identity  # two steps, not eight
     other = prepared(folder, [*rows[:3], {**rows[3], "height": 16}], recipe, folder / "out")
     assert other.identity["prompts"] != job.identity["prompts"]

@@ -324,7 +324,7 @@ def test_quiet_is_quiet_and_json_is_json(fluxq):
 
 
 def test_rtn_needs_no_data_and_its_scales_are_dynamic(fluxq, monkeypatch, tmp_path):
-    monkeypatch.setattr("fluxq.jobs.prepared.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
+    monkeypatch.setattr("fluxq.jobs.job.load_pipeline", lambda *a: pytest.fail("the pipeline was loaded"))
     assert fluxq("quantize", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out").code == 0
     said = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())["quantization_config"]
     assert "nvfp4-nvfp4" in said["layers"] and said["required_features"] == []
@@ -709,7 +709,7 @@ def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, 
         raise KeyboardInterrupt
 
     for place in (
-        "fluxq.jobs.prepared.load_pipeline",
+        "fluxq.jobs.job.load_pipeline",
         "fluxq.jobs.making.write_text",
         "fluxq.quantize.checkpoint.copy_rest",
     ):

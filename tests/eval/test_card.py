@@ -12,7 +12,7 @@ from fluxq.commands.show import _facts
 from fluxq.eval.metrics.schema import Verdict
 from fluxq.eval.report.card import eval_results, model_card, with_evaluation
 from fluxq.jobs.judge import _write
-from fluxq.quantize.checkpoint import read_plan_file
+from fluxq.quantize.record import read_record
 from fluxq.quantize.verify import verify
 
 
@@ -30,23 +30,21 @@ def card(plain_checkpoint):
 
 
 def test_card_is_made_from_the_plan_file_alone(plain_checkpoint, card):
-    assert card == model_card(read_plan_file(plain_checkpoint("int8")))
+    assert card == model_card(read_record(plain_checkpoint("int8")))
     assert ModelCard(card).data.library_name == "diffusers"
 
 
 def test_fitting_is_shown_by_what_outputs_gained(checkpoint, plain_checkpoint):
     """Fitted weights lie farther from the originals than rounded ones: that figure alone would say the opposite."""
-    fitted, plain = (read_plan_file(make("nvfp4")) for make in (checkpoint, plain_checkpoint))
-    weights = [
-        sum(layer["weight_sqnr_db"] or 0 for layer in record["components"][0]["layers"]) for record in (fitted, plain)
-    ]
+    fitted, plain = (read_record(make("nvfp4")) for make in (checkpoint, plain_checkpoint))
+    weights = [sum(layer.weight_sqnr_db or 0 for layer in record.components[0].layers) for record in (fitted, plain)]
     assert weights[0] < weights[1]
     text = model_card(fitted)
     line = next(line for line in text.splitlines() if "| ff_up |" in line)
     before, after = map(float, re.search(r"([0-9.]+) → ([0-9.]+) dB", line).groups())
     assert after > before + 1 and "Fitting moves weights away from the originals so that outputs come nearer" in text
     assert "→" not in model_card(plain) and "Fitting moves" not in model_card(plain)
-    shown = [_facts(record["components"][0])["layers' SQNR"] for record in (fitted, plain)]
+    shown = [_facts(record.components[0])["layers' SQNR"] for record in (fitted, plain)]
     before, after = map(float, re.search(r"([0-9.]+) -> ([0-9.]+) dB by fitting", shown[0]).groups())
     assert after > before + 1 and shown[1].endswith("dB (weights)")
 
@@ -132,9 +130,9 @@ def test_verify_still_holds_after_an_evaluation(plain_checkpoint, card, report, 
     "text", ["Foo: community licence", 'x"\nbase_model: evil/evil\n---\n<img src=x>', "- [a](javascript:b)"]
 )
 def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
-    record = read_plan_file(plain_checkpoint("int8"))
-    record["model"] |= {"name": text, "license": {"license": "other", "license_name": text}}
-    record["recipe"]["name"] = text
+    record = read_record(plain_checkpoint("int8"))
+    record.model.name, record.model.license = text, {"license": "other", "license_name": text}
+    record.recipe.name = text
     card = model_card(record)
     parsed = ModelCard(card).data.to_dict()
     assert parsed["license_name"] == text and "base_model" not in parsed and parsed["tags"][-1] == text

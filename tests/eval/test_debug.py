@@ -19,7 +19,7 @@ from fluxq.eval.metrics.schema import Debug
 from fluxq.kernels import ops
 from fluxq.kernels.encode import decode
 from fluxq.quantize.checkpoint import list_linears, read_plan_file
-from fluxq.quantize.record import bits_per_weight
+from fluxq.quantize.record import bits_per_weight, read_record
 from fluxq.recipes.all_families import family_of
 from fluxq.recipes.formats import FORMATS
 from fluxq.recipes.plan import component_recipe, make_plan
@@ -114,7 +114,7 @@ def test_first_divergence_is_the_first_layer_in_4_bits(sound):
 
 def test_patch_gains_within_its_growth(sound, folder):
     patch = sound.patch
-    parts = read_plan_file(folder)["components"]
+    parts = read_record(folder).components
     assert patch.bits_before == pytest.approx(bits_per_weight(parts), abs=1e-3)  # as every other command counts them
     assert patch.bits_before < patch.bits_after <= patch.bits_before * 1.1
     assert patch.measured_sqnr_db > patch.before_sqnr_db + 0.5

@@ -9,7 +9,7 @@ import torch
 
 from fluxq.eval.metrics import plugins
 from fluxq.eval.metrics.plugins import ADAPTERS, PluginError, find_offers, load_class, open_plugin, scores
-from fluxq.jobs.given import require_measures
+from fluxq.jobs.requirements import require_measures
 
 IMAGES = torch.arange(3 * 3 * 4 * 4, dtype=torch.uint8).reshape(3, 3, 4, 4)
 PROMPTS = ["a cat", "a dog", "a cat"]

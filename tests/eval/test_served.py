@@ -30,8 +30,8 @@ def native(side):
 def test_as_stored_it_takes_the_bits_of_the_record(side, native, checkpoint):
     record = read_record(checkpoint("nvfp4"))
     assert native.arithmetic == NATIVE and computed(native) == "as stored"
-    assert native.bits_per_weight == pytest.approx(bits_per_weight(record["components"]), abs=1e-3)
-    assert native.resident_bytes == record["components"][0]["bytes_after"]
+    assert native.bits_per_weight == pytest.approx(bits_per_weight(record.components), abs=1e-3)
+    assert native.resident_bytes == record.components[0].bytes_after
     pipe = side.open()
     assert native.pipeline_bytes == model_bytes(pipe.components) > native.resident_bytes
     bits, weights = stored_bits(pipe)

@@ -495,13 +495,13 @@ def with_text_encoder(tmp_path_factory) -> Path:
     options = making.Options(
         model="tiny", recipe="fp8", output=str(folder), check=False, components=("transformer", "text_encoder_2")
     )
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     return folder
 
 
 def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder, tmp_path) -> None:
     options = making.Options("tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",))
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     words = "stock transformers does not load a T5 with 4-bit layers"
     done = exchange.plan_export(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit").write()
     assert sum(note.startswith(words) for note in done.notes) == 1

@@ -350,7 +350,7 @@ def test_a_pipeline_of_several_quantized_components_becomes_one_checkpoint(three
         assert files[0].name == files[1].name and before.keys() == after.keys()
         assert all(same_bytes(before[name], after[name]) for name in before), component
     assert set(checked(tmp_path / "back").values()) == {"ok"}
-    parts = {part["component"] for part in read_record(tmp_path / "back")["components"]}
+    parts = {part.component for part in read_record(tmp_path / "back").components}
     assert parts == {"transformer", "text_encoder_2", "text_encoder"}
     pipe: Any = DiffusionPipeline.from_pretrained(tmp_path / "back", torch_dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
@@ -378,15 +378,15 @@ def test_an_imported_checkpoint_says_where_it_is_from_and_every_reader_takes_it(
     out = tmp_path / "model-fluxq"
     assert set(checked(out).values()) == {"ok"}
     record = read_record(out)
-    (said,) = record["imported"]
-    assert said["files"] == {"model.safetensors": sha256_file(file)} and said["dialect"] == "comfy"
-    (part,) = record["components"]
-    layers = {layer["name"]: layer for layer in part["layers"]}
+    (said,) = record.imported
+    assert said.files == {"model.safetensors": sha256_file(file)} and said.dialect == "comfy"
+    (part,) = record.components
+    layers = {layer.name: layer for layer in part.layers}
     layer = layers["transformer_blocks.0.attn.to_q"]
-    assert (layer["scheme"], layer["role"]) == (NVFP4, "qkv") and 18 < layer["weight_sqnr_db"] < 24
-    assert "codes as comfy had them" in layer["reason"]
-    assert layers["x_embedder"]["scheme"] == "16bit" and layers["x_embedder"]["weight_sqnr_db"] is None
-    assert part["bytes_before"] == 2 * sum(tensor.numel() for tensor in tiny_state().values())
+    assert (layer.scheme, layer.role) == (NVFP4, "qkv") and 18 < layer.weight_sqnr_db < 24
+    assert "codes as comfy had them" in layer.reason
+    assert layers["x_embedder"].scheme == "16bit" and layers["x_embedder"].weight_sqnr_db is None
+    assert part.bytes_before == 2 * sum(tensor.numel() for tensor in tiny_state().values())
     card = (out / "README.md").read_text()
     assert "imported from comfy" in card and sha256_file(file)[:16] in card and "32 of" in card
     subject = judge.subject(out, judge.Options())  # what `fluxq eval` begins with
@@ -402,7 +402,7 @@ def test_without_a_base_the_record_names_none_and_says_how_to_give_it(three, tmp
     export(ModelFolder("three", three), "modelopt", tmp_path / "there", component="transformer")
     import_model(tmp_path / "there", tmp_path / "out")
     record = read_record(tmp_path / "out")
-    assert record["model"]["source"] is None and record["model"]["digests"] == {}
+    assert record.model.source is None and record.model.digests == {}
     assert set(checked(tmp_path / "out").values()) == {"ok"}
     with pytest.raises(ValueError, match=r"imported without a base.*give it as --model"):
         judge.subject(tmp_path / "out", judge.Options())
@@ -527,9 +527,9 @@ def test_a_dequantized_import_is_verified_too(tmp_path) -> None:
     (report,) = import_model(tmp_path / "model.safetensors", tmp_path / "out", TINY, dequantize=True)
     assert report.dequantized.keys() == {name.removesuffix(".weight") for name in exact} and not report.quantized
     assert set(checked(tmp_path / "out").values()) == {"ok"}
-    (part,) = read_record(tmp_path / "out")["components"]
-    assert {layer["scheme"] for layer in part["layers"]} == {"16bit"}
-    assert sum("nf4 has a table of its own" in layer["reason"] for layer in part["layers"]) == len(exact)
+    (part,) = read_record(tmp_path / "out").components
+    assert {layer.scheme for layer in part.layers} == {"16bit"}
+    assert sum("nf4 has a table of its own" in layer.reason for layer in part.layers) == len(exact)
 
 
 # --- bitsandbytes and GGUF by their own libraries

@@ -187,7 +187,7 @@ def nvfp4_with_rank(tmp_path_factory) -> Path:
     asked = making.Options(
         model="tiny", recipe=str(folder / "ranked.yaml"), output=str(folder / "tiny-ranked"), check=False
     )
-    making.quantize(making.prepare(asked))
+    making.quantize(making.job_of(asked))
     return folder / "tiny-ranked"
 
 

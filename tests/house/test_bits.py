@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import read_report
-from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
+from fluxq.quantize.record import Component, Layer, bits_of, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 
 FEW = ("--count", 2, "--num-inference-steps", 1)
@@ -35,7 +35,7 @@ def test_every_command_says_the_same_bits_per_weight(recipe: str, checkpoint: Ca
     """fp8 stores what its formats say, so its plan knows them; nvfp4 is fitted, and keeps what fitting found."""
     out = Path(shutil.copytree(checkpoint(recipe), tmp_path / "out"))
     record = read_record(out)
-    stored = f"{bits_per_weight(record['components']):.2f}"
+    stored = f"{bits_per_weight(record.components):.2f}"
     planned = said("plan", "tiny", "--recipe", recipe)
     if recipe == "fp8":
         assert bits_in(planned) == {stored}
@@ -58,22 +58,24 @@ def test_every_command_says_the_same_bits_per_weight(recipe: str, checkpoint: Ca
 
 
 def test_bits_of_quantized_weights_leave_out_16_bit_layers(checkpoint: Callable[[str], Path]) -> None:
-    parts = read_record(checkpoint("nvfp4"))["components"]
-    layers = [layer for layer in parts[0]["layers"] if layer["scheme"] != "16bit"]
-    sizes = [(Scheme.parse(layer["scheme"]), *layer["shape"]) for layer in layers]
+    (part,) = read_record(checkpoint("nvfp4")).components
+    sizes = [(Scheme.parse(layer.scheme), *layer.shape) for layer in part.quantized]
     expected = sum(scheme.stored_bits(n, k) for scheme, n, k in sizes) / sum(n * k for _, n, k in sizes)
-    assert bits_per_quantized_weight(parts) == pytest.approx(expected, abs=1e-3)
-    assert bits_per_quantized_weight(parts) < bits_per_weight(parts) - 0.5
-    nothing = [{**layer, "scheme": "16bit", "bits_per_weight": 16.0} for layer in parts[0]["layers"]]
-    assert bits_per_quantized_weight([{**parts[0], "layers": nothing}]) == 16
+    assert bits_of(part.quantized) == pytest.approx(expected, abs=1e-3)
+    assert bits_of(part.quantized) < bits_per_weight([part]) - 0.5
+    assert bits_of([]) == 16
 
 
 def test_several_components_are_weighted_by_their_weights() -> None:
-    parts = [
-        {"bits_per_weight": 4.0, "layers": [{"shape": [10, 30], "scheme": "nvfp4-16bit", "bits_per_weight": 4.0}]},
-        {"bits_per_weight": 8.0, "layers": [{"shape": [10, 10], "scheme": "fp8-16bit", "bits_per_weight": 8.0}]},
+    layers = [
+        Layer(name="a", shape=[10, 30], scheme="nvfp4-16bit", bits_per_weight=4.0),
+        Layer(name="b", shape=[10, 10], scheme="fp8-16bit", bits_per_weight=8.0),
     ]
-    assert bits_per_weight(parts) == bits_per_quantized_weight(parts) == 5
+    parts = [
+        Component(component=la.name, bytes_before=1, bytes_after=1, bits_per_weight=la.bits_per_weight, layers=[la])
+        for la in layers
+    ]
+    assert bits_per_weight(parts) == bits_of(layers) == 5
 
 
 def test_a_record_with_other_bits_than_the_files_fails_verify(

@@ -204,9 +204,9 @@ def test_the_readme_snippet_makes_an_image(checkpoint, tmp_path, monkeypatch) ->
 
 def test_the_cards_snippet_names_the_dtype(checkpoint) -> None:
     from fluxq.eval.report.card import model_card
+    from fluxq.quantize.record import read_record
 
-    record = json.loads((checkpoint("fp8") / "fluxq_plan.json").read_text(encoding="utf-8"))
-    assert "dtype=torch.bfloat16" in model_card(record)
+    assert "dtype=torch.bfloat16" in model_card(read_record(checkpoint("fp8")))
 
 
 def rows_of(page: Path, heading: str) -> list[list[str]]:

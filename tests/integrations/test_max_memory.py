@@ -297,7 +297,7 @@ def pictures(pipe: Any) -> tuple[Tensor, Tensor]:
 def test_a_quantized_pipeline_paints_the_same_image(tmp_path):
     """Also with a text encoder whose codes are filed with another shape."""
     options = making.Options("tiny", "int4", "rtn", str(tmp_path / "out"), check=False)
-    making.quantize(making.prepare(making.replace(options, components=("transformer", "text_encoder_2"))))
+    making.quantize(making.job_of(making.replace(options, components=("transformer", "text_encoder_2"))))
     for path in (tmp_path / "out", Path(tiny.path())):
         folder = ModelFolder("out", path)
         want = pictures(load_pipeline(folder))
@@ -363,9 +363,9 @@ def test_the_checkpoint_has_the_same_bytes(tmp_path, recipe, tight, lora_file, h
     records = []
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
         chosen = making.replace(options, output=str(tmp_path / name), max_memory=limit)
-        records.append(making.quantize(making.prepare(chosen)))
+        records.append(making.quantize(making.job_of(chosen)))
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")
-    assert records[0]["check"] == records[1]["check"] and (records[0]["check"] is None) == bool(how)
+    assert records[0].check == records[1].check and (records[0].check is None) == bool(how)
     assert len(tight) == (1 if how else 2) and all(residence.held == 0 for residence in tight)
 
 
@@ -373,7 +373,7 @@ def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monk
     from fluxq.quantize import run
 
     options = making.Options("tiny", recipe, output=str(tmp_path / "out"), check=False, call={"num_inference_steps": 2})
-    whole = making.quantize(making.prepare(making.replace(options, output=str(tmp_path / "whole"))))
+    whole = making.quantize(making.job_of(making.replace(options, output=str(tmp_path / "whole"))))
     own, fitted = run._fit_block, []
 
     def stops(live: Any, *rest: Any) -> Any:
@@ -383,17 +383,17 @@ def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monk
 
     monkeypatch.setattr(run, "_fit_block", stops)
     with pytest.raises(KeyboardInterrupt):
-        making.quantize(making.prepare(options))
+        making.quantize(making.job_of(options))
     monkeypatch.setattr(run, "_fit_block", lambda live, *rest: fitted.append(live.index) or own(live, *rest))
-    record = making.quantize(making.prepare(making.replace(options, max_memory=1 << 30)))
-    assert fitted == [3, 4] and record["components"][0]["groups"] == whole["components"][0]["groups"]
+    record = making.quantize(making.job_of(making.replace(options, max_memory=1 << 30)))
+    assert fitted == [3, 4] and record.components[0].groups == whole.components[0].groups
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_statistics_are_the_same(tmp_path, recipe, tight):
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
         options = making.Options("tiny", recipe, output=str(tmp_path / name), call={"num_inference_steps": 2})
-        making.calibrate(making.prepare(making.replace(options, max_memory=limit), writes=False))
+        making.calibrate(making.job_of(making.replace(options, max_memory=limit), writes=False))
     assert len(tight) == 1 and (tmp_path / "bounded").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
@@ -406,10 +406,10 @@ def test_too_little_is_refused_with_the_least_that_does(recipe, tmp_path):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     least = int(float(found[3]) * (1 << 20))
     options = making.Options("tiny", recipe, output=str(tmp_path / "out"), max_memory=least)
-    bound = making.prepare(options).bound
+    bound = making.job_of(options).bound
     assert bound and bound.fitting["transformer"] < least - (64 << 20) < 2 * bound.fitting["transformer"]
     with pytest.raises(ValueError, match=f"needs {found[3]}MiB; give at least"):
-        making.prepare(making.replace(options, max_memory=least - (1 << 18)))
+        making.job_of(making.replace(options, max_memory=least - (1 << 18)))
 
 
 def test_images_that_are_too_large_for_it_are_refused(recipe):
@@ -417,8 +417,8 @@ def test_images_that_are_too_large_for_it_are_refused(recipe):
     with pytest.raises(
         ValueError, match=r"running transformer on 1 image of 1024x1024 needs .*, or a smaller --height"
     ):
-        making.prepare(options)
-    assert making.prepare(making.replace(options, check=False)).bound is None  # no pipeline is run
+        making.job_of(options)
+    assert making.job_of(making.replace(options, check=False)).bound is None  # no pipeline is run
 
 
 @pytest.mark.parametrize("size", ["8", "lots", "0GB"])
@@ -443,9 +443,9 @@ def test_running_out_of_memory_names_the_option(tmp_path, monkeypatch, error):
     monkeypatch.setattr(making, "generate", fails)
     options = making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"))
     with pytest.raises(RuntimeError, match=r"out of memory on cpu .*: --max-memory SIZE"):
-        making.quantize(making.prepare(options))
+        making.quantize(making.job_of(options))
     with pytest.raises(RuntimeError, match="more was needed than --max-memory 1GiB"):
-        making.quantize(making.prepare(making.replace(options, max_memory=1 << 30)))
+        making.quantize(making.job_of(making.replace(options, max_memory=1 << 30)))
     with pytest.raises(RuntimeError, match=r"^something else$"):
         with memory.within(None, "cpu"):
             raise RuntimeError("something else")
@@ -513,7 +513,7 @@ def test_a_gpu_stays_within_the_bound(tmp_path, recipe):
     for name, limit in (("whole", None), ("bounded", 250 << 20)):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        making.quantize(making.prepare(making.replace(options, output=str(tmp_path / name), max_memory=limit)))
+        making.quantize(making.job_of(making.replace(options, output=str(tmp_path / name), max_memory=limit)))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[0] > 400e6 and peaks[1] < 250 << 20
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")

@@ -317,7 +317,7 @@ def test_a_pipeline_loads_its_text_encoders(tmp_path):
     """`fluxq quantize tiny --recipe fp8 --components …`, then the stock pipeline classes."""
     parts = ("transformer", "text_encoder", "text_encoder_2")
     options = making.Options(model="tiny", recipe="fp8", components=parts, output=str(tmp_path / "out"), check=False)
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     pipes = [
         c.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
         for c in (diffusers.FluxPipeline, diffusers.DiffusionPipeline)

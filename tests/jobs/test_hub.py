@@ -1,6 +1,5 @@
 """To and from the hub: the commit that was downloaded is recorded, licences travel along, uploads are earned."""
 
-import json
 from pathlib import Path
 
 import huggingface_hub
@@ -11,6 +10,7 @@ from fluxq import tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.cli import cli
 from fluxq.jobs import hub, judge, making
+from fluxq.quantize.record import Record, read_record
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -34,15 +34,15 @@ def downloads(tmp_path, monkeypatch) -> list[tuple[str, str | None]]:
     return asked
 
 
-def quantized(tmp_path: Path, model: str, **how: object) -> dict:
+def quantized(tmp_path: Path, model: str, **how: object) -> Record:
     """The record of a checkpoint in tmp_path/out."""
     options = {"recipe": "fp8", "output": str(tmp_path / "out"), "check": False, **how}
-    return making.quantize(making.prepare(making.Options(model=model, **options)))
+    return making.quantize(making.job_of(making.Options(model=model, **options)))
 
 
 def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(downloads, tmp_path):
     record = quantized(tmp_path, "a/b", revision="main")
-    assert record["model"]["source"] == "a/b" and record["model"]["revision"] == COMMIT
+    assert record.model.source == "a/b" and record.model.revision == COMMIT
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"Base model: a/b at revision `{COMMIT}`; licence: apache-2.0." in card and "\nbase_model: a/b\n" in card
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
@@ -52,7 +52,7 @@ def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(download
 
 def test_a_folder_has_no_commit(tiny_folder, tmp_path):
     record = quantized(tmp_path, str(tiny_folder))
-    assert record["model"]["revision"] is None
+    assert record.model.revision is None
     assert "Base model: model; licence" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -150,7 +150,7 @@ def test_what_missed_a_gate_is_written_but_not_uploaded(api, tmp_path):
     assert code == 1 and "psnr>=900" in said and (tmp_path / "out").is_dir()
     assert api.calls == [("whoami",)]
     with pytest.raises(ValueError, match="its closing check did not pass"):
-        hub.push(tmp_path / "out", json.loads((tmp_path / "out" / "fluxq_plan.json").read_text()), "me/tiny", False)
+        hub.push(tmp_path / "out", read_record(tmp_path / "out"), "me/tiny", False)
     assert api.calls == [("whoami",)]
 
 

@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 from published_models import PIPELINES, ROWS, published
 
+from benchmarks import large_models
 from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
-from fluxq.jobs import footprint, making, placement, serving
+from fluxq.jobs import footprint, making, planning
 from fluxq.jobs.catalogue import Model
 from fluxq.recipes.cards import holding
 from fluxq.recipes.devices import DEVICES
@@ -27,7 +28,7 @@ def line_of(name: str, folder: Path) -> str:
     """The model's line of the page: GiB on the CPU and on a GPU, for each recipe."""
     model, cells = str(published(folder / name, name)), []
     for recipe in RECIPES:
-        prepared = making.prepare(making.Options(model, recipe), writes=False)
+        prepared = making.job_of(making.Options(model, recipe), writes=False)
         asked = [making.demand(prepared, device, writes=True) for device in ("cpu", "cuda")]
         cells.append(" / ".join(f"{math.ceil(10 * each.least / (1 << 30)) / 10:g}" for each in asked if each) or "any")
     return f"| {name} | {' | '.join(cells)} |"
@@ -37,7 +38,7 @@ def line_of(name: str, folder: Path) -> str:
     "name", [name if name == "FLUX.1-dev" else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
 )
 def test_the_page_says_the_least_that_a_model_can_be_given(name, tmp_path, request, monkeypatch):
-    monkeypatch.setattr(placement, "free_bytes", lambda _: 24 << 30)  # whatever other processes hold just now
+    monkeypatch.setattr(planning, "free_bytes", lambda _: 24 << 30)  # whatever other processes hold just now
     before, table, after = PAGE.read_text(encoding="utf-8").split(MARK)
     line, lines = line_of(name, tmp_path), table.splitlines()
     if request.config.getoption("--write-features"):
@@ -52,7 +53,7 @@ def test_the_page_says_the_least_that_a_model_can_be_given(name, tmp_path, reque
 def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     """By hand, of FLUX.1-dev under fp8: one image of a megapixel, through the transformer and through the VAE."""
     model = str(published(tmp_path / "model", "FLUX.1-dev"))
-    prepared = making.prepare(making.Options(model, "fp8"), writes=False)
+    prepared = making.job_of(making.Options(model, "fp8"), writes=False)
     found = making.demand(prepared, "cpu", writes=True)
     assert found is not None
     itemsize, tokens, widest = 2, 4096 + 512, 3 * (18432 + 3072)
@@ -65,7 +66,7 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
         found.bound(1 << 30)
     assert found.bound(found.least).limit == found.least
     assert (
-        making.demand(making.prepare(making.Options(model, "fp8", check=False), writes=False), "cpu", writes=True)
+        making.demand(making.job_of(making.Options(model, "fp8", check=False), writes=False), "cpu", writes=True)
         is None
     )
 
@@ -73,7 +74,7 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
 def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
     """By hand: what a VAE takes, of the short videos of the closing check, in numbers of 2 bytes."""
     model = published(tmp_path / "model", "Wan2.2-T2V-A14B")
-    prepared = making.prepare(making.Options(str(model), "fp8"), writes=False)
+    prepared = making.job_of(making.Options(str(model), "fp8"), writes=False)
     found = making.demand(prepared, "cpu", writes=True)
     assert found is not None and f"running vae on {ONE}" in found.needs
     assert found.working["vae"] == 2 * 4 * 256 * 5 * 1024 * 1024  # of a latent frame, and what is kept of the last
@@ -98,11 +99,11 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("mark", "table"),
     [
-        ("chips", serving.chips_table),
-        ("FLUX.1-dev", partial(serving.cards_table, "FLUX.1-dev")),
-        slow("Qwen-Image", partial(serving.cards_table, "Qwen-Image")),
-        slow("Wan2.1-T2V-14B", partial(serving.cards_table, "Wan2.1-T2V-14B")),
-        slow("models", serving.models_table),
+        ("chips", large_models.chips_table),
+        ("FLUX.1-dev", partial(large_models.cards_table, "FLUX.1-dev")),
+        slow("Qwen-Image", partial(large_models.cards_table, "Qwen-Image")),
+        slow("Wan2.1-T2V-14B", partial(large_models.cards_table, "Wan2.1-T2V-14B")),
+        slow("models", large_models.models_table),
     ],
 )
 def test_the_page_says_what_serves_what(mark, table, request):
@@ -125,7 +126,7 @@ def row_of(lines: list[str], card: str) -> dict[str, str]:
 
 
 def test_twelve_gb_hold_flux_in_4_bits_where_they_stay_4_bits():
-    lines = serving.cards_table("FLUX.1-dev")
+    lines = large_models.cards_table("FLUX.1-dev")
     ada, blackwell = row_of(lines, "RTX 4070"), row_of(lines, "RTX 5070")
     assert ada["nvfp4"] == "12.5 no" and blackwell["nvfp4"] == "8.7 turns"
     assert ada['nvfp4, prefer="memory"'] == blackwell["nvfp4"]
@@ -139,7 +140,7 @@ def test_the_parts_of_a_pipeline_by_hand():
     """FLUX.1-dev on an RTX 5070 in nvfp4, its encoders in 16 bit: CLIP-L and T5-XXL of so many parameters."""
     found = {
         piece.name: piece
-        for piece in serving.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
+        for piece in large_models.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
     }
     size = Model(ROWS["FLUX.1-dev"]).size("nvfp4")
     assert found["transformer"].weights == pytest.approx(size.checkpoint_bytes, rel=1e-3)
@@ -152,13 +153,15 @@ def test_the_parts_of_a_pipeline_by_hand():
     assert found["vae"].activations == 2 * 4 * 1024 * 1024 * 256
     quantized = {
         piece.name: piece.weights
-        for piece in serving.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=True)
+        for piece in large_models.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=True)
     }
     assert quantized["T5-XXL"] < 0.31 * found["T5-XXL"].weights and quantized["vae"] == found["vae"].weights
 
 
 def test_a_model_of_two_halves_counts_them_both():
-    names = [piece.name for piece in serving.pieces("Wan2.2-T2V-A14B", "fp8", DEVICES["a100"], "speed", encoders=False)]
+    names = [
+        piece.name for piece in large_models.pieces("Wan2.2-T2V-A14B", "fp8", DEVICES["a100"], "speed", encoders=False)
+    ]
     assert names == ["transformer", "transformer_2"]
 
 
@@ -181,7 +184,7 @@ def test_plan_says_what_a_card_does_not_hold_and_what_would_help(tmp_path, monke
     told = json.loads(plan("RTX 5070", "--json"))["pipeline"]
     assert told["holds"] == "turns" and told["widest"] == "text_encoder_2"
     assert told["in_turns_gb"] < told["memory_gb"] < told["at_once_gb"]
-    modelled = serving.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
+    modelled = large_models.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
     assert told["at_once_gb"] == pytest.approx(holding([*modelled], DEVICES["rtx5070"]).at_once / 1e9, rel=0.01)
 
 

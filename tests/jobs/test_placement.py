@@ -13,24 +13,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from fluxq.base import devices
 from fluxq.base.model import resolve_model
 from fluxq.eval.images.sides import Side
-from fluxq.jobs import forecast, making, placement, preparing
+from fluxq.jobs import forecast, making, memory, planning
 from fluxq.jobs.forecast import Forecast, in_words
+from fluxq.jobs.job import Job, Run
 from fluxq.jobs.memory import Demand
-from fluxq.jobs.prepared import Prepared
 
 MIB = 1 << 20
 
 
-def prepared(device: str = "auto", recipe: str = "nvfp4", **options: object) -> Prepared:
-    return making.prepare(making.Options(recipe=recipe, device=device, **options), writes=False)
+def job_on(device: str = "auto", recipe: str = "nvfp4", **options: object) -> Job:
+    return making.job_of(making.Options(recipe=recipe, device=device, **options), writes=False)
 
 
-def settled(device: str, free: dict[str, int], monkeypatch, asked: str = "auto") -> Prepared:
-    """A job on `device` of a machine with so many MiB free, by type of device."""
-    job = prepared("cpu")
-    monkeypatch.setattr(placement, "free_bytes", lambda place: int(MIB * free[place.type]))
-    job = replace(job, options=replace(job.options, device=device))
-    return placement.settle(job, lambda each: preparing.demand(job, each, writes=True), asked)
+def settled(device: str, free: dict[str, int], monkeypatch, asked: str = "auto") -> Run:
+    """A job's run on `device` of a machine with so many MiB free, by type of device."""
+    job = job_on("cpu")
+    monkeypatch.setattr(planning, "free_bytes", lambda place: int(MIB * free[place.type]))
+    return planning.settle(replace(job, run=Run(device)), asked, writes=True)
 
 
 def test_auto_is_the_gpu_if_there_is_one(monkeypatch):
@@ -42,19 +41,19 @@ def test_auto_is_the_gpu_if_there_is_one(monkeypatch):
 
 def test_a_model_that_fits_is_left_alone(monkeypatch, caplog):
     for asked in ("auto", "cpu"):
-        assert settled("cpu", {"cpu": 1000}, monkeypatch, asked).bound is None
+        assert settled("cpu", {"cpu": 1000}, monkeypatch, asked).memory is None
     assert not caplog.records
 
 
 def test_with_auto_the_weights_of_a_model_that_does_not_fit_wait_for_their_turn(monkeypatch, caplog):
-    job = settled("cuda", {"cuda": 47}, monkeypatch)
-    assert job.device == "cuda" and job.max_memory == job.bound.limit == int(0.9 * 47 * MIB)
+    run = settled("cuda", {"cuda": 47}, monkeypatch)
+    assert run.device == "cuda" and run.limit == int(0.9 * 47 * MIB)
     assert "MiB are free on cuda: weights are read when it is their turn, and at most 42.3MiB are used" in caplog.text
 
 
 def test_with_auto_a_gpu_without_room_is_left_alone(monkeypatch, caplog):
-    job = settled("cuda", {"cuda": 4, "cpu": 1000}, monkeypatch)
-    assert (job.device, job.bound) == ("cpu", None)
+    run = settled("cuda", {"cuda": 4, "cpu": 1000}, monkeypatch)
+    assert run == Run("cpu")
     assert "fitting transformer_blocks.0" in caplog.text and "4MiB are free: the CPU is used" in caplog.text
 
 
@@ -70,27 +69,27 @@ def test_a_device_of_ones_own_choice_is_kept_or_refused(monkeypatch):
         ValueError, match=r"tiny does not fit on cuda: its weights take 3\.\dMiB, 2MiB are free; leave out"
     ):
         settled("cuda", {"cuda": 2, "cpu": 1000}, monkeypatch, "cuda")
-    assert settled("cuda", {"cuda": 5}, monkeypatch, "cuda").bound is None  # what else it needs is an estimate
+    assert settled("cuda", {"cuda": 5}, monkeypatch, "cuda").memory is None  # what else it needs is an estimate
 
 
 def test_nothing_has_to_fit_where_nothing_runs(monkeypatch):
-    monkeypatch.setattr(placement, "free_bytes", lambda place: 1)
-    job = making.prepare(making.Options(recipe="fp8"), writes=False, runs=False)
-    assert job.bound is None
-    job = making.prepare(making.Options(recipe="fp8", profile="rtn", check=False, output="not-made"))
-    assert job.bound is None
+    monkeypatch.setattr(planning, "free_bytes", lambda place: 1)
+    job = making.job_of(making.Options(recipe="fp8"), writes=False, runs=False)
+    assert job.run.memory is None
+    job = making.job_of(making.Options(recipe="fp8", profile="rtn", check=False, output="not-made"))
+    assert job.run.memory is None
 
 
 def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_path, quick_recipe):
     recipe = str(quick_recipe("nvfp4", fitted=False))
     outputs = []
-    job = making.prepare(making.Options(recipe=recipe, output=str(tmp_path / "all"), check=False))
-    demand = preparing.demand(job, "cpu", writes=True)
-    between = (demand.least + demand.unbounded(placement.weight_bytes(job.folder, "bfloat16"))) / 2
+    job = making.job_of(making.Options(recipe=recipe, output=str(tmp_path / "all"), check=False))
+    demand = planning.demand(job, "cpu", writes=True)
+    between = (demand.least + demand.unbounded(memory.weight_bytes(job.folder, "bfloat16"))) / 2
     for name, free in (("all", 1 << 40), ("turn", round(between / 0.9))):
-        monkeypatch.setattr(placement, "free_bytes", lambda place, free=free: free)
-        job = making.prepare(making.Options(recipe=recipe, output=str(tmp_path / name), check=False))
-        assert (job.bound is None) == (name == "all")
+        monkeypatch.setattr(planning, "free_bytes", lambda place, free=free: free)
+        job = making.job_of(making.Options(recipe=recipe, output=str(tmp_path / name), check=False))
+        assert (job.run.memory is None) == (name == "all")
         making.quantize(job)
         outputs.append((tmp_path / name / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
@@ -100,13 +99,13 @@ def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_
 
 
 def test_the_forecast_names_what_takes_long():
-    job = prepared(check=True)
+    job = job_on(check=True)
     told = forecast.of_quantizing(job)
     assert list(told.parts) == ["calibrating", "fitting", "closing check of 4 images"]
     assert told.parts["fitting"] > 0.4 * 16 and told.memory_bytes > 700_000_000  # sixteen groups
-    rounded = forecast.of_quantizing(prepared(recipe="fp8"))
+    rounded = forecast.of_quantizing(job_on(recipe="fp8"))
     assert list(rounded.parts) == ["closing check of 4 images"]
-    assert forecast.of_quantizing(prepared(recipe="fp8", check=False)).parts == {}
+    assert forecast.of_quantizing(job_on(recipe="fp8", check=False)).parts == {}
     assert list(forecast.of_calibrating(job).parts) == ["calibrating"]
 
 
@@ -159,12 +158,12 @@ def test_a_demand_says_what_needs_most():
 
 def test_a_pipeline_to_judge_fits_or_takes_turns_or_is_computed_by_the_cpu(monkeypatch, caplog):
     folder = resolve_model("tiny")
-    parts, whole = placement._part_bytes(folder), placement.stored_bytes(folder)
-    assert whole == sum(parts.values()) and placement.weight_bytes(folder, "bfloat16") == pytest.approx(whole, rel=0.05)
+    parts, whole = memory._part_bytes(folder), memory.stored_bytes(folder)
+    assert whole == sum(parts.values()) and memory.weight_bytes(folder, "bfloat16") == pytest.approx(whole, rel=0.05)
 
     def placed(device: str, asked: str = "auto", **free: int) -> tuple[str, bool]:
-        monkeypatch.setattr(placement, "free_bytes", lambda place: free[place.type])
-        return placement.settle_pipeline(folder, device, whole, asked)
+        monkeypatch.setattr(memory, "free_bytes", lambda place: free[place.type])
+        return memory.settle_pipeline(folder, device, whole, asked)
 
     assert placed("cuda", cuda=2 * whole) == ("cuda", False) and placed("cpu", cpu=whole) == ("cpu", False)
     assert not caplog.records
@@ -195,4 +194,4 @@ def test_the_forecast_of_images_counts_runs_and_what_lies_in_memory():
     told = forecast.of_images(folder, call, "cpu", "bfloat16", runs)
     assert told.parts["fp8"] == pytest.approx(forecast.QUANTIZED * told.parts["16 bit"])
     both = forecast.of_images(folder, call, "cpu", "bfloat16", runs, sides=2)
-    assert both.memory_bytes - told.memory_bytes == placement.weight_bytes(folder, "bfloat16")
+    assert both.memory_bytes - told.memory_bytes == memory.weight_bytes(folder, "bfloat16")

@@ -62,7 +62,7 @@ def test_the_checker_is_carried_over_and_works(made, tmp_path):
     assert index["safety_checker"] == ["stable_diffusion", "StableDiffusionSafetyChecker"]
     assert index["requires_safety_checker"] is True and index["image_encoder"] == [None, None]
     options = making.Options(model=str(made), recipe="fp8", output=str(tmp_path / "out"), check=False)
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     assert read_json(tmp_path / "out" / "model_index.json") == index
     for name in (CHECKED, "feature_extractor/preprocessor_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (made / name).read_bytes()
@@ -108,7 +108,7 @@ def test_it_is_of_a_library_and_no_layer_of_it_has_a_row(made):
     assert type(model_on_meta(model, "safety_checker")) is StableDiffusionSafetyChecker
     options = making.Options(model=str(made), recipe="fp8", components=("safety_checker",))
     with pytest.raises(ValueError, match="StableDiffusionSafetyChecker"):
-        making.prepare(options)
+        making.job_of(options)
 
 
 STRANGERS = (

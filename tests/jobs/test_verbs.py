@@ -19,7 +19,7 @@ CALL = {"num_inference_steps": 2, "height": 64, "width": 64}
 
 def test_a_pipeline_in_memory_is_quantized_as_its_folder_is(tmp_path, pipe, plain_checkpoint, monkeypatch) -> None:
     made = fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", call=CALL)
-    assert made.passed and made.path == tmp_path / "made" and made.record["recipe"]["name"] == "int8"
+    assert made.passed and made.path == tmp_path / "made" and made.record.recipe.name == "int8"
     assert [path.name for path in tmp_path.iterdir()] == ["made"], "the pipeline's 16-bit copy is left behind"
     from_folder = fluxq.quantize_pipeline("tiny", "int8", profile="rtn", output=tmp_path / "folder", check=False)
     assert from_folder.passed is None
@@ -69,7 +69,7 @@ def test_statistics_are_gathered_and_used(tmp_path, quick_recipe) -> None:
     made = fluxq.quantize_pipeline(
         "tiny", recipe, statistics=tmp_path / "s.safetensors", output=tmp_path / "made", call=CALL, check=False
     )
-    assert made.record["statistics_digest"] == statistics.content_digest
+    assert made.record.statistics_digest == statistics.content_digest
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_pipeline_from_the_folder_above_has_a_name_of_its_own(tmp_path, monkey
     pipe = DiffusionPipeline.from_pretrained("..", dtype=torch.bfloat16)
     (tmp_path / "model" / "model_index.json").unlink()  # in a pipeline's folder nothing is written
     made = fluxq.quantize_pipeline(pipe, "fp8", profile="rtn", check=False, dtype=torch.bfloat16)
-    assert made.path == Path.cwd() / "model-fp8" and made.record["model"]["name"] == "model"
-    assert made.record["model"]["source"] is None
+    assert made.path == Path.cwd() / "model-fp8" and made.record.model.name == "model"
+    assert made.record.model.source is None
     assert [path.name for path in Path.cwd().iterdir()] == ["model-fp8"]
     with pytest.raises(ValueError, match=r"made of a pipeline in memory.*give it"):
         fluxq.evaluate_pipeline(made)

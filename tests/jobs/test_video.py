@@ -107,7 +107,7 @@ def test_videos_are_short_and_few_where_nobody_says_otherwise(made, tmp_path):
     prompts.write_text("a\nb\n")
     standard = judge.subject(out, judge.Options(model=str(model), protocol="standard", prompts=str(prompts), count=2))
     assert standard.call["num_frames"] == 81
-    prepared = making.prepare(making.Options(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
+    prepared = making.job_of(making.Options(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
     assert prepared.call["num_frames"] == 81 and prepared.check_call["num_frames"] == 25
     assert len(prepared.check_items) == 2
 

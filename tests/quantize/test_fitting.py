@@ -20,8 +20,8 @@ from fluxq.eval.images.generate import items_for
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize import run
-from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.group import GroupLayer, fit_group
+from fluxq.quantize.record import read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Method, with_method
 from fluxq.recipes.recipe import load_recipe
@@ -64,7 +64,7 @@ def weights_of(folder: Path) -> bytes:
 def finished(tmp_path_factory):
     """(folder, record) of a job that nothing interrupted."""
     folder = tmp_path_factory.mktemp("fitted")
-    record = making.quantize(making.prepare(options(folder)))
+    record = making.quantize(making.job_of(options(folder)))
     return folder / "out", record
 
 
@@ -72,34 +72,34 @@ def finished(tmp_path_factory):
 def quickly_finished(tmp_path_factory):
     """The same without the search for factors."""
     folder = tmp_path_factory.mktemp("quickly")
-    record = making.quantize(making.prepare(options(folder, NO_SEARCH)))
+    record = making.quantize(making.job_of(options(folder, NO_SEARCH)))
     return folder / "out", record
 
 
 def test_every_stage_is_recorded_with_its_reason(finished):
     folder, record = finished
-    part = record["components"][0]
-    assert read_plan_file(folder)["components"][0]["groups"] == part["groups"]
-    assert len(part["groups"]) == 16
-    names = {stage["name"] for group in part["groups"] for stage in group["stages"]}
+    part = record.components[0]
+    assert read_record(folder) == record
+    assert len(part.groups) == 16
+    names = {stage.name for group in part.groups for stage in group.stages}
     assert names == {"smooth", "center", "low rank", "hadamard", "4-over-6", "gptq", "scale search"} - (
         set() if "scale search" in names else {"scale search"}
     )
-    for group in part["groups"]:
-        assert group["sqnr_db"] > group["sqnr_before_db"] + 0.5
-        assert all("dB" in stage["reason"] or "skipped" in stage["reason"] for stage in group["stages"])
-    by_name = {layer["name"]: layer for layer in part["layers"]}
+    for group in part.groups:
+        assert group.sqnr_db > group.sqnr_before_db + 0.5
+        assert all("dB" in stage.reason or "skipped" in stage.reason for stage in group.stages)
+    by_name = {layer.name: layer for layer in part.layers}
     query = by_name["transformer_blocks.0.attn.to_q"]
-    assert query["scheme"].startswith("nvfp4-nvfp4-static-") and "kept: " in query["reason"]
-    assert query["scheme"] == by_name["transformer_blocks.0.attn.to_k"]["scheme"]
-    assert query["bits_per_weight"] > 4.5
+    assert query.scheme.startswith("nvfp4-nvfp4-static-") and "kept: " in query.reason
+    assert query.scheme == by_name["transformer_blocks.0.attn.to_k"].scheme
+    assert query.bits_per_weight > 4.5
 
 
 def test_what_was_fitted_is_what_loads(finished):
     folder, record = finished
     pipe = load_pipeline(ModelFolder("out", folder), "bfloat16", "cpu")
     layers = {name: m for name, m in pipe.transformer.named_modules() if isinstance(m, QuantLinear)}
-    recorded = {la["name"]: la["scheme"] for la in record["components"][0]["layers"] if la["scheme"] != "16bit"}
+    recorded = {layer.name: layer.scheme for layer in record.components[0].quantized}
     assert {name: str(layer.scheme) for name, layer in layers.items()} == recorded
     assert {feature for layer in layers.values() for feature in layer.scheme.features} >= {"smooth", "center"}
 
@@ -121,15 +121,15 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, quickly_fin
 
     monkeypatch.setattr(run, "_fit_block", stops)
     with pytest.raises(KeyboardInterrupt):
-        making.quantize(making.prepare(options(tmp_path, NO_SEARCH)))
+        making.quantize(making.job_of(options(tmp_path, NO_SEARCH)))
     assert not (tmp_path / "out").exists()
 
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
     monkeypatch.setattr(making, "noise_level_weights", lambda *_: pytest.fail("weighed again"))
-    record = making.quantize(making.prepare(options(tmp_path, NO_SEARCH)))
+    record = making.quantize(making.job_of(options(tmp_path, NO_SEARCH)))
     assert seen == [2, 3, 4]
     assert weights_of(tmp_path / "out") == weights_of(quickly_finished[0])
-    assert record["components"][0]["groups"] == quickly_finished[1]["components"][0]["groups"]
+    assert record.components[0].groups == quickly_finished[1].components[0].groups
 
 
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -141,7 +141,7 @@ def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, mo
     quick = NO_SEARCH.replace("count: 8, steps: 2", "count: 2, steps: 1").replace("{rank: 1/24, deflate: true}", "null")
     quick = quick.replace("[center, hadamard]", "[]").replace("gptq, scales: search", "gptq, scales: amax")
     whole, resumed = (options(folder, quick, parallel_blocks=parallel) for folder in folders)
-    making.quantize(making.prepare(whole))
+    making.quantize(making.job_of(whole))
     finish, fit_block, seen = run.finish, run._fit_block, []
 
     def stops(file, *rest):
@@ -151,11 +151,11 @@ def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, mo
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run, "finish", stops)
-        making.quantize(making.prepare(resumed))
+        making.quantize(making.job_of(resumed))
     (outputs,) = folders[1].glob(".out.*.work/transformer-outputs")
     shutil.rmtree(outputs / "block-001", ignore_errors=True)
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
-    making.quantize(making.prepare(resumed))
+    making.quantize(making.job_of(resumed))
     assert seen == [2, 3, 4]
     assert weights_of(folders[1] / "out") == weights_of(folders[0] / "out")
 
@@ -175,7 +175,7 @@ def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, m
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run, "_fit_block", stops)
-        making.quantize(making.prepare(how))
+        making.quantize(making.job_of(how))
     (blocks,) = tmp_path.glob(".out.*.work/transformer")
     before = {path.name: path.read_bytes() for path in blocks.iterdir()}
     kept = {path.name: path.stat().st_ino for path in blocks.iterdir()}
@@ -183,7 +183,7 @@ def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, m
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
     monkeypatch.setattr(making, "hash_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        making.quantize(making.prepare(how))
+        making.quantize(making.job_of(how))
     assert seen == [2, 4] and len(before) == 4
     assert {name: (blocks / name).read_bytes() for name in before} == before
     assert {name for name in kept if (blocks / name).stat().st_ino != kept[name]} == {"0002.safetensors"}
@@ -192,10 +192,10 @@ def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, m
 def test_a_run_that_failed_after_the_last_block_fits_nothing_again(tmp_path, quickly_finished, monkeypatch):
     monkeypatch.setattr(making, "hash_files", lambda *_: pytest.fail("disk full"))
     with pytest.raises(pytest.fail.Exception):
-        making.quantize(making.prepare(options(tmp_path, NO_SEARCH)))
+        making.quantize(making.job_of(options(tmp_path, NO_SEARCH)))
     monkeypatch.undo()
     monkeypatch.setattr(run, "_fit_block", lambda *_: pytest.fail("fitted again"))
-    making.quantize(making.prepare(options(tmp_path, NO_SEARCH)))
+    making.quantize(making.job_of(options(tmp_path, NO_SEARCH)))
     assert weights_of(tmp_path / "out") == weights_of(quickly_finished[0])
 
 
@@ -210,37 +210,35 @@ def test_another_job_does_not_go_on_with_that_work(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "_fit_block", stops_late)
     with pytest.raises(KeyboardInterrupt):
-        making.quantize(making.prepare(options(tmp_path, NO_SEARCH)))
+        making.quantize(making.job_of(options(tmp_path, NO_SEARCH)))
     monkeypatch.setattr(run, "_fit_block", lambda block, *rest: seen.append(block.index) or fit_block(block, *rest))
     other = NO_SEARCH.replace("[center, hadamard]", "[center]").replace("{rank: 1/24, deflate: true}", "null")
     with pytest.raises(ValueError, match="an interrupted run that differs in recipe is kept in "):
-        making.quantize(making.prepare(options(tmp_path, other)))
+        making.quantize(making.job_of(options(tmp_path, other)))
     assert seen == []
-    making.quantize(making.prepare(options(tmp_path, other, overwrite=True)))
+    making.quantize(making.job_of(options(tmp_path, other, overwrite=True)))
     assert seen == [0, 1, 2, 3, 4]
 
 
 def test_parallel_blocks_are_fitted_to_16_bit_ones(tmp_path, quickly_finished):
-    record = making.quantize(making.prepare(options(tmp_path, NO_SEARCH, parallel_blocks=True)))
-    first, last = (r["components"][0]["groups"] for r in (record, quickly_finished[1]))
+    record = making.quantize(making.job_of(options(tmp_path, NO_SEARCH, parallel_blocks=True)))
+    first, last = (r.components[0].groups for r in (record, quickly_finished[1]))
     assert first[0] == last[0]  # nothing before it
     assert first[-1] != last[-1]
 
 
 def test_one_image_alone_decides_nothing(tmp_path):
     """No image is left to judge by: layers are rounded to nearest, and the record says why."""
-    record = making.quantize(making.prepare(options(tmp_path, ALL_STAGES.replace("count: 8", "count: 1"))))
-    groups = record["components"][0]["groups"]
-    assert {stage["reason"] for group in groups for stage in group["stages"]} == {
-        "skipped: no held-out token to judge by"
-    }
+    record = making.quantize(making.job_of(options(tmp_path, ALL_STAGES.replace("count: 8", "count: 1"))))
+    groups = record.components[0].groups
+    assert {stage.reason for group in groups for stage in group.stages} == {"skipped: no held-out token to judge by"}
 
 
 def test_statistics_widen_input_scales(tmp_path, finished, statistics_file, monkeypatch):
     """Of inputs that nothing is done to, the scale covers what the statistics saw."""
     plain = ALL_STAGES.replace("[center, smooth, hadamard]", "[]").replace("{rank: 1/24, deflate: true}", "null")
     plain = plain.replace(", four_over_six: true}", "}")
-    making.quantize(making.prepare(options(tmp_path, plain, statistics=str(statistics_file))))
+    making.quantize(making.job_of(options(tmp_path, plain, statistics=str(statistics_file))))
     pipe = load_pipeline(ModelFolder("out", tmp_path / "out"), "bfloat16", "cpu")
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
     seen = Statistics.load(statistics_file).amax("transformer_blocks.0.attn.to_q")
@@ -357,7 +355,7 @@ def test_a_hadamard_block_that_does_not_divide_is_smaller_and_the_plan_says_so(t
 
 def test_a_rank_that_a_layer_does_not_have_is_refused_with_a_cure(tmp_path):
     with pytest.raises(ValueError, match=r"transformer.*low_rank asks for rank 129, .* at most 128; write a share"):
-        making.prepare(options(tmp_path, ALL_STAGES.replace("rank: 1/24", "rank: 129")))
+        making.job_of(options(tmp_path, ALL_STAGES.replace("rank: 1/24", "rank: 129")))
 
 
 def test_dead_inputs_and_zero_weights_of_a_model_leave_numbers_in_its_checkpoint(tmp_path, tiny_folder):
@@ -370,10 +368,10 @@ def test_dead_inputs_and_zero_weights_of_a_model_leave_numbers_in_its_checkpoint
     tensors["transformer_blocks.0.attn.to_q.weight"][:, :40] = 0
     save_file(tensors, path, metadata={"format": "pt"})
     few = ALL_STAGES.replace("count: 8, steps: 2", "count: 2, steps: 1")
-    record = making.quantize(making.prepare(options(tmp_path, few, model=str(tiny_folder))))
+    record = making.quantize(making.job_of(options(tmp_path, few, model=str(tiny_folder))))
     written = load_file(tmp_path / "out" / "transformer" / path.name)
     assert all(torch.isfinite(tensor.float()).all() for tensor in written.values() if tensor.is_floating_point())
-    reasons = {group["group"]: [s["reason"] for s in group["stages"]] for group in record["components"][0]["groups"]}
+    reasons = {group.group: [stage.reason for stage in group.stages] for group in record.components[0].groups}
     assert reasons[dead] == ["skipped: its input is always zero"]
     assert any("1 for each is asked" in reason for reason in reasons["transformer_blocks.0.attn.to_q"])
 
@@ -386,7 +384,7 @@ def test_a_model_that_a_fit_cannot_use_leaves_nothing_behind(tmp_path, monkeypat
 
     monkeypatch.setattr(run, "_fit_block", fails)
     with pytest.raises(ValueError, match="at step 0"):
-        making.quantize(making.prepare(options(tmp_path)))
+        making.quantize(making.job_of(options(tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == ["fitted.yaml"]
 
 
@@ -395,14 +393,14 @@ def test_statistics_of_another_recipe_are_refused_before_anything_is_computed(tm
     few = ALL_STAGES.replace("count: 8", "count: 1").replace("steps: 2", "steps: 1")
     file = str(tmp_path / "s.safetensors")
     how = options(tmp_path, few, include=("transformer_blocks.**",))
-    making.calibrate(making.prepare(replace(how, output=file), writes=False))
+    making.calibrate(making.job_of(replace(how, output=file), writes=False))
     with pytest.raises(ValueError, match=r"nothing about the input of single_transformer_blocks\..*: calibrate again"):
-        making.prepare(options(tmp_path, few, statistics=file))
+        making.job_of(options(tmp_path, few, statistics=file))
 
 
 def test_the_record_says_what_layers_were_fitted_to(finished):
     folder, record = finished
-    assert record["trajectory"]["steps_seen"] == [0, 8] and len(record["trajectory"]["items"]) == 8
+    assert record.trajectory["steps_seen"] == [0, 8] and len(record.trajectory["items"]) == 8
     assert "8 images, steps 0, 8 of FlowMatchEuler" in (folder / "README.md").read_text(encoding="utf-8")
 
 
@@ -423,7 +421,7 @@ def test_velocity_error_falls_with_rank_and_with_bits(tmp_path_factory, pipe):
 
 def velocity_error(folder: Path, recipe: str, pipe) -> float:
     """|v^ - v|^2 / |v|^2 over the steps of images that calibration has not seen, the inputs those of 16 bit."""
-    making.quantize(making.prepare(options(folder, recipe)))
+    making.quantize(making.job_of(options(folder, recipe)))
     quantized = load_pipeline(ModelFolder("out", folder / "out"), "bfloat16", "cpu").transformer
     plain = pipe.transformer
     lost = size = 0.0

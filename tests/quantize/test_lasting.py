@@ -52,7 +52,7 @@ def options(source: Path, out: Path, **more) -> making.Options:
 
 
 def quantize(source: Path, out: Path, **more) -> Path:
-    making.quantize(making.prepare(options(source, out, **more)))
+    making.quantize(making.job_of(options(source, out, **more)))
     return out / "transformer" / WEIGHTS
 
 
@@ -119,7 +119,7 @@ def test_touched_weights_are_the_same_model(tmp_path, monkeypatch, caplog):
     source = model(tmp_path / "m")
     work = stopped(monkeypatch, source, tmp_path / "out")
     (source / "transformer" / WEIGHTS).touch()
-    prepared = making.prepare(options(source, tmp_path / "out"))
+    prepared = making.job_of(options(source, tmp_path / "out"))
     assert making.work_folder(prepared) == work
     making.quantize(prepared)
     assert "going on" in caplog.text and "made again" not in caplog.text
@@ -128,7 +128,7 @@ def test_touched_weights_are_the_same_model(tmp_path, monkeypatch, caplog):
 def test_weights_replaced_before_blocks_are_read_end_the_run(tmp_path):
     """R7, of layers that are only rounded."""
     source, other = model(tmp_path / "m"), model(tmp_path / "other", 1.02)
-    prepared = making.prepare(options(source, tmp_path / "out"))
+    prepared = making.job_of(options(source, tmp_path / "out"))
     replace_weights(source, other)
     with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
         making.quantize(prepared)
@@ -150,7 +150,7 @@ def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path, monkeypa
     monkeypatch.setattr(making, "_level_weights", lambda *_: {})  # takes its time
     asked = making.Options(str(source), str(quick_recipe("nvfp4")), None, str(tmp_path / "out"), call=FEW, check=False)
     with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
-        making.quantize(making.prepare(asked))
+        making.quantize(making.job_of(asked))
     assert ran and not (tmp_path / "out").exists()
 
 
@@ -166,7 +166,7 @@ def test_what_is_copied_is_what_the_plan_records_or_nothing_is_written(tmp_path,
     """R7, of parts that are copied unchanged: they change between the start and the copying."""
     source, out = model(tmp_path / "m"), tmp_path / "out"
     clean = quantize(source, tmp_path / "clean").read_bytes()
-    prepared = making.prepare(options(source, out))
+    prepared = making.job_of(options(source, out))
     file = source / changed
     before = file.read_text() if file.exists() else None
     file.parent.mkdir(exist_ok=True)
@@ -294,7 +294,7 @@ def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monke
     """R2, R3: not without --overwrite, and with it nothing that fluxq did not write."""
     out = tmp_path / "s.safetensors"
     statistics = Statistics({}, {"items": []}, "")
-    monkeypatch.setattr(making.Prepared, "load_reference", lambda _: None)
+    monkeypatch.setattr(making.Job, "load_reference", lambda _: None)
 
     def calibrate(*_):
         if overwrite:
@@ -306,7 +306,7 @@ def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monke
 
     before: list[bytes] = []
     monkeypatch.setattr(making, "_calibrate", calibrate)
-    prepared = making.prepare(making.Options("tiny", "nvfp4", output=str(out), overwrite=overwrite), writes=False)
+    prepared = making.job_of(making.Options("tiny", "nvfp4", output=str(out), overwrite=overwrite), writes=False)
     said = "as fluxq's" if overwrite else "holds statistics of another run"
     with pytest.raises(RuntimeError, match=f"{said}.*put there meanwhile"):
         making.calibrate(prepared)
@@ -316,7 +316,7 @@ def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monke
 def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeypatch, quick_recipe):
     def fitted(out: Path) -> bytes:
         asked = making.Options("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
-        making.quantize(making.prepare(asked))
+        making.quantize(making.job_of(asked))
         return (out / "transformer" / WEIGHTS).read_bytes()
 
     clean = fitted(tmp_path / "clean")
@@ -412,7 +412,7 @@ def test_a_pipe_is_no_file_to_wait_for(tmp_path):
     config.unlink()
     os.mkfifo(config)
     with pytest.raises(ValueError, match="no regular file, which could be waited for without end; remove it"):
-        making.prepare(options(folder, tmp_path / "out"))
+        making.job_of(options(folder, tmp_path / "out"))
 
 
 def test_a_pipe_in_a_component_is_refused_before_the_work(tmp_path):
@@ -434,7 +434,7 @@ def test_a_model_does_not_say_what_fluxq_asks_of_a_call(tmp_path, said):
     folder = copy_of(tiny.path(), tmp_path / "m")
     (folder / "fluxq_generation.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=f"{next(iter(said))} is .*, which is not for this file to say; remove it"):
-        making.prepare(options(folder, tmp_path / "out"))
+        making.job_of(options(folder, tmp_path / "out"))
 
 
 def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path):

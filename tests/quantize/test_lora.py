@@ -155,16 +155,16 @@ def options(tmp_path: Path, **how) -> making.Options:
 
 def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path):
     file = lora_file("l.safetensors", LAYERS)
-    record = making.quantize(making.prepare(options(tmp_path, lora=(f"{file}:0.8",), check=False)))
-    (lora,) = record["loras"]
-    assert lora == {
+    record = making.quantize(making.job_of(options(tmp_path, lora=(f"{file}:0.8",), check=False)))
+    (lora,) = record.loras
+    assert lora.model_dump() == {
         "file": str(file),
         "weight": 0.8,
         "sha256": LoraFile(file, 0.8).digest,
         "component": "transformer",
     }
     assert "`l.safetensors` at weight 0.8 in `transformer`" in (tmp_path / "out" / "README.md").read_text()
-    assert json.loads((tmp_path / "out" / "fluxq_plan.json").read_text())["loras"] == record["loras"]
+    assert json.loads((tmp_path / "out" / "fluxq_plan.json").read_text())["loras"] == [lora.model_dump()]
     stored = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     weights, layer = fused(f"{file}:0.8"), "transformer_blocks.0.attn.to_q"
     want = QuantizedTensor.quantize(weights[f"{layer}.weight"], "int8")
@@ -194,9 +194,9 @@ def test_an_interrupted_run_goes_on_with_blocks_that_a_lora_changed(lora_file, t
 def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_lora(lora_file, quick_recipe, tmp_path):
     file = lora_file("l.safetensors", (*LAYERS, "proj_out", "to_v"))
     fitted = {"recipe": str(quick_recipe("int8")), "profile": None}
-    record = making.quantize(making.prepare(options(tmp_path, lora=(f"{file}:1.5",), **fitted)))
-    assert all(group["sqnr_db"] > 30 for group in record["components"][0]["groups"])
-    assert record["check"]["mean_psnr_db"] > 40
+    record = making.quantize(making.job_of(options(tmp_path, lora=(f"{file}:1.5",), **fitted)))
+    assert all(group.sqnr_db > 30 for group in record.components[0].groups)
+    assert record.check.mean_psnr_db > 40
     how = judge.Options(count=2, metrics=("psnr",), backends=("native",), call={"num_inference_steps": 2})
     (run,) = judge.evaluate(judge.subject(tmp_path / "out", how)).runs
     assert run.metrics["psnr"].value.mean > 40
@@ -204,24 +204,24 @@ def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_
 
 def test_a_checkpoint_with_another_lora_is_another_checkpoint(lora_file, tmp_path):
     file = lora_file("l.safetensors", ("to_q",))
-    making.quantize(making.prepare(options(tmp_path, lora=(str(file),), check=False)))
-    assert making.prepare(options(tmp_path, lora=(str(file),), check=False)).finished is not None
+    making.quantize(making.job_of(options(tmp_path, lora=(str(file),), check=False)))
+    assert making.job_of(options(tmp_path, lora=(str(file),), check=False)).finished
     for other in ((), (f"{file}:0.5",)):
         with pytest.raises(ValueError, match="differs in loras"):
-            making.prepare(options(tmp_path, lora=other, check=False))
+            making.job_of(options(tmp_path, lora=other, check=False))
 
 
 def test_statistics_of_the_model_without_the_lora_are_refused(lora_file, tmp_path, statistics_file):
     how = {"statistics": str(statistics_file), "check": False}
     with pytest.raises(ValueError, match="were gathered on another model"):
-        making.prepare(
+        making.job_of(
             making.Options(model="tiny", recipe="nvfp4", lora=(str(lora_file("l.safetensors", ("to_q",))),), **how)
         )
 
 
 def test_evaluating_needs_the_lora_that_was_fused(lora_file, tmp_path):
     file = lora_file("l.safetensors", ("to_q",))
-    making.quantize(making.prepare(options(tmp_path, lora=(str(file),), check=False)))
+    making.quantize(making.job_of(options(tmp_path, lora=(str(file),), check=False)))
     lora_file("l.safetensors", ("to_q",), seed=5)
     with pytest.raises(ValueError, match=r"l\.safetensors: this LoRA was fused .* put it back"):
         judge.subject(tmp_path / "out", judge.Options())

@@ -170,8 +170,8 @@ def test_a_checkpoint_of_a_unet_holds_the_fused_weights_and_is_judged_against_th
     options = making.Options(
         model=str(sdxl), recipe="int8", profile="rtn", output=str(tmp_path / "out"), lora=(f"{file}:0.5",), check=False
     )
-    record = making.quantize(making.prepare(options))
-    assert [lora["component"] for lora in record["loras"]] == ["unet"]
+    record = making.quantize(making.job_of(options))
+    assert [lora.component for lora in record.loras] == ["unet"]
     assert "`style.safetensors` at weight 0.5 in `unet`" in (tmp_path / "out" / "README.md").read_text()
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     weights = fused(sdxl, "unet", f"{file}:0.5")
@@ -220,21 +220,21 @@ def test_each_expert_takes_its_own_files_and_the_checkpoint_tells_them_apart(wan
         )
 
     both = (f"{motion}:1", f"transformer_2={motion}:0.5")
-    record = making.quantize(making.prepare(options(*both)))
-    assert [(lora["component"], lora["weight"]) for lora in record["loras"]] == [
+    record = making.quantize(making.job_of(options(*both)))
+    assert [(lora.component, lora.weight) for lora in record.loras] == [
         ("transformer", 1),
         ("transformer_2", 0.5),
     ]
-    prepared = making.prepare(options(*both))
-    assert prepared.finished is not None
-    plain = making.prepare(options(output="other"))
-    one = making.prepare(options(both[1], output="other"))
+    prepared = making.job_of(options(*both))
+    assert prepared.finished
+    plain = making.job_of(options(output="other"))
+    one = making.job_of(options(both[1], output="other"))
     assert one.digest("transformer") == plain.digest("transformer")
     assert one.digest("transformer_2") != plain.digest("transformer_2")
-    weaker = making.prepare(options(both[0], f"transformer_2={motion}:0.4", output="other"))
+    weaker = making.job_of(options(both[0], f"transformer_2={motion}:0.4", output="other"))
     assert weaker.digest("transformer") == prepared.digest("transformer") != plain.digest("transformer")
     with pytest.raises(ValueError, match="differs in loras"):
-        making.prepare(options(f"{motion}:1", f"{motion}:0.5"))
+        making.job_of(options(f"{motion}:1", f"{motion}:0.5"))
     side = Side(
         "16-bit",
         str(wan),
@@ -265,7 +265,7 @@ def test_a_component_that_runs_once_takes_no_file(wan, motion, text, message):
 def test_a_file_for_what_is_not_quantized_is_refused(wan, motion, tmp_path):
     options = {"model": str(wan), "recipe": "fp8", "check": False, "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=r"motion\.safetensors: changes the transformer, which is not among"):
-        making.prepare(making.Options(lora=(str(motion),), components=("transformer_2",), **options))
+        making.job_of(making.Options(lora=(str(motion),), components=("transformer_2",), **options))
 
 
 def test_a_file_with_keys_of_both_is_refused(wan, motion, tmp_path):

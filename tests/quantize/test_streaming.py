@@ -40,6 +40,7 @@ from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.nearest import in_order, pieces_of, round_pieces
+from fluxq.quantize.record import read_record
 from fluxq.quantize.run import blocks_of, quantize_component
 
 QUANTIZE = ("quantize", "tiny", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out")
@@ -219,7 +220,7 @@ def beside(folder: Path) -> list[str]:
 
 def tiny_plan(recipe: str = "nvfp4") -> Any:
     options = making.Options(model="tiny", recipe=recipe, profile="rtn")
-    return making.prepare(options, writes=False).plans[0]
+    return making.job_of(options, writes=False).plans[0]
 
 
 # A process that is killed
@@ -374,7 +375,7 @@ def interrupted(tmp_path, monkeypatch) -> Callable[..., Path]:
 
 def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: Any) -> dict[str, Any]:
     how = {"profile": "rtn", "check": False, **changes}
-    return making.quantize(making.prepare(making.Options(model, recipe, output=str(folder / "out"), **how)))
+    return making.quantize(making.job_of(making.Options(model, recipe, output=str(folder / "out"), **how)))
 
 
 def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrupted, caplog):
@@ -425,7 +426,7 @@ def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, 
 
 def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path, interrupted):
     manifest = json.loads((interrupted("tiny", "fp8") / "job.json").read_text())
-    prepared = making.prepare(making.Options("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))
+    prepared = making.job_of(making.Options("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))
     assert manifest["recipe"] == prepared.recipe.digest and manifest["prompts"] == prepared.prompts.digest
     assert manifest["model"] == {"transformer": prepared.folder.stamp("transformer")}
     (work,) = tmp_path.glob(".out.*.work")
@@ -462,7 +463,7 @@ def test_statistics_that_were_gathered_are_not_gathered_again(tmp_path, quick_re
             quantize(tmp_path, recipe=recipe, profile=None)
     monkeypatch.setattr(making, "capture_statistics", lambda *_, **__: pytest.fail("gathered again"))
     record = quantize(tmp_path, recipe=recipe, profile=None)
-    assert record["statistics_digest"] and record["trajectory"]
+    assert record.statistics_digest and record.trajectory
 
 
 @linux
@@ -477,11 +478,11 @@ def test_the_second_writer_is_refused_with_the_first_one_s_number(process, tmp_p
 
 
 def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path, monkeypatch):
-    prepared = making.prepare(making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
+    prepared = making.job_of(making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
     first = quantize(tmp_path)
     monkeypatch.setattr(making, "_quantize", lambda *_: pytest.fail("quantized again"))
-    assert making.quantize(prepared) == json.loads((tmp_path / "out" / PLAN).read_text())
-    assert first["identity"] == work_folder.with_digests(prepared)
+    assert making.quantize(prepared) == first == read_record(tmp_path / "out")
+    assert first.identity.model_dump() == work_folder.with_digests(prepared)
 
 
 # Memory and cost
@@ -491,7 +492,7 @@ def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, t
     """However its tensors are cut into files; only the first of these runs may read the model before it begins."""
     folder = resolve_model(str(tiny_folder))
     digest = folder.digest("transformer")
-    fitted = making.prepare(making.Options(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
+    fitted = making.job_of(making.Options(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
     assert fitted.identity["model"] == {"transformer": digest}
     fingerprint = TensorFile.fingerprint
 
@@ -681,7 +682,7 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
         options = making.Options("tiny", recipe, "rtn", str(tmp_path / "out"), check=False)
     else:
         options = making.Options("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
-    prepared = making.prepare(options)
+    prepared = making.job_of(options)
     needed = work_folder._space_needed(prepared, tmp_path / "nothing")
     monkeypatch.setattr(making, "hash_files", measured)
     making.quantize(prepared)

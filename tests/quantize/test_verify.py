@@ -136,7 +136,7 @@ def test_quantized_text_encoders_pass_and_codes_without_their_last_axis_do_not(t
     """T5's tied embedding is in the file under one of its two names; codes are stored (N, K, 1)."""
     components = ("text_encoder", "text_encoder_2")
     options = making.Options("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     assert failed(tmp_path / "out") == {}
     layer = "encoder.block.0.layer.0.SelfAttention.q.weight"
     file = "text_encoder_2/model.safetensors"

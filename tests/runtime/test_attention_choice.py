@@ -266,7 +266,7 @@ def written(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("written")
     (root / "mine.yaml").write_text(RECIPE, encoding="utf-8")
     options = making.Options(model="tiny", recipe=str(root / "mine.yaml"), output=str(root / "tiny"), check=False)
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     return root / "tiny"
 
 
@@ -322,7 +322,7 @@ def test_plan_and_cost_say_it(written: Path, capsys) -> None:
     from fluxq.commands import show
 
     options = making.Options(model="tiny", recipe=str(written.parent / "mine.yaml"))
-    prepared = making.prepare(options, writes=False)
+    prepared = making.job_of(options, writes=False)
     show.plan(prepared, making.model_costs(prepared, "h200", "speed", None, 1))
     shown = capsys.readouterr().out
     assert "bits per weight, attention in fp8" in shown and "\nattention: fp8\n" in shown

@@ -30,6 +30,7 @@ from fluxq.jobs import making
 from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, SourceWeights
+from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import Steps
 from fluxq.recipes.recipe import load_recipe
 from fluxq.runtime import graphs, originals, steps
@@ -70,7 +71,7 @@ def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("steps")
     (root / "kept.yaml").write_text(RECIPE)
     options = making.Options(model="tiny", recipe=str(root / "kept.yaml"), output=str(root / "out"), check=False)
-    making.quantize(making.prepare(options))
+    making.quantize(making.job_of(options))
     return root / "out"
 
 
@@ -314,7 +315,7 @@ def test_a_model_with_such_a_scheduler_is_refused_before_it_is_quantized(tiny_fo
     write_json(tiny_folder / "model_index.json", {**index, "scheduler": ["diffusers", "PNDMScheduler"]})
     (tmp_path / "kept.yaml").write_text("extends: fp8\nsteps: {first: 1}\n")
     with pytest.raises(ValueError, match=r"PNDMScheduler cannot be followed"):
-        making.prepare(making.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
+        making.job_of(making.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
 
 
 # --- where the weights are
@@ -694,8 +695,8 @@ def test_a_checkpoint_records_its_steps_and_a_newer_kind_is_refused(folder, capl
     card = (folder / "README.md").read_text()
     assert "\nfluxq.keep_steps(pipe)\n```" in card
     assert "- kept in 16 bit: the first step and the last 2 of every call, by `fluxq.keep_steps(pipe)`" in card
-    record = read_json(folder / PLAN_FILE)
-    del record["recipe"]["steps"]  # as a checkpoint's of before
+    record = read_record(folder)
+    record.recipe.steps = None  # as a checkpoint's of before
     assert "keep_steps" not in model_card(record)
 
 
@@ -723,8 +724,8 @@ def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_pa
 def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     (tmp_path / "all.yaml").write_text("extends: fp8\nsteps: {first: 8}\n")
     options = making.Options(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
-    check = making.quantize(making.prepare(options))["check"]
-    assert check["steps"] == 8 and check["psnr_db"] == [None] * 4  # the same images
+    check = making.quantize(making.job_of(options)).check
+    assert check.steps == 8 and check.psnr_db == [None] * 4  # the same images
 
 
 def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path, sixteen) -> None:
@@ -745,7 +746,7 @@ def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path,
 def test_fused_lora_files_are_in_the_16_bit_weights(tmp_path, lora_file) -> None:
     file = lora_file("style.safetensors", ADAPTED)
     options = making.Options(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
-    prepared = making.prepare(options)
+    prepared = making.job_of(options)
     making.quantize(prepared)
     pipe, original = tiny.load(folder=tmp_path / "out"), prepared.load_reference().transformer
     other = copy.deepcopy(pipe.transformer)

@@ -61,17 +61,17 @@ def plan(
     with session_of(arguments) as session:
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
-        prepared = session.prepare(writes=False, runs=False)
-        costs = session.jobs.model_costs(prepared, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
+        job = session.job(writes=False, runs=False)
+        costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
         ways = (prefer or "speed", "memory") if gpu else ()
-        held = [session.jobs.held_by(prepared, gpu, costs, each) for each in ways]
+        held = [session.jobs.held_by(job, gpu, costs, each) for each in ways]
         devices = () if gpu else ("cpu", "cuda")
         session.print(
-            show.plan_json(prepared, costs, held),
+            show.plan_json(job, costs, held),
             lambda: show.plan(
-                prepared,
+                job,
                 costs,
-                [session.jobs.demand(prepared, each, writes=True) for each in devices],
+                [session.jobs.demand(job, each, writes=True) for each in devices],
                 held,
                 every_layer=every_layer,
             ),
@@ -94,11 +94,11 @@ def calibrate(**arguments: Any) -> None:
     """
     with session_of(arguments) as session, session.together() as ranks:
         session.announce("file")
-        prepared = session.prepare(writes=False, ranks=ranks)
-        session.forecast(prepared, "of_calibrating")
+        job = session.job(writes=False, ranks=ranks)
+        session.forecast(job, "of_calibrating")
         session.start_work()
-        path = session.jobs.calibrate(prepared)
-        session.print({"statistics": str(path)}, lambda: show.calibrated(prepared, path))
+        path = session.jobs.calibrate(job)
+        session.print({"statistics": str(path)}, lambda: show.calibrated(job, path))
 
 
 @click.command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
@@ -138,19 +138,19 @@ def quantize(**arguments: Any) -> None:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce("folder")
-        prepared = session.prepare(ranks=ranks)
-        session.forecast(prepared, "of_quantizing")
+        job = session.job(ranks=ranks)
+        session.forecast(job, "of_quantizing")
         session.start_work()
-        record = session.jobs.quantize(prepared)
+        record = session.jobs.quantize(job)
         if not ranks.leads:
             return
-        session.print({**record, "output": str(prepared.output)}, lambda: show.quantized(prepared, record))
-        if record["check"] and not record["check"]["passed"]:
-            raise RuntimeError(show.why_failed(prepared, record["check"]))
+        session.print({**record.to_json(), "output": str(job.output)}, lambda: show.quantized(job, record))
+        if record.check and not record.check.passed:
+            raise RuntimeError(show.why_failed(job, record.check))
         if repo:
             from fluxq.jobs.hub import push
 
-            click.echo(f"uploaded: {push(prepared.output, record, repo, private)}", err=True)
+            click.echo(f"uploaded: {push(job.output, record, repo, private)}", err=True)
 
 
 COMMANDS = (plan, calibrate, quantize)

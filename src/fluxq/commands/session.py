@@ -56,9 +56,9 @@ class Session:
 
     @cached_property
     def given(self) -> Any:
-        from fluxq.jobs import given
+        from fluxq.jobs import requirements
 
-        return given
+        return requirements
 
     @cached_property
     def jobs(self) -> Any:
@@ -154,8 +154,8 @@ class Session:
         if given:
             raise ValueError(f"{', '.join(given)}: only the cost on a GPU depends on it; give --gpu too")
 
-    def prepare(self, **how: Any) -> Any:
-        return self.jobs.prepare(self.options, **how)
+    def job(self, **how: Any) -> Any:
+        return self.jobs.job_of(self.options, **how)
 
     @contextmanager
     def together(self) -> Iterator[Any]:
@@ -169,13 +169,13 @@ class Session:
                 set_verbosity(-1)
             yield ranks
 
-    def forecast(self, prepared: Any, of: str) -> None:
+    def forecast(self, job: Any, of: str) -> None:
         """Say how long the job will take and how much memory, before it starts. of: a function of jobs/forecast.py."""
-        if self.quiet or self.as_json or self.who or prepared.finished is not None:
+        if self.quiet or self.as_json or self.who or job.finished:
             return
         from fluxq.jobs import forecast
 
-        show.forecast(getattr(forecast, of)(prepared))
+        show.forecast(getattr(forecast, of)(job))
 
     def start_work(self, forecast: Forecast | None = None) -> None:
         """Say how long it will take. From here on an error is a failure of the work, not of what was asked for."""

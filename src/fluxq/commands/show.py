@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from fluxq.eval.metrics.schema import Debug, Estimate, Gate, Report, Served, Speed
     from fluxq.jobs.catalogue import Model
     from fluxq.jobs.forecast import Forecast
+    from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
-    from fluxq.jobs.prepared import Prepared
     from fluxq.quantize.exchange.export import Changed, Exported
+    from fluxq.quantize.record import Check, Component, Group, Record
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cards import Holding
     from fluxq.recipes.cost import Cost
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    prepared: Prepared,
+    job: Job,
     costs: dict[str, Cost],
     demands: Sequence[Demand | None] = (),
     held: Sequence[Holding] = (),
@@ -39,7 +40,7 @@ def plan(
     With `every_layer` each is printed by name; with `costs` those instead. demands: of quantizing, on each device; the
     least that it may be given is printed. held: of the pipeline by the GPU, as asked and under prefer="memory".
     """
-    for component in prepared.plans:
+    for component in job.plans:
         if not costs:
             (_layers if every_layer else _fates)(component)
             _reasons(component)
@@ -104,9 +105,9 @@ def _role(role: str) -> str:
     return "16 bit" if role == KEPT_ROLE else role
 
 
-def plan_json(prepared: Prepared, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
+def plan_json(job: Job, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
     """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
-    plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in prepared.plans}
+    plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in job.plans}
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
     return {**plans, "pipeline": held[0].describe()} if held else plans
@@ -118,18 +119,18 @@ def forecast(of_job: Forecast) -> None:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
-def calibrated(prepared: Prepared, path: Path) -> None:
+def calibrated(job: Job, path: Path) -> None:
     """Print where the statistics are and what they are for."""
-    if prepared.finished is not None:
+    if job.finished:
         echo(f"already done: {path} holds the statistics of this recipe and model")
     else:
-        echo(f"statistics of {prepared.calibration.count} images in {path}")
-    if not any(plan.static_groups() for plan in prepared.plans):
-        echo(f"recipe {prepared.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
+        echo(f"statistics of {job.calibration.count} images in {path}")
+    if not any(plan.static_groups() for plan in job.plans):
+        echo(f"recipe {job.recipe_name} stores no input scale, so `fluxq quantize` has no use for them")
         return
-    if prepared.fitted:
+    if job.fitted:
         echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
-    options = prepared.options
+    options = job.options
     again = [options.model] if options.model else []
     again += ["--recipe", options.recipe]
     again += ["--profile", options.profile] if options.profile else []
@@ -139,35 +140,34 @@ def calibrated(prepared: Prepared, path: Path) -> None:
     echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
 
 
-def quantized(prepared: Prepared, record: dict[str, Any]) -> None:
+def quantized(job: Job, record: Record) -> None:
     """The closing table of `fluxq quantize`."""
-    if prepared.finished is not None:
-        echo(f"already done: {prepared.output} holds this recipe on this model")
-    parts = record["components"]
-    columns = {part["component"]: _facts(part) for part in parts}
+    if job.finished:
+        echo(f"already done: {job.output} holds this recipe on this model")
+    parts = record.components
+    columns = {part.component: _facts(part) for part in parts}
     if len(parts) == 1:
         (component,) = columns
-        header = (component, prepared.recipe_name)
+        header = (component, job.recipe_name)
     else:
         columns["total"] = _facts(_together(parts))
-        header = (prepared.recipe_name, *columns)
+        header = (job.recipe_name, *columns)
     rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
-    rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record["check"])))
-    if chosen := [f"{plan.attention} in {plan.component}" for plan in prepared.plans if plan.attention != "16bit"]:
+    rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record.check)))
+    if chosen := [f"{plan.attention} in {plan.component}" for plan in job.plans if plan.attention != "16bit"]:
         rows.append(("attention", *[""] * (len(columns) - 1), ", ".join(chosen)))
     rows += [
-        ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}")
-        for f in prepared.loras
+        ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}") for f in job.loras
     ]
-    if prepared.finished is None:
-        rows.append(("took", *[""] * (len(columns) - 1), _duration(record["seconds"])))
+    if not job.finished:
+        rows.append(("took", *[""] * (len(columns) - 1), _duration(record.seconds)))
     print_table(header, rows)
     _decisions(parts)
     from fluxq.jobs.requirements import makes_pictures
 
-    echo(f"checkpoint: {prepared.output}")
-    following = "eval" if makes_pictures(prepared.folder) else "verify"
-    echo(f"next: fluxq {following} {shlex.quote(str(prepared.output))}")
+    echo(f"checkpoint: {job.output}")
+    following = "eval" if makes_pictures(job.folder) else "verify"
+    echo(f"next: fluxq {following} {shlex.quote(str(job.output))}")
 
 
 def judged(gate: Gate) -> str:
@@ -175,17 +175,17 @@ def judged(gate: Gate) -> str:
     return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
 
 
-def why_failed(prepared: Prepared, check: dict[str, Any]) -> str:
+def why_failed(job: Job, check: Check) -> str:
     """Return the closing check's faults in words, and what to do."""
-    made = "images" if check.get("frames") is None else "videos"
-    what = f"gate missed: {', '.join(check['missed'])}"
-    if not check["finite"]:
+    made = "images" if check.frames is None else "videos"
+    what = f"gate missed: {', '.join(check.missed)}"
+    if not check.finite:
         what = f"NaN or infinity in the {made}"
-    elif check.get("flat"):
-        what = f"{check['flat']} of {check['images']} {made} are of one colour"
+    elif check.flat:
+        what = f"{check.flat} of {check.images} {made} are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
-    return f"{prepared.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
+    return f"{job.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
 
 
 def evaluated(page: Path, report: Report) -> None:
@@ -432,44 +432,44 @@ def _cost(component: str, cost: Cost) -> None:
         echo(f"efficiency of {name}: {efficiency}")
 
 
-def _facts(part: dict[str, Any]) -> dict[str, str]:
+def _facts(part: Component) -> dict[str, str]:
     """Return the closing table's lines about a component, or about all together."""
-    done = [layer for layer in part["layers"] if layer["scheme"] != "16bit"]
-    before, after = part["bytes_before"], part["bytes_after"]
+    before, after = part.bytes_before, part.bytes_after
     return {
-        "layers quantized": f"{len(done)} of {len(part['layers'])} Linears",
-        "bits per weight": f"{part['bits_per_weight']:.2f} (all Linears)",
+        "layers quantized": f"{len(part.quantized)} of {len(part.layers)} Linears",
+        "bits per weight": f"{part.bits_per_weight:.2f} (all Linears)",
         "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
         "layers' SQNR": _layers_sqnr(part),
     }
 
 
-def _layers_sqnr(part: dict[str, Any]) -> str:
+def _layers_sqnr(part: Component) -> str:
     """Return the gain of fitting, in words; where nothing was fitted, the SQNR of the weights.
 
     Not both: fitting moves weights away from the originals so that outputs come nearer.
     """
     from fluxq.quantize.record import fitted_db
 
-    if found := fitted_db(part["groups"]):
+    if found := fitted_db(part.groups):
         return f"{found[0]:.1f} -> {found[1]:.1f} dB by fitting (outputs, held out)"
-    errors = [layer["weight_sqnr_db"] for layer in part["layers"] if layer["weight_sqnr_db"] is not None]
+    errors = [layer.weight_sqnr_db for layer in part.layers if layer.weight_sqnr_db is not None]
     return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
 
-def _decisions(parts: list[dict[str, Any]]) -> None:
+def _decisions(parts: list[Component]) -> None:
     """Print the stages that were kept, and the layers' gain, by role; nothing where nothing was tried."""
     rows = []
     for part in parts:
-        role_of = {layer["name"]: layer["role"] for layer in part["layers"]}
-        by_role: dict[str, list[dict[str, Any]]] = {}
-        for group in part["groups"]:
-            by_role.setdefault(role_of[group["layers"][0]], []).append(group)
+        role_of = {layer.name: layer.role for layer in part.layers}
+        by_role: dict[str, list[Group]] = {}
+        for group in part.groups:
+            by_role.setdefault(role_of[group.layers[0]], []).append(group)
         for role, groups in by_role.items():
-            tried = dict.fromkeys(stage["name"] for group in groups for stage in group["stages"])
-            kept = [stage["name"] for group in groups for stage in group["stages"] if stage["kept"]]
+            tried = dict.fromkeys(stage.name for group in groups for stage in group.stages)
+            kept = [stage.name for group in groups for stage in group.stages if stage.kept]
             if tried:
-                before, after = (_mean(group[key] for group in groups) for key in ("sqnr_before_db", "sqnr_db"))
+                before = _mean(group.sqnr_before_db for group in groups)
+                after = _mean(group.sqnr_db for group in groups)
                 words = ", ".join(f"{name} {kept.count(name)}" for name in tried)
                 rows.append((role, str(len(groups)), f"{before} -> {after}", words))
     if rows:
@@ -481,17 +481,18 @@ def _mean(values: Iterable[float | None]) -> str:
     return f"{sum(known) / len(known):.1f}" if known else "not measured"
 
 
-def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _together(parts: list[Component]) -> Component:
     """Several components as if they were one."""
-    from fluxq.quantize.record import bits_per_weight
+    from fluxq.quantize.record import Component, bits_per_weight
 
-    return {
-        "layers": [layer for part in parts for layer in part["layers"]],
-        "groups": [group for part in parts for group in part["groups"]],
-        "bits_per_weight": bits_per_weight(parts),
-        "bytes_before": sum(part["bytes_before"] for part in parts),
-        "bytes_after": sum(part["bytes_after"] for part in parts),
-    }
+    return Component(
+        component="total",
+        layers=[layer for part in parts for layer in part.layers],
+        groups=[group for part in parts for group in part.groups],
+        bits_per_weight=bits_per_weight(parts),
+        bytes_before=sum(part.bytes_before for part in parts),
+        bytes_after=sum(part.bytes_after for part in parts),
+    )
 
 
 def warmed(rows: list[dict[str, Any]]) -> None:
@@ -512,15 +513,15 @@ def warmed(rows: list[dict[str, Any]]) -> None:
     echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
 
 
-def _psnr(check: dict[str, Any] | None) -> str:
+def _psnr(check: Check | None) -> str:
     if check is None:
         return "not measured (--no-check)"
     from fluxq.eval.metrics.figures import amount
 
-    made = amount(check["images"], check.get("frames"))
-    if check["mean_psnr_db"] is None:
-        return f"identical ({made})" if check["finite"] else "not finite"
-    return f"{check['mean_psnr_db']:.1f} dB ({made}, {check['steps']} steps)"
+    made = amount(check.images, check.frames)
+    if check.mean_psnr_db is None:
+        return f"identical ({made})" if check.finite else "not finite"
+    return f"{check.mean_psnr_db:.1f} dB ({made}, {check.steps} steps)"
 
 
 def _summary(component: Plan) -> None:

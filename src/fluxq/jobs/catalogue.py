@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from fluxq.base.tensors import Stored
+from fluxq.base.units import digits
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
 from fluxq.quantize.nearest import most_at_once, pieces_of
 from fluxq.quantize.run import blocks_of
@@ -291,8 +292,3 @@ def bits(size: Size) -> str:
     """Bits per weight: of the formats alone, and the most that trying things may make of it."""
     low, high = f"{size.bits:.2f}", f"{size.most_bits:.2f}"
     return low if low == high else f"{low} to {high}"
-
-
-def digits(value: float) -> str:
-    """Three of them."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

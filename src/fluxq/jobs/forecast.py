@@ -26,8 +26,8 @@ from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.eval.metrics.figures import amount
 from fluxq.jobs import footprint
 from fluxq.jobs.making import MOST_CALLS
-from fluxq.jobs.placement import weight_bytes
-from fluxq.jobs.preparing import demand
+from fluxq.jobs.memory import weight_bytes
+from fluxq.jobs.planning import demand
 from fluxq.quantize.checkpoint import is_model, list_linears
 from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.cost import steps
@@ -36,7 +36,7 @@ from fluxq.recipes.recipe import load_recipe
 from fluxq.recipes.workloads import CallSize
 
 if TYPE_CHECKING:
-    from fluxq.jobs.prepared import Prepared
+    from fluxq.jobs.job import Job
 
 _ANY_CHIP = "sm_90"  # FLOPs are the same on all
 _PROGRAM = 700_000_000  # bytes of torch, diffusers and what they load
@@ -75,32 +75,32 @@ def in_words(seconds: float) -> str:
     return "under a minute"
 
 
-def of_quantizing(prepared: Prepared) -> Forecast:
+def of_quantizing(job: Job) -> Forecast:
     """Return the time of `fluxq quantize`; what an interrupted run has done already is not taken off."""
-    static = any(plan.static_groups() and plan.component not in prepared.fitted for plan in prepared.plans)
-    calibrates = bool(prepared.fitted) or (static and prepared.statistics is None)
-    if not (calibrates or prepared.options.check):
-        return Forecast({}, _memory(prepared, writes=True))
-    forward, items = _forward(prepared), prepared.calibration_items
-    seen = steps_to_see(prepared.calibration.steps, forward.steps)
+    static = any(plan.static_groups() and plan.component not in job.fitted for plan in job.plans)
+    calibrates = bool(job.fitted) or (static and job.statistics is None)
+    if not (calibrates or job.options.check):
+        return Forecast({}, _memory(job, writes=True))
+    forward, items = _forward(job), job.calibration_items
+    seen = steps_to_see(job.calibration.steps, forward.steps)
     parts = {}
     if calibrates:
-        again = seen * forward.steps / 2 if prepared.fitted else 0  # images that tell what each step's error does
+        again = seen * forward.steps / 2 if job.fitted else 0  # images that tell what each step's error does
         parts["calibrating"] = forward.seconds(items, forward.steps) + forward.seconds(items[:LEVEL_IMAGES], again)
-    if prepared.fitted:
-        parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in prepared.fitted.values())
-    if prepared.options.check:
-        check = forward.seconds(prepared.check_items, forward.steps)
-        frames = frames_in(prepared.check_call) if {*FRAMES} & prepared.check_call.keys() else None
-        parts[f"closing check of {amount(len(prepared.check_items), frames)}"] = (1 + QUANTIZED) * check
-    return Forecast(parts, _memory(prepared, writes=True))
+    if job.fitted:
+        parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in job.fitted.values())
+    if job.options.check:
+        check = forward.seconds(job.check_items, forward.steps)
+        frames = frames_in(job.check_call) if {*FRAMES} & job.check_call.keys() else None
+        parts[f"closing check of {amount(len(job.check_items), frames)}"] = (1 + QUANTIZED) * check
+    return Forecast(parts, _memory(job, writes=True))
 
 
-def of_calibrating(prepared: Prepared) -> Forecast:
+def of_calibrating(job: Job) -> Forecast:
     """Return the time of `fluxq calibrate`."""
-    forward = _forward(prepared)
-    seconds = forward.seconds(prepared.calibration_items, forward.steps)
-    return Forecast({"calibrating": seconds}, _memory(prepared, writes=False))
+    forward = _forward(job)
+    seconds = forward.seconds(job.calibration_items, forward.steps)
+    return Forecast({"calibrating": seconds}, _memory(job, writes=False))
 
 
 def of_images(
@@ -124,16 +124,16 @@ def of_images(
     return Forecast(parts, _PROGRAM + sides * weight_bytes(folder, dtype) + working)
 
 
-def _memory(prepared: Prepared, *, writes: bool) -> int:
-    asked = demand(prepared, prepared.device, writes=writes)
+def _memory(job: Job, *, writes: bool) -> int:
+    asked = demand(job, job.run.device, writes=writes)
     if asked is None:
         return _PROGRAM
-    weights = weight_bytes(prepared.folder, prepared.options.dtype)
-    return _PROGRAM + (prepared.max_memory or asked.unbounded(weights))
+    weights = weight_bytes(job.folder, job.options.dtype)
+    return _PROGRAM + (job.run.limit or asked.unbounded(weights))
 
 
-def _forward(prepared: Prepared) -> _Forward:
-    return _Forward(prepared.folder, prepared.call, prepared.device, prepared.options.dtype)
+def _forward(job: Job) -> _Forward:
+    return _Forward(job.folder, job.call, job.run.device, job.options.dtype)
 
 
 class _Forward:

@@ -6,10 +6,10 @@ What may not be published is refused before the work starts. Uploaded is the fol
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fluxq.base.console import first_line
 from fluxq.base.model import ModelFolder
+from fluxq.quantize.record import Record
 
 _NO_NAMES = ("other", "unknown")  # what the hub takes for `license:` where another field has to name it
 
@@ -35,18 +35,17 @@ def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
         raise ValueError(f"the hub cannot tell who you are ({first_line(error)}): run `hf auth login` first") from None
 
 
-def push(output: Path, record: dict[str, Any], repo: str, private: bool) -> str:
+def push(output: Path, record: Record, repo: str, private: bool) -> str:
     """Upload a checkpoint folder whose closing check passed; returns the repository's address.
 
     Raises ValueError where that check did not pass and OSError, naming the folder, where the upload does not.
     """
     from huggingface_hub import HfApi
 
-    check = record["check"]
-    if not (check and check["passed"]):
+    if not (record.check and record.check.passed):
         raise ValueError(f"{output}: its closing check did not pass, so it is not uploaded")
     api = HfApi()
-    message = f"{record['model']['name']} quantized with fluxq {record['fluxq_version']} ({record['recipe']['name']})"
+    message = f"{record.model.name} quantized with fluxq {record.fluxq_version} ({record.recipe.name})"
     try:
         address = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=output, commit_message=message)

@@ -46,8 +46,8 @@ from fluxq.eval.metrics.schema import (
     read_report,
 )
 from fluxq.eval.report import card
-from fluxq.jobs import forecast, placement
-from fluxq.jobs.footprint import weight_bytes
+from fluxq.jobs import forecast, memory
+from fluxq.jobs.footprint import weight_bytes as component_bytes
 from fluxq.jobs.requirements import (
     call_of,
     makes_video,
@@ -61,7 +61,7 @@ from fluxq.jobs.requirements import (
 from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.exchange.beside import other_small_files
 from fluxq.quantize.lora import recorded_loras
-from fluxq.quantize.record import bits_per_quantized_weight, bits_per_weight, read_record
+from fluxq.quantize.record import Record, bits_of, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
 from fluxq.runtime.optimize import optimize
@@ -119,7 +119,7 @@ class Subject:
 
     options: Options
     output: Path
-    record: dict[str, Any]
+    record: Record
     folder: ModelFolder
     reference: Side
     quantized: Side
@@ -145,17 +145,14 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
-    source = options.model or record["model"]["source"]
+    source = options.model or record.model.source
     if source is None:
         raise ValueError(
             f"{output}: imported without a base, or made of a pipeline in memory, so its 16-bit model is not known; "
             "give it as --model"
         )
-    folder = resolve_model(
-        source,
-        revision=options.revision or record["model"]["revision"],
-        local_files_only=options.local_files_only,
-    )
+    revision = options.revision or record.model.revision
+    folder = resolve_model(source, revision=revision, local_files_only=options.local_files_only)
     if options.images is not None:
         from fluxq.eval.images.executor import WORK_FILE
 
@@ -171,10 +168,10 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         _require_known("metric", options.metrics, metric_rows())
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
-    weights = placement.weight_bytes(folder, options.dtype)
-    device, offload = placement.settle_pipeline(folder, options.device, weights, asked_device)
-    stored = placement.stored_bytes(quantized)
-    offload_quantized = offload and placement.settle_pipeline(quantized, device, stored, asked_device)[1]
+    weights = memory.weight_bytes(folder, options.dtype)
+    device, offload = memory.settle_pipeline(folder, options.device, weights, asked_device)
+    stored = memory.stored_bytes(quantized)
+    offload_quantized = offload and memory.settle_pipeline(quantized, device, stored, asked_device)[1]
     options = replace(options, device=device)
     protocol = PROTOCOLS[options.protocol]
     said = {**quantized.generation_defaults, **protocol.call(folder)}
@@ -189,12 +186,12 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         for what in other_small_files(quantized, folder, name):
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
     hashed = _hashed(folder)  # reads all weights: after whatever else may be wrong
-    for component, digest in record["model"]["digests"].items():
+    for component, digest in record.model.digests.items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
-    loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record))
+    loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record.loras))
     digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
-    reference_digest = sha256_json([digest, record.get("loras", [])]) if loras else digest
+    reference_digest = sha256_json([digest, [lora.model_dump() for lora in record.loras]]) if loras else digest
     return Subject(
         options=options,
         output=output,
@@ -415,7 +412,7 @@ class _InFp32:
     def open(self, device: str) -> Any:
         """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
         folder = self.asked.folder
-        needed = sum(weight_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
+        needed = sum(component_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
         free = free_bytes(torch.device(device))
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
@@ -470,9 +467,9 @@ def debug(
     if asked.reference.offload:
         logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)
         device = "cpu"
-        stored = placement.stored_bytes(ModelFolder(asked.output.name, asked.output))
-        both = placement.weight_bytes(asked.folder, options.dtype) + stored
-        placement.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
+        stored = memory.stored_bytes(ModelFolder(asked.output.name, asked.output))
+        both = memory.weight_bytes(asked.folder, options.dtype) + stored
+        memory.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
     on_start(_forecast(asked, {f"at most {budget} runs": (asked.items, budget * forecast.QUANTIZED)}, device, sides=2))
     found = find_faults(
         asked.reference,
@@ -598,13 +595,14 @@ def _metric_keys(asked: Subject, networks: Networks) -> list[str]:
 
 def _gates(asked: Subject) -> tuple[str, ...]:
     """The recipe's, the protocol's and those of the command line."""
-    recipe = asked.record["recipe"].get("gates", [])
-    return tuple(dict.fromkeys([*recipe, *PROTOCOLS[asked.options.protocol].gates, *asked.options.gates]))
+    return tuple(
+        dict.fromkeys([*asked.record.recipe.gates, *PROTOCOLS[asked.options.protocol].gates, *asked.options.gates])
+    )
 
 
-def _backends(record: dict[str, Any]) -> tuple[str, ...]:
+def _backends(record: Record) -> tuple[str, ...]:
     """As stored, and every re-encoding that changes a layer of this checkpoint."""
-    schemes = {layer["scheme"] for part in record["components"] for layer in part["layers"]} - {"16bit"}
+    schemes = {layer.scheme for part in record.components for layer in part.quantized}
     activations = {Scheme.parse(scheme).activations for scheme in schemes}
     formats = {each.name for each in activations if each is not None}
     return tuple(name for name, targets in BACKENDS.items() if not targets or formats - {*targets})
@@ -643,40 +641,37 @@ def _candidates(asked: Subject, sides: Sequence[Side], found: Mapping[str, Serve
 
     record = asked.record
     provenance = {
-        **{f"{part} weights (SHA-256)": digest for part, digest in record["model"]["digests"].items()},
+        **{f"{part} weights (SHA-256)": digest for part, digest in record.model.digests.items()},
         "checkpoint (SHA-256)": asked.quantized.digest,
         **_origin(record),
     }
-    recipe = record["recipe"]["name"], record["identity"]["recipe"]
-    known = _named(asked), *recipe, _size(record)
+    known = _named(asked), record.recipe.name, record.identity.recipe, _size(record)
     return [Candidate(side, *known, found[side.name], _gates(asked), provenance) for side in sides]
 
 
-def _size(record: dict[str, Any]) -> Size:
-    parts = record["components"]
+def _size(record: Record) -> Size:
+    parts = record.components
     return Size(
-        components=tuple(part["component"] for part in parts),
-        bytes_before=sum(part["bytes_before"] for part in parts),
-        bytes_after=sum(part["bytes_after"] for part in parts),
+        components=tuple(part.component for part in parts),
+        bytes_before=sum(part.bytes_before for part in parts),
+        bytes_after=sum(part.bytes_after for part in parts),
         bits_per_weight=bits_per_weight(parts),
-        bits_per_quantized_weight=bits_per_quantized_weight(parts),
+        bits_per_quantized_weight=bits_of([layer for part in parts for layer in part.quantized]),
     )
 
 
-def _origin(record: dict[str, Any]) -> dict[str, str]:
+def _origin(record: Record) -> dict[str, str]:
     """Return the origin of the codes."""
-    if "imported" in record:
-        files = [file for part in record["imported"] for file in part["files"].items()]
+    if record.imported is not None:
+        files = [file for part in record.imported for file in part.files.items()]
         return {"imported files (SHA-256)": ", ".join(f"{name} ({digest[:16]})" for name, digest in files)}
+    prompts = record.prompts
+    unused = "none: layers were fitted to captured calls" if record.trajectory else "none: the recipe needs no data"
     return {
-        "recipe (SHA-256)": record["identity"]["recipe"],
-        "calibration prompts": f"{record['prompts']['source']} ({record['prompts']['digest'][:16]})",
-        "statistics (SHA-256)": record["statistics_digest"] or _without_statistics(record),
+        "recipe (SHA-256)": record.identity.recipe,
+        **({"calibration prompts": f"{prompts.source} ({prompts.digest[:16]})"} if prompts else {}),
+        "statistics (SHA-256)": record.statistics_digest or unused,
     }
-
-
-def _without_statistics(record: dict[str, Any]) -> str:
-    return "none: layers were fitted to captured calls" if record["trajectory"] else "none: the recipe needs no data"
 
 
 def _warnings(asked: Subject) -> tuple[str, ...]:
@@ -707,7 +702,7 @@ def _source(asked: Subject) -> str:
     """Return where the 16-bit model is to be found again."""
     if asked.options.in_memory:
         return "a pipeline in memory"
-    return asked.reference.folder if asked.options.model else asked.record["model"]["source"]
+    return asked.reference.folder if asked.options.model else str(asked.record.model.source)
 
 
 def _command(asked: Subject) -> str:
@@ -800,13 +795,13 @@ def _with_records(report: Report, asked: Subject) -> Report:
 
 def _timed(asked: Subject, speed: Speed, checkpoint: str) -> Timed:
     """A speed that no run of the report computes as. checkpoint: as its runs call it."""
-    name, record = asked.quantized.name, asked.record
+    name = asked.quantized.name
     arithmetic = speed.served.arithmetic if speed.served else NATIVE
     return Timed(
         name=name if arithmetic == NATIVE else f"{name} as {arithmetic}",
         checkpoint=checkpoint,
-        recipe=record["recipe"]["name"],
-        size=_size(record),
+        recipe=asked.record.recipe.name,
+        size=_size(asked.record),
         speed=speed,
     )
 

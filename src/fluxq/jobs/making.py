@@ -1,7 +1,13 @@
 """One function per command: joins recipes, calibrate, quantize and eval.
 
-`prepare` reads what a user gave and refuses what cannot work; the function that takes its result does the work. Output
-folders appear complete or not at all.
+`job_of` reads what a user gave and refuses what cannot work; the function that takes its result does the work. Output
+folders appear complete or not at all. Until then each stage keeps what it has done in the work folder, whose name holds
+the job's digest, and an interrupted run goes on with what is whole there:
+
+    statistics   statistics.safetensors
+    calls        calls/, with the digests of the weights that they were captured with; levels.json
+    blocks       <component>/0000.safetensors …, each with a hash of itself and of the weights that it is made of
+    checkpoint   the output itself, with the closing check in its record
 """
 
 from __future__ import annotations
@@ -32,14 +38,14 @@ from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
 from fluxq.jobs import footprint, memory
-from fluxq.jobs.prepared import Options, Prepared
-from fluxq.jobs.preparing import demand, prepare
+from fluxq.jobs.job import Job, Options
+from fluxq.jobs.planning import demand, job_of
 from fluxq.jobs.work_folder import (
     clear_leftovers,
     decisive,
     finished_checkpoint,
-    finished_statistics,
     identity_of,
+    require_same_statistics,
     require_space,
     with_digests,
     work_folder,
@@ -49,6 +55,20 @@ from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, is_model, model_on_meta
 from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.finished import Outcome
+from fluxq.quantize.record import (
+    Check,
+    Component,
+    Group,
+    Identity,
+    Layer,
+    Lora,
+    Model,
+    Prompts,
+    Record,
+    Stage,
+    read_record,
+)
+from fluxq.quantize.record import Recipe as RecordedRecipe
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.recipes.cards import Holding, Piece, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
@@ -59,13 +79,13 @@ from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.steps import KeptSteps, about_to_keep
 
 __all__ = [  # what the commands need of a job, whichever file it is in
+    "Job",
     "Options",
-    "Prepared",
     "calibrate",
     "demand",
     "held_by",
+    "job_of",
     "model_costs",
-    "prepare",
     "quantize",
     "quantized_models",
     "warm_up",
@@ -76,18 +96,18 @@ _OF_16_BIT = 2  # bytes
 _HELD_OUT = 10  # one image in so many decides, and is never fitted to
 
 
-def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None, batch: int) -> dict[str, Cost]:
+def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: int) -> dict[str, Cost]:
     """Component -> what its plan costs on a GPU, modelled; only transformers run at every step.
 
     ValueError for an unknown GPU, and where no transformer is planned.
     """
-    if not prepared.calibrated:
-        planned = ", ".join(plan.component for plan in prepared.plans)
+    if not job.calibrated:
+        planned = ", ".join(plan.component for plan in job.plans)
         raise ValueError(f"{planned}: runs once per image and is not modelled; --gpu needs a transformer")
-    device, folder, call = find_device(gpu), prepared.folder, prepared.call
+    device, folder, call = find_device(gpu), job.folder, job.call
     vae = folder.config("vae") if "vae" in folder.components else None
     costs = {}
-    for component, plan in prepared.calibrated.items():
+    for component, plan in job.calibrated.items():
         forward = forward_pass(
             plan.family,
             folder.config(component),
@@ -99,10 +119,10 @@ def model_costs(prepared: Prepared, gpu: str, prefer: Prefer, frames: int | None
     return costs
 
 
-def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
+def held_by(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
     """Return the bytes that the whole pipeline takes of a GPU. costs: of its transformers, from `model_costs`."""
-    folder, device, call = prepared.folder, find_device(gpu), prepared.call
-    plans = {plan.component: plan for plan in prepared.plans}
+    folder, device, call = job.folder, find_device(gpu), job.call
+    plans = {plan.component: plan for plan in job.plans}
     shape = (call.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
     size, pieces = CallSize(1, *shape), []
     for name in folder.components:
@@ -119,120 +139,119 @@ def held_by(prepared: Prepared, gpu: str, costs: dict[str, Cost], prefer: Prefer
     return holding(pieces, device)
 
 
-def calibrate(prepared: Prepared) -> Path:
+def calibrate(job: Job) -> Path:
     """Gather statistics of every planned input group into one file; returns its path."""
-    if prepared.finished is not None:
-        if prepared.ranks.leads:
-            clear_leftovers(prepared)
-        return prepared.output
-    identity = prepared.ranks.agree(identity_of(prepared) if prepared.ranks.leads else None)
-    prepared = replace(prepared, identity=identity)
-    with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
-        statistics = _calibrate(prepared, prepared.load_reference(), work)
-        if prepared.ranks.leads:
-            _require_free(prepared)
-            statistics.save(prepared.output.resolve(), job_digest(decisive(prepared)), folder=work)
-    return prepared.output
+    if job.finished:
+        if job.run.ranks.leads:
+            clear_leftovers(job)
+        return job.output
+    identity = job.run.ranks.agree(identity_of(job) if job.run.ranks.leads else None)
+    job = replace(job, identity=identity)
+    with memory.within(job.run.limit, job.run.device), work_of(job) as work:
+        statistics = _calibrate(job, job.load_reference(), work)
+        if job.run.ranks.leads:
+            _require_free(job)
+            statistics.save(job.output.resolve(), job_digest(decisive(job)), folder=work)
+    return job.output
 
 
-def _require_free(prepared: Prepared) -> None:
-    """Raise RuntimeError for what was put at the output since this was prepared, and may not be replaced."""
+def _require_free(job: Job) -> None:
+    """Raise RuntimeError for what was put at the output since this job began, and may not be replaced."""
     try:
-        Output(prepared.output, True).require_free(overwrite=prepared.options.overwrite, exists_ok=True)
-        if not prepared.options.overwrite and prepared.output.exists():
-            finished_statistics(prepared)
+        Output(job.output, True).require_free(overwrite=job.options.overwrite, exists_ok=True)
+        if not job.options.overwrite and job.output.exists():
+            require_same_statistics(job)
     except ValueError as error:
         raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
 
-def quantize(prepared: Prepared) -> dict[str, Any]:
-    """Calibrate, quantize, check and write the checkpoint; returns what fluxq_plan.json holds.
+def quantize(job: Job) -> Record:
+    """Calibrate, quantize, check and write the checkpoint; returns its record.
 
-    The result's `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is
-    written all the same and its card says so.
+    `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is written all the same
+    and its card says so.
     """
-    if prepared.finished is not None:
-        if prepared.ranks.leads:
-            clear_leftovers(prepared)
-        return prepared.finished
-    ranks = prepared.ranks
-    with memory.within(prepared.max_memory, prepared.device), work_of(prepared) as work:
-        finished = _written_meanwhile(prepared) if ranks.leads else None
-        return ranks.agree(finished) or ranks.agree(_quantize(prepared, work))
+    if job.finished:
+        if job.run.ranks.leads:
+            clear_leftovers(job)
+        return read_record(job.output)
+    ranks = job.run.ranks
+    with memory.within(job.run.limit, job.run.device), work_of(job) as work:
+        record = _written_meanwhile(job) if ranks.leads else None
+        if not ranks.agree(record is not None):
+            record = _quantize(job, work)
+        return Record.model_validate(ranks.agree(record and record.to_json()))
 
 
-def _written_meanwhile(prepared: Prepared) -> dict[str, Any] | None:
-    """Return the record of what another run wrote since this one was prepared; None if there is nothing.
+def _written_meanwhile(job: Job) -> Record | None:
+    """Return the record of what another run wrote since this job began; None if there is nothing.
 
     Raises RuntimeError, which costs no block, where something else stands there.
     """
     try:
-        return finished_checkpoint(prepared)
+        return read_record(job.output) if finished_checkpoint(job) else None
     except ValueError as error:
         raise RuntimeError(str(error)) from None
 
 
-def _quantize(prepared: Prepared, work: Path) -> dict[str, Any] | None:
+def _quantize(job: Job, work: Path) -> Record | None:
     """The record of what the first process wrote; None in those that helped it."""
-    options, ranks = prepared.options, prepared.ranks
+    options, ranks = job.options, job.run.ranks
     started = time.perf_counter()
     if ranks.leads:
-        require_space(prepared, work)
+        require_space(job, work)
     reference: Generated | None = None
-    statistics = prepared.statistics or _kept_statistics(work)
+    statistics = job.statistics or _kept_statistics(work)
     fittings: dict[str, Fitting] = {}
-    static = [plan for plan in prepared.plans if plan.static_groups() and plan.component not in prepared.fitted]
-    if prepared.fitted or (options.check and ranks.leads) or (static and statistics is None):
-        pipe = prepared.load_reference()
+    static = [plan for plan in job.plans if plan.static_groups() and plan.component not in job.fitted]
+    if job.fitted or (options.check and ranks.leads) or (static and statistics is None):
+        pipe = job.load_reference()
         if static and statistics is None:
-            statistics = _calibrate(prepared, pipe, work)
+            statistics = _calibrate(job, pipe, work)
             if ranks.leads:
                 statistics.save(work / _STATISTICS)
                 shutil.rmtree(work / _SHARES)
         if options.check and ranks.leads:
-            reference = generate(pipe, prepared.check_items, prepared.check_call, description="16-bit pipeline")
-        if prepared.fitted:
-            fittings = _fittings(prepared, pipe, statistics)
+            reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
+        if job.fitted:
+            fittings = _fittings(job, pipe, statistics)
         memory.let_go(pipe)
         del pipe
     trajectory = statistics.trajectory if statistics else None
     for fitting in fittings.values():
         trajectory = fitting.replay.calls.trajectory  # one for all components
-    done = [
-        _quantize_component(prepared, plan, statistics, fittings.pop(plan.component, None), work)
-        for plan in prepared.plans
-    ]
+    done = [_quantize_component(job, plan, statistics, fittings.pop(plan.component, None), work) for plan in job.plans]
     if not ranks.leads:
         return None
-    with atomic_folder(prepared.output, work, overwrite=options.overwrite) as part:
+    with atomic_folder(job.output, work, overwrite=options.overwrite) as part:
         outcomes, hashes = [Outcome.read(files) for _, files, _ in done], dict[Path, str]()
-        written = [_write(part, prepared, *one, outcome, hashes) for one, outcome in zip(done, outcomes, strict=True)]
-        read = {plan.component: outcome.fingerprints for plan, outcome in zip(prepared.plans, outcomes, strict=True)}
-        prepared = replace(prepared, identity=with_digests(prepared, read))
-        _copy_rest(part, prepared, hashes)
+        written = [_write(part, job, *one, outcome, hashes) for one, outcome in zip(done, outcomes, strict=True)]
+        read = {plan.component: outcome.fingerprints for plan, outcome in zip(job.plans, outcomes, strict=True)}
+        job = replace(job, identity=with_digests(job, read))
+        _copy_rest(part, job, hashes)
         write_digests(part)
-        record = _record(prepared, statistics, trajectory, written)
-        record["files"] = hash_files(part, hashes)
+        record = _record(job, statistics, trajectory, written)
+        record.files = hash_files(part, hashes)
         if reference is not None:
-            record["check"] = _check(part, prepared, reference)
-        record["seconds"] = round(time.perf_counter() - started, 1)
-        write_json(part / PLAN_FILE, record)
+            record.check = _check(part, job, reference)
+        record.seconds = round(time.perf_counter() - started, 1)
+        write_json(part / PLAN_FILE, record.to_json())
         write_text(part / "README.md", card.model_card(record))
     return record
 
 
-def _copy_rest(part: Path, prepared: Prepared, hashes: dict[Path, str]) -> None:
-    """Copy what is not quantized; RuntimeError if it is not what this was prepared with, and what the record names.
+def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
+    """Copy what is not quantized; RuntimeError if it is not what the job began with, and what the record names.
 
     hashes: takes those of the files.
     """
-    quantized = [plan.component for plan in prepared.plans]
-    checkpoint.copy_rest(part, prepared.folder, quantized)
-    copied = checkpoint.digest_rest(ModelFolder(prepared.output.name, part), quantized, hashes)
-    meant = prepared.identity["copied"]
+    quantized = [plan.component for plan in job.plans]
+    checkpoint.copy_rest(part, job.folder, quantized)
+    copied = checkpoint.digest_rest(ModelFolder(job.output.name, part), quantized, hashes)
+    meant = job.identity["copied"]
     if differing := sorted(name for name in meant.keys() | copied if meant.get(name) != copied.get(name)):
         raise RuntimeError(
-            f"{prepared.folder.path}: {', '.join(differing)} changed since this run began, and the checkpoint would be "
+            f"{job.folder.path}: {', '.join(differing)} changed since this run began, and the checkpoint would be "
             "recorded with what was there before. Put that back, or start again when nothing writes there any more"
         )
 
@@ -267,34 +286,34 @@ def quantized_models(output: str) -> list[torch.nn.Module]:
     return models
 
 
-def _sampling(prepared: Prepared, pipe: Any, components: Iterable[str]) -> Sampling:
-    steps = steps_to_see(prepared.calibration.steps, number_of_steps(pipe, prepared.call))
-    return Sampling(prepared.call, steps, {name: prepared.digest(name) for name in components})
+def _sampling(job: Job, pipe: Any, components: Iterable[str]) -> Sampling:
+    steps = steps_to_see(job.calibration.steps, number_of_steps(pipe, job.call))
+    return Sampling(job.call, steps, {name: job.digest(name) for name in components})
 
 
-def _calibrate(prepared: Prepared, pipe: Any, work: Path) -> Statistics:
+def _calibrate(job: Job, pipe: Any, work: Path) -> Statistics:
     try:
         return capture_statistics(
             pipe,
             {
                 component: {group: members[0].name for group, members in plan.statistics_groups().items()}
-                for component, plan in prepared.calibrated.items()
+                for component, plan in job.calibrated.items()
             },
-            prepared.calibration_items,
-            _sampling(prepared, pipe, prepared.calibrated),
+            job.calibration_items,
+            _sampling(job, pipe, job.calibrated),
             folder=work / _SHARES,
-            ranks=prepared.ranks,
+            ranks=job.run.ranks,
         )
     except ValueError:
-        for component in prepared.calibrated:
-            require_finite_weights(prepared.weights(component))  # the cause, where there is one
+        for component in job.calibrated:
+            require_finite_weights(job.weights(component))  # the cause, where there is one
         raise
 
 
-def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> dict[str, Fitting]:
+def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, Fitting]:
     """Component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
-    folder, plans = work_folder(prepared), prepared.fitted
-    items = prepared.calibration_items
+    folder, plans = work_folder(job), job.fitted
+    items = job.calibration_items
     held = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
     blocks = {name: plan.blocks for name, plan in plans.items()}
     try:
@@ -303,39 +322,37 @@ def _fittings(prepared: Prepared, pipe: Any, statistics: Statistics | None) -> d
             blocks,
             items[: len(items) - held],
             items[len(items) - held :],
-            _sampling(prepared, pipe, plans),
+            _sampling(job, pipe, plans),
             folder=folder / "calls",
             most=MOST_CALLS,
-            ranks=prepared.ranks,
+            ranks=job.run.ranks,
         )
-        weights = _level_weights(prepared, pipe, items[:IMAGES], calls, folder / "levels.json")
+        weights = _level_weights(job, pipe, items[:IMAGES], calls, folder / "levels.json")
     except ValueError:
         for component in plans:
-            require_finite_weights(prepared.weights(component))  # the cause, where there is one
+            require_finite_weights(job.weights(component))  # the cause, where there is one
         raise
     own = {name: statistics.of_component(name) if statistics else None for name in plans}
-    if prepared.bound is not None:
-        prepared.bound.begin_fitting(pipe)
+    if job.run.memory is not None:
+        job.run.memory.begin_fitting(pipe)
     return {
         name: Fitting(
-            Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights, ranks=prepared.ranks),
-            prepared.recipe.gate,
-            prepared.options.parallel_blocks,
+            Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights, ranks=job.run.ranks),
+            job.recipe.gate,
+            job.options.parallel_blocks,
             own[name],
         )
         for name in plans
     }
 
 
-def _level_weights(
-    prepared: Prepared, pipe: Any, items: Sequence[Item], calls: dict[str, Calls], file: Path
-) -> dict[int, float]:
+def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, Calls], file: Path) -> dict[int, float]:
     """Denoising step -> what an error at it does to the final latents; measured once and kept."""
-    ranks = prepared.ranks
+    ranks = job.run.ranks
     kept = ranks.agree(_kept_levels(file) if ranks.leads else None)
     if kept is None:
         steps = sorted({call.step for found in calls.values() for call in found.calls})
-        weights = noise_level_weights(pipe, list(calls), items, prepared.call, steps, ranks)
+        weights = noise_level_weights(pipe, list(calls), items, job.call, steps, ranks)
         if ranks.leads:
             write_json(file, {str(step): weight for step, weight in weights.items()})
         return weights
@@ -367,108 +384,102 @@ def _kept_statistics(work: Path) -> Statistics | None:
 
 
 def _quantize_component(
-    prepared: Prepared, plan: Plan, statistics: Statistics | None, fitting: Fitting | None, work: Path
+    job: Job, plan: Plan, statistics: Statistics | None, fitting: Fitting | None, work: Path
 ) -> tuple[Plan, list[Path], float]:
     """(its plan, files of its finished blocks, seconds that this run took)."""
     started = time.perf_counter()
     own = statistics.of_component(plan.component) if statistics else None
-    dtype = getattr(torch, prepared.options.dtype)
-    source = prepared.weights(plan.component)
-    prepared.require_unchanged(plan.component)  # from here on each read compares with these files
-    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=prepared.ranks)
+    dtype = getattr(torch, job.options.dtype)
+    source = job.weights(plan.component)
+    job.require_unchanged(plan.component)  # from here on each read compares with these files
+    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=job.run.ranks)
     return plan, files, time.perf_counter() - started
 
 
 def _write(
     part: Path,
-    prepared: Prepared,
+    job: Job,
     plan: Plan,
     files: Sequence[Path],
     seconds: float,
     outcome: Outcome,
     hashes: dict[Path, str],
-) -> dict[str, Any]:
+) -> Component:
     """Make a component of its finished blocks; returns what is recorded of it. hashes: takes those of its files."""
     started = time.perf_counter()
     plan = outcome.applied_to(plan)
     size = checkpoint.write_component(
-        part / plan.component, prepared.folder, plan, files, prepared.options.max_shard_bytes, hashes.__setitem__
+        part / plan.component, job.folder, plan, files, job.options.max_shard_bytes, hashes.__setitem__
     )
     seconds += time.perf_counter() - started
-    return {
-        "component": plan.component,
-        "family": plan.family,
-        "notes": list(plan.notes),
-        "attention": plan.attention,
-        "bytes_before": prepared.weights(plan.component).nbytes,
-        "bytes_after": size,
-        "bits_per_weight": round(plan.bits_per_weight, 4),
-        "seconds": round(seconds, 1),
-        "layers": [
-            {
-                **layer.describe(),
-                "bits_per_weight": round(layer.bits_per_weight, 4),
-                "weight_sqnr_db": _rounded(outcome.weight_sqnr.get(layer.name)),
-            }
-            for layer in plan.layers
-        ],
-        "groups": [
-            {
-                "group": name,
-                "layers": list(group.layers),
-                "sqnr_before_db": _rounded(group.plain_db),
-                "sqnr_db": _rounded(group.db),
-                "stages": [asdict(stage) for stage in group.stages],
-            }
+    return Component(
+        component=plan.component,
+        family=plan.family,
+        notes=list(plan.notes),
+        attention=plan.attention,
+        bytes_before=job.weights(plan.component).nbytes,
+        bytes_after=size,
+        bits_per_weight=round(plan.bits_per_weight, 4),
+        seconds=round(seconds, 1),
+        layers=[Layer.of(layer, _rounded(outcome.weight_sqnr.get(layer.name))) for layer in plan.layers],
+        groups=[
+            Group(
+                group=name,
+                layers=list(group.layers),
+                sqnr_before_db=_rounded(group.plain_db),
+                sqnr_db=_rounded(group.db),
+                stages=[Stage(**asdict(stage)) for stage in group.stages],
+            )
             for name, group in outcome.groups.items()
         ],
-    }
+    )
 
 
 def _record(
-    prepared: Prepared,
+    job: Job,
     statistics: Statistics | None,
     trajectory: dict[str, Any] | None,
-    written: list[dict[str, Any]],
-) -> dict[str, Any]:
-    return {
-        "fluxq_version": fluxq.__version__,
-        "identity": prepared.identity,
-        "model": {
-            "name": prepared.folder.name,
-            "source": _source(prepared),
-            "revision": prepared.folder.commit or prepared.options.revision,
-            "license": prepared.folder.license,
-            "digests": prepared.identity["model"],
-        },
-        "recipe": {"name": prepared.recipe_name, **prepared.recipe.model_dump(mode="json")},
-        "loras": [lora.describe() for lora in prepared.loras],
-        "prompts": {"source": prepared.prompts.source, "digest": prepared.prompts.digest},
-        "trajectory": trajectory,
-        "statistics_digest": statistics.content_digest if statistics else None,
-        "components": written,
-        "versions": versions(),
-        "check": None,
-    }
+    written: list[Component],
+) -> Record:
+    folder, prompts = job.folder, job.prompts
+    return Record(
+        fluxq_version=fluxq.__version__,
+        identity=Identity.model_validate(job.identity),
+        model=Model(
+            name=folder.name,
+            source=_source(job),
+            revision=folder.commit or job.options.revision,
+            license=folder.license,
+            digests=job.identity["model"],
+        ),
+        recipe=RecordedRecipe.model_validate({"name": job.recipe_name, **job.recipe.model_dump(mode="json")}),
+        loras=[Lora(**lora.describe()) for lora in job.loras],
+        prompts=Prompts(source=prompts.source, digest=prompts.digest),
+        trajectory=trajectory,
+        statistics_digest=statistics.content_digest if statistics else None,
+        components=written,
+        versions=versions(),
+        check=None,
+    )
 
 
-def _source(prepared: Prepared) -> str | None:
+def _source(job: Job) -> str | None:
     """MODEL such that it means the same from any folder; None of a pipeline in memory."""
-    if prepared.options.in_memory:
+    if job.options.in_memory:
         return None
-    model = prepared.options.model or prepared.recipe.model or DEFAULT_MODEL
-    return str(prepared.folder.path.resolve()) if Path(model).expanduser().is_dir() and model != "tiny" else model
+    model = job.options.model or job.recipe.model or DEFAULT_MODEL
+    return str(job.folder.path.resolve()) if Path(model).expanduser().is_dir() and model != "tiny" else model
 
 
-def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, Any]:
+def _check(part: Path, job: Job, reference: Generated) -> Check:
     """A few paired images or videos against the 16-bit pipeline's, and the recipe's gates."""
-    options = prepared.options
+    options = job.options
     with about_to_keep():
-        folder = ModelFolder(prepared.output.name, part)
-    pipe = prepared.bound.load(folder, {}) if prepared.bound else load_pipeline(folder, options.dtype, prepared.device)
-    if prepared.recipe.steps and any(plan.steps for plan in prepared.plans):
-        KeptSteps(pipe, prepared.recipe.steps, prepared.weights, {})
-    images = generate(pipe, prepared.check_items, prepared.check_call, description="Quantized pipeline")
+        folder = ModelFolder(job.output.name, part)
+    pipe = job.run.memory.load(folder, {}) if job.run.memory else load_pipeline(folder, options.dtype, job.run.device)
+    if job.recipe.steps and any(plan.steps for plan in job.plans):
+        KeptSteps(pipe, job.recipe.steps, job.weights, {})
+    images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
     agreement = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
     measured = {
@@ -476,23 +487,23 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
         "latent_sqnr": paired_interval(agreement.latent_sqnr_db).mean,
     }
     flat = fidelity.flat_images(reference, images)
-    gates, for_eval = split_gates(prepared.recipe.gates, measured)
+    gates, for_eval = split_gates(job.recipe.gates, measured)
     missed = [gate for gate in gates if not gate_holds(gate, measured)]
-    return {
-        "images": len(reference.items),
-        "frames": reference.frames,
-        "seeds": [seed for _, seed in reference.items],
-        "steps": number_of_steps(pipe, prepared.call),
-        "finite": finite,
-        "flat": flat,
-        "psnr_db": [_rounded(value) for value in agreement.psnr_db],
-        "mean_psnr_db": _rounded(measured["psnr"]),
-        "mean_latent_sqnr_db": _rounded(measured["latent_sqnr"]),
-        "gates": gates,
-        "gates_for_eval": for_eval,
-        "missed": missed,
-        "passed": finite and not flat and not missed,
-    }
+    return Check(
+        images=len(reference.items),
+        frames=reference.frames,
+        seeds=[seed for _, seed in reference.items],
+        steps=number_of_steps(pipe, job.call),
+        finite=finite,
+        flat=flat,
+        psnr_db=[_rounded(value) for value in agreement.psnr_db],
+        mean_psnr_db=_rounded(measured["psnr"]),
+        mean_latent_sqnr_db=_rounded(measured["latent_sqnr"]),
+        gates=gates,
+        gates_for_eval=for_eval,
+        missed=missed,
+        passed=finite and not flat and not missed,
+    )
 
 
 def _rounded(value: float | None) -> float | None:

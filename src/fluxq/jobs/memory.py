@@ -1,7 +1,8 @@
-"""`--max-memory`: what a job's pipelines may take of the device, and what is said where memory runs out.
+"""Memory of a job's pipelines: `--max-memory`, where a model that is judged has room, what is said where it runs out.
 
 The least that would do is known from shapes (footprint.py) before anything is computed. Weights have what is left; on a
-GPU the allocator is held to the bound too.
+GPU the allocator is held to the bound too. Parts of a pipeline that is judged take turns on a GPU that has no room for
+all of them, as diffusers' offload does it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 
-from fluxq.base.console import first_line
+from fluxq.base.console import first_line, logger
+from fluxq.base.devices import AUTO
+from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder
 from fluxq.base.residence import Residence, residence_of
 from fluxq.integrations.bounded import load_bounded
@@ -33,6 +36,7 @@ _OF_HOST = 64 << 20  # bytes that libraries keep: code that oneDNN compiles for 
 _M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = -3, 1 << 17, 1 << 25  # of malloc.h; from how many bytes on; as it grows to
 _NO_MEMORY = "can't allocate memory"  # what torch says of the host's
 _SMALLER = "a smaller --height and --width"
+FREE = 0.9  # of what is free, that a job may plan with: others on the machine want some, too
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,51 @@ def demand_of(
             widest = max(layer.k for layer in plan.quantized if layer.block == block)
             needs[f"fitting {block} ({widest} channels)"] = needed + coming
     return Demand(device, dtype, working, fitting, needs)
+
+
+def weight_bytes(folder: ModelFolder, dtype: str) -> int:
+    """Return the bytes of all weights of a pipeline as it is loaded."""
+    itemsize = getattr(torch, dtype).itemsize
+    return sum(
+        footprint.weight_bytes(folder, component, itemsize)
+        for component in folder.components
+        if is_model(folder, component)
+    )
+
+
+def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -> tuple[str, bool]:
+    """Return (device, whether its parts take turns on it) for a pipeline that makes images to be judged.
+
+    nbytes: of its weights as they are loaded. asked: what `--device` said. Raises ValueError for one that does not fit.
+    """
+    place = torch.device(device)
+    free = free_bytes(place) if place.type in ("cpu", "cuda") else None
+    if free is None or nbytes <= (FREE * free if place.type == "cuda" else free):
+        return device, False
+    needs = f"weights of {folder.name} take {in_words(nbytes)}, {in_words(free)} are free on {device}"
+    if place.type == "cpu":
+        raise ValueError(f"{needs}: it does not fit on this machine; evaluate it on one with more memory")
+    if asked != AUTO:
+        raise ValueError(f"{needs}; leave out --device: its parts then take turns on the GPU")
+    if max(_part_bytes(folder).values(), default=0) <= FREE * free:
+        logger.warning("%s: its parts take turns there (offload), which takes longer", needs)
+        return device, True
+    logger.warning("%s, too little even for its largest part: the CPU is used", needs)
+    return settle_pipeline(folder, "cpu", nbytes, AUTO)
+
+
+def stored_bytes(folder: ModelFolder) -> int:
+    """Return the bytes of all weights of a pipeline as they are stored."""
+    return sum(_part_bytes(folder).values())
+
+
+def _part_bytes(folder: ModelFolder) -> dict[str, int]:
+    """Bytes of each component's weights as they are stored."""
+    return {
+        name: sum(path.stat().st_size for path in folder.weight_files(name))
+        for name in folder.components
+        if is_model(folder, name)
+    }
 
 
 def in_words(nbytes: int) -> str:

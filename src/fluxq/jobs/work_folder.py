@@ -22,7 +22,7 @@ from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
 from fluxq.base.output import Output, is_being_written, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
-from fluxq.jobs.prepared import Prepared
+from fluxq.jobs.job import Job
 from fluxq.jobs.requirements import existing_parent, require_free_space
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import SourceWeights, read_plan_file
@@ -31,85 +31,82 @@ from fluxq.recipes.plan import Plan
 _MANIFEST = "job.json"  # in the work folder: the job whose work it is
 
 
-def identity_of(prepared: Prepared) -> dict[str, Any]:
+def identity_of(job: Job) -> dict[str, Any]:
     """Return the identity of the job: checkpoints with equal ones are the same.
 
     Where layers are only rounded and there is no checkpoint to compare with, models go by the stamps of their files:
     they are hashed as they are read, and `with_digests` is what is recorded.
     """
-    options = prepared.options
+    options = job.options
     # A pipeline in memory is written anew each time, and its files have other stamps.
-    is_rounded = prepared.recipe.profile == "rtn" and not prepared.loras and not options.in_memory
-    hashed_first = not is_rounded or is_taken(prepared)
-    name_of = prepared.folder.digest if hashed_first else prepared.folder.stamp
+    is_rounded = job.recipe.profile == "rtn" and not job.loras and not options.in_memory
+    hashed_first = not is_rounded or is_taken(job)
+    name_of = job.folder.digest if hashed_first else job.folder.stamp
     return {
         "fluxq": fluxq.__version__,
-        "recipe": prepared.recipe.digest,
-        "model": {plan.component: name_of(plan.component) for plan in prepared.plans},
-        "copied": checkpoint.digest_rest(prepared.folder, [plan.component for plan in prepared.plans]),
-        "loras": [[lora.component, lora.digest, lora.weight] for lora in prepared.loras],
-        "components": sorted(plan.component for plan in prepared.plans),
-        "plans": sha256_json({p.component: [[la.name, str(la.scheme)] for la in p.layers] for p in prepared.plans}),
-        "prompts": prepared.prompts.digest,
-        "calibration": prepared.calibration.model_dump(mode="json"),
-        "statistics": prepared.statistics.content_digest if prepared.statistics else None,
-        "call": prepared.call,
+        "recipe": job.recipe.digest,
+        "model": {plan.component: name_of(plan.component) for plan in job.plans},
+        "copied": checkpoint.digest_rest(job.folder, [plan.component for plan in job.plans]),
+        "loras": [[lora.component, lora.digest, lora.weight] for lora in job.loras],
+        "components": sorted(plan.component for plan in job.plans),
+        "plans": sha256_json({p.component: [[la.name, str(la.scheme)] for la in p.layers] for p in job.plans}),
+        "prompts": job.prompts.digest,
+        "calibration": job.calibration.model_dump(mode="json"),
+        "statistics": job.statistics.content_digest if job.statistics else None,
+        "call": job.call,
         "dtype": options.dtype,
         "max_shard_bytes": options.max_shard_bytes,
     }
 
 
-def finished_checkpoint(prepared: Prepared) -> dict[str, Any] | None:
-    """The record of a finished checkpoint at the output that is just what was asked for."""
-    output = prepared.output
-    if not is_taken(prepared):
-        return None
+def finished_checkpoint(job: Job) -> bool:
+    """Tell whether a finished checkpoint is at the output, just what was asked for; ValueError for another one."""
+    output = job.output
+    if not is_taken(job):
+        return False
     record = read_plan_file(output) or {}  # `Output.require` has refused what has none
-    differing = _differing(with_digests(prepared), record.get("identity", {}))
+    differing = _differing(with_digests(job), record.get("identity", {}))
     if differing:
         raise ValueError(
             f"output folder {output} holds a checkpoint that differs in {differing}; "
             "give another --output, or --overwrite to replace it"
         )
-    if prepared.options.check and record.get("check") is None:
+    if job.options.check and record.get("check") is None:
         raise ValueError(f"{output} was made with --no-check; pass it again to accept that, or --overwrite to check")
-    return record
+    return True
 
 
-def finished_statistics(prepared: Prepared) -> dict[str, Any]:
-    """Return the record of finished statistics, if they are just what was asked for; ValueError for others."""
-    job = Statistics.stored_job(prepared.output)
-    if job != job_digest(decisive(prepared)):
+def require_same_statistics(job: Job) -> None:
+    """Raise ValueError for finished statistics at the output that are not just what was asked for."""
+    if Statistics.stored_job(job.output) != job_digest(decisive(job)):
         raise ValueError(
-            f"output {prepared.output} holds statistics of another run; "
-            "give another --output, or --overwrite to replace it"
+            f"output {job.output} holds statistics of another run; give another --output, or --overwrite to replace it"
         )
-    return {"job": job}
 
 
-def is_taken(prepared: Prepared) -> bool:
+def is_taken(job: Job) -> bool:
     """Tell whether something stands at the output that may not be replaced."""
-    output = prepared.output
-    return not prepared.options.overwrite and output.exists() and (output.is_file() or any(output.iterdir()))
+    output = job.output
+    return not job.options.overwrite and output.exists() and (output.is_file() or any(output.iterdir()))
 
 
-def with_digests(prepared: Prepared, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
+def with_digests(job: Job, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
     """The identity with digests in place of stamps; read: by component, the tensors that were hashed already."""
-    known, folder = read or {}, prepared.folder
+    known, folder = read or {}, job.folder
     model = {
         component: name if isinstance(name, str) else folder.digest(component, known.get(component))
-        for component, name in prepared.identity["model"].items()
+        for component, name in job.identity["model"].items()
     }
-    return {**prepared.identity, "model": model}
+    return {**job.identity, "model": model}
 
 
 @contextmanager
-def work_of(prepared: Prepared) -> Iterator[Path]:
+def work_of(job: Job) -> Iterator[Path]:
     """The work folder, for the processes of one job; removed when that is done, kept when it ends otherwise."""
-    ranks, work = prepared.ranks, work_folder(prepared)
-    with sole_writer(prepared.output) if ranks.leads else nullcontext():
+    ranks, work = job.run.ranks, work_folder(job)
+    with sole_writer(job.output) if ranks.leads else nullcontext():
         if ranks.leads:
-            _begin(prepared, work)
+            _begin(job, work)
         ranks.meet()
         if not (work / _MANIFEST).is_file():
             raise RuntimeError(f"{platform.node()}: {work} is not here; use an output that every process can see")
@@ -123,24 +120,24 @@ def work_of(prepared: Prepared) -> Iterator[Path]:
             remove(work)
 
 
-def work_folder(prepared: Prepared) -> Path:
+def work_folder(job: Job) -> Path:
     """Beside the output: what an interrupted run of the same job goes on with. Another job has one of its own."""
-    output = prepared.output.resolve()
-    return output.parent / f".{output.name}.{job_digest(decisive(prepared))[:16]}.work"
+    output = job.output.resolve()
+    return output.parent / f".{output.name}.{job_digest(decisive(job))[:16]}.work"
 
 
-def decisive(prepared: Prepared) -> dict[str, Any]:
+def decisive(job: Job) -> dict[str, Any]:
     """Return all that decides the bytes of finished blocks, for `job_digest`; the size of shards does not."""
-    decisive = {key: value for key, value in prepared.identity.items() if key != "max_shard_bytes"}
-    return {**decisive, "parallel_blocks": prepared.options.parallel_blocks}
+    decisive = {key: value for key, value in job.identity.items() if key != "max_shard_bytes"}
+    return {**decisive, "parallel_blocks": job.options.parallel_blocks}
 
 
-def _begin(prepared: Prepared, work: Path) -> None:
+def _begin(job: Job, work: Path) -> None:
     """Make the work folder, or clear what a killed process left half-made in it.
 
     ValueError for one of another job, naming what differs; with `overwrite` that is removed.
     """
-    output, job = prepared.output.resolve(), decisive(prepared)
+    output, own = job.output.resolve(), decisive(job)
     Output(output).put_back()  # whatever command was killed
     Output(output).clear()
     for other in _beside(output):
@@ -148,9 +145,9 @@ def _begin(prepared: Prepared, work: Path) -> None:
             _remove_if_unbegun(other)
             continue
         recover(output, other)
-        if not prepared.options.overwrite:
-            _refuse(prepared, other)
-        differing = _differing(job, _read_manifest(other / _MANIFEST))
+        if not job.options.overwrite:
+            _refuse(job, other)
+        differing = _differing(own, _read_manifest(other / _MANIFEST))
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
@@ -159,18 +156,18 @@ def _begin(prepared: Prepared, work: Path) -> None:
     if (work / _MANIFEST).is_file():
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
-    write_json(work / _MANIFEST, job)
+    write_json(work / _MANIFEST, own)
 
 
-def require_no_other(prepared: Prepared) -> None:
+def require_no_other(job: Job) -> None:
     """Refuse, before any work, what `_begin` would: the work of another job, unless a process is at it just now."""
-    begun = [work for work in _beside(prepared.output.resolve()) if (work / _MANIFEST).is_file()]
-    if prepared.options.overwrite or not begun or is_being_written(prepared.output):
+    begun = [work for work in _beside(job.output.resolve()) if (work / _MANIFEST).is_file()]
+    if job.options.overwrite or not begun or is_being_written(job.output):
         return
-    prepared = replace(prepared, identity=prepared.identity or identity_of(prepared))
+    job = replace(job, identity=job.identity or identity_of(job))
     for other in begun:
-        if other != work_folder(prepared):
-            _refuse(prepared, other)
+        if other != work_folder(job):
+            _refuse(job, other)
 
 
 def _beside(output: Path) -> list[Path]:
@@ -178,10 +175,10 @@ def _beside(output: Path) -> list[Path]:
     return sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work"))
 
 
-def _refuse(prepared: Prepared, other: Path) -> NoReturn:
-    differing = _differing(decisive(prepared), _read_manifest(other / _MANIFEST))
+def _refuse(job: Job, other: Path) -> NoReturn:
+    differing = _differing(decisive(job), _read_manifest(other / _MANIFEST))
     raise ValueError(
-        f"{prepared.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
+        f"{job.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
         "by its own command, give another --output, or --overwrite to remove what it has done"
     )
 
@@ -201,16 +198,15 @@ def _read_manifest(file: Path) -> dict[str, Any]:
         return {}
 
 
-def clear_leftovers(prepared: Prepared) -> None:
+def clear_leftovers(job: Job) -> None:
     """Remove what a process left beside a finished checkpoint because it was killed just then."""
-    output = prepared.output.resolve()
+    output = job.output.resolve()
     if not any(output.parent.glob(f".{glob.escape(output.name)}.*")):
         return
-    stamps = {component: prepared.folder.stamp(component) for component in prepared.identity["model"]}
+    stamps = {component: job.folder.stamp(component) for component in job.identity["model"]}
     with suppress(RuntimeError), sole_writer(output):  # whoever else holds the lock clears away itself
-        for model in (prepared.identity["model"], stamps):
-            job = replace(prepared, identity={**prepared.identity, "model": model})
-            remove(work_folder(job))
+        for model in (job.identity["model"], stamps):
+            remove(work_folder(replace(job, identity={**job.identity, "model": model})))
         Output(output).put_back()
         Output(output).clear()
 
@@ -242,18 +238,18 @@ def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
-def require_space(prepared: Prepared, work: Path) -> None:
+def require_space(job: Job, work: Path) -> None:
     """Refuse before the start what would run out of disk."""
-    needed = _space_needed(prepared, work)
-    require_free_space(existing_parent(prepared.output), needed, "finished blocks and the checkpoint")
+    needed = _space_needed(job, work)
+    require_free_space(existing_parent(job.output), needed, "finished blocks and the checkpoint")
 
 
-def _space_needed(prepared: Prepared, work: Path) -> int:
+def _space_needed(job: Job, work: Path) -> int:
     """Bytes that are still to be written, without the calls that layers are fitted to."""
-    folder = prepared.folder
-    planned = {plan.component: plan for plan in prepared.plans}
-    dtype = getattr(torch, prepared.options.dtype)
-    quantized = sum(_most_bytes(plan, prepared.weights(name), dtype) for name, plan in planned.items())
+    folder = job.folder
+    planned = {plan.component: plan for plan in job.plans}
+    dtype = getattr(torch, job.options.dtype)
+    quantized = sum(_most_bytes(plan, job.weights(name), dtype) for name, plan in planned.items())
     copied = sum(_size(folder.path / component) for component in folder.components if component not in planned)
     there = sum(_size(work / component) for component in planned)
     return 2 * quantized + copied - there

@@ -484,8 +484,8 @@ def _sources(
     record = read_record(home) if home else None
     if source is not None:
         folder = resolve_model(str(source))
-    elif record is not None and record["model"]["source"]:
-        folder = resolve_model(record["model"]["source"], revision=record["model"]["revision"])
+    elif record is not None and record.model.source:
+        folder = resolve_model(record.model.source, revision=record.model.revision)
     else:  # quantized while it was loaded: from there
         found = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
         if found is None:
@@ -499,20 +499,18 @@ def _sources(
             raise ValueError(f"{folder.path / name} is quantized itself; name the 16-bit model as source=")
     if record is None:
         return lambda name: SourceWeights(folder, name), None
-    digests = record["model"]["digests"]
-    for name in models if digests or "imported" not in record else ():  # none where there was no base
+    digests = record.model.digests
+    for name in models if digests or record.imported is None else ():  # none where there was no base
         digest, wanted = folder.digest(name), digests.get(name)
         if digest != wanted:
             raise ValueError(
                 f"{folder.name}: its {name} is not what this checkpoint was made from (SHA-256 {digest[:16]}…, "
                 f"recorded is {str(wanted)[:16]}…); name the model that was as source="
             )
-    updates = updates_of(recorded_loras(record), folder)
+    updates = updates_of(recorded_loras(record.loras), folder)
     ranks = {
-        part["component"]: {
-            layer["name"]: Scheme.parse(layer["scheme"]).rank for layer in part["layers"] if layer["scheme"] != "16bit"
-        }
-        for part in record["components"]
+        part.component: {layer.name: Scheme.parse(layer.scheme).rank for layer in part.quantized}
+        for part in record.components
     }
 
     def weights_of(name: str) -> SourceWeights:

@@ -7,17 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fluxq.base import devices
 from fluxq.base.console import logger
+from fluxq.base.devices import AUTO
+from fluxq.base.memory import free_bytes
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
 from fluxq.base.output import Output
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
-from fluxq.jobs import footprint, memory, placement
+from fluxq.jobs import footprint, memory
 from fluxq.jobs.hub import require_pushable
-from fluxq.jobs.memory import Demand
-from fluxq.jobs.prepared import Options, Prepared
+from fluxq.jobs.job import Job, Options, Run
+from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
     reads_of,
@@ -26,7 +30,7 @@ from fluxq.jobs.requirements import (
     require_pictures,
     scheduler_of,
 )
-from fluxq.jobs.work_folder import finished_checkpoint, finished_statistics, identity_of, require_no_other
+from fluxq.jobs.work_folder import finished_checkpoint, identity_of, require_no_other, require_same_statistics
 from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of
@@ -37,13 +41,7 @@ from fluxq.recipes.shapes import LinearShape
 from fluxq.runtime.steps import require_followed
 
 
-def prepare(
-    options: Options,
-    *,
-    writes: bool = True,
-    runs: bool = True,
-    ranks: Ranks = ALONE,
-) -> Prepared:
+def job_of(options: Options, *, writes: bool = True, runs: bool = True, ranks: Ranks = ALONE) -> Job:
     """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work.
 
     writes: whether a checkpoint is written. runs: whether anything is computed, so that the model has to fit.
@@ -51,21 +49,21 @@ def prepare(
     that it alone says what is wrong, and hashes the model for all of them.
     """
     if not ranks.leads:
-        return _prepare(options, writes, runs, ranks, ranks.agree())
-    prepared = _prepare(options, writes, runs, ranks, None)
-    if (writes or runs) and prepared.finished is None:
-        require_no_other(prepared)
-    ranks.agree(prepared.identity)
-    return prepared
+        return _job_of(options, writes, runs, ranks, ranks.agree())
+    job = _job_of(options, writes, runs, ranks, None)
+    if (writes or runs) and not job.finished:
+        require_no_other(job)
+    ranks.agree(job.identity)
+    return job
 
 
-def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Prepared:
+def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Job:
     asked_device, options = options.device, replace(options, device=devices.choose(options.device))
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
     check_weights(folder)
-    ranks.device(options.device)  # refuses more processes than GPUs
+    run = Run(ranks.device(options.device), ranks)  # refuses more processes than GPUs
     calibration = recipe.calibration or Calibration()
     if options.seed is not None:
         calibration = calibration.model_copy(update={"seed": options.seed})
@@ -75,8 +73,9 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
     statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
     output = output_for(options.output, folder.name, recipe_name, is_file=not writes)
     loras, updates = _loras(folder, plans, options)
-    prepared = Prepared(
+    job = Job(
         options,
+        run,
         folder,
         recipe_name,
         recipe,
@@ -88,40 +87,41 @@ def _prepare(options: Options, writes: bool, runs: bool, ranks: Ranks, identity:
         {},
         loras,
         updates,
-        ranks=ranks,
         stamps={plan.component: folder.stamps(plan.component) for plan in plans},
     )
-    require_call(folder, prepared.call, options.call)
+    require_call(folder, job.call, options.call)
     if any(plan.steps for plan in plans):
         require_followed(scheduler_of(folder))
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
-        _require_useful_statistics(statistics, prepared)
+        _require_useful_statistics(statistics, job)
     if options.max_memory is not None:
-        asked = demand(prepared, prepared.device, writes=writes)
-        prepared = replace(prepared, bound=asked and asked.bound(options.max_memory))
+        needs, limit = demand(job, run.device, writes=writes), options.max_memory
+        bound = needs.bound(limit) if needs else Bound(limit, run.device, options.dtype, {}, {})
+        job = replace(job, run=replace(run, memory=bound))
     elif runs:
-        prepared = placement.settle(prepared, lambda device: demand(prepared, device, writes=writes), asked_device)
+        job = replace(job, run=settle(job, asked_device, writes=writes))
     if not writes and not runs:
-        return prepared
+        return job
     Output(output, not writes).require(
         reads_of(folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True
     )
-    if not writes and not prepared.calibrated:
+    if not writes and not job.calibrated:
         planned = ", ".join(plan.component for plan in plans)
         raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")
     if not writes and (options.overwrite or not output.exists()):
-        return prepared
+        return job
     if not writes:
-        prepared = replace(prepared, identity=identity or identity_of(prepared))
-        return replace(prepared, finished=finished_statistics(prepared))
+        job = replace(job, identity=identity or identity_of(job))
+        require_same_statistics(job)
+        return replace(job, finished=True)
     if options.push_to_hub:
         require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
         require_pictures(folder, "pass --no-check")
-    prepared = replace(prepared, identity=identity or identity_of(prepared))
-    return replace(prepared, finished=finished_checkpoint(prepared))
+    job = replace(job, identity=identity or identity_of(job))
+    return replace(job, finished=finished_checkpoint(job))
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
@@ -195,43 +195,80 @@ def _matches_any(pattern: str, linears: Sequence[LinearShape]) -> bool:
     return any(matches(pattern, linear.name) for linear in linears)
 
 
-def demand(prepared: Prepared, device: str, *, writes: bool) -> Demand | None:
+def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     """Return the demand of quantizing on a device, or of gathering statistics unless it `writes`.
 
     None if no pipeline runs.
     """
-    fitted = prepared.fitted.values() if writes else ()
-    checks, runs = writes and prepared.options.check, any(plan.static_groups() for plan in prepared.plans)
-    if not (checks or prepared.fitted or runs):
+    fitted = job.fitted.values() if writes else ()
+    checks, runs = writes and job.options.check, any(plan.static_groups() for plan in job.plans)
+    if not (checks or job.fitted or runs):
         return None
-    calibrating = footprint.sizes(prepared.calibration_items, prepared.call) if prepared.fitted or runs else ()
+    calibrating = footprint.sizes(job.calibration_items, job.call) if job.fitted or runs else ()
     return memory.demand_of(
         device,
-        prepared.options.dtype,
-        prepared.folder,
+        job.options.dtype,
+        job.folder,
         sizes=calibrating,
-        shown=footprint.sizes(prepared.check_items, prepared.check_call) if checks else (),
+        shown=footprint.sizes(job.check_items, job.check_call) if checks else (),
         fitted=fitted,
-        fused=prepared.updates.keys(),
+        fused=job.updates.keys(),
     )
 
 
-def _require_useful_statistics(statistics: Statistics, prepared: Prepared) -> None:
-    """Refuse statistics that were gathered on other weights, that lack a layer, or that nothing here can use."""
-    if not prepared.calibrated:
-        raise ValueError("what is quantized here is weight-only and uses no statistics: leave out --statistics")
-    if not any(plan.static_groups() for plan in prepared.plans):
+def settle(job: Job, asked: str, *, writes: bool) -> Run:
+    """Return where a job can run: as it is, within a bound, or on the CPU.
+
+    With `--device auto` (asked) weights that do not fit are read when it is their turn, and a GPU without room even for
+    that is left for the CPU. Raises ValueError for a model that does not fit.
+    """
+    run, name = job.run, job.folder.name
+    device = torch.device(run.device)
+    free = free_bytes(device) if device.type in ("cpu", "cuda") else None
+    needs = demand(job, run.device, writes=writes)
+    if free is None or needs is None:
+        return run
+    weights = weight_bytes(job.folder, job.options.dtype)
+    needed, limit = needs.unbounded(weights), int(FREE * free)
+    if needed <= limit or (asked != AUTO and weights <= free):  # what is needed beside the weights is an estimate
+        return run
+    if asked != AUTO:
+        bounded = f", or give --max-memory {in_words(limit)}: either reads weights in turn" * (needs.least <= limit)
         raise ValueError(
-            f"recipe {prepared.recipe_name} stores no input scale, which is all that statistics are used for: "
+            f"{name} does not fit on {device}: its weights take {in_words(weights)}, {in_words(free)} are free; leave "
+            f"out --device{bounded}"
+        )
+    if needs.least <= limit:
+        logger.warning(
+            "%s needs %s, %s are free on %s: weights are read when it is their turn, and at most %s are used",
+            *(name, in_words(needed), in_words(free), device, in_words(limit)),
+        )
+        return replace(run, memory=needs.bound(limit))
+    if device.type == "cuda":
+        logger.warning("%s needs %s on %s, %s are free: the CPU is used", name, needs, device, in_words(free))
+        return settle(replace(job, run=replace(run, device="cpu")), AUTO, writes=writes)
+    raise ValueError(
+        f"{name} does not fit on this machine: {needs}, and {in_words(free)} are free; `--profile rtn --no-check` "
+        "only rounds, which takes a few GB"
+    )
+
+
+def _require_useful_statistics(statistics: Statistics, job: Job) -> None:
+    """Refuse statistics that were gathered on other weights, that lack a layer, or that nothing here can use."""
+    if not job.calibrated:
+        raise ValueError("what is quantized here is weight-only and uses no statistics: leave out --statistics")
+    if not any(plan.static_groups() for plan in job.plans):
+        raise ValueError(
+            f"recipe {job.recipe_name} stores no input scale, which is all that statistics are used for: "
             "leave out --statistics"
         )
     model = statistics.trajectory.get("model")
-    for component in prepared.calibrated:
+    for component in job.calibrated:
         digest = model.get(component) if isinstance(model, dict) else model
-        if digest != prepared.digest(component):
+        if digest != job.digest(component):
             raise ValueError(
                 f"{component}: the statistics were gathered on another model; run `fluxq calibrate` on this one"
             )
-    for component, plan in prepared.calibrated.items():
+    for component, plan in job.calibrated.items():
         for group in plan.static_groups():
             statistics.of_component(component).amax(group)  # refuses what it lacks before anything is computed

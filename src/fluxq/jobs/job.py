@@ -1,4 +1,4 @@
-"""Options of commands, and what is read by them: the input of every job."""
+"""A job: options of the commands that make checkpoints, what is made of them, and where it runs."""
 
 from __future__ import annotations
 
@@ -58,10 +58,25 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Run:
+    """Where a job runs. device: this process's. ranks: processes that do it together. memory: None without a bound."""
+
+    device: str
+    ranks: Ranks = ALONE
+    memory: Bound | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that weights and activations may take on the device, None without a bound."""
+        return self.memory.limit if self.memory else None
+
+
+@dataclass(frozen=True)
+class Job:
     """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
 
     options: Options
+    run: Run
     folder: ModelFolder
     recipe_name: str
     recipe: Recipe
@@ -73,20 +88,8 @@ class Prepared:
     identity: dict[str, Any]
     loras: tuple[LoraFile, ...] = ()
     updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
-    finished: dict[str, Any] | None = None
-    ranks: Ranks = ALONE
-    bound: Bound | None = None
+    finished: bool = False  # the output is there, just what this job would make
     stamps: Mapping[str, Any] = field(default_factory=dict)  # component -> `ModelFolder.stamps`, when this was begun
-
-    @property
-    def device(self) -> str:
-        """Device that this process computes on: of several processes, each takes a GPU of its own."""
-        return self.ranks.device(self.options.device)
-
-    @property
-    def max_memory(self) -> int | None:
-        """Bytes that weights and activations may take on the device, None without a bound."""
-        return self.bound.limit if self.bound else self.options.max_memory
 
     @property
     def calibrated(self) -> dict[str, Plan]:
@@ -128,7 +131,7 @@ class Prepared:
         return SourceWeights(self.folder, component)
 
     def require_unchanged(self, component: str) -> None:
-        """Raise RuntimeError if the component's files are not those that this was prepared with."""
+        """Raise RuntimeError if the component's files are not those that this job began with."""
         if component in self.stamps and self.folder.stamps(component) != self.stamps[component]:
             raise RuntimeError(
                 f"{self.folder.path / component} has changed since this run began: what was measured is of other "
@@ -146,10 +149,10 @@ class Prepared:
     def load_reference(self) -> Any:
         """The 16-bit pipeline that the checkpoint is made from and measured against."""
         require_steps(self.folder)
-        if self.bound is not None:
-            pipe = self.bound.load(self.folder, self.updates)
+        if self.run.memory is not None:
+            pipe = self.run.memory.load(self.folder, self.updates)
         else:
-            pipe: Any = load_pipeline(self.folder, self.options.dtype, self.device)
+            pipe: Any = load_pipeline(self.folder, self.options.dtype, self.run.device)
             for component, updates in self.updates.items():
                 fuse_into(getattr(pipe, component), updates)
         for component, plan in self.calibrated.items():

@@ -13,7 +13,7 @@ from shared import copy_of
 
 from fluxq import tiny
 from fluxq.base.near import did_you_mean, path_near
-from fluxq.jobs.given import require_checkpoint, require_model
+from fluxq.jobs.requirements import require_checkpoint, require_model
 
 # Runs each list of words on stdin as a command in this process; prints its exit code, message and heavy imports.
 PROGRAM = """
