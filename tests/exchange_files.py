@@ -115,7 +115,7 @@ def _save(path: Path, dialect: str, held: Tensors, entries: Any, state: Tensors,
         metadata = {}
     if how.get("only_header"):
         held = {name: tensor for name, tensor in held.items() if not name.endswith("comfy_quant")}
-    if DIALECTS[dialect].container == "file":
+    if dialect in ("bfl", "comfy"):
         save_file(held, path, metadata)
         return path
     ignore = [

@@ -26,7 +26,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import BESIDE
 from fluxq.quantize.exchange import modelopt
 from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
+from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.layer import Encoded, Plain, QuantTensors, Row, row_for
 from fluxq.quantize.exchange.marks import FileLayer, Headers
 
@@ -100,19 +100,6 @@ DIALECT = Dialect(
     "bfl",
     "Black Forest Labs' fp8r and nvfp4, for stock diffusers",
     decode,
-    "file",
-    "tensors: weight_scale_2 is nvfp4",
-    readers=(
-        Reader(
-            "diffusers",
-            "fluxq export tiny-nvfp4 --format bfl",
-            "diffusers",
-            "0.42.1",
-            ("fp8r", "nvfp4"),
-            "whole models: all weights are ours bit for bit, the output is that of a bf16 model of them; no fluxq in "
-            "the process",
-        ),
-    ),
     marks=(_mark,),
     looks=_looks,
     format_of=_format,

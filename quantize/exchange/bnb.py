@@ -117,13 +117,10 @@ DIALECT = Dialect(
     "bnb",
     "bitsandbytes' NF4",
     decode,
-    "folder",
-    "quant_state tensors",
     marks=(_by_state, by_config("bitsandbytes")),
     methods=("bitsandbytes",),
     suffixes=(r"weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",),
     has_codes=_has_codes,
     shape=_shape,
     format_of=_format,
-    widened=("nf4", "fp4"),
 )

@@ -16,18 +16,16 @@ weight is widened. ComfyUI itself has no awq_w4a16: files of it are read here, a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
-from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
+from fluxq.quantize.exchange.containers import file_writer
+from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -266,11 +264,6 @@ def _shape(
     return rows, columns * 2 if four_bits else columns
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    write_file(made, name, one, metadata(one.entries))
-
-
 _INT4 = ("awq_w4a16", "convrot_w4a4", "asym_w4a8_int8")
 _LOW_NIBBLES = (
     "ModelOpt writes low nibbles first whatever the layout, ComfyUI reads high ones first; `--base` proves them"
@@ -283,39 +276,7 @@ DIALECT = Dialect(
     "comfy",
     "ComfyUI's single files",
     decode,
-    "file",
-    "comfy_quant tensors, _quantization_metadata",
     "original",
-    readers=(
-        Reader(
-            "ComfyUI",
-            "fluxq export tiny-nvfp4 --format comfy -o ComfyUI/models/diffusion_models/tiny-nvfp4.safetensors",
-            "ComfyUI",
-            "0.33.0",
-            ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"),
-            "its loader, on FLUX.1, FLUX.2, SD3.5 and Wan of few blocks: no name is missing or left over, all weights "
-            "are ours bit for bit, the output is that of a plain model of them",
-            "783545f6",
-        ),
-        Reader(
-            "comfy-kitchen",
-            "",
-            "comfy-kitchen",
-            "0.2.40",
-            ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
-            "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit",
-        ),
-        Reader(
-            "SGLang-Diffusion",
-            "fluxq export tiny-nvfp4 --format comfy && "
-            "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
-            "sglang",
-            "0.5.23",
-            ("nvfp4", "mxfp8", "int8_tensorwise"),
-            "its reader of markers: format of every layer; NVFP4 comes out in rows with the codes we have",
-            interpreter="FLUXQ_SGLANG_PYTHON",
-        ),
-    ),
     marks=(
         by_tensor("comfy_quant"),
         lambda model: "_quantization_metadata in the header" if _said(model) else "",
@@ -329,6 +290,6 @@ DIALECT = Dialect(
     rows=ROWS,
     tiles=padded_tiles,
     encode=encode,
-    writer=Writer(_write, is_file=True),
+    writer=file_writer(lambda one: metadata(one.entries)),
     said="format",
 )

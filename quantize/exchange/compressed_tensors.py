@@ -30,7 +30,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.containers import Contents, Writer, write_component
-from fluxq.quantize.exchange.dialect import Dialect, Reader
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -266,15 +266,8 @@ ROWS = (
     Row("mxfp8-quantized", "mxfp8", None, read_by=_VLLM),
     Row("mxfp4-pack-quantized", "mxfp4", "mxfp4", read_by=_VLLM),
     Row("mxfp4-pack-quantized", "mxfp4", None, read_by=_VLLM),
-    Row(
-        "nvfp4-pack-quantized",
-        "nvfp4",
-        "nvfp4",
-        input_scale="required",
-        rounds=("weight_scale_2", "input_scale"),
-        read_by=_VLLM,
-    ),
-    Row("nvfp4-pack-quantized", "nvfp4", None, rounds=("weight_scale_2",), read_by=_VLLM),
+    Row("nvfp4-pack-quantized", "nvfp4", "nvfp4", input_scale="required", read_by=_VLLM),
+    Row("nvfp4-pack-quantized", "nvfp4", None, read_by=_VLLM),
 )
 
 # --- files
@@ -348,24 +341,7 @@ DIALECT = Dialect(
     "compressed_tensors",
     "llm-compressor's text encoders",
     decode,
-    "folder",
-    "config.json: config_groups",
     option="compressed-tensors",
-    readers=(
-        Reader(
-            "vLLM",
-            "fluxq export OUT --format compressed-tensors && vllm serve ./OUT-compressed-tensors",
-            proof="a text encoder that was quantized, with its tokenizer",
-        ),
-        Reader(
-            "transformers",
-            "fluxq export OUT --format compressed-tensors",
-            "compressed-tensors",
-            "0.20.0",
-            tuple(dict.fromkeys(row.name for row in ROWS)),
-            "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder in fp8, but none in 4 bits",
-        ),
-    ),
     marks=(by_config("compressed-tensors"), by_tensor("weight_packed")),
     methods=("compressed-tensors",),
     looks=lambda looks: looks.scales == "column",

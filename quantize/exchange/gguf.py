@@ -72,13 +72,10 @@ DIALECT = Dialect(
     "gguf",
     "llama.cpp's blocks",
     decode,
-    "GGUF file",
-    "type of each tensor",
     "original",
     marks=(lambda model: "it begins with GGUF" if model.container == "GGUF file" else "",),
     methods=("gguf",),
     has_codes=_has_codes,
     entry=lambda model, name, stored: {"type": weight_of(stored).dtype},
-    widened=tuple(name for name in TYPES if name not in PLAIN_FLOATS),
     has_nibbles=False,
 )

@@ -70,7 +70,7 @@ class Row:
     name: as the dialect spells it. weights, activations: of ours; activations is what its reader computes in, and what
     `decode` says. also: other activations that `encode` takes, with a note. input_scale: the calibrated global scale.
     smooth, low_rank: whether the reader applies them. multiples: of N and K. needs: tensors that no scheme of ours
-    stores. rounds: native tensors that the dialect holds in fewer bits. read_by: programs that read just this format.
+    stores. read_by: programs that read just this format.
     factors_stay: its layers all have factors, by which the reader divides x, so that none are folded without need.
     unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
     """
@@ -84,7 +84,6 @@ class Row:
     low_rank: bool = False
     multiples: tuple[int, int] = (1, 1)
     needs: Names = ()
-    rounds: Names = ()
     read_by: str = ""
     factors_stay: bool = False
     unread: str = ""

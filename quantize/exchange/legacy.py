@@ -65,8 +65,6 @@ DIALECT = Dialect(
     "legacy",
     "ComfyUI's fp8 of before comfy_quant",
     decode,
-    "file",
-    "scaled_fp8 tensor",
     "original",
     marks=(_by_sign, by_tensor("scale_weight")),
     looks=lambda looks: looks.scales == "none",

@@ -15,20 +15,18 @@ keeps the sign of -0, ModelOpt writes +0. Measured on files that ModelOpt 0.47 w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
-from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
+from fluxq.quantize.exchange.containers import pipeline_writer
+from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
@@ -297,10 +295,6 @@ def _unreadable(name: str, mains: set[str], is_modulation: bool) -> str:
     return ""
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    write_pipeline(made, checkpoint, contents, lambda one: config(one.entries, one.in_16_bit, _SCHEMA))
-
-
 _SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
 _WORDS = {
     **{"nvfp4": "NVFP4", "mxfp8": "MXFP8", "mxfp4": "mxfp4", "fp8": "FP8_PER_CHANNEL_PER_TOKEN", "fp8_tensor": "FP8"},
@@ -311,39 +305,6 @@ DIALECT = Dialect(
     "modelopt",
     "NVIDIA ModelOpt's unified checkpoint",
     decode,
-    "folder",
-    "config.json: quant_algo",
-    readers=(
-        Reader(
-            "SGLang-Diffusion",
-            "fluxq export tiny-nvfp4 --format modelopt && "
-            "sglang generate --model-path ./tiny-nvfp4-modelopt --prompt TEXT",
-            "sglang",
-            "0.5.23",
-            ("NVFP4",),
-            "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit; its "
-            "fp8 has one scale for each weight, and x",
-            interpreter="FLUXQ_SGLANG_PYTHON",
-        ),
-        Reader(
-            "vLLM-Omni",
-            "fluxq export tiny-nvfp4 --format modelopt && vllm serve ./tiny-nvfp4-modelopt --omni",
-            "vllm-omni",
-            "0.30.0",
-            ("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"),
-            "its loader on FLUX.1, Qwen-Image and Z-Image of few blocks: all tensors find their parameters, all "
-            "weights are ours bit for bit",
-            interpreter="FLUXQ_VLLM_OMNI_PYTHON",
-        ),
-        Reader(
-            "ModelOpt",
-            "",
-            "nvidia-modelopt",
-            "0.47.0",
-            ("NVFP4",),
-            "the producer: its own tensor class decodes ours bit for bit, its conversion of configurations gives ours",
-        ),
-    ),
     marks=(by_config(*_METHODS), _by_producer),
     methods=_METHODS,
     looks=_looks,
@@ -353,7 +314,7 @@ DIALECT = Dialect(
     put_back=_put_back,
     rows=ROWS,
     encode=encode,
-    writer=Writer(_write, is_pipeline=True),
+    writer=pipeline_writer(lambda one: config(one.entries, one.in_16_bit, _SCHEMA)),
     unreadable=_unreadable,
     said="quant_algo",
     why_larger="its readers compute modulation in 16 bit, whatever the recipe",

@@ -18,19 +18,17 @@ How an index of 128 rows and 64 columns is cut: see the tables at the end. Singl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
-from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
-from fluxq.quantize.exchange.dialect import Dialect, Reader
+from fluxq.quantize.exchange.containers import pipeline_writer
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     Encoded,
     Plain,
@@ -394,7 +392,6 @@ ROWS = (
         smooth=True,
         low_rank=True,
         multiples=(128, 128),
-        rounds=("pre_quant_scale",),
         read_by=_READER,
         factors_stay=True,
     ),
@@ -406,7 +403,6 @@ ROWS = (
         smooth=True,
         low_rank=True,
         multiples=(128, 128),
-        rounds=("pre_quant_scale", "weight_scale_2", "input_scale"),
         read_by=_READER,
         factors_stay=True,
     ),
@@ -434,10 +430,6 @@ def format_of(layer: FileLayer) -> str:
     return f"svdq_w4a4 {'nvfp4' if 'F8_E4M3' in scales else 'int4'}"
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    write_pipeline(made, checkpoint, contents, lambda one: config(one.entries, one.source.dtype))
-
-
 SUFFIXES = (
     *("qweight", "wscales", "wzeros", "wcscales", "wtscale"),
     *("smooth_factor", "smooth_factor_orig", "smooth", "smooth_orig", "proj_down", "proj_up", "lora_down", "lora_up"),
@@ -446,15 +438,6 @@ DIALECT = Dialect(
     "nunchaku_lite",
     "nunchaku's kernels under diffusers' own blocks",
     decode,
-    "folder",
-    "config.json: targets",
-    readers=(
-        Reader(
-            "diffusers",
-            "fluxq export tiny-nvfp4 --format nunchaku_lite",
-            proof="names, shapes and dtypes pass the loader's own strict check; its kernels want a GPU and a download",
-        ),
-    ),
     marks=(by_config("nunchaku_lite", "svdquant"), by_tensor("qweight", "proj_down")),
     methods=("nunchaku_lite", "svdquant"),
     suffixes=SUFFIXES,
@@ -463,7 +446,7 @@ DIALECT = Dialect(
     rows=ROWS,
     bias_shift=GELU_SHIFT,
     encode=encode,
-    writer=Writer(_write, is_pipeline=True),
+    writer=pipeline_writer(lambda one: config(one.entries, one.source.dtype)),
     takes_dtype=True,
     ranks=RANKS,
     said="op",

@@ -8,21 +8,19 @@ Source: nunchaku 1.2's conversion of FLUX.1 state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
-from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Reader, Unit, Units
+from fluxq.quantize.exchange.containers import file_writer
+from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Unit, Units
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
@@ -274,30 +272,11 @@ def _arrange(layer: QuantTensors, own: OwnLinear) -> QuantTensors:
     return nunchaku.interleaved(layer, own.chunks) if own.chunks else layer
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    write_file(made, name, one, nunchaku.metadata(one.entries, _MODEL_CLASS, one.source.config))
-
-
 DIALECT = Dialect(
     "nunchaku",
     "nunchaku's single files",
     decode,
-    "file",
-    "quantization_config in the header",
     "nunchaku",
-    readers=(
-        Reader(
-            "nunchaku",
-            "fluxq export tiny-int4-svd --format nunchaku",
-            "nunchaku",
-            "1.3.0dev",
-            ("svdq_w4a4 int4", "svdq_w4a4 nvfp4", "awq_w4a16"),
-            "FLUX.1 only; its loader in Python checks all names and shapes and holds what is in the file; its kernels "
-            "want a GPU",
-            "92e46957",
-        ),
-    ),
     marks=(_by_header, by_tensor("qweight", "lora_down")),
     suffixes=nunchaku.SUFFIXES,
     entry=_entry,
@@ -311,7 +290,7 @@ DIALECT = Dialect(
     rows=nunchaku.ROWS,
     bias_shift=nunchaku.GELU_SHIFT,
     encode=partial(nunchaku.encode, single_file=True),
-    writer=Writer(_write, is_file=True),
+    writer=file_writer(lambda one: nunchaku.metadata(one.entries, _MODEL_CLASS, one.source.config)),
     takes_dtype=True,
     ranks=nunchaku.RANKS,
     units=_units,

@@ -131,14 +131,12 @@ _OURS = Dialect(
     NATIVE,
     "a checkpoint of fluxq",
     _decode,
-    "folder",
-    "config.json: schemes",
     marks=(by_config(QUANT_METHOD),),
     methods=(QUANT_METHOD,),
     has_codes=partial(has_codes, sizes=(2, 3)),  # text encoders' are (N, K, 1)
     entry=_entry,
 )
-_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _never, "file or folder", "", has_codes=lambda stored: False)
+_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _never, has_codes=lambda stored: False)
 RULES = {dialect.name: dialect for dialect in (*DIALECTS.values(), _OURS, _IN_16_BIT)}
 _BY_MARK = tuple(reversed([*DIALECTS.values(), _OURS]))  # the last is the surest
 _OTHERS = (  # programs whose layers are not read here, by what follows a layer's name

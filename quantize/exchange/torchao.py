@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
-from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
-from fluxq.quantize.exchange.dialect import Dialect, Reader
+from fluxq.quantize.exchange.containers import pipeline_writer
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     FLOATS,
     Encoded,
@@ -348,32 +346,10 @@ def _header(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str
     return json_object(text, f"the header's entry for {name}.weight")
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    write_pipeline(
-        made,
-        checkpoint,
-        contents,
-        lambda one: config(one.entries, one.in_16_bit),
-        lambda one: metadata(one.entries, one.plain),
-    )
-
-
 DIALECT = Dialect(
     "torchao",
     "torchao's tensor subclasses, for diffusers' from_pretrained",
     decode,
-    "folder",
-    "JSON in the header, under each weight",
-    readers=(
-        Reader(
-            "diffusers",
-            "fluxq export tiny-nvfp4 --format torchao",
-            "torchao",
-            "0.18.0",
-            ("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"),
-            "whole models: all weights are ours bit for bit",
-        ),
-    ),
     marks=(by_config("torchao"), by_tensor("_weight_qdata")),
     methods=("torchao",),
     suffixes=(r"_weight_\w+",),
@@ -381,7 +357,9 @@ DIALECT = Dialect(
     rows=ROWS,
     tiles=_tiles,
     encode=encode,
-    writer=Writer(_write, is_pipeline=True),
+    writer=pipeline_writer(
+        lambda one: config(one.entries, one.in_16_bit), lambda one: metadata(one.entries, one.plain)
+    ),
     takes_dtype=True,
     said="_type",
 )
