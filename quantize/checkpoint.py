@@ -131,6 +131,12 @@ class QuantizationConfig:
         return {name: Scheme.parse(text) for text, members in self.layers.items() for name in members}
 
 
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` of a config.json, where it is fluxq's."""
+    said = config.get("quantization_config")
+    return said if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD else None
+
+
 def _steps(said: Any) -> Steps | None:
     """The steps that a config.json says are kept; ValueError for what is none that this version knows."""
     if said is None:

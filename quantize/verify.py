@@ -25,10 +25,10 @@ from fluxq.quantize.checkpoint import (
     ACTIVATIONS,
     LARGEST,
     PLAN_FILE,
-    QUANT_METHOD,
     QuantizationConfig,
     filed_shape,
     library_of,
+    quantization_of,
     quantized_on_meta,
     read_plan_file,
     shapes_of,
@@ -152,8 +152,7 @@ class _Checkpoint:
         """Component -> its quantization_config, for those that fluxq quantized."""
         found = {}
         for component in self.configured:
-            config = self.folder.config(component).get("quantization_config")
-            if isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD:
+            if (config := quantization_of(self.folder.config(component))) is not None:
                 try:
                     found[component] = QuantizationConfig.from_dict(config)
                     _ = found[component].schemes  # ValueError for one that this version does not know

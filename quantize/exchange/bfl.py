@@ -27,7 +27,7 @@ from fluxq.base.output import BESIDE
 from fluxq.quantize.exchange import modelopt
 from fluxq.quantize.exchange.containers import Contents, Writer, write_file
 from fluxq.quantize.exchange.dialect import Dialect, Looks
-from fluxq.quantize.exchange.layer import Encoded, Plain, QuantTensors, Row, row_for
+from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors, Row, row_for
 from fluxq.quantize.exchange.marks import FileLayer, Headers
 
 _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
@@ -41,9 +41,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(dict(layer.tensors), {"format": row.name}, notes)
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape; the tensors say which format it is."""
     name = "nvfp4" if "weight_scale_2" in tensors else "fp8r"
     if name == "nvfp4" and "input_scale" not in tensors:

@@ -11,7 +11,6 @@ Source: bitsandbytes 0.50, functional.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Plain, Tensors
-from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes
+from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes, json_tensor
 
 _STATE = "weight.quant_state.bitsandbytes__"
-_LONGEST = 1 << 12  # bytes of a state; they are some hundreds
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None) -> Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Plain:
     """The weight (N, K) = shape in fp32."""
     held, (n, k) = Tensors(tensors, "bnb"), shape
     kind = next((name.removeprefix(_STATE) for name in tensors if name.startswith(_STATE)), "")
@@ -62,13 +60,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
 
 def _state_of(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a quant_state tensor, with a `shape`; ValueError if it holds none."""
-    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
-        raise ValueError(f"bnb: quant_state is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
-    try:
-        state = json.loads(bytes(tensor.tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"bnb: quant_state is no JSON ({error}); get the file again") from None
-    if not isinstance(state, dict) or not isinstance(state.get("shape"), list):
+    state = json_tensor(tensor, "bnb: quant_state")
+    if not isinstance(state.get("shape"), list):
         raise ValueError("bnb: quant_state is no JSON object with a shape; get the file again")
     return state
 

@@ -28,6 +28,7 @@ from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -40,11 +41,10 @@ from fluxq.quantize.exchange.layer import (
     without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
-from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object
+from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
 
 _WIDENED = "full_precision_matrix_mult"
-_LONGEST = 1 << 12  # bytes of a comfy_quant; they are some dozens
 _UNSCALED = "without input_scale ComfyUI rounds x to E4M3 as it is, unscaled, and clips it at 448"
 _UNREAD = "ComfyUI 0.33.0 does not load awq_w4a16, which its decoder comfy-kitchen has"
 
@@ -78,12 +78,10 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape; entry: for files whose layers have no `comfy_quant`."""
     held = Tensors(tensors, "comfy")
-    said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else dict(entry or {})
+    said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else entry
     row = named_row(ROWS, said.get("format"), "comfy")
     if said.get(_WIDENED) and row.activations is not None:
         row = named_row(ROWS, row.name, "comfy", None)
@@ -168,14 +166,7 @@ _READERS = {
 
 def read_entry(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a `comfy_quant` tensor; ValueError if it holds none."""
-    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
-        raise ValueError(f"comfy: comfy_quant is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
-    try:
-        entry = json.loads(bytes(tensor.tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"comfy: comfy_quant is no JSON ({error}); get the file again") from None
-    if not isinstance(entry, dict):
-        raise ValueError("comfy: comfy_quant is no JSON object; get the file again")
+    entry = json_tensor(tensor, "comfy: comfy_quant")
     params = entry.get("params")
     return {**(params if isinstance(params, dict) else {}), **entry}
 

@@ -33,6 +33,7 @@ from fluxq.quantize.exchange.containers import Contents, Writer, write_component
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -84,7 +85,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: as `encode` gives it, from config.json."""
     held, (n, _) = Tensors(tensors, "compressed-tensors"), shape
     name = named_row(ROWS, entry.get("format"), "compressed-tensors").name
@@ -108,7 +109,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
     if not rows:
         plain = next(row for row in ROWS if row.weights == weights and row.activations is None)
-        dense, bias = native(plain, shape, done | own).linear().collapsed()
+        dense, bias = native(plain, shape, done | own).collapsed()
         return Plain(dense, bias, f"{weights} weights are not computed with rounded activations")
     if rows[0].input_scale == "none":
         return native(rows[0], shape, done | own, given)

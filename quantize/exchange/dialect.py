@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Writer
-from fluxq.quantize.exchange.layer import Encoded, Names, Plain, QuantTensors, Row
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors, Row
 from fluxq.quantize.exchange.marks import (
     FileLayer,
     Headers,
@@ -28,7 +28,7 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymap_rows import Order
 
-Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], QuantTensors | Plain]
+Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], Decoded]
 Entry = Callable[[Headers, str, Mapping[str, Stored]], dict[str, Any]]
 Shape = Callable[[Headers, Mapping[str, str], Mapping[str, Stored], Mapping[str, Any]], tuple[int, int]]
 

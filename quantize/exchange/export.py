@@ -29,12 +29,12 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import Output, contents, job_digest, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
+from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of, quantization_of
 from fluxq.quantize.exchange.containers import Contents, record
 from fluxq.quantize.exchange.dialect import Unit, Units
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
-from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.layouts import in_order, padded
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.formats import Scheme, find_format
@@ -246,7 +246,8 @@ class ComponentPlan:
                 keep(tensors, f"{unit.name}.")
                 plain += [f"{unit.name}.{suffix}" for suffix in tensors]
                 continue
-            layer = layer if unit.order == "as they are" else _ordered(layer, unit.order)
+            if unit.order != "as they are":
+                layer = layer.reordered(in_order(torch.arange(layer.shape[0]), unit.order))
             encoded = encode(DIALECTS[self.dialect].arrange(layer, unit.own), unit)
             keep(encoded.tensors, f"{unit.name}.")
             entries[unit.name] = encoded.entry
@@ -260,8 +261,7 @@ class ComponentPlan:
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
                 parts[name] = source.file_of(members[0]).path, source.stored(members[0])
             else:
-                tensors = [source.tensor(member) for member in members]
-                keep({name: _swapped(torch.cat(tensors) if len(tensors) > 1 else tensors[0], order)})
+                keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
         for modulation, folds in source.folds.items():
             done.folded[modulation] = [reader for fold in folds for reader in fold.readers]
         for key, words in _NOT_CARRIED.items():
@@ -523,14 +523,14 @@ def _dequantized(
     tensors = {"weight": rounded.reshape(*rounded.shape, 1, 1) if is_pixelwise else rounded}
     if bias is not None and all(name in source.biases for name in choice.unit.parts):
         tensors["bias"] = bias.to(source.dtype)
-    tensors = {name: _swapped(tensor, choice.unit.order) for name, tensor in tensors.items()}
+    tensors = {name: in_order(tensor, choice.unit.order) for name, tensor in tensors.items()}
     shape = (weight.shape[0], weight.shape[1])
     return tensors, _changed(choice, layers, shape, tensors, rounded.float(), weight, "16bit")
 
 
 def _collapsed(layers: Sequence[QuantTensors]) -> tuple[Tensor, Tensor | None]:
     """Weight (N, K) in fp32, and bias, of layers behind one another: what they compute but for the rounding of x."""
-    pairs = [layer.linear().collapsed() for layer in layers]
+    pairs = [layer.collapsed() for layer in layers]
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
     return torch.cat(weights), torch.cat([bias.float() for bias in biases]) if len(biases) == len(pairs) else None
 
@@ -549,20 +549,6 @@ def _changed(
     error = (now - before).norm().item() / norm if norm else 0.0
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name != "bias")
     return Changed(choice.unit.name, shape, was, scheme, nbytes, error, choice.why)
-
-
-def _ordered(layer: QuantTensors, order: Order) -> QuantTensors:
-    n = layer.shape[0]
-    by_rows = {name for name, t in layer.tensors.items() if t.ndim and t.shape[0] == n and name not in _OF_COLUMNS}
-    tensors = {name: _swapped(t, order) if name in by_rows else t for name, t in layer.tensors.items()}
-    return replace(layer, tensors=tensors)
-
-
-def _swapped(tensor: Tensor, order: Order) -> Tensor:
-    if order == "as they are":
-        return tensor
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return torch.cat(raw.chunk(2)[::-1]).view(tensor.dtype)
 
 
 def _encoder(plan: ComponentPlan) -> Callable[[QuantTensors, Unit], Encoded]:
@@ -627,9 +613,7 @@ def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]
     found = []
     for name in checkpoint.components:
         if name not in names and (checkpoint.path / name / "config.json").is_file():
-            said = checkpoint.config(name).get("quantization_config")
-            if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD:
-                found.append(name)
+            found += [name] if quantization_of(checkpoint.config(name)) else []
     return found
 
 
@@ -681,4 +665,3 @@ _NOT_CARRIED = {
     "attention": "attention is computed in 16 bit there, here in 8",
     "steps": "every step is computed with these codes there, here some are kept in 16 bit",
 }
-_OF_COLUMNS = {"pre_quant_mean", "pre_quant_scale", "svdquant_lora_a", "deflate_basis"}

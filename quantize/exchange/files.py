@@ -23,7 +23,7 @@ from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.gguf_file import GGUFFile
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded
 from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer
 from fluxq.quantize.exchange.recognize import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.recipes.all_families import FAMILIES
@@ -154,9 +154,7 @@ class ModelFile:
         """The tensors of a layer as `decode` takes them."""
         return {suffix: self.read(name) for suffix, name in layer.parts.items()}
 
-    def decode(
-        self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None
-    ) -> QuantTensors | Plain:
+    def decode(self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> Decoded:
         """Decode the tensors of a layer by the file's dialect; ValueError where they are not of it."""
         return self.rules.decode(tensors, shape or layer.shape, layer.entry)
 

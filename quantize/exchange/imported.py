@@ -21,7 +21,7 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.base.provenance import versions
 from fluxq.base.tensors import TensorFile
-from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig, build_on_meta, library_of
+from fluxq.quantize.checkpoint import QuantizationConfig, build_on_meta, library_of, quantization_of
 from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.structure import model_family
@@ -175,10 +175,8 @@ def _described(
 
 def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:
     """Of a component's quantized layers; none in 16 bit."""
-    said = config.get("quantization_config")
-    if not isinstance(said, dict) or said.get("quant_method") != QUANT_METHOD:
-        return {}
-    return QuantizationConfig.from_dict(said).schemes
+    said = quantization_of(config)
+    return QuantizationConfig.from_dict(said).schemes if said is not None else {}
 
 
 def _family(model: nn.Module) -> Family | None:

@@ -39,7 +39,8 @@ from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
-from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, not_finite, split
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, not_finite, split
+from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
@@ -341,12 +342,9 @@ def _proved(model: ModelFile, base: Base) -> Inspection:
     return report
 
 
-def _read(
-    model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, against: Against | None
-) -> QuantTensors | Plain:
+def _read(model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, against: Against | None) -> Decoded:
     """The layer with the rows of diffusers behind one another; ValueError where it cannot be."""
     tensors: dict[str, Tensor] = model.read_layer(layer)
-    n, _ = layer.shape
     repairs = against.best if against is not None else ()
     orders = base.rows(layer.shape, whole)[1] if base is not None and repairs else {}
     for name in repairs:
@@ -361,9 +359,9 @@ def _read(
         found = replace(found, tensors=kept, scheme=replace(found.scheme, static_input=False))
     for name in repairs:
         if name in orders:
-            found = reordered(found, orders[name].argsort())
+            found = found.reordered(orders[name].argsort())
     if whole.order == "halves swapped":
-        found = reordered(found, torch.cat(list(torch.arange(n).chunk(2))[::-1]))
+        found = found.reordered(in_order(torch.arange(layer.shape[0]), whole.order))
     return found
 
 
@@ -382,21 +380,7 @@ def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, re
     return found
 
 
-def reordered(layer: QuantTensors | Plain, rows: Tensor) -> QuantTensors | Plain:
-    """The same layer with these rows, in this order."""
-    if isinstance(layer, Plain):
-        return replace(layer, weight=layer.weight[rows], bias=None if layer.bias is None else layer.bias[rows])
-    tensors = {}
-    for name, tensor in layer.tensors.items():
-        by_rows = name in BY_ROWS and tensor.ndim and tensor.shape[0] == len(rows)
-        bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        tensors[name] = bits[rows].view(tensor.dtype) if by_rows else tensor
-    return replace(layer, tensors=tensors)
-
-
-def _split(
-    layer: QuantTensors | Plain, modules: list[str], expected: Mapping[str, Tensor]
-) -> list[QuantTensors] | list[Plain]:
+def _split(layer: Decoded, modules: list[str], expected: Mapping[str, Tensor]) -> list[QuantTensors] | list[Plain]:
     """The layer of each module, by the sizes that the model's class asks for."""
     missing = [module for module in modules if f"{module}.weight" not in expected]
     if missing:
@@ -426,12 +410,9 @@ def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) 
     return ""
 
 
-def _dense(module: str, layer: QuantTensors | Plain, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weight and bias in 16 bit."""
-    if isinstance(layer, Plain):
-        weight, bias = layer.weight, layer.bias
-    else:
-        weight, bias = layer.linear().collapsed()
+    weight, bias = layer.collapsed()
     found = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
     return found | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
 
@@ -445,8 +426,7 @@ def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model:
     missing = [part for part in whole.parts if part not in expected]
     if missing:
         raise ValueError(f"{model.path}: the model has no {missing[0]}; is its configuration that of another one?")
-    if whole.order == "halves swapped":
-        tensor = torch.cat(list(tensor.chunk(2))[::-1])
+    tensor = in_order(tensor, whole.order)
     if not whole.parts:
         return {}
     sizes = [expected[part].shape[0] if expected[part].ndim else 1 for part in whole.parts]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluxq.kernels.linear import LOW_RANK, QuantLinear
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.layouts import as_bytes, require_kept
+from fluxq.quantize.exchange.layouts import as_bytes, concatenated, require_kept
 from fluxq.recipes.formats import Format, Scheme, find_format
 
 Names = tuple[str, ...]
@@ -42,6 +42,20 @@ class QuantTensors:
         """The layer that computes with these tensors."""
         return QuantLinear.from_tensors(self.tensors, self.shape, self.scheme)
 
+    def collapsed(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (N, K) in fp32, and bias (N,): what the layer computes but for the rounding of x."""
+        return self.linear().collapsed()
+
+    def reordered(self, rows: Tensor) -> QuantTensors:
+        """The same layer with these rows (N,), in this order."""
+        tensors = dict(self.tensors)
+        for name in tensors.keys() & BY_ROWS:
+            tensor = tensors[name]
+            if tensor.ndim:
+                bits = as_bytes(tensor) if tensor.element_size() == 1 else tensor
+                tensors[name] = bits[rows].view(tensor.dtype)
+        return replace(self, tensors=tensors)
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -50,6 +64,17 @@ class Plain:
     weight: Tensor
     bias: Tensor | None
     why: str
+
+    def collapsed(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, as `QuantTensors` has them."""
+        return self.weight, self.bias
+
+    def reordered(self, rows: Tensor) -> Plain:
+        """The same layer with these rows (N,), in this order."""
+        return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
+
+
+Decoded = QuantTensors | Plain
 
 
 @dataclass(frozen=True)
@@ -304,7 +329,7 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
             rows = [part.expand(layer.shape[0], 1) for part, layer in zip(parts, layers, strict=True)]
             joined[name] = torch.cat(rows)
         elif name in BY_ROWS and parts[0].ndim:
-            joined[name] = _stacked(parts)
+            joined[name] = concatenated(parts)
         elif _all_equal(parts):
             joined[name] = parts[0]
         else:
@@ -362,12 +387,6 @@ def one_value(tensor: Tensor, name: str) -> Tensor:
     if tensor.numel() == 0 or not (tensor == tensor.reshape(-1)[0]).all():
         raise ValueError(f"{name} has several values, where one layer has one; split the fused layer first")
     return tensor.reshape(-1)[0].clone()
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    if parts[0].element_size() == 1:  # torch does not concatenate every float8
-        return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)
-    return torch.cat(list(parts))
 
 
 def _all_equal(tensors: Sequence[Tensor | None]) -> bool:

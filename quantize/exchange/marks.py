@@ -17,6 +17,7 @@ from fluxq.recipes.formats import Scheme
 NATIVE, PLAIN = "fluxq", "16 bit"  # beside the keys of DIALECTS
 CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
 FLOATS = ("BF16", "F16", "F32", "F64")
+_LONGEST = 1 << 12  # bytes of JSON in a tensor; they are some dozens or hundreds
 _CODED = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 
 
@@ -165,7 +166,14 @@ def weight_of(stored: Mapping[str, Stored]) -> Stored:
     return stored["weight"]
 
 
-def json_object(text: str, what: str) -> dict[str, Any]:
+def json_tensor(tensor: Tensor, what: str) -> dict[str, Any]:
+    """The JSON object that the bytes of a tensor are; ValueError naming it."""
+    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
+        raise ValueError(f"{what} is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
+    return json_object(bytes(tensor.tolist()), what)
+
+
+def json_object(text: str | bytes, what: str) -> dict[str, Any]:
     """A JSON object from a header; ValueError naming it."""
     try:
         value = json.loads(text)

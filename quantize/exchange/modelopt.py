@@ -30,6 +30,7 @@ from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -68,7 +69,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
     n, k = shape
     if entry.get("quant_algo") in _OF_BLOCKS:

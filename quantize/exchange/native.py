@@ -25,7 +25,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import QuantPointwise
-from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
+from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantization_of, quantized_on_meta
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
@@ -63,9 +63,10 @@ class NativeComponent:
         self.folder, self.component = folder, component
         self.library, self.class_name = library_of(folder, component), folder.components[component]
         self.config = folder.config(component)
-        self.quantization = self.config.pop("quantization_config", None)
-        if not isinstance(self.quantization, dict) or self.quantization.get("quant_method") != "fluxq":
+        said = quantization_of(self.config)
+        if said is None:
             raise ValueError(f"{folder.path / component}: is not quantized by fluxq; give a checkpoint that it wrote")
+        self.quantization = self.config.pop("quantization_config")
         held = quantized_on_meta(folder, component)
         original = build_on_meta(self.library, self.class_name, self.config)
         self._layers = {name: module for name, module in held.named_modules() if isinstance(module, QuantLinear)}

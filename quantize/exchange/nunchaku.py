@@ -30,6 +30,7 @@ from fluxq.kernels.encode import pack, unpack
 from fluxq.quantize.exchange.containers import pipeline_writer
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -116,9 +117,7 @@ def encode(
     return Encoded(done, entry | ({"act_unsigned": True} if after_gelu else {}), notes)
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape, by either names. entry: {"act_unsigned": True} if it follows GELU."""
     n, k = shape
     newer = {old: name for name, old in _OLDER.items()}
@@ -170,9 +169,9 @@ def decode(
         done["weight_scale"] = precise.bfloat16()
     layer = native(row, shape, done)
     if not torch.equal(done["weight_scale"].float(), precise.float()):
-        return _widened(layer, precise, (entry or {}).get("act_unsigned", False))
-    if (entry or {}).get("act_unsigned"):
-        return replace(layer, tensors={**layer.tensors, "bias": _bias_without_shift(layer, 1)})
+        return _widened(layer, precise, entry.get("act_unsigned", False))
+    if entry.get("act_unsigned"):
+        return _with_bias(layer, _bias_without_shift(layer, 1))
     return layer
 
 
@@ -279,20 +278,18 @@ def interleaved(layer: QuantTensors, chunks: int) -> QuantTensors:
     """
     bias, ones = _modulating(layer, chunks)
     rows = torch.arange(len(bias)).reshape(chunks, -1).T.reshape(-1)
-    return _reordered(layer, rows, (bias.float() + ones)[rows].to(bias.dtype))
+    return _with_bias(layer.reordered(rows), (bias.float() + ones)[rows].to(bias.dtype))
 
 
-def chunked(layer: QuantTensors | Plain, chunks: int) -> QuantTensors | Plain:
+def chunked(layer: Decoded, chunks: int) -> Decoded:
     """Inverse of `interleaved`, but for what the sum with 1 rounded off the bias."""
     bias, ones = _modulating(layer, chunks)
     rows = torch.arange(len(bias)).reshape(-1, chunks).T.reshape(-1)
-    bias = (bias.float()[rows] - ones).to(bias.dtype)
-    if isinstance(layer, Plain):
-        return replace(layer, weight=layer.weight[rows], bias=bias)
-    return _reordered(layer, rows, bias)
+    moved, bias = layer.reordered(rows), (bias.float()[rows] - ones).to(bias.dtype)
+    return replace(moved, bias=bias) if isinstance(moved, Plain) else _with_bias(moved, bias)
 
 
-def _modulating(layer: QuantTensors | Plain, chunks: int) -> tuple[Tensor, Tensor]:
+def _modulating(layer: Decoded, chunks: int) -> tuple[Tensor, Tensor]:
     """The bias (N,) of a modulation, and (N,) 1 for each row of a chunk that scales, 0 elsewhere."""
     is_plain = isinstance(layer, Plain)
     bias = layer.bias if is_plain else layer.tensors.get("bias")
@@ -304,13 +301,12 @@ def _modulating(layer: QuantTensors | Plain, chunks: int) -> tuple[Tensor, Tenso
     return bias, ones.reshape(-1)
 
 
-def _reordered(layer: QuantTensors, rows: Tensor, bias: Tensor) -> QuantTensors:
-    tensors = {name: t[rows] if t.ndim and t.shape[0] == len(rows) else t for name, t in layer.tensors.items()}
-    return replace(layer, tensors=tensors | {"bias": bias})
+def _with_bias(layer: QuantTensors, bias: Tensor) -> QuantTensors:
+    return replace(layer, tensors={**layer.tensors, "bias": bias})
 
 
 def _bias_without_shift(layer: QuantTensors, sign: int) -> Tensor:
-    weight, bias = layer.linear().collapsed()
+    weight, bias = layer.collapsed()
     moved = sign * GELU_SHIFT * weight.sum(1)
     dtype = bias.dtype if bias is not None else _BF16
     return (moved if bias is None else bias.float() + moved).to(dtype)
@@ -327,7 +323,7 @@ def _awq(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     return done | ({"bias": tensors["bias"].to(dtype)} if "bias" in tensors else {})
 
 
-def _from_awq(held: Tensors, shape: tuple[int, int]) -> QuantTensors | Plain:
+def _from_awq(held: Tensors, shape: tuple[int, int]) -> Decoded:
     n, k = shape
     words = held.take("qweight", torch.int32, (n // 4, k // 2)).contiguous().view(torch.uint8)
     quads = unpack(words, ELEMENTS["e2m1"]).reshape(n // 4, k // 64, 4, 2, 8, 4)

@@ -21,7 +21,8 @@ from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Unit, Units
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors
+from fluxq.quantize.exchange.layouts import concatenated
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.recipes.all_families import FAMILIES
@@ -83,15 +84,12 @@ def diffusers_name(name: str) -> str:
     return f"{stack}.{index}.attn.{rest}" if stack in BLOCKS and rest.partition(".")[0] in _HEADS else name
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """A layer as diffusers' blocks have it.
 
     entry: that of `nunchaku.decode`, and of a modulation its `chunks`. SIDES are one layer: names of their tensors
     begin with theirs, and `columns` says how many of K the first reads.
     """
-    entry = entry or {}
     if "columns" in entry:
         (n, k), first = shape, int(entry["columns"])
         own = [
@@ -103,7 +101,7 @@ def decode(
     return nunchaku.chunked(layer, entry["chunks"]) if "chunks" in entry else layer
 
 
-def side_by_side(first: QuantTensors | Plain, rest: QuantTensors | Plain) -> QuantTensors | Plain:
+def side_by_side(first: Decoded, rest: Decoded) -> Decoded:
     """The layer that reads side by side what two read, and gives the sum of what they give: of `columns_of` the
     inverse.
 
@@ -118,9 +116,7 @@ def side_by_side(first: QuantTensors | Plain, rest: QuantTensors | Plain) -> Qua
         return _dense(first, rest, "its columns have two global scales, where a layer of ours has one")
     tensors = {name: tensor for name, tensor in rest.tensors.items() if name not in (*LOW_RANK, "bias")}
     for name in ("weight", "weight_scale"):
-        halves = [layer.tensors[name] for layer in (first, rest)]
-        raw = [half.view(torch.uint8) if half.element_size() == 1 else half for half in halves]
-        tensors[name] = torch.cat(raw, dim=1).view(halves[0].dtype)
+        tensors[name] = concatenated([layer.tensors[name] for layer in (first, rest)], dim=1)
     factors = [layer.tensors.get("pre_quant_scale") for layer in (first, rest)]
     dtype = next((held.dtype for held in factors if held is not None), None)
     if dtype is not None:
@@ -166,13 +162,10 @@ def _sum(biases: list[Tensor]) -> dict[str, Tensor]:
     return {"bias": told[0]} if told else {}
 
 
-def _dense(first: QuantTensors | Plain, rest: QuantTensors | Plain, why: str) -> Plain:
-    weights, biases = [], []
-    for layer in (first, rest):
-        weight, bias = (layer.weight, layer.bias) if isinstance(layer, Plain) else layer.linear().collapsed()
-        weights.append(weight.float())
-        biases += [] if bias is None else [bias.detach()]
-    return Plain(torch.cat(weights, dim=1), _sum(biases).get("bias"), why)
+def _dense(first: Decoded, rest: Decoded, why: str) -> Plain:
+    weights, biases = zip(first.collapsed(), rest.collapsed(), strict=True)
+    added = _sum([bias.detach() for bias in biases if bias is not None])
+    return Plain(torch.cat([weight.float() for weight in weights], dim=1), added.get("bias"), why)
 
 
 def _same(first: QuantTensors, rest: QuantTensors, name: str) -> bool:

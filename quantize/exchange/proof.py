@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.files import ModelFile
-from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors
-from fluxq.quantize.exchange.layouts import block_scales, padded, padded_tiles, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.layer import FLOATS, Decoded, QuantTensors
+from fluxq.quantize.exchange.layouts import block_scales, in_order, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import FileLayer
 from fluxq.recipes.keymaps import Joined
 
@@ -166,7 +166,7 @@ class _Rows:
     layer: FileLayer
     windows: list[tuple[dict[str, Tensor], tuple[int, int]]]
     read: dict[tuple[str, ...], tuple[Tensor, Tensor | None] | None] = field(default_factory=dict)
-    found: QuantTensors | Plain | None = None  # of a window, by the first reading that could be made
+    found: Decoded | None = None  # of a window, by the first reading that could be made
 
     def reading(self, repairs: tuple[str, ...]) -> tuple[Tensor, Tensor | None] | None:
         """(W (rows, K), bias) under these repairs; None where one does not apply, or `decode` refuses the outcome."""
@@ -194,7 +194,7 @@ class _Rows:
                 return None
         found = self.model.decode(self.layer, mended, shape)
         self.found = self.found or found
-        return (found.weight, found.bias) if isinstance(found, Plain) else found.linear().collapsed()
+        return found.collapsed()
 
     def bound(self, truth: Tensor, by: Tensor | None = None) -> float:
         """The most error that rounding to the layer's format explains: that of the base's own rows, with a margin.
@@ -575,7 +575,7 @@ def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tenso
     rows = torch.arange(n)
     if joined.order == "halves swapped" or may_swap:
         if n % 2 == 0:
-            found["halves swapped"] = torch.cat(list(rows.chunk(2))[::-1])
+            found["halves swapped"] = in_order(rows, "halves swapped")
     alike = [i for i, size in enumerate(sizes) if size == sizes[0]][:3]
     parts = list(rows.split(sizes))
     names = [part.rpartition(".")[0].rpartition(".")[2] for part in joined.parts]

@@ -15,7 +15,7 @@ from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, QuantTensors
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, Headers, by_config, has_codes
 from fluxq.recipes.formats import Scheme
@@ -105,7 +105,7 @@ def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
 # --- our own checkpoints, and models in 16 bit
 
 
-def _decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def _decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     held = dict(tensors)
     if "weight" in held and held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
         held["weight"] = held["weight"].squeeze(-1)
@@ -123,7 +123,7 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return {"scheme": str(scheme), "name": name}
 
 
-def _never(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def _never(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     raise ValueError("nothing is decoded in 16 bit")
 
 

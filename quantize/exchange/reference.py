@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.exchange.files import ModelFile, open_model, open_models
+from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import PLAIN
 from fluxq.quantize.exchange.proof import REPAIRS, orders_of, part_sizes, prove
 from fluxq.recipes.keymaps import Joined
@@ -62,8 +63,7 @@ class Base:
             size = "×".join(map(str, weight.shape))
             turned = " transposed" if tuple(weight.shape) == (k, n) else ""
             return None, {}, f"the layer is {n}×{k}{turned}, the base's weight {size}"
-        if joined.order == "halves swapped":
-            weight = torch.cat(list(weight.chunk(2))[::-1])
+        weight = in_order(weight, joined.order)
         return weight, orders_of(joined, n, k, n == 2 * k), ""
 
     def other(self, joined: Joined, k: int) -> Tensor | None:
@@ -77,8 +77,7 @@ class Base:
             return None
         if not parts:
             return None
-        tensor = (torch.cat(parts) if len(parts) > 1 else parts[0]).float()
-        return torch.cat(list(tensor.chunk(2))[::-1]) if joined.order == "halves swapped" else tensor
+        return in_order((torch.cat(parts) if len(parts) > 1 else parts[0]).float(), joined.order)
 
     def part(self, name: str, k: int) -> Tensor:
         """The tensor, a weight as (N, K), of one module of diffusers, cut out of the original where that joins it."""
@@ -88,8 +87,7 @@ class Base:
         tensor = self.model.read(self._name[whole])
         if tensor.ndim > 2:  # convolutions, some of which a file holds as matrices
             tensor = tensor.reshape(tensor.shape[0], -1)
-        if whole.order == "halves swapped":
-            tensor = torch.cat(list(tensor.chunk(2))[::-1])
+        tensor = in_order(tensor, whole.order)
         if len(whole.parts) == 1:
             return tensor
         return tensor.split(part_sizes(whole, tensor.shape[0], k))[whole.parts.index(name)]

@@ -28,6 +28,7 @@ from fluxq.quantize.exchange.containers import pipeline_writer
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -74,7 +75,7 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
     )
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: the header's JSON object for it."""
     n, _ = shape
     name, said = entry.get("_type"), entry.get("_data")
