@@ -93,13 +93,11 @@ def _has_codes(stored: Mapping[str, Stored]) -> bool:
     return has_codes(stored) and not ("weight" in stored and stored["weight"].dtype.startswith("F8"))
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
-    states = [parts[suffix] for suffix in parts if suffix.startswith(_STATE)]
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    states = [suffix for suffix in stored if suffix.startswith(_STATE)]
     if not states:
         raise ValueError("has codes and no quant_state; 8-bit layers of bitsandbytes are not read here")
-    return _shape_of(_state_of(model.read(states[0])))
+    return _state_of(model.read(f"{name}.{states[0]}"))
 
 
 def _format(layer: FileLayer) -> str:
@@ -114,6 +112,7 @@ DIALECT = Dialect(
     methods=("bitsandbytes",),
     suffixes=(r"weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",),
     has_codes=_has_codes,
-    shape=_shape,
+    entry=_entry,
+    shape=lambda stored, entry: _shape_of(entry),
     format_of=_format,
 )

@@ -243,9 +243,7 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return dict(said) if isinstance(said, dict) else {"format": guess_word(stored, _WORDS)}
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer; N is that of the bias where padding hides it."""
     _, codes, rows, columns = codes_of(stored)
     bias = stored.get("bias")

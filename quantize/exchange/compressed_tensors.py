@@ -301,14 +301,12 @@ def _is_target(target: str, name: str) -> bool:
         return False
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     suffix, codes, rows, columns = codes_of(stored)
     if suffix == "weight_packed" and codes.dtype == "I32":
         bits = _bits_of(entry)
         return rows, columns * 32 // bits if "weight_scale" in stored else columns
-    return matrix_shape(model, parts, stored, entry)
+    return matrix_shape(stored, entry)
 
 
 def _row_of(layer: FileLayer) -> Row | None:

@@ -30,7 +30,7 @@ from fluxq.recipes.keymap_rows import Order
 
 Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], Decoded]
 Entry = Callable[[Headers, str, Mapping[str, Stored]], dict[str, Any]]
-Shape = Callable[[Headers, Mapping[str, str], Mapping[str, Stored], Mapping[str, Any]], tuple[int, int]]
+Shape = Callable[[Mapping[str, Stored], Mapping[str, Any]], tuple[int, int]]
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class ModelFile:
                 continue
             try:
                 entry = self.rules.entry(self, name, stored)
-                shape = self.rules.shape(self, parts, stored, entry)
+                shape = self.rules.shape(stored, entry)
             except ValueError as error:
                 self.faults[name] = str(error)
                 continue

@@ -115,9 +115,7 @@ def codes_of(stored: Mapping[str, Stored]) -> tuple[str, Stored, int, int]:
     return suffix, codes, codes.shape[0], codes.shape[1]
 
 
-def matrix_shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def matrix_shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer whose codes lie row by row, two of 4 bits to a byte."""
     _, codes, rows, columns = codes_of(stored)
     return rows, columns * 2 if codes.dtype == "U8" else columns

@@ -242,13 +242,11 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return {"quant_algo": guess}
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     if entry.get("quant_algo") == "W4A16_AWQ":
         _, _, rows, columns = codes_of(stored)
         return 2 * rows, columns
-    return matrix_shape(model, parts, stored, entry)
+    return matrix_shape(stored, entry)
 
 
 def _put_back(module: str, weight: Tensor, removed: Mapping[str, Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ from fluxq.quantize.exchange.layer import (
     without_idle_ranks,
 )
 from fluxq.quantize.exchange.layouts import padded
-from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
+from fluxq.quantize.exchange.marks import FileLayer, by_config, by_tensor, codes_of, matrix_shape
 from fluxq.recipes.formats import ELEMENTS
 
 GELU_SHIFT = 0.171875  # what nunchaku's kernel adds behind GELU, so that 4-bit codes without a sign hold it
@@ -408,13 +408,11 @@ ROWS = (
 # --- files
 
 
-def shape_of(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def shape_of(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer, of either names."""
     suffix, codes, rows, columns = codes_of(stored)
     if suffix != "qweight":
-        return matrix_shape(model, parts, stored, entry)
+        return matrix_shape(stored, entry)
     return (4 * rows, 2 * columns) if codes.dtype == "I32" else (rows, 2 * columns)
 
 
