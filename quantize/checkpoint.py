@@ -336,7 +336,7 @@ def write_shards(
         for name, stored in TensorFile(file).stored.items():
             shape = filed_shape(library, stored.shape) if name in codes else stored.shape
             parts[name] = file, replace(stored, shape=shape)
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     return join_shards(target, library, parts, {"format": "pt"}, max_shard_bytes, written)
 
 

@@ -119,7 +119,7 @@ def _component(folder: Path, report: Imported) -> dict[str, Any]:
     """Return the record of a component that was imported into `folder`; `Plan` has the words."""
     reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
     reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
-    found = _described(folder, report.component, report.library, report.class_name, reasons, "16 bit in the file")
+    found = _described(folder, report.component, report.library, report.class_name, reasons)
     for layer in found["layers"]:
         error = report.errors.get(layer["name"])
         layer["weight_sqnr_db"] = round(-20 * log10(error), 2) if error else None
@@ -135,14 +135,14 @@ def _copied(made: Path, imported: Sequence[str]) -> list[dict[str, Any]]:
         schemes = _schemes(folder.config(component))
         if schemes:
             reasons, library = dict.fromkeys(schemes, "copied, as it was quantized"), library_of(folder, component)
-            found.append(_described(made / component, component, library, class_name, reasons, "16 bit in the file"))
+            found.append(_described(made / component, component, library, class_name, reasons))
     return found
 
 
 def _described(
-    folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str], other: str
+    folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A component as it stands in `folder`. reasons: by layer; other: of those that are not in it."""
+    """A component as it stands in `folder`. reasons: by layer, but for those in 16 bit."""
     config = read_json(folder / "config.json")
     schemes = _schemes(config)
     model = build_on_meta(library, class_name, {key: config[key] for key in config if key != "quantization_config"})
@@ -152,7 +152,9 @@ def _described(
         located = family.locate(name) if family else None
         role = located[0].role if located else KEPT_ROLE if family and family.kept(name) else UNKNOWN_ROLE
         n, k = linear_size(module)
-        layers.append(LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, other)))
+        layers.append(
+            LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, "16 bit in the file"))
+        )
     plan = Plan(family.name if family else GENERIC, component, tuple(layers))
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
     return {

@@ -61,6 +61,11 @@ class _Target:
     config: dict[str, Any]
     pipeline: ModelFolder | None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the model in 16 bit."""
+        return {key: value for key, value in self.config.items() if key != "quantization_config"}
+
 
 def import_model(
     path: Path,
@@ -105,35 +110,29 @@ def import_model(
     if overwrite or not Output(output).holds(job):
         checked = {name: _checked(model, targets[name], place, name, dequantize) for name, model in models.items()}
     on_start()
-    reports = []
+    reports = {
+        name: Imported(target.component, models[name].dialect, str(output), target.class_name, target.library)
+        for name, target in targets.items()
+    }
     with writing(Output(output), job, overwrite=overwrite) as made:
-        for name, model in models.items():
-            target = targets[name]
-            report = Imported(target.component, model.dialect, str(output), target.class_name, target.library)
-            if made is None:
-                reports.append(replace(report, was_written=True))
-                continue
-            folder = made / target.component if target.pipeline else made / "component"
-            readable = checked.pop(name, None) or _checked(model, target, place, name, dequantize)
-            _write(folder, readable, target, report, dequantize)
-            report.files = hashes[name]
-            report.unproved += unproved if not reports else []
-            reports.append(report)
-            if target.pipeline is None:
-                for file in folder.iterdir():
-                    file.rename(made / file.name)
-                folder.rmdir()
         if made is None:
-            return reports
+            return [replace(report, was_written=True) for report in reports.values()]
+        for name, report in reports.items():
+            target = targets[name]
+            readable = checked.pop(name, None) or _checked(models[name], target, place, name, dequantize)
+            _write(made / target.component, readable, target, report, dequantize)
+            report.files = hashes[name]
+        done = list(reports.values())
+        done[0].unproved += unproved
         pipeline = next((target.pipeline for target in targets.values()), None)
         if pipeline is not None:
-            copy_rest(made, pipeline, [report.component for report in reports])
+            copy_rest(made, pipeline, [report.component for report in done])
         write_digests(made)
-        record = record_of(made, path, pipeline, source, reports, job)
+        record = record_of(made, path, pipeline, source, done, job)
         write_json(made / PLAN_FILE, record)
         if card is not None:
             write_text(made / "README.md", card(record))
-    return reports
+    return done
 
 
 def _contents(place: Path | None) -> Any:
@@ -208,7 +207,6 @@ class _Checked:
     model: ModelFile
     base: Base | None
     found: Inspection | None
-    config: dict[str, Any]
     network: nn.Module
 
 
@@ -236,22 +234,27 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
         raise ValueError(
             f"{model.path}: has no quantized layer of the {target.class_name}{others}; take the 16-bit model"
         )
-    config = {key: value for key, value in target.config.items() if key != "quantization_config"}
-    network = _network(model, target, config)
-    return _Checked(model, base, _proved(model, base) if base is not None else None, config, network)
+    try:
+        network = build_on_meta(target.library, target.class_name, target.settings)
+    except Exception as error:  # whatever a constructor makes of values that it did not expect
+        raise ValueError(
+            f"{model.path}: no {target.class_name} can be built from config.json ({type(error).__name__}: {error}); "
+            "copy the file again"
+        ) from error
+    return _Checked(model, base, _proved(model, base) if base is not None else None, network)
 
 
 def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, dequantize: bool) -> None:
     """Write a component's weights and config.json into `folder`; fills in the report."""
-    model, base, found, config = checked.model, checked.base, checked.found, dict(checked.config)
+    model, base, found, config = checked.model, checked.base, checked.found, target.settings
     report.dialect = model.dialect
     expected, linears = checked.network.state_dict(keep_vars=True), linears_of(checked.network)
     own_name = names_in_model(checked.network)
     refused: dict[str, str] = {}
     schemes: dict[str, Scheme] = {}
     written: set[str] = set()
-    parts = folder.parent / f".{folder.name}.parts"
-    parts.mkdir()
+    parts = folder / ".parts"
+    parts.mkdir(parents=True)
     files: list[Path] = []
 
     def put(tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
@@ -317,17 +320,6 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
     if schemes:
         config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
     write_json(folder / "config.json", config)
-
-
-def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Module:
-    """The 16-bit model on the meta device."""
-    try:
-        return build_on_meta(target.library, target.class_name, config)
-    except Exception as error:  # whatever a constructor makes of values that it did not expect
-        raise ValueError(
-            f"{model.path}: no {target.class_name} can be built from config.json ({type(error).__name__}: {error}); "
-            "copy the file again"
-        ) from error
 
 
 def _proved(model: ModelFile, base: Base) -> Inspection:
@@ -465,13 +457,7 @@ def _counted(notes: list[str]) -> list[str]:
     ]
 
 
-_MENDED = (
-    *REPAIRS,
-    "disabled",
-    "rows in another order",
-    "halves swapped",
-    "ignored though quantized",
-)  # kinds of faults
+_MENDED = (*REPAIRS, "disabled", "rows in another order", "halves swapped", "ignored though quantized")  # faults
 _LEFT_OUT = {
     "input_scale": "input_scale was left out, x takes its scale from each token here",
     "wzeros": "zero points were 7 scales, rounded to 16 bit; here they are exactly 7, at most 3 % of a step away",
