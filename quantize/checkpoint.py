@@ -400,8 +400,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _files_of(folder: Path) -> Iterator[Path]:
     """Yield what is copied of a component's folder, links followed; ValueError for what is no file and no folder."""
-    dropped = _never_copied("", [path.name for path in folder.iterdir()])
-    for path in sorted(path for path in folder.iterdir() if path.name not in dropped):
+    for path in sorted(path for path in folder.iterdir() if not path.name.endswith((*PICKLES, ".py"))):
         if path.is_dir():
             yield from _files_of(path)
         elif path.is_file():
@@ -527,7 +526,3 @@ def names_in_model(model: Any) -> Callable[[str], str]:
         return renamed if renamed in held else name  # what the model lacks stays as it is
 
     return name_in_model
-
-
-def _never_copied(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if name.endswith((*PICKLES, ".py"))]
