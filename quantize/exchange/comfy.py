@@ -88,11 +88,11 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     done = held.bias(shape[0])
     found = _READERS[row.name](held, shape, said)
     beside: dict[str, Tensor] = {}
-    for name, dtypes, sizes in (("pre_quant_scale", FLOATS, [(shape[1],)]), ("input_scale", torch.float32, [(), (1,)])):
-        if name in held:
-            value = held.scale(name, dtypes, *sizes)
-            target = done if name == "pre_quant_scale" or row.input_scale != "none" else beside
-            target[name] = value if name == "pre_quant_scale" else value.reshape(())
+    if "pre_quant_scale" in held:
+        done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (shape[1],))
+    if "input_scale" in held:
+        target = beside if row.input_scale == "none" else done
+        target["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
     held.finish()
     if isinstance(found, tuple):
         weight, why = found
@@ -266,10 +266,7 @@ DIALECT = Dialect(
     "ComfyUI's single files",
     decode,
     "original",
-    marks=(
-        by_tensor("comfy_quant"),
-        lambda model: "_quantization_metadata in the header" if _said(model) else "",
-    ),
+    marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _said(model) else ""),
     looks=_looks,
     doubts=_doubts,
     unsettled=(_LOW_NIBBLES,),

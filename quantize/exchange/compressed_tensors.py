@@ -37,6 +37,7 @@ from fluxq.quantize.exchange.layer import (
     Encoded,
     Plain,
     QuantTensors,
+    Read,
     Row,
     Tensors,
     named_row,
@@ -116,9 +117,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return native(rows[0], shape, done | own | given)
 
 
-def _read_rows(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
     of_blocks = tuple(-(-size // BLOCK) for size in shape)
     scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
@@ -140,9 +139,7 @@ def _bits_of(entry: Mapping[str, Any]) -> int:
     return bits
 
 
-def _read_words(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_words(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     (n, k), bits = shape, _bits_of(entry)
     words = held.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
     codes = crop(words.contiguous().view(torch.uint8) ^ _HALF[bits], n, k * bits // 8)
@@ -174,9 +171,7 @@ def _read_words(
     return Plain(scaled(values - zero[:, of], scale.float()[:, of]), None, why)
 
 
-def _read_blocks(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_blocks(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     weights = _BLOCKS[entry["format"]]
     n, k = shape
     groups = k // find_format(weights).group_size

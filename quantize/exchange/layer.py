@@ -42,6 +42,12 @@ class QuantTensors:
         """The layer that computes with these tensors."""
         return QuantLinear.from_tensors(self.tensors, self.shape, self.scheme)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what is in 16 bit: of the bias, else of the low-rank pair; bf16 where there is neither."""
+        held = (self.tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in self.tensors)
+        return next(held, torch.bfloat16)
+
     def collapsed(self) -> tuple[Tensor, Tensor | None]:
         """Weight (N, K) in fp32, and bias (N,): what the layer computes but for the rounding of x."""
         return self.linear().collapsed()
@@ -75,6 +81,7 @@ class Plain:
 
 
 Decoded = QuantTensors | Plain
+Read = tuple[str, dict[str, Tensor]] | Plain  # our format and native tensors, or what no format of ours holds
 
 
 @dataclass(frozen=True)
@@ -278,10 +285,7 @@ def without_zero_exponents(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor
 
 
 def native(
-    row: Row,
-    shape: tuple[int, int],
-    tensors: Mapping[str, Tensor],
-    beside: Mapping[str, Tensor] | None = None,
+    row: Row, shape: tuple[int, int], tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor] = {}
 ) -> QuantTensors:
     """A decoded layer: its scheme follows from the row and the tensors, whose shapes and dtypes are checked.
 
@@ -306,7 +310,7 @@ def native(
         rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
         codes = as_bytes(codes).masked_fill(_require_kept_codes(codes, rows, signs), 0).view(codes.dtype)  # not -0
         tensors = {**tensors, "weight": codes, "weight_scale": torch.where(zero, 1.0, scale.float()).to(scale.dtype)}
-    return QuantTensors(dict(tensors), shape, scheme, dict(beside or {}))
+    return QuantTensors(dict(tensors), shape, scheme, dict(beside))
 
 
 def join(layers: Sequence[QuantTensors]) -> QuantTensors:

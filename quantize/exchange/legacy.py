@@ -43,10 +43,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return native(row, shape, done, given) if row.activations is None else native(row, shape, done | given)
 
 
-ROWS = (
-    Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"),
-    Row("scaled_fp8", "fp8_tensor", None),
-)
+ROWS = (Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"), Row("scaled_fp8", "fp8_tensor", None))
 
 
 def _by_sign(model: Headers) -> str:

@@ -56,7 +56,7 @@ def encode(layer: QuantTensors) -> Encoded:
     if row.name in _GROUPED:
         entry["group_size"] = layer.scheme.weights.group_size
     if row.name in _ALWAYS_SMOOTH:
-        tensors.setdefault("pre_quant_scale", torch.ones(layer.shape[1], dtype=_compute_dtype(layer)))
+        tensors.setdefault("pre_quant_scale", torch.ones(layer.shape[1], dtype=layer.dtype))
         entry |= {"has_zero_point": False, "pre_quant_scale": True}
     if layer.scheme.smooth and layer.scheme.rank:
         tensors["svdquant_lora_a"] = tensors["svdquant_lora_a"].float() / tensors["pre_quant_scale"].float()
@@ -166,13 +166,6 @@ def _group(entry: Mapping[str, Any]) -> dict[str, Any]:
         described[side] = {"dynamic": False, **values, **grouped}
     extra = ("has_zero_point", "pre_quant_scale", "lora_rank")
     return described | {name: entry[name] for name in extra if name in entry and entry["quant_algo"] == "NVFP4_SVD"}
-
-
-def _compute_dtype(layer: QuantTensors) -> torch.dtype:
-    for name in ("bias", "svdquant_lora_b"):
-        if name in layer.tensors:
-            return layer.tensors[name].dtype
-    return torch.bfloat16
 
 
 _ALWAYS_SMOOTH = ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ")  # by ones, where the scheme is not

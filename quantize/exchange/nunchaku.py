@@ -67,7 +67,7 @@ def encode(
     """
     row, notes = row_for(layer, ROWS, "nunchaku")
     tensors, (n, k) = dict(layer.tensors), layer.shape
-    dtype = dtype or next((tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in tensors), _BF16)
+    dtype = dtype or layer.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"nunchaku computes in 16 bit, the layer's bias is {dtype}; give dtype=torch.bfloat16")
     if row.name == "awq_w4a16":
@@ -134,15 +134,11 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if row.weights == "nvfp4":
         scale = held.scale("wscales", torch.float8_e4m3fn, (k // 16, n))
         done["weight_scale"] = untile(scale, _FP4_SCALES, (n, k // 16))
-        wc = torch.ones(n, dtype=torch.float32)
+        product = torch.ones(n, dtype=torch.float32)
         if "wcscales" in held:
-            wc = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
-        wt = (
-            held.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
-            if "wtscale" in held
-            else torch.ones((), dtype=torch.float32)
-        )
-        product = wt * wc
+            product = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
+        if "wtscale" in held:
+            product = product * held.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
         same = (product == product[0]).all()
         done["weight_scale_2"] = product[0].clone() if same else product.reshape(n, 1)
     else:
@@ -170,9 +166,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     layer = native(row, shape, done)
     if not torch.equal(done["weight_scale"].float(), precise.float()):
         return _widened(layer, precise, entry.get("act_unsigned", False))
-    if entry.get("act_unsigned"):
-        return _with_bias(layer, _bias_without_shift(layer, 1))
-    return layer
+    return _with_bias(layer, _bias_without_shift(layer, 1)) if entry.get("act_unsigned") else layer
 
 
 def _widened(layer: QuantTensors, scale: Tensor, act_unsigned: bool) -> Plain:
@@ -308,7 +302,7 @@ def _with_bias(layer: QuantTensors, bias: Tensor) -> QuantTensors:
 def _bias_without_shift(layer: QuantTensors, sign: int) -> Tensor:
     weight, bias = layer.collapsed()
     moved = sign * GELU_SHIFT * weight.sum(1)
-    dtype = bias.dtype if bias is not None else _BF16
+    dtype = bias.dtype if bias is not None else torch.bfloat16
     return (moved if bias is None else bias.float() + moved).to(dtype)
 
 
@@ -377,31 +371,12 @@ _OLDER = {
     "proj_down": "lora_down",
     "proj_up": "lora_up",
 }
-_BF16 = torch.bfloat16
 _HALVES = (torch.bfloat16, torch.float16)
 _READER = "nunchaku, diffusers"
+_SVDQ: dict[str, Any] = {"smooth": True, "low_rank": True, "multiples": (128, 128), "factors_stay": True}
 ROWS = (
-    Row(
-        "svdq_w4a4 int4",
-        "int4",
-        "int4",
-        smooth=True,
-        low_rank=True,
-        multiples=(128, 128),
-        read_by=_READER,
-        factors_stay=True,
-    ),
-    Row(
-        "svdq_w4a4 nvfp4",
-        "nvfp4",
-        "nvfp4",
-        input_scale="optional",
-        smooth=True,
-        low_rank=True,
-        multiples=(128, 128),
-        read_by=_READER,
-        factors_stay=True,
-    ),
+    Row("svdq_w4a4 int4", "int4", "int4", read_by=_READER, **_SVDQ),
+    Row("svdq_w4a4 nvfp4", "nvfp4", "nvfp4", input_scale="optional", read_by=_READER, **_SVDQ),
     Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
 )
 

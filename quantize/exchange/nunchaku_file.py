@@ -137,21 +137,13 @@ def _low_rank(first: QuantTensors, rest: QuantTensors) -> dict[str, Tensor]:
     pairs = [layer for layer in (first, rest) if layer.scheme.rank]
     if not pairs:
         return {}
-    dtype = pairs[0].tensors[LOW_RANK[0]].dtype
-    a, b = (
-        [
-            layer.tensors.get(
-                name,
-                torch.zeros((0, layer.shape[1]) if name == LOW_RANK[0] else (layer.shape[0], 0), dtype=torch.float32),
-            )
-            for layer in (first, rest)
-        ]
-        for name in LOW_RANK
-    )
-    if b[0].shape == b[1].shape and torch.equal(b[0], b[1]):
-        return {LOW_RANK[0]: torch.cat(a, dim=1), LOW_RANK[1]: b[0]}
-    a, b = [tensor.to(dtype) for tensor in a], [tensor.to(dtype) for tensor in b]
-    return {LOW_RANK[0]: torch.block_diag(*a), LOW_RANK[1]: torch.cat(b, dim=1)}
+    name_a, name_b = LOW_RANK
+    dtype, both = pairs[0].tensors[name_a].dtype, (first, rest)
+    a = [layer.tensors.get(name_a, torch.zeros(0, layer.shape[1], dtype=dtype)).to(dtype) for layer in both]
+    b = [layer.tensors.get(name_b, torch.zeros(layer.shape[0], 0, dtype=dtype)).to(dtype) for layer in both]
+    if b[0].shape == b[1].shape and torch.equal(*b):
+        return {name_a: torch.cat(a, dim=1), name_b: b[0]}
+    return {name_a: torch.block_diag(*a), name_b: torch.cat(b, dim=1)}
 
 
 def _sum(biases: list[Tensor]) -> dict[str, Tensor]:

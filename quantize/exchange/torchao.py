@@ -32,6 +32,7 @@ from fluxq.quantize.exchange.layer import (
     Encoded,
     Plain,
     QuantTensors,
+    Read,
     Row,
     Tensors,
     native,
@@ -95,10 +96,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return native(rows[0], shape, done | own)
 
 
-_Read = tuple[str, dict[str, Tensor]] | Plain  # our format and native tensors, or what no format of ours holds
-
-
-def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     n, k = shape
     weight = held.take("qdata", torch.float8_e4m3fn, shape)
     scale = held.scale("scale", FLOATS, (n, 1), (1, 1), ()).float()
@@ -107,7 +105,7 @@ def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any])
     return name, {"weight": weight, "weight_scale": scale.reshape(n) if per_row else scale.reshape(())}
 
 
-def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     n, k = shape
     weight, scale = held.take("qdata", torch.int8, shape), held.scale("scale", FLOATS).float()
     if scale.ndim != 2 or scale.shape[0] not in (1, n) or not scale.shape[1] or k % scale.shape[1]:
@@ -126,7 +124,7 @@ def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -
     return "int8", done
 
 
-def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     (n, k), element = shape, said.get("elem_dtype")
     packed = isinstance(element, dict) and element.get("_data") == "float4_e2m1fn_x2"
     weight = held.take("qdata", torch.uint8, (n, k // 2)) if packed else held.take("qdata", torch.float8_e4m3fn, shape)
@@ -135,7 +133,7 @@ def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> 
     return "mxfp4" if packed else "mxfp8", {"weight": weight, "weight_scale": scale}
 
 
-def _read_nvfp4(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_nvfp4(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     n, k = shape
     scale = positive(_linear(held.take("scale", torch.float8_e4m3fn), n, k // 16, said), "torchao: scale")
     done = {"weight": held.take("qdata", torch.uint8, (n, k // 2)), "weight_scale": scale}
@@ -155,12 +153,7 @@ def _linear(scale: Tensor, rows: int, groups: int, said: Mapping[str, Any]) -> T
     return scale.contiguous()
 
 
-_READERS = {
-    "Float8Tensor": _read_float8,
-    "Int8Tensor": _read_int8,
-    "MXTensor": _read_mx,
-    "NVFP4Tensor": _read_nvfp4,
-}
+_READERS = {"Float8Tensor": _read_float8, "Int8Tensor": _read_int8, "MXTensor": _read_mx, "NVFP4Tensor": _read_nvfp4}
 
 
 def metadata(entries: Mapping[str, Mapping[str, Any]], plain: Iterable[str]) -> dict[str, str]:
