@@ -38,7 +38,6 @@ from fluxq.quantize.exchange.layer import (
     native,
     positive,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
@@ -125,8 +124,7 @@ def _read_mxfp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any])
     n, k = shape
     codes = crop(held.take("weight", torch.float8_e4m3fn, (padded(n, 32), padded(k, 32))), n, k)
     blocked = held.take("weight_scale", (torch.float8_e8m0fnu, torch.uint8)).view(torch.uint8)
-    weight, scale = without_zero_exponents(codes, unblock_scales(blocked, n, k // 32))
-    return {"weight": weight, "weight_scale": scale}
+    return {"weight": codes, "weight_scale": unblock_scales(blocked, n, k // 32)}
 
 
 def _read_int8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:

@@ -43,7 +43,6 @@ from fluxq.quantize.exchange.layer import (
     named_row,
     native,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
 from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
@@ -180,8 +179,7 @@ def _read_blocks(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
     else:
         codes = held.take("weight_packed", torch.uint8, (n, k // 2))
     if weights != "nvfp4":
-        codes, scale = without_zero_exponents(codes, held.take("weight_scale", torch.uint8, (n, groups)))
-        return weights, {"weight": codes, "weight_scale": scale}
+        return weights, {"weight": codes, "weight_scale": held.take("weight_scale", torch.uint8, (n, groups))}
     done = {"weight": codes, "weight_scale": held.scale("weight_scale", torch.float8_e4m3fn, (n, groups))}
     for ours, theirs in _RECIPROCALS.items():
         if theirs in held:

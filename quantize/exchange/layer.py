@@ -258,38 +258,13 @@ def positive(scale: Tensor, name: str) -> Tensor:
     return scale
 
 
-def _require_kept_codes(codes: Tensor, zero: Tensor, signs: int) -> Tensor:
-    """Return which bytes of codes (N, B) the scales that are zero (N, G) are of; LostScales where one is not 0.
-
-    signs: bits of a byte that a code of 0 may have.
-    """
-    under = zero.repeat_interleave(codes.shape[1] // zero.shape[1], dim=1)
-    require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
-    return under
-
-
-def without_zero_exponents(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """E8M0 bytes 0 (N, G) of blocks of zeros become 127, as they are natively.
-
-    Byte 0 is 2^-127, and 0 in ComfyUI; over codes other than zero it raises LostScales. Byte 255, NaN, raises
-    ValueError.
-    """
-    if not scale.shape[1] or codes.shape[0] != scale.shape[0] or codes.shape[1] % scale.shape[1]:
-        raise ValueError(f"weight_scale {(*scale.shape,)} does not divide codes of {(*codes.shape,)}")
-    if (scale == 255).any():
-        raise ValueError("weight_scale holds NaN (E8M0 byte 255); get the file again")
-    zero = scale == 0
-    if zero.any():
-        _require_kept_codes(codes, zero, 0x80 if codes.dtype == torch.float8_e4m3fn else 0x88)
-    return codes, scale.masked_fill(zero, 127)
-
-
 def native(
     row: Row, shape: tuple[int, int], tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor] = {}
 ) -> QuantTensors:
     """A decoded layer: its scheme follows from the row and the tensors, whose shapes and dtypes are checked.
 
-    Scales of 0 become 1, as a native checkpoint has them over codes of 0; LostScales over others.
+    Scales of 0 become 1, as a native checkpoint has them over codes of 0; LostScales over others. An E8M0 byte of 0 is
+    2^-127, and 0 in ComfyUI.
     """
     rank = tensors["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in tensors else 0
     scheme = row.scheme(static_input="input_scale" in tensors, smooth="pre_quant_scale" in tensors, rank=rank)
@@ -303,13 +278,18 @@ def native(
         if name in tensors and not (torch.isfinite(tensors[name]) & (tensors[name] > 0)).all():
             raise ValueError(f"{row.name}: {name} is 0 or infinite, which no writer means; get the file again")
     codes, scale = tensors["weight"], tensors["weight_scale"]
-    zero = scale.float() == 0
-    if scale.dtype != torch.uint8 and zero.any():
+    zero, is_e8m0 = scale.float() == 0, scale.dtype == torch.uint8
+    if is_e8m0 and (scale == 255).any():
+        raise ValueError("weight_scale holds NaN (E8M0 byte 255); get the file again")
+    if zero.any():
         element = scheme.weights.element
-        signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80
+        signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80  # bits that a code of 0 may have
         rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
-        codes = as_bytes(codes).masked_fill(_require_kept_codes(codes, rows, signs), 0).view(codes.dtype)  # not -0
-        tensors = {**tensors, "weight": codes, "weight_scale": torch.where(zero, 1.0, scale.float()).to(scale.dtype)}
+        under = rows.repeat_interleave(codes.shape[1] // rows.shape[1], dim=1)  # (N, bytes)
+        require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
+        codes = codes if is_e8m0 else as_bytes(codes).masked_fill(under, 0).view(codes.dtype)  # not -0
+        scale = torch.where(zero, 127.0 if is_e8m0 else 1.0, scale.float()).to(scale.dtype)
+        tensors = {**tensors, "weight": codes, "weight_scale": scale}
     return QuantTensors(dict(tensors), shape, scheme, dict(beside))
 
 

@@ -39,7 +39,6 @@ from fluxq.quantize.exchange.layer import (
     named_row,
     native,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import scaled
 from fluxq.quantize.exchange.marks import Headers, by_config, codes_of, guess_word, matrix_shape
@@ -96,8 +95,6 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
             sizes = (size, (1,)) if size == () else (size, (*size, 1)) if len(size) == 1 else (size,)
             taken = (held.take if is_codes else held.scale)(name, dtype, *sizes)
             done[name] = taken.reshape(size)
-    if weights.scale == "e8m0":
-        done["weight"], done["weight_scale"] = without_zero_exponents(done["weight"], done["weight_scale"])
     beside: dict[str, Tensor] = {}
     if "input_scale" in held:
         target = beside if row.input_scale == "none" else done

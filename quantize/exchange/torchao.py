@@ -38,7 +38,6 @@ from fluxq.quantize.exchange.layer import (
     native,
     positive,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import block_scales, padded, scaled, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_config, by_tensor, json_object
@@ -129,7 +128,6 @@ def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> 
     packed = isinstance(element, dict) and element.get("_data") == "float4_e2m1fn_x2"
     weight = held.take("qdata", torch.uint8, (n, k // 2)) if packed else held.take("qdata", torch.float8_e4m3fn, shape)
     scale = _linear(held.take("scale", torch.float8_e8m0fnu), n, k // 32, said).view(torch.uint8)
-    weight, scale = without_zero_exponents(weight, scale)
     return "mxfp4" if packed else "mxfp8", {"weight": weight, "weight_scale": scale}
 
 
