@@ -138,8 +138,8 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return [f"{wrong[0].layer}: {wrong[0].what}{more}"] if wrong else []
 
-    found = beside(path, base, looked_at, compare)
-    return [Fault("another component", name, what) for name, what in found.differences], found.unproved
+    differences, unproved = beside(path, base, looked_at, compare)
+    return [Fault("another component", name, what) for name, what in differences], unproved
 
 
 def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:

@@ -124,17 +124,16 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
     """
     if not entries:
         raise ValueError("modelopt: no layer is quantized")
-    kinds = {tuple(sorted(entry.items())) for entry in entries.values()}
+    kinds = list(dict.fromkeys(tuple(sorted(entry.items())) for entry in entries.values()))
     one = dict(next(iter(entries.values()))) if len(kinds) == 1 else {"quant_algo": "MIXED_PRECISION"}
     described: dict[str, Any] = {}
     if len(kinds) == 1 and one["quant_algo"] in _DESCRIBED_ALONE:
         described["config_groups"] = {"group_0": {**_group(one), "targets": ["Linear"]}}
     elif len(kinds) > 1:
-        groups = []
-        for kind in dict.fromkeys(tuple(sorted(entry.items())) for entry in entries.values()):
-            targets = sorted(name for name, entry in entries.items() if tuple(sorted(entry.items())) == kind)
-            groups.append({**_group(dict(kind)), "targets": targets})
-        described["config_groups"] = {f"group_{index}": group for index, group in enumerate(groups)}
+        described["config_groups"] = {}
+        for index, kind in enumerate(map(dict, kinds)):
+            targets = sorted(name for name, entry in entries.items() if entry == kind)
+            described["config_groups"][f"group_{index}"] = {**_group(kind), "targets": targets}
         described["quantized_layers"] = {name: dict(entry) for name, entry in entries.items()}
     described |= {"ignore": [_ignored(name, entries) for name in ignore], "quant_algo": one["quant_algo"]}
     described |= {"producer": {"name": "modelopt", "version": version}, "quant_method": "modelopt"}

@@ -23,8 +23,7 @@ class Base:
         if model.dialect != PLAIN:
             raise ValueError(f"{model.path}: is quantized itself ({model.dialect}); give the 16-bit model as base")
         self.model = model
-        self._held = {part: whole for whole in model.joined.values() for part in whole.parts}
-        self._name = {whole: name for name, whole in model.joined.items()}
+        self._held = {part: (name, whole) for name, whole in model.joined.items() for part in whole.parts}
 
     @property
     def names(self) -> set[str]:
@@ -33,11 +32,11 @@ class Base:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor of the file that holds one of `names`."""
-        return tuple(self.model.stored[self._name[self._held[name]]].shape)
+        return tuple(self.model.stored[self._held[name][0]].shape)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of the file that holds one of `names`."""
-        return self.model.read(self._name[self._held[name]])
+        return self.model.read(self._held[name][0])
 
     @classmethod
     def of(cls, path: Path, component: str, model: ModelFile) -> Base:
@@ -81,10 +80,9 @@ class Base:
 
     def part(self, name: str, k: int) -> Tensor:
         """The tensor, a weight as (N, K), of one module of diffusers, cut out of the original where that joins it."""
-        whole = self._held.get(name)
-        if whole is None:
+        if name not in self._held:
             raise ValueError(f"the base has no {name}")
-        tensor = self.model.read(self._name[whole])
+        tensor, (_, whole) = self.tensor(name), self._held[name]
         if tensor.ndim > 2:  # convolutions, some of which a file holds as matrices
             tensor = tensor.reshape(tensor.shape[0], -1)
         tensor = in_order(tensor, whole.order)
@@ -106,11 +104,11 @@ def settled(model: ModelFile, base: Base) -> ModelFile:
                 joined = other.joined.get(f"{name}.weight")
                 truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
                 against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
-                if against is None:
-                    found.append(False)
-                    continue
-                near = against.plausible or against.factors is not None  # smoothing is folded into some
-                found.append(near and set(against.best) <= mended)
+                found.append(
+                    against is not None
+                    and (against.plausible or against.factors is not None)  # smoothing is folded into some
+                    and set(against.best) <= mended
+                )
             if found and sum(found) > len(found) / 2:
                 return other
     return model
