@@ -654,6 +654,10 @@ class Kind:
     is_error: bool = True
 
 
+def _note(about: str, cure: str = "none is needed") -> Kind:
+    return Kind(about, cure, is_error=False)
+
+
 _AGAIN = "get the file again"
 _CONVERT = "write it again with a converter that does, or read it with `fluxq import --base`"
 _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
@@ -678,11 +682,7 @@ FAULTS: dict[str, Kind] = {
     "another model's layer": Kind("the weight has nothing to do with the base's", _AGAIN),
     "another base": Kind("most layers are of another model than the base", "give the model that it was made from"),
     "scale off by a factor": Kind("all weights are too large or too small by the same factor", _AGAIN),
-    "folded factors": Kind(
-        "rows or columns carry factors that other layers take back: smoothing was folded",
-        "none is needed",
-        False,
-    ),
+    "folded factors": _note("rows or columns carry factors that other layers take back: smoothing was folded"),
     "lost scale": Kind("rows or columns carry factors that no layer takes back: a scale is lost or wrong", _AGAIN),
     "another value": Kind("a bias, norm or table is not the base's", _AGAIN),
     "differs": Kind(
@@ -706,7 +706,7 @@ FAULTS: dict[str, Kind] = {
     "integers": Kind("a weight or bias that is not quantized holds integers", _AGAIN),
     "too large": Kind("a weight, bias or scale is larger than those of any model", _AGAIN),
     "no activations'": Kind("an input scale is of activations that no model has", _AGAIN),
-    "widened": Kind("in 16 bit, and as far from the base's as if it had been in codes", "none is needed", False),
+    "widened": _note("in 16 bit, and as far from the base's as if it had been in codes"),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
     "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),
     "disabled": Kind(
@@ -717,32 +717,26 @@ FAULTS: dict[str, Kind] = {
         "a quantization that is not read here, of which nothing else was looked at", "get the model in 16 bit"
     ),
     "unreadable": Kind("no reader of the dialect takes the layer", _AGAIN),
-    "unknown names": Kind("no row of recipes/families knows a tensor's name", "is it another model?", False),
+    "unknown names": _note("no row of recipes/families knows a tensor's name", "is it another model?"),
     "codes that are NaN": Kind("weights that are NaN", _AGAIN),
     "scales that are no numbers": Kind("NaN, infinite or negative scales", _AGAIN),
     "global scale of 0": Kind("all weights of the layer would be 0", _AGAIN),
     "scales of 0": Kind("scales of 0 over codes that are not: these weights would be gone", _AGAIN),
-    "zero scales": Kind(
-        "blocks of zeros: writers differ in how they store them, readers do not", "none is needed", False
+    "zero scales": _note("blocks of zeros: writers differ in how they store them, readers do not"),
+    "E8M0 byte 0": _note(
+        "ComfyUI reads 0, others 2^-127: the same only over codes of 0", "none is needed where they are"
     ),
-    "E8M0 byte 0": Kind(
-        "ComfyUI reads 0, others 2^-127: the same only over codes of 0", "none is needed where they are", False
-    ),
-    "scale rounded to bf16": Kind(
-        "scales were computed in bf16, up to 0.4 % off, and the largest values saturate",
-        "quantize with scales in fp32",
-        False,
+    "scale rounded to bf16": _note(
+        "scales were computed in bf16, up to 0.4 % off, and the largest values saturate", "quantize with scales in fp32"
     ),
     "ignored though quantized": Kind(
         "readers that match `ignore` would load codes as if they were weights", "make the pattern exact"
     ),
-    "left in 16 bit": Kind(
-        "Linears that recipes quantize stay in 16 bit", "none is needed; it costs memory and time", False
+    "left in 16 bit": _note("Linears that recipes quantize stay in 16 bit", "none is needed; it costs memory and time"),
+    "not for diffusers": _note(
+        "stock diffusers' from_pretrained does not load it", "`fluxq import`, or `fluxq export --format bfl`"
     ),
-    "not for diffusers": Kind(
-        "stock diffusers' from_pretrained does not load it", "`fluxq import`, or `fluxq export --format bfl`", False
-    ),
-    "nothing says the format": Kind(
-        "formats were told from names and shapes alone", "give the folder with config.json", False
+    "nothing says the format": _note(
+        "formats were told from names and shapes alone", "give the folder with config.json"
     ),
 }
