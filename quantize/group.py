@@ -26,7 +26,7 @@ from fluxq.kernels.ops import quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, largest, quantize_blocks
 from fluxq.kernels.transforms import InputTransform, rotate
 from fluxq.quantize import lowrank
-from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_nearest, round_with_feedback
+from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_searched, round_with_feedback
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device
 from fluxq.recipes.family import Maker
@@ -391,16 +391,14 @@ class _Fit:
 
     def _nearest(self, state: _State, parts: list[_Part], search: bool = False) -> list[QuantizedTensor]:
         scales, amax = self._global_scales(parts, search), self._amax(parts)
-        importance = None
-        if search:
-            importance = torch.cat([gram().diagonal().clone() for gram in self._grams(state)])
+        importance = torch.cat([gram().diagonal().clone() for gram in self._grams(state)]) if search else None
         done = self._empty(parts, scales)
         for layer, part, scale, most, q in zip(self.layers, parts, scales, amax, done, strict=True):
             row = layer.scheme.weights
             two_scales = self.method.weights_46 and not self.method.search and row.two_level
             for rows, v in part.chunks():
-                if search and row.group_size:
-                    rounded = round_nearest(v, row, scale, importance, search=True)
+                if importance is not None and row.group_size:
+                    rounded = round_searched(v, row, scale, importance)
                 else:
                     whole = None if row.group_size else _row_scale(v, row, most)
                     rounded = quantize_blocks(v, row, scale, layer.name, whole, two_scales)

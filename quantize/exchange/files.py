@@ -61,12 +61,13 @@ class ModelFile:
             self.container += f" with {', '.join(self.other_components())} beside the denoiser"
         self._take_apart()
 
-    def read_as(self, dialect: str, why: str) -> ModelFile:
-        """The same files, as of a dialect that something else than they told."""
+    def read_as(self, dialect: str) -> ModelFile:
+        """The same files, as of a dialect that a base proved."""
         other = copy(self)
         for known in ("identity", "joined"):
             vars(other).pop(known, None)
-        other.dialect, other.evidence, other.contradictions, other.undecided = dialect, (*self.evidence, why), (), ()
+        other.dialect, other.contradictions, other.undecided = dialect, (), ()
+        other.evidence = *self.evidence, "proved against the base"
         other._take_apart()
         return other
 

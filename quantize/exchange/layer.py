@@ -347,7 +347,12 @@ def split(layer: QuantTensors, sizes: Sequence[int]) -> list[QuantTensors]:
             for name, tensor in layer.tensors.items()
         }
         if "weight_scale_2" in tensors and tensors["weight_scale_2"].ndim:
-            tensors["weight_scale_2"] = one_value(tensors["weight_scale_2"], "weight_scale_2")
+            distinct = tensors["weight_scale_2"].unique()
+            if len(distinct) != 1:
+                raise ValueError(
+                    "weight_scale_2 has several values, where one layer has one; split the fused layer first"
+                )
+            tensors["weight_scale_2"] = distinct[0].clone()
         scheme, tensors = without_idle_ranks(layer.scheme, tensors)
         parts.append(replace(layer, tensors=tensors, shape=(size, layer.shape[1]), scheme=scheme))
         at += size
@@ -364,13 +369,6 @@ def without_idle_ranks(scheme: Scheme, tensors: dict[str, Tensor]) -> tuple[Sche
     if used.any():
         rest |= {LOW_RANK[0]: a[used].contiguous(), LOW_RANK[1]: b[:, used].contiguous()}
     return replace(scheme, rank=int(used.sum())), rest
-
-
-def one_value(tensor: Tensor, name: str) -> Tensor:
-    """() of a tensor whose elements are all the same; ValueError if they are not."""
-    if tensor.numel() == 0 or not (tensor == tensor.reshape(-1)[0]).all():
-        raise ValueError(f"{name} has several values, where one layer has one; split the fused layer first")
-    return tensor.reshape(-1)[0].clone()
 
 
 def _all_equal(tensors: Sequence[Tensor | None]) -> bool:

@@ -99,7 +99,7 @@ def settled(model: ModelFile, base: Base) -> ModelFile:
     several = len(model.undecided) > 1
     for mended in ({"missing input_scale"}, *([] if several else [set(REPAIRS)])):  # one alone may have to be mended
         for dialect in model.undecided:
-            other, found = model.read_as(dialect, "proved against the base"), []
+            other, found = model.read_as(dialect), []
             for name, layer in list(other.layers.items())[:_SETTLING]:
                 joined = other.joined.get(f"{name}.weight")
                 truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
