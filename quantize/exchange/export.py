@@ -408,9 +408,8 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
     if not why and unit.own.parts and not unit.own.chunks and not schemes[0].activations:
         return f"{dialect} computes it with rounded activations, not as {schemes[0]}"
     if why and not _misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
-        return (
-            f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', source.why_not_folded.get(unit.parts[0], ''))}"
-        )
+        kept = source.why_not_folded.get(unit.parts[0], "")
+        return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', kept)}"
     return why
 
 

@@ -10,6 +10,7 @@ One layer is in memory at a time. Nothing stands at the target until all of it d
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from fluxq.base.console import progress
 from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
-from fluxq.base.output import Output, contents, job_digest, remove, writing
+from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import (
@@ -310,7 +311,7 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
         put(_plain(tensor if rows is None else tensor[rows], whole, expected, model))
     _require_all(model, expected, written, target.class_name)
     write_shards(folder, target.library, files, {f"{module}.weight" for module in schemes})
-    remove(parts)
+    shutil.rmtree(parts)
     report.quantized = {module: str(scheme) for module, scheme in schemes.items()}
     report.notes = _counted(report.notes)
     for other, (count, nbytes) in model.other_components().items():
