@@ -155,9 +155,9 @@ def _sum(biases: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _dense(first: Decoded, rest: Decoded, why: str) -> Plain:
-    weights, biases = zip(first.collapsed(), rest.collapsed(), strict=True)
-    added = _sum([bias.detach() for bias in biases if bias is not None])
-    return Plain(torch.cat([weight.float() for weight in weights], dim=1), added.get("bias"), why)
+    pairs = [first.collapsed(), rest.collapsed()]
+    added = _sum([bias.detach() for _, bias in pairs if bias is not None])
+    return Plain(torch.cat([weight.float() for weight, _ in pairs], dim=1), added.get("bias"), why)
 
 
 def _same(first: QuantTensors, rest: QuantTensors, name: str) -> bool:
