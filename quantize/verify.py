@@ -428,7 +428,7 @@ def _bits(checkpoint: _Checkpoint) -> str:
 
 
 def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
-    """What the values of a tensor must be. scheme: of the quantized layer that has it, None for none.
+    """Return what the values of a tensor must be. scheme: of the quantized layer that has it, None for none.
 
     The largest scale is that with which the largest code is `LARGEST`.
     """
