@@ -131,6 +131,12 @@ class QuantizationConfig:
         return {name: Scheme.parse(text) for text, members in self.layers.items() for name in members}
 
 
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` of a config.json, where it is fluxq's."""
+    said = config.get("quantization_config")
+    return said if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD else None
+
+
 def _steps(said: Any) -> Steps | None:
     """The steps that a config.json says are kept; ValueError for what is none that this version knows."""
     if said is None:
@@ -330,7 +336,7 @@ def write_shards(
         for name, stored in TensorFile(file).stored.items():
             shape = filed_shape(library, stored.shape) if name in codes else stored.shape
             parts[name] = file, replace(stored, shape=shape)
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     return join_shards(target, library, parts, {"format": "pt"}, max_shard_bytes, written)
 
 
@@ -394,8 +400,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _files_of(folder: Path) -> Iterator[Path]:
     """Yield what is copied of a component's folder, links followed; ValueError for what is no file and no folder."""
-    dropped = _never_copied("", [path.name for path in folder.iterdir()])
-    for path in sorted(path for path in folder.iterdir() if path.name not in dropped):
+    for path in sorted(path for path in folder.iterdir() if not path.name.endswith((*PICKLES, ".py"))):
         if path.is_dir():
             yield from _files_of(path)
         elif path.is_file():
@@ -521,7 +526,3 @@ def names_in_model(model: Any) -> Callable[[str], str]:
         return renamed if renamed in held else name  # what the model lacks stays as it is
 
     return name_in_model
-
-
-def _never_copied(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if name.endswith((*PICKLES, ".py"))]

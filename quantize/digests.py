@@ -18,7 +18,7 @@ from typing import Any
 
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, ModelFolder, resolve_model
-from fluxq.quantize.checkpoint import QUANT_METHOD, is_model
+from fluxq.quantize.checkpoint import is_model, quantization_of
 
 OWN, OTHERS, CONFIG, CONFIGS = "digest", "digests", "config_digest", "config_digests"
 _NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # which saving changes, and numbers do not depend on
@@ -58,19 +58,13 @@ def write_own_digest(folder: Path) -> None:
     """
     if not any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file():
         return
-    if _is_quantized(read_json(folder / "config.json")):
+    if quantization_of(read_json(folder / "config.json")):
         _add(folder / "config.json", {OWN: ModelFolder(folder.name, folder).tensors_digest("")})
-
-
-def _is_quantized(config: Mapping[str, Any]) -> bool:
-    said = config.get("quantization_config")
-    return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
 
 
 def _add(file: Path, digests: Mapping[str, Any]) -> None:
     config = read_json(file)
-    if _is_quantized(config):
-        said = config["quantization_config"]
+    if (said := quantization_of(config)) is not None:
         digests = {**digests, CONFIG: sha256_json(settings_of(config))}
         write_json(file, {**config, "quantization_config": {**said, **digests}})
 

@@ -26,7 +26,7 @@ from fluxq.kernels.ops import quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, largest, quantize_blocks
 from fluxq.kernels.transforms import InputTransform, rotate
 from fluxq.quantize import lowrank
-from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_nearest, round_with_feedback
+from fluxq.quantize.rounding import DAMPING, Feedback, UselessGram, feedback, round_searched, round_with_feedback
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device
 from fluxq.recipes.family import Maker
@@ -134,24 +134,22 @@ class _State:
     four_over_six: bool = False
 
 
+@dataclass
 class _Fit:
-    def __init__(
-        self,
-        layers: Sequence[GroupLayer],
-        inputs: GroupInputs,
-        method: Method,
-        price: Price,
-        rate: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self.layers, self.inputs, self.method = layers, inputs, method
-        self.price, self.rate, self.dtype = price, rate, dtype
-        self.activations = layers[0].scheme.activations
-        self.static = layers[0].scheme.static_input
-        self.weights = [layer.weight for layer in layers]
-        share = max(64, _TRIAL_ROWS // len(layers))
+    layers: Sequence[GroupLayer]
+    inputs: GroupInputs
+    method: Method
+    price: Price
+    rate: float
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.activations = self.layers[0].scheme.activations
+        self.static = self.layers[0].scheme.static_input
+        self.weights = [layer.weight for layer in self.layers]
+        share, fit = max(64, _TRIAL_ROWS // len(self.layers)), self.inputs.fit
         self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
-        self.search_tokens = inputs.fit[_spread(inputs.fit.shape[0], _TRIAL_TOKENS, inputs.fit.device)]
+        self.search_tokens = fit[_spread(fit.shape[0], _TRIAL_TOKENS, fit.device)]
         self.stages: list[Stage] = []
 
     def run(self) -> FittedGroup:
@@ -159,7 +157,7 @@ class _Fit:
         parts = self._parts(state, self.weights)
         codes = None
         why_not = self._why_not_judged()
-        plain_db = db = None if why_not else self._db(state, parts, self._nearest(state, parts))
+        plain_db = db = None if why_not else self._db(state, (parts, self._nearest(state, parts)))
         if plain_db == -math.inf:
             why_not, plain_db, db = "its outputs are too large to be compared in fp32", None, None
         if why_not and not self.method.is_plain:
@@ -200,27 +198,21 @@ class _Fit:
     # --- stages
 
     def _transformed(self, state: _State) -> _State:
-        wanted = self.method.transforms
-        centered = replace(state, transform=InputTransform(mean=self._mean())) if "center" in wanted else state
+        wanted, mean = self.method.transforms, self._in_16_bit(self.inputs.mean)
+        centered = replace(state, transform=InputTransform(mean=mean)) if "center" in wanted else state
         if "smooth" in wanted:
-            found = self._search_smoothing(centered)
-            with_mean = found.transform.mean
-            found = replace(found, transform=replace(found.transform, mean=None)) if with_mean is not None else found
-            state = self._gate("smooth", state, found)
+            state = self._gate("smooth", state, {"": _with(self._search_smoothing(centered), mean=None)})
         if "center" in wanted:
-            state = self._gate("center", state, _with(state, mean=self._mean()))
+            state = self._gate("center", state, {"": _with(state, mean=mean)})
         if self.method.rank:
-            state = self._best_gate("low rank", state, self._splits(state))
+            state = self._gate("low rank", state, self._splits(state))
         if self.method.hadamard:
-            state = self._gate("hadamard", state, self._rotated(state))
+            state = self._gate("hadamard", state, {"": self._rotated(state)})
         if self.method.activations_46:
-            state = self._gate("4-over-6", state, replace(state, four_over_six=True))
+            state = self._gate("4-over-6", state, {"": replace(state, four_over_six=True)})
         return state
 
-    def _gate(self, name: str, before: _State, after: _State) -> _State:
-        return self._best_gate(name, before, {"": after})
-
-    def _best_gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
+    def _gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
         """The candidate whose gain exceeds its price by most, if any does."""
         base = self._trial_db(before)
         found = []
@@ -241,9 +233,6 @@ class _Fit:
     def _note(self, name: str, reason: str) -> None:
         self.stages.append(Stage(name, False, 0.0, 0.0, f"skipped: {reason}"))
 
-    def _mean(self) -> Tensor:
-        return self._in_16_bit(self.inputs.mean)
-
     def _search_smoothing(self, state: _State, around: bool = False) -> _State:
         """The exponents of least error on fitting tokens, one segment of x after the other.
 
@@ -254,10 +243,11 @@ class _Fit:
         for index, width in enumerate(self.inputs.segments):
             part = slice(start, start + width)
             start += width
-            best, least = state, self._search_error(state)
+            best, least = state, self._trial_error(state, self.search_tokens)
             for exponents in self._exponents(state.exponents[index] if around else None):
-                trial = self._smoothed(state, index, part, exponents, x_size, w_size)
-                error = self._search_error(trial)
+                factor = w_size[part] ** exponents[1] / x_size[part] ** exponents[0]
+                trial = self._smoothed(state, index, part, exponents, factor)
+                error = self._trial_error(trial, self.search_tokens)
                 if error < least:
                     best, least = trial, error
             state = best
@@ -283,18 +273,11 @@ class _Fit:
         return x_size.clamp(min=1e-4 * x_size.max() + 1e-30), w_size.clamp(min=1e-4 * w_size.max() + 1e-30)
 
     def _smoothed(
-        self,
-        state: _State,
-        index: int,
-        part: slice,
-        exponents: tuple[float, float],
-        x_size: Tensor,
-        w_size: Tensor,
+        self, state: _State, index: int, part: slice, exponents: tuple[float, float], factor: Tensor
     ) -> _State:
-        alpha, beta = exponents
-        factor = w_size[part] ** beta / x_size[part] ** alpha
         factor = (factor / factor.log().mean().exp()).clamp(1 / _SMOOTHEST, _SMOOTHEST)
-        smooth = torch.ones_like(x_size) if state.transform.smooth is None else state.transform.smooth.clone()
+        smooth = state.transform.smooth
+        smooth = torch.ones_like(self.inputs.mean) if smooth is None else smooth.clone()
         smooth[part] = self._in_16_bit(factor)
         chosen = (*state.exponents[:index], exponents, *state.exponents[index + 1 :])
         return replace(_with(state, smooth=smooth), exponents=chosen)
@@ -308,14 +291,11 @@ class _Fit:
         found = {}
         for d in sorted(shares):
             basis = self._basis(state.transform, d) if d else None
-            trial = replace(_with(state, basis=basis), ranks=tuple(self._rank(w) - d for w in self.weights))
+            trial = replace(_with(state, basis=basis), ranks=tuple(min(rank, *w.shape) - d for w in self.weights))
             if not d and state.transform.smooth is not None:
                 trial = self._search_smoothing(trial, around=True)  # the branch takes what smoothing made large
             found[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
         return found
-
-    def _rank(self, w: Tensor) -> int:
-        return min(self.method.rank, *w.shape)
 
     def _basis(self, transform: InputTransform, count: int) -> Tensor:
         plain = replace(transform, basis=None, hadamard=0)
@@ -335,7 +315,7 @@ class _Fit:
     def _best_rounding(self, state: _State, parts: list[_Part]) -> _Rounded:
         """The best way to choose codes and scales; none of them costs run time."""
         method, k = self.method, self.inputs.mean.shape[0]
-        best: _Rounded = (parts, None, self._db(state, parts, self._nearest(state, parts)))
+        best: _Rounded = (parts, None, self._db(state, (parts, self._nearest(state, parts))))
         useless = ""
         if method.gptq and self.inputs.count < k:
             self._note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
@@ -347,7 +327,7 @@ class _Fit:
             except UselessGram as error:
                 useless = str(error)
                 self._note("gptq", useless)
-        if method.search and not self._was_kept("gptq"):
+        if method.search and not any(stage.kept for stage in self.stages if stage.name == "gptq"):
             found = self._nearest(state, parts, search=True)
             best = self._keep_better("scale search", state, best, (parts, found))
         if method.joint and self.activations is not None:
@@ -359,7 +339,7 @@ class _Fit:
         return best
 
     def _keep_better(self, name: str, state: _State, best: _Rounded, found: _Weights) -> _Rounded:
-        db = self._db(state, *found)
+        db = self._db(state, found)
         gain = db - best[2]
         self.stages.append(Stage(name, gain > 0, gain, 0.0, f"{gain:+.2f} dB, free at run time"))
         return (*found, db) if gain > 0 else best
@@ -409,21 +389,16 @@ class _Fit:
         a, b = lowrank.branch(plain - q.dequantize() @ to_branch, part.a.shape[0], gram)
         return self._beside(state, part.weight, rotate(a, state.transform.hadamard), b)
 
-    def _was_kept(self, name: str) -> bool:
-        return any(stage.kept for stage in self.stages if stage.name == name)
-
     def _nearest(self, state: _State, parts: list[_Part], search: bool = False) -> list[QuantizedTensor]:
         scales, amax = self._global_scales(parts, search), self._amax(parts)
-        importance = None
-        if search:
-            importance = torch.cat([gram().diagonal().clone() for gram in self._grams(state)])
+        importance = torch.cat([gram().diagonal().clone() for gram in self._grams(state)]) if search else None
         done = self._empty(parts, scales)
         for layer, part, scale, most, q in zip(self.layers, parts, scales, amax, done, strict=True):
             row = layer.scheme.weights
             two_scales = self.method.weights_46 and not self.method.search and row.two_level
             for rows, v in part.chunks():
-                if search and row.group_size:
-                    rounded = round_nearest(v, row, scale, importance, search=True)
+                if importance is not None and row.group_size:
+                    rounded = round_searched(v, row, scale, importance)
                 else:
                     whole = None if row.group_size else _row_scale(v, row, most)
                     rounded = quantize_blocks(v, row, scale, layer.name, whole, two_scales)
@@ -515,29 +490,19 @@ class _Fit:
         return replace(part, out=out, bias=bias, amax=torch.stack(amax).amax())
 
     def _trial_db(self, state: _State) -> float:
-        parts = self._parts(state, self.trial_weights)
-        if not self._can_be_stored(parts, [None] * len(parts)):
-            return -math.inf
-        return self._db(state, parts, self._nearest(state, parts))
+        return _decibels(self._trial_error(state, self.inputs.held, self.inputs.held_weight))
 
-    def _search_error(self, state: _State) -> float:
+    def _trial_error(self, state: _State, x: Tensor, token_weight: Tensor | None = None) -> float:
+        """The error of some rows of the weights; infinite where what they store is beyond the dtype."""
         parts = self._parts(state, self.trial_weights)
         if not self._can_be_stored(parts, [None] * len(parts)):
             return math.inf
-        return self._error(state, parts, self._nearest(state, parts), self.search_tokens)
+        return self._error(state, (parts, self._nearest(state, parts)), x, token_weight)
 
-    def _db(self, state: _State, parts: list[_Part], codes: list[QuantizedTensor]) -> float:
-        error = self._error(state, parts, codes, self.inputs.held, self.inputs.held_weight)
-        return -10 * math.log10(max(error, 1e-30))
+    def _db(self, state: _State, found: _Weights) -> float:
+        return _decibels(self._error(state, found, self.inputs.held, self.inputs.held_weight))
 
-    def _error(
-        self,
-        state: _State,
-        parts: list[_Part],
-        codes: list[QuantizedTensor],
-        x: Tensor,
-        token_weight: Tensor | None = None,
-    ) -> float:
+    def _error(self, state: _State, found: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
         """|y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
 
         Infinite where fp32 overflows.
@@ -546,7 +511,7 @@ class _Fit:
         z = self._rounded_input(state.transform.of_tokens(x), state)
         t = state.transform.deflated(x)
         total = 0.0
-        for part, q in zip(parts, codes, strict=True):
+        for part, q in zip(*found, strict=True):
             lost, size = torch.zeros(2, len(x), device=x.device, dtype=torch.float32)
             h = None if part.a is None else self._in_16_bit(x @ part.a.T)
             for rows in _row_slices(part.weight):
@@ -563,7 +528,7 @@ class _Fit:
             if token_weight is not None:
                 lost, size = lost * token_weight, size * token_weight
             total += float(lost.double().sum() / size.double().sum().clamp(min=1e-30))
-        return total / len(parts) if math.isfinite(total) else math.inf
+        return total / len(self.layers) if math.isfinite(total) else math.inf
 
     def _rounded_input(self, z: Tensor, state: _State) -> Tensor:
         """z (M, K) as the product sees it."""
@@ -672,6 +637,10 @@ def _row_scale(v: Tensor, format: Format, amax: Tensor) -> Tensor:
 
 _Weights = tuple[list[_Part], list[QuantizedTensor]]
 _Rounded = tuple[list[_Part], list[QuantizedTensor] | None, float]  # and dB of the group; None: codes to nearest
+
+
+def _decibels(error: float) -> float:
+    return -10 * math.log10(max(error, 1e-30))
 
 
 def _with(state: _State, **changes: object) -> _State:

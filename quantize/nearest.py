@@ -100,9 +100,13 @@ def in_order(
     """
     before, waiting = torch.get_num_threads(), deque[Future[C]]()
     reader, pool = (ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) for n in (1, workers))
+
+    def on(item: A, read: Future[B]) -> C:
+        return work(item, read.result())
+
     try:
         for item in items:
-            waiting.append(pool.submit(_work_on, work, item, reader.submit(read, item)))
+            waiting.append(pool.submit(on, item, reader.submit(read, item)))
             if len(waiting) > _AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -148,8 +152,14 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
 
     A few rows at a time, where the approximation lies.
     """
-    rows = _rows_at_once(reference)
-    return _sqnr(zip(reference.split(rows), approximation.split(rows), strict=True))
+    rows = max(1, _CACHED * reference.shape[0] // max(1, reference.numel()))
+    signal = noise = torch.zeros((), dtype=torch.float64)
+    for r, a in zip(reference.split(rows), approximation.split(rows), strict=True):
+        r = r.to(a)
+        # In fp32 within them, where torch adds in pairs, and in double across them.
+        signal = signal.to(a.device) + r.square().sum()
+        noise = noise.to(a.device) + (a - r).square().sum()
+    return float(10 * torch.log10(signal / noise).detach())
 
 
 def weight_sqnr(w: Tensor, q: QuantizedTensor) -> float:
@@ -179,10 +189,6 @@ def require_finite(name: str, tensor: Tensor) -> None:
     wide = rows.float() if rows.element_size() == 1 else rows  # torch takes no amax of fp8
     if not torch.isfinite(largest(wide)):
         raise ValueError(f"{name}: holds NaN or infinity; get the source again")
-
-
-def _work_on(work: Callable[[A, B], C], item: A, read: Future[B]) -> C:
-    return work(item, read.result())
 
 
 def _rounded(
@@ -221,17 +227,3 @@ def _cast(name: str, tensor: Tensor, source: SourceWeights, dtype: torch.dtype) 
     if dtype == torch.float16 and not torch.isfinite(tensor).all():
         raise ValueError(f"{name}: holds numbers beyond {dtype}; choose another --dtype")
     return tensor
-
-
-def _sqnr(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of (rows, their approximation): in fp32 within them, where torch adds in pairs, and in double across them."""
-    signal = noise = torch.zeros((), dtype=torch.float64)
-    for r, a in pairs:
-        r = r.to(a)
-        signal = signal.to(a.device) + r.square().sum()
-        noise = noise.to(a.device) + (a - r).square().sum()
-    return float(10 * torch.log10(signal / noise).detach())
-
-
-def _rows_at_once(w: Tensor) -> int:
-    return max(1, _CACHED * w.shape[0] // max(1, w.numel()))

@@ -78,15 +78,13 @@ def feedback(gram: Tensor | Callable[[], Tensor], group: int, damping: float = D
     return Feedback(order, lower.div_(pivots), pivots.square())
 
 
-def round_nearest(
-    w: Tensor, format: Format, global_scale: Tensor | None, importance: Tensor | None = None, *, search: bool = False
-) -> QuantizedTensor:
-    """w (N, K) fp32 to the nearest codes. search: scales of the least error, weighted by importance (K,) if given."""
-    if not search or not _searches(format):
+def round_searched(w: Tensor, format: Format, global_scale: Tensor | None, importance: Tensor) -> QuantizedTensor:
+    """w (N, K) fp32 to the nearest codes under the scales of the least error, weighted by importance (K,)."""
+    if not _searches(format):
         return QuantizedTensor.quantize(w, format, global_scale=global_scale)
     n, k = w.shape
     blocks = w.reshape(n, -1, format.group_size)
-    weights = None if importance is None else importance.reshape(1, -1, format.group_size)
+    weights = importance.reshape(1, -1, format.group_size)
     rows = max(1, _ROWS // k)
     scale = torch.cat([search_scales(part, weights, format, global_scale) for part in blocks.split(rows)])
     step = decode_scale(scale, format, global_scale)
@@ -135,7 +133,7 @@ def round_with_feedback(
     return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)
 
 
-def search_scales(blocks: Tensor, importance: Tensor | None, format: Format, global_scale: Tensor | None) -> Tensor:
+def search_scales(blocks: Tensor, importance: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
     """Of several scales for each of the blocks (N, G, k) the one, as stored, with the least weighted squared error.
 
     importance (1 or N, G, k). The scale that plain rounding takes is among them and wins a tie.
@@ -144,8 +142,7 @@ def search_scales(blocks: Tensor, importance: Tensor | None, format: Format, glo
     best, least = plain, None
     for scale in _candidates(plain, format):
         step = decode_scale(scale, format, global_scale).unsqueeze(-1)
-        lost = round_to(blocks / step, format.element).mul_(step).sub_(blocks).square_()
-        total = lost.sum(-1) if importance is None else lost.mul_(importance).sum(-1)
+        total = round_to(blocks / step, format.element).mul_(step).sub_(blocks).square_().mul_(importance).sum(-1)
         if least is None:
             best, least = scale, total
         else:

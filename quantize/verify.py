@@ -25,10 +25,10 @@ from fluxq.quantize.checkpoint import (
     ACTIVATIONS,
     LARGEST,
     PLAN_FILE,
-    QUANT_METHOD,
     QuantizationConfig,
     filed_shape,
     library_of,
+    quantization_of,
     quantized_on_meta,
     read_plan_file,
     shapes_of,
@@ -78,7 +78,7 @@ def verify(path: Path) -> list[Result]:
 
 def _made(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
     """Make one check. reported: errors that earlier ones met with, to which this one's is added."""
-    about, check, measure = CHECKS[name]
+    about, check = CHECKS[name]
     findings, unread, status = list[Finding](), list[Finding](), "ok"
     try:
         for finding in check(checkpoint):  # what was found before a file cannot be read counts
@@ -93,7 +93,7 @@ def _made(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
             (unread if is_trouble else findings).append(Finding(checkpoint.path.name, str(error)))
         reported.add(str(error))
     status = "failed" if findings else status
-    measured = measure(checkpoint) if measure and status == "ok" else ""
+    measured = _bits(checkpoint) if name == "plan" and status == "ok" else ""
     return Result(name, about, status, (*findings, *unread), measured)
 
 
@@ -152,8 +152,7 @@ class _Checkpoint:
         """Component -> its quantization_config, for those that fluxq quantized."""
         found = {}
         for component in self.configured:
-            config = self.folder.config(component).get("quantization_config")
-            if isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD:
+            if (config := quantization_of(self.folder.config(component))) is not None:
                 try:
                     found[component] = QuantizationConfig.from_dict(config)
                     _ = found[component].schemes  # ValueError for one that this version does not know
@@ -188,18 +187,12 @@ class _Checkpoint:
         for name, tensor in model.state_dict(keep_vars=True).items():
             parent, _, parameter = name.rpartition(".")
             layer = model.get_submodule(parent)
-            if isinstance(layer, QuantLinear) and parameter in layer.stored_names:
-                shape = tuple(tensor.shape)
-                filed = filed_shape(library, shape) if parameter == "weight" else shape
-                rule, most = _rule(layer.scheme, parameter), _most(layer.scheme, parameter)
-                found[name] = _Expected(filed, (tensor.dtype,), rule, id(tensor), most)
-            else:
-                dtypes = _PLAIN if tensor.is_floating_point() else (tensor.dtype,)
-                rule = "finite" if tensor.is_floating_point() else None
-                if isinstance(layer, QuantLinear) and parameter == "pre_quant_scale":
-                    rule = "positive"
-                most = LARGEST if rule else None
-                found[name] = _Expected(tuple(tensor.shape), dtypes, rule, id(tensor), most)
+            scheme = layer.scheme if isinstance(layer, QuantLinear) else None
+            is_stored = isinstance(layer, QuantLinear) and parameter in layer.stored_names
+            dtypes = _PLAIN if tensor.is_floating_point() and not is_stored else (tensor.dtype,)
+            shape = tuple(tensor.shape)
+            shape = filed_shape(library, shape) if is_stored and parameter == "weight" else shape
+            found[name] = _Expected(shape, dtypes, _rule(tensor, parameter, scheme), id(tensor))
         return found
 
 
@@ -207,14 +200,13 @@ class _Checkpoint:
 class _Expected:
     """A tensor that a file must hold.
 
-    rule: a key of RULES. identity: the same for names that are tied. most: the largest magnitude, None for codes.
+    rule: as `_rule` has it. identity: the same for names that are tied.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    rule: str | None
+    rule: _Rule
     identity: int
-    most: float | None = None
 
 
 def _file(component: str) -> str:
@@ -370,22 +362,19 @@ def _fault(tensor: Tensor, expected: _Expected) -> str:
     if tensor.dtype not in expected.dtypes or tuple(tensor.shape) != expected.shape:
         dtypes = " or ".join(map(str, expected.dtypes))
         return f"{tensor.dtype} {(*tensor.shape,)}, expected {dtypes} {expected.shape}"
-    return _value_fault(tensor, expected.rule, expected.most)
+    return _value_fault(tensor, expected.rule)
 
 
 def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
     """Return the fault in the values of a tensor; "" if none. scheme: of the layer that has it, None for none."""
-    if scheme is not None and parameter in ("weight", *SCALE_NAMES):
-        return _value_fault(tensor, _rule(scheme, parameter), _most(scheme, parameter))
-    if not tensor.is_floating_point():
-        return ""
-    return _value_fault(tensor, "positive" if parameter == "pre_quant_scale" else "finite", LARGEST)
+    return _value_fault(tensor, _rule(tensor, parameter, scheme))
 
 
-def _value_fault(tensor: Tensor, rule: str | None, most: float | None) -> str:
-    if rule is None:
+def _value_fault(tensor: Tensor, rule: _Rule) -> str:
+    name, most = rule
+    if name is None:
         return ""
-    is_sound, words = RULES[rule]
+    is_sound, words = RULES[name]
     sound = is_sound(tensor)
     if not sound.all():
         return _first_of(~sound, tensor, f"not {words}")
@@ -438,25 +427,22 @@ def _bits(checkpoint: _Checkpoint) -> str:
     return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in found.items())
 
 
-def _rule(scheme: Scheme, parameter: str) -> str | None:
-    """Return the rule for the values of a stored tensor of a quantized layer; None: every byte is a code."""
+def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
+    """Return what the values of a tensor must be. scheme: of the quantized layer that has it, None for none.
+
+    The largest scale is that with which the largest code is `LARGEST`.
+    """
+    if scheme is None or parameter not in ("weight", *SCALE_NAMES):
+        name = "positive" if parameter == "pre_quant_scale" else "finite"
+        return (name, LARGEST) if tensor.is_floating_point() else (None, None)
+    weights, element = scheme.weights, scheme.weights.element
     if parameter == "weight":
-        element = scheme.weights.element.name
-        return element if element in RULES else None
+        return (element.name if element.name in RULES else None), None
     if parameter == "input_scale":
-        return "activations"
-    return "e8m0" if parameter == "weight_scale" and scheme.weights.scale == "e8m0" else "positive"
-
-
-def _most(scheme: Scheme, parameter: str) -> float | None:
-    """The largest scale: with it the largest code is `LARGEST`."""
-    element = scheme.weights.element
-    if parameter == "input_scale":
-        return None
+        return "activations", None
     if parameter == "weight_scale_2":
-        return LARGEST / element.max / torch.finfo(torch.float8_e4m3fn).max
-    is_relative = scheme.weights.two_level or parameter == "weight"
-    return None if is_relative else LARGEST / element.max
+        return "positive", LARGEST / element.max / torch.finfo(torch.float8_e4m3fn).max
+    return ("e8m0" if weights.scale == "e8m0" else "positive"), None if weights.two_level else LARGEST / element.max
 
 
 def _are_numbers(element: Element, codes: Tensor) -> Tensor:
@@ -472,6 +458,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 _OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that no second look mends
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_Rule = tuple[str | None, float | None]  # key of RULES, None where every byte is a code; and the largest magnitude
 
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "finite": (torch.isfinite, "finite"),
@@ -481,17 +468,13 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }
 
-# name -> what it proves, what finds where that does not hold, and what else it can tell
-CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]], Callable[[_Checkpoint], str] | None]] = {
-    "safe": ("no pickles, no links out of the folder, no remote code", _safe, None),
-    "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes, None),
-    "files": ("every model has its config.json and whole weight files", _files, None),
-    "config": ("formats and features that this fluxq knows, and just those that the layers need", _config, None),
-    "tensors": (
-        "just those that config.json implies, in its dtypes and shapes; scales positive, no NaN",
-        _tensors,
-        None,
-    ),
-    "digests": ("every model has the tensors and settings whose digest a config.json records", _digests, None),
-    "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan, _bits),
+# name -> what it proves, and what finds where that does not hold
+CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]]]] = {
+    "safe": ("no pickles, no links out of the folder, no remote code", _safe),
+    "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes),
+    "files": ("every model has its config.json and whole weight files", _files),
+    "config": ("formats and features that this fluxq knows, and just those that the layers need", _config),
+    "tensors": ("just those that config.json implies, in its dtypes and shapes; scales positive, no NaN", _tensors),
+    "digests": ("every model has the tensors and settings whose digest a config.json records", _digests),
+    "plan": (f"{PLAN_FILE} and config.json tell of the same layers and sizes", _plan),
 }

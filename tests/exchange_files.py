@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, nunchaku, torchao
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
@@ -115,7 +115,7 @@ def _save(path: Path, dialect: str, held: Tensors, entries: Any, state: Tensors,
         metadata = {}
     if how.get("only_header"):
         held = {name: tensor for name, tensor in held.items() if not name.endswith("comfy_quant")}
-    if DIALECTS[dialect].container == "file":
+    if WRITERS[dialect].is_file:
         save_file(held, path, metadata)
         return path
     ignore = [

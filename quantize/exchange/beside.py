@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fluxq.base.files import read_json, sha256_file
 from fluxq.base.model import ModelFolder
@@ -20,13 +20,6 @@ from fluxq.quantize.exchange.marks import PLAIN
 
 _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model")
 _SCHEDULER, _SHOWN = "scheduler_config.json", 60
-
-
-class Beside(NamedTuple):
-    """differences: (component, what is not the base's). unproved: in words, what was compared with nothing."""
-
-    differences: list[tuple[str, str]]
-    unproved: list[str]
 
 
 def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
@@ -49,32 +42,29 @@ def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[
 
 def beside(
     path: Path, base: Path, looked_at: Mapping[str, object], compare: Callable[[ModelFile, ModelFile], list[str]]
-) -> Beside:
+) -> tuple[list[tuple[str, str]], list[str]]:
     """The other components of a pipeline's folder. looked_at: components that were compared layer by layer.
 
-    compare: (model, the base's in 16 bit) -> what is wrong with it.
+    compare: (model, the base's in 16 bit) -> what is wrong with it. Returns (component, what is not the base's) of
+    each difference, and in words what was compared with nothing.
     """
-    done = Beside([], [])
     if not (path / "model_index.json").is_file():
-        return done
+        return [], []
     own = ModelFolder(path.name, path)
     others = {name: word for name, word in own.components.items() if name not in looked_at and (path / name).is_dir()}
     if not (base / "model_index.json").is_file():
-        if others:
-            done.unproved.append(f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared")
-        return done
-    whole = ModelFolder(base.name, base)
+        said = f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared"
+        return [], [said] if others else []
+    whole, differences = ModelFolder(base.name, base), list[tuple[str, str]]()
     for key in ("_class_name", *own.components):
         mine, bases = (folder.index.get(key) for folder in (own, whole))
         if mine != bases and bases is not None:
-            done.differences.append((key, f"model_index.json has {_shown(mine)}, the base's {_shown(bases)}"))
+            differences.append((key, f"model_index.json has {_shown(mine)}, the base's {_shown(bases)}"))
     lacking = [name for name in others if not (base / name).is_dir()]
-    if lacking:
-        done.unproved.append(f"{', '.join(lacking)}: the base has none, so they were not compared")
     for name in others:
         if name not in lacking:
-            done.differences.extend((name, what) for what in _component(own, whole, name, compare))
-    return done
+            differences += [(name, what) for what in _component(own, whole, name, compare)]
+    return differences, [f"{', '.join(lacking)}: the base has none, so they were not compared"] if lacking else []
 
 
 def other_small_files(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:

@@ -26,8 +26,8 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import BESIDE
 from fluxq.quantize.exchange import modelopt
 from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
-from fluxq.quantize.exchange.layer import Encoded, Plain, QuantTensors, Row, row_for
+from fluxq.quantize.exchange.dialect import Dialect, Looks
+from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors, Row, row_for
 from fluxq.quantize.exchange.marks import FileLayer, Headers
 
 _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
@@ -41,9 +41,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(dict(layer.tensors), {"format": row.name}, notes)
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape; the tensors say which format it is."""
     name = "nvfp4" if "weight_scale_2" in tensors else "fp8r"
     if name == "nvfp4" and "input_scale" not in tensors:
@@ -100,19 +98,6 @@ DIALECT = Dialect(
     "bfl",
     "Black Forest Labs' fp8r and nvfp4, for stock diffusers",
     decode,
-    "file",
-    "tensors: weight_scale_2 is nvfp4",
-    readers=(
-        Reader(
-            "diffusers",
-            "fluxq export tiny-nvfp4 --format bfl",
-            "diffusers",
-            "0.42.1",
-            ("fp8r", "nvfp4"),
-            "whole models: all weights are ours bit for bit, the output is that of a bf16 model of them; no fluxq in "
-            "the process",
-        ),
-    ),
     marks=(_mark,),
     looks=_looks,
     format_of=_format,

@@ -11,7 +11,6 @@ Source: bitsandbytes 0.50, functional.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Plain, Tensors
-from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes
+from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes, json_tensor
 
 _STATE = "weight.quant_state.bitsandbytes__"
-_LONGEST = 1 << 12  # bytes of a state; they are some hundreds
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None) -> Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Plain:
     """The weight (N, K) = shape in fp32."""
     held, (n, k) = Tensors(tensors, "bnb"), shape
     kind = next((name.removeprefix(_STATE) for name in tensors if name.startswith(_STATE)), "")
@@ -62,13 +60,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
 
 def _state_of(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a quant_state tensor, with a `shape`; ValueError if it holds none."""
-    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
-        raise ValueError(f"bnb: quant_state is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
-    try:
-        state = json.loads(bytes(tensor.tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"bnb: quant_state is no JSON ({error}); get the file again") from None
-    if not isinstance(state, dict) or not isinstance(state.get("shape"), list):
+    state = json_tensor(tensor, "bnb: quant_state")
+    if not isinstance(state.get("shape"), list):
         raise ValueError("bnb: quant_state is no JSON object with a shape; get the file again")
     return state
 
@@ -100,13 +93,11 @@ def _has_codes(stored: Mapping[str, Stored]) -> bool:
     return has_codes(stored) and not ("weight" in stored and stored["weight"].dtype.startswith("F8"))
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
-    states = [parts[suffix] for suffix in parts if suffix.startswith(_STATE)]
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    states = [suffix for suffix in stored if suffix.startswith(_STATE)]
     if not states:
         raise ValueError("has codes and no quant_state; 8-bit layers of bitsandbytes are not read here")
-    return _shape_of(_state_of(model.read(states[0])))
+    return _state_of(model.read(f"{name}.{states[0]}"))
 
 
 def _format(layer: FileLayer) -> str:
@@ -117,13 +108,11 @@ DIALECT = Dialect(
     "bnb",
     "bitsandbytes' NF4",
     decode,
-    "folder",
-    "quant_state tensors",
     marks=(_by_state, by_config("bitsandbytes")),
     methods=("bitsandbytes",),
     suffixes=(r"weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",),
     has_codes=_has_codes,
-    shape=_shape,
+    entry=_entry,
+    shape=lambda stored, entry: _shape_of(entry),
     format_of=_format,
-    widened=("nf4", "fp4"),
 )

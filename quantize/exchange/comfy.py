@@ -16,20 +16,19 @@ weight is widened. ComfyUI itself has no awq_w4a16: files of it are read here, a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
-from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
+from fluxq.quantize.exchange.containers import file_writer
+from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -39,14 +38,12 @@ from fluxq.quantize.exchange.layer import (
     native,
     positive,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
-from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object
+from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
 
 _WIDENED = "full_precision_matrix_mult"
-_LONGEST = 1 << 12  # bytes of a comfy_quant; they are some dozens
 _UNSCALED = "without input_scale ComfyUI rounds x to E4M3 as it is, unscaled, and clips it at 448"
 _UNREAD = "ComfyUI 0.33.0 does not load awq_w4a16, which its decoder comfy-kitchen has"
 
@@ -80,23 +77,21 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape; entry: for files whose layers have no `comfy_quant`."""
     held = Tensors(tensors, "comfy")
-    said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else dict(entry or {})
+    said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else entry
     row = named_row(ROWS, said.get("format"), "comfy")
     if said.get(_WIDENED) and row.activations is not None:
         row = named_row(ROWS, row.name, "comfy", None)
     done = held.bias(shape[0])
     found = _READERS[row.name](held, shape, said)
     beside: dict[str, Tensor] = {}
-    for name, dtypes, sizes in (("pre_quant_scale", FLOATS, [(shape[1],)]), ("input_scale", torch.float32, [(), (1,)])):
-        if name in held:
-            value = held.scale(name, dtypes, *sizes)
-            target = done if name == "pre_quant_scale" or row.input_scale != "none" else beside
-            target[name] = value if name == "pre_quant_scale" else value.reshape(())
+    if "pre_quant_scale" in held:
+        done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (shape[1],))
+    if "input_scale" in held:
+        target = beside if row.input_scale == "none" else done
+        target["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
     held.finish()
     if isinstance(found, tuple):
         weight, why = found
@@ -129,8 +124,7 @@ def _read_mxfp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any])
     n, k = shape
     codes = crop(held.take("weight", torch.float8_e4m3fn, (padded(n, 32), padded(k, 32))), n, k)
     blocked = held.take("weight_scale", (torch.float8_e8m0fnu, torch.uint8)).view(torch.uint8)
-    weight, scale = without_zero_exponents(codes, unblock_scales(blocked, n, k // 32))
-    return {"weight": weight, "weight_scale": scale}
+    return {"weight": codes, "weight_scale": unblock_scales(blocked, n, k // 32)}
 
 
 def _read_int8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
@@ -170,14 +164,7 @@ _READERS = {
 
 def read_entry(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a `comfy_quant` tensor; ValueError if it holds none."""
-    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
-        raise ValueError(f"comfy: comfy_quant is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
-    try:
-        entry = json.loads(bytes(tensor.tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"comfy: comfy_quant is no JSON ({error}); get the file again") from None
-    if not isinstance(entry, dict):
-        raise ValueError("comfy: comfy_quant is no JSON object; get the file again")
+    entry = json_tensor(tensor, "comfy: comfy_quant")
     params = entry.get("params")
     return {**(params if isinstance(params, dict) else {}), **entry}
 
@@ -254,9 +241,7 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return dict(said) if isinstance(said, dict) else {"format": guess_word(stored, _WORDS)}
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer; N is that of the bias where padding hides it."""
     _, codes, rows, columns = codes_of(stored)
     bias = stored.get("bias")
@@ -264,11 +249,6 @@ def _shape(
         rows = min(rows, bias.shape[0])
     four_bits = codes.dtype == "U8" or (codes.dtype == "I8" and entry.get("format") in _INT4)
     return rows, columns * 2 if four_bits else columns
-
-
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    write_file(made, name, one, metadata(one.entries))
 
 
 _INT4 = ("awq_w4a16", "convrot_w4a4", "asym_w4a8_int8")
@@ -283,43 +263,8 @@ DIALECT = Dialect(
     "comfy",
     "ComfyUI's single files",
     decode,
-    "file",
-    "comfy_quant tensors, _quantization_metadata",
     "original",
-    readers=(
-        Reader(
-            "ComfyUI",
-            "fluxq export tiny-nvfp4 --format comfy -o ComfyUI/models/diffusion_models/tiny-nvfp4.safetensors",
-            "ComfyUI",
-            "0.33.0",
-            ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"),
-            "its loader, on FLUX.1, FLUX.2, SD3.5 and Wan of few blocks: no name is missing or left over, all weights "
-            "are ours bit for bit, the output is that of a plain model of them",
-            "783545f6",
-        ),
-        Reader(
-            "comfy-kitchen",
-            "",
-            "comfy-kitchen",
-            "0.2.40",
-            ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
-            "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit",
-        ),
-        Reader(
-            "SGLang-Diffusion",
-            "fluxq export tiny-nvfp4 --format comfy && "
-            "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
-            "sglang",
-            "0.5.23",
-            ("nvfp4", "mxfp8", "int8_tensorwise"),
-            "its reader of markers: format of every layer; NVFP4 comes out in rows with the codes we have",
-            interpreter="FLUXQ_SGLANG_PYTHON",
-        ),
-    ),
-    marks=(
-        by_tensor("comfy_quant"),
-        lambda model: "_quantization_metadata in the header" if _said(model) else "",
-    ),
+    marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _said(model) else ""),
     looks=_looks,
     doubts=_doubts,
     unsettled=(_LOW_NIBBLES,),
@@ -329,6 +274,6 @@ DIALECT = Dialect(
     rows=ROWS,
     tiles=padded_tiles,
     encode=encode,
-    writer=Writer(_write, is_file=True),
+    writer=file_writer(lambda one: metadata(one.entries)),
     said="format",
 )

@@ -30,18 +30,19 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.containers import Contents, Writer, write_component
-from fluxq.quantize.exchange.dialect import Dialect, Reader
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
+    Read,
     Row,
     Tensors,
     named_row,
     native,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
 from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
@@ -84,7 +85,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: as `encode` gives it, from config.json."""
     held, (n, _) = Tensors(tensors, "compressed-tensors"), shape
     name = named_row(ROWS, entry.get("format"), "compressed-tensors").name
@@ -108,16 +109,14 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
     if not rows:
         plain = next(row for row in ROWS if row.weights == weights and row.activations is None)
-        dense, bias = native(plain, shape, done | own).linear().collapsed()
+        dense, bias = native(plain, shape, done | own).collapsed()
         return Plain(dense, bias, f"{weights} weights are not computed with rounded activations")
     if rows[0].input_scale == "none":
         return native(rows[0], shape, done | own, given)
     return native(rows[0], shape, done | own | given)
 
 
-def _read_rows(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
     of_blocks = tuple(-(-size // BLOCK) for size in shape)
     scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
@@ -139,9 +138,7 @@ def _bits_of(entry: Mapping[str, Any]) -> int:
     return bits
 
 
-def _read_words(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_words(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     (n, k), bits = shape, _bits_of(entry)
     words = held.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
     codes = crop(words.contiguous().view(torch.uint8) ^ _HALF[bits], n, k * bits // 8)
@@ -173,9 +170,7 @@ def _read_words(
     return Plain(scaled(values - zero[:, of], scale.float()[:, of]), None, why)
 
 
-def _read_blocks(
-    held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor]] | Plain:
+def _read_blocks(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     weights = _BLOCKS[entry["format"]]
     n, k = shape
     groups = k // find_format(weights).group_size
@@ -184,8 +179,7 @@ def _read_blocks(
     else:
         codes = held.take("weight_packed", torch.uint8, (n, k // 2))
     if weights != "nvfp4":
-        codes, scale = without_zero_exponents(codes, held.take("weight_scale", torch.uint8, (n, groups)))
-        return weights, {"weight": codes, "weight_scale": scale}
+        return weights, {"weight": codes, "weight_scale": held.take("weight_scale", torch.uint8, (n, groups))}
     done = {"weight": codes, "weight_scale": held.scale("weight_scale", torch.float8_e4m3fn, (n, groups))}
     for ours, theirs in _RECIPROCALS.items():
         if theirs in held:
@@ -266,15 +260,8 @@ ROWS = (
     Row("mxfp8-quantized", "mxfp8", None, read_by=_VLLM),
     Row("mxfp4-pack-quantized", "mxfp4", "mxfp4", read_by=_VLLM),
     Row("mxfp4-pack-quantized", "mxfp4", None, read_by=_VLLM),
-    Row(
-        "nvfp4-pack-quantized",
-        "nvfp4",
-        "nvfp4",
-        input_scale="required",
-        rounds=("weight_scale_2", "input_scale"),
-        read_by=_VLLM,
-    ),
-    Row("nvfp4-pack-quantized", "nvfp4", None, rounds=("weight_scale_2",), read_by=_VLLM),
+    Row("nvfp4-pack-quantized", "nvfp4", "nvfp4", input_scale="required", read_by=_VLLM),
+    Row("nvfp4-pack-quantized", "nvfp4", None, read_by=_VLLM),
 )
 
 # --- files
@@ -307,14 +294,12 @@ def _is_target(target: str, name: str) -> bool:
         return False
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     suffix, codes, rows, columns = codes_of(stored)
     if suffix == "weight_packed" and codes.dtype == "I32":
         bits = _bits_of(entry)
         return rows, columns * 32 // bits if "weight_scale" in stored else columns
-    return matrix_shape(model, parts, stored, entry)
+    return matrix_shape(stored, entry)
 
 
 def _row_of(layer: FileLayer) -> Row | None:
@@ -348,24 +333,7 @@ DIALECT = Dialect(
     "compressed_tensors",
     "llm-compressor's text encoders",
     decode,
-    "folder",
-    "config.json: config_groups",
     option="compressed-tensors",
-    readers=(
-        Reader(
-            "vLLM",
-            "fluxq export OUT --format compressed-tensors && vllm serve ./OUT-compressed-tensors",
-            proof="a text encoder that was quantized, with its tokenizer",
-        ),
-        Reader(
-            "transformers",
-            "fluxq export OUT --format compressed-tensors",
-            "compressed-tensors",
-            "0.20.0",
-            tuple(dict.fromkeys(row.name for row in ROWS)),
-            "layers within 2^-22, or bf16 where it decodes to that; a whole T5 encoder in fp8, but none in 4 bits",
-        ),
-    ),
     marks=(by_config("compressed-tensors"), by_tensor("weight_packed")),
     methods=("compressed-tensors",),
     looks=lambda looks: looks.scales == "column",

@@ -62,23 +62,33 @@ def record(made: Path, dialect: str, job: str, known: Mapping[Path, str]) -> Non
     write_json(made / EXPORT_FILE, said)
 
 
+def file_writer(metadata: Callable[[Contents], Mapping[str, str]]) -> Writer:
+    """Writer of one safetensors file. metadata: of its header."""
+
+    def write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+        (one,) = contents
+        write_file(made, name, one, metadata(one))
+
+    return Writer(write, is_file=True)
+
+
+def pipeline_writer(
+    config: Callable[[Contents], dict[str, Any]], metadata: Callable[[Contents], Mapping[str, str]] = lambda one: {}
+) -> Writer:
+    """Writer of a pipeline's folder. config: the `quantization_config` of a component; metadata: of its headers."""
+
+    def write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
+        copy_rest(made, checkpoint, [one.source.component for one in contents])
+        for one in contents:
+            described = config(one) if one.entries else None
+            write_component(made / one.source.component, one, described, metadata(one) if one.entries else {})
+
+    return Writer(write, is_pipeline=True)
+
+
 def write_file(made: Path, name: str, one: Contents, metadata: Mapping[str, str]) -> None:
     """Write one safetensors file. metadata: of its header."""
     join_weights(one.parts, made / name, {**metadata, VERSION: FLUXQ_VERSION, JOB: one.job})
-
-
-def write_pipeline(
-    made: Path,
-    checkpoint: ModelFolder,
-    contents: Sequence[Contents],
-    config: Callable[[Contents], dict[str, Any]],
-    metadata: Callable[[Contents], Mapping[str, str]] = lambda one: {},
-) -> None:
-    """Write a pipeline folder. config: the `quantization_config` of a component; metadata: of its files' headers."""
-    copy_rest(made, checkpoint, [one.source.component for one in contents])
-    for one in contents:
-        described = config(one) if one.entries else None
-        write_component(made / one.source.component, one, described, metadata(one) if one.entries else {})
 
 
 def write_component(

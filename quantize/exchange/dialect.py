@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Writer
-from fluxq.quantize.exchange.layer import Encoded, Names, Plain, QuantTensors, Row
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors, Row
 from fluxq.quantize.exchange.marks import (
     FileLayer,
     Headers,
@@ -28,9 +28,9 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymap_rows import Order
 
-Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], QuantTensors | Plain]
+Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], Decoded]
 Entry = Callable[[Headers, str, Mapping[str, Stored]], dict[str, Any]]
-Shape = Callable[[Headers, Mapping[str, str], Mapping[str, Stored], Mapping[str, Any]], tuple[int, int]]
+Shape = Callable[[Mapping[str, Stored], Mapping[str, Any]], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -80,35 +80,12 @@ class Looks:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A program that reads a dialect.
-
-    command: that gets the checkpoint tiny-nvfp4, or one named there, into it. package, version: on PyPI, that tests run
-    it with; "" for a program that was not run: what is written for it follows its specification. formats: those that
-    tests read with it. proof: what these tests hold against ours, or how far tests without it go. commit: of a program
-    that is not on PyPI, of which tests run a checkout that they are given. interpreter: the environment variable
-    that names the Python of a program whose packages are not ours. dialect: whose `readers` it stands in.
-    """
-
-    program: str
-    command: str
-    package: str = ""
-    version: str = ""
-    formats: Names = ()
-    proof: str = ""
-    commit: str = ""
-    interpreter: str = ""
-    dialect: str = ""
-
-
-@dataclass(frozen=True)
 class Dialect:
     """The layout of one program's files, of which `encode` and `decode` are about one layer.
 
     In words
         about: whose files. names: of the layers in a file, "diffusers", "original" or its own. option: as commands
-        spell the dialect, where not by its name. container: what a model is written as. marked_by: what tells the
-        format of a layer. readers: how a file gets into each program.
+        spell the dialect, where not by its name.
     Telling its files from others
         marks: as `Mark` says. methods: values of quant_method. looks: whether a file without marks is one. doubts: what
         speaks against it, given the dialects of other marks; unsettled: those of them that only a base can settle.
@@ -119,10 +96,9 @@ class Dialect:
         identify: (family, names), None to go by config.json and names. parts_of: tensor -> those of diffusers.
         config_key: of the model's configuration in the header. refuse: why a file cannot be imported, or "".
     What its layers are
-        rows: its formats. widened: formats whose codes no format of ours holds, so that they are read as 16 bit.
-        tiles: shape in which block scales (N, G) are stored, swizzled; None: in the order of the matrix. has_nibbles:
-        4-bit codes are two to a byte. needs_input_scale: `decode` refuses nvfp4 without. bias_shift: what its
-        kernels add behind GELU and take from the bias.
+        rows: its formats. tiles: shape in which block scales (N, G) are stored, swizzled; None: in the order of the
+        matrix. has_nibbles: 4-bit codes are two to a byte. needs_input_scale: `decode` refuses nvfp4 without.
+        bias_shift: what its kernels add behind GELU and take from the bias.
     Writing
         encode: None where files are only read. writer: of its container. takes_dtype: `encode` asks for the model's.
         ranks: all low-rank pairs of a file have one rank, a multiple of this; 0: each its own. units: Linears of a file
@@ -136,11 +112,8 @@ class Dialect:
     name: str
     about: str
     decode: Decode
-    container: str
-    marked_by: str
     names: str = "diffusers"
     option: str = ""
-    readers: tuple[Reader, ...] = ()
 
     marks: tuple[Mark, ...] = ()
     methods: Names = ()
@@ -164,7 +137,6 @@ class Dialect:
     refuse: Callable[[Headers], str] = lambda model: ""
 
     rows: tuple[Row, ...] = ()
-    widened: Names = ()
     tiles: Callable[[int, int], tuple[int, int]] | None = None
     has_nibbles: bool = True
     needs_input_scale: bool = False

@@ -1,11 +1,6 @@
-"""The dialects: which program reads which layout, what of ours each holds, and where a file says so.
-
-READERS are the programs: how a file gets into each, and with which of them tests load what is written.
-"""
+"""The dialects: which program reads which layout, what of ours each holds, and where a file says so."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from fluxq.quantize.exchange import (
     bfl,
@@ -39,4 +34,3 @@ DIALECTS = {
     )
 }
 WRITERS = {name: dialect.writer for name, dialect in DIALECTS.items() if dialect.writer is not None}
-READERS = tuple(replace(reader, dialect=name) for name, dialect in DIALECTS.items() for reader in dialect.readers)

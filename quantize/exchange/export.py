@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,12 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import Output, contents, job_digest, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, QUANT_METHOD, library_of
+from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of, quantization_of
 from fluxq.quantize.exchange.containers import Contents, record
 from fluxq.quantize.exchange.dialect import Unit, Units
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
-from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.layouts import in_order, padded
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.formats import Scheme, find_format
@@ -228,7 +228,8 @@ class ComponentPlan:
             save_weights(tensors, file, {})
             parts.update((prefix + name, (file, stored)) for name, stored in TensorFile(file).stored.items())
 
-        encode = _encoder(self)
+        rules = DIALECTS.get(self.dialect)
+        ranks = [_rank(source, choice) for choice in self.choices] if rules and rules.ranks else []
         for choice in progress(self.choices, f"exporting {source.component or source.folder.name}"):
             unit = choice.unit
             layers = [source.layer(name) for name in unit.parts]
@@ -237,31 +238,32 @@ class ComponentPlan:
                 tried = [_rounded(layers, choice, scheme) for scheme in choice.schemes]
                 layer, changed = min(tried, key=lambda one: one[1].added_error)
                 if changed.added_error > choice.most:
-                    layer, choice = None, _too_coarse(choice, changed)
+                    why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
+                    layer, choice = None, replace(choice, how="16 bit", schemes=(), why=why)
                 else:
                     done.requantized.append(changed)
-            if layer is None:
+            if layer is None or rules is None:
                 tensors, changed = _dequantized(source, layers, choice)
                 done.dequantized += [changed] if self.dialect else []
                 keep(tensors, f"{unit.name}.")
                 plain += [f"{unit.name}.{suffix}" for suffix in tensors]
                 continue
-            layer = layer if unit.order == "as they are" else _ordered(layer, unit.order)
-            encoded = encode(DIALECTS[self.dialect].arrange(layer, unit.own), unit)
+            if unit.order != "as they are":
+                layer = layer.reordered(in_order(torch.arange(layer.shape[0]), unit.order))
+            encoded = _encode(self, layer, unit, padded(max(1, *ranks), rules.ranks) if ranks else 0)
             keep(encoded.tensors, f"{unit.name}.")
             entries[unit.name] = encoded.entry
             plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
-            formats[str(encoded.entry.get(DIALECTS[self.dialect].said, layer.scheme))] += 1
+            formats[str(encoded.entry.get(rules.said, layer.scheme))] += 1
             notes.update(encoded.notes)
-            if note := DIALECTS[self.dialect].note(layer.scheme, source.class_name):
+            if note := rules.note(layer.scheme, source.class_name):
                 notes[note] += 1
         for name, (members, order) in self.plain.items():
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
                 parts[name] = source.file_of(members[0]).path, source.stored(members[0])
             else:
-                tensors = [source.tensor(member) for member in members]
-                keep({name: _swapped(torch.cat(tensors) if len(tensors) > 1 else tensors[0], order)})
+                keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
         for modulation, folds in source.folds.items():
             done.folded[modulation] = [reader for fold in folds for reader in fold.readers]
         for key, words in _NOT_CARRIED.items():
@@ -385,7 +387,8 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
     """Return the reason why a unit's codes cannot move; empty if they can. Reads nothing but scalars."""
     missing = [name for name in unit.parts if name not in source.schemes]
     if missing:
-        return f"{_tail(missing[0])} is in 16 bit, and the file has one format for {unit.name.rpartition('.')[2]}"
+        lacking, whole = (name.rpartition(".")[2] for name in (missing[0], unit.name))
+        return f"{lacking} is in 16 bit, and the file has one format for {whole}"
     schemes = [source.scheme(name) for name in unit.parts]
     if len({str(replace(scheme, rank=0)) for scheme in schemes}) > 1:
         return f"the file joins layers of {' and '.join(sorted({str(s) for s in schemes}))}"
@@ -405,7 +408,8 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
     if not why and unit.own.parts and not unit.own.chunks and not schemes[0].activations:
         return f"{dialect} computes it with rounded activations, not as {schemes[0]}"
     if why and not _misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
-        return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', source.why_not_folded(unit.parts[0]))}"
+        kept = source.why_not_folded.get(unit.parts[0], "")
+        return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', kept)}"
     return why
 
 
@@ -502,15 +506,8 @@ def _rounded(layers: Sequence[QuantTensors], choice: Choice, scheme: Scheme) -> 
     tensors = made.tensors() | ({} if bias is None else {"bias": bias.to(dtype)})
     if scheme.static_input:
         tensors["input_scale"] = layers[0].tensors["input_scale"]
-    shape = (weight.shape[0], weight.shape[1])
-    changed = _changed(choice, layers, shape, tensors, made.dequantize(), weight, str(scheme))
-    return QuantTensors(tensors, shape, scheme), changed
-
-
-def _too_coarse(choice: Choice, changed: Changed) -> Choice:
-    """The same in 16 bit, because rounding it again would add too much."""
-    why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
-    return replace(choice, how="16 bit", schemes=(), why=why)
+    changed = _changed(choice, layers, tensors, made.dequantize(), weight, str(scheme))
+    return QuantTensors(tensors, changed.shape, scheme), changed
 
 
 def _dequantized(
@@ -523,14 +520,13 @@ def _dequantized(
     tensors = {"weight": rounded.reshape(*rounded.shape, 1, 1) if is_pixelwise else rounded}
     if bias is not None and all(name in source.biases for name in choice.unit.parts):
         tensors["bias"] = bias.to(source.dtype)
-    tensors = {name: _swapped(tensor, choice.unit.order) for name, tensor in tensors.items()}
-    shape = (weight.shape[0], weight.shape[1])
-    return tensors, _changed(choice, layers, shape, tensors, rounded.float(), weight, "16bit")
+    tensors = {name: in_order(tensor, choice.unit.order) for name, tensor in tensors.items()}
+    return tensors, _changed(choice, layers, tensors, rounded.float(), weight, "16bit")
 
 
 def _collapsed(layers: Sequence[QuantTensors]) -> tuple[Tensor, Tensor | None]:
     """Weight (N, K) in fp32, and bias, of layers behind one another: what they compute but for the rounding of x."""
-    pairs = [layer.linear().collapsed() for layer in layers]
+    pairs = [layer.collapsed() for layer in layers]
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
     return torch.cat(weights), torch.cat([bias.float() for bias in biases]) if len(biases) == len(pairs) else None
 
@@ -538,47 +534,28 @@ def _collapsed(layers: Sequence[QuantTensors]) -> tuple[Tensor, Tensor | None]:
 def _changed(
     choice: Choice,
     layers: Sequence[QuantTensors],
-    shape: tuple[int, int],
     tensors: Mapping[str, Tensor],
     now: Tensor,
     before: Tensor,
     scheme: str,
 ) -> Changed:
     was = " + ".join(dict.fromkeys(str(layer.scheme) for layer in layers))
-    norm = before.norm().item()
+    norm, (n, k) = before.norm().item(), before.shape
     error = (now - before).norm().item() / norm if norm else 0.0
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name != "bias")
-    return Changed(choice.unit.name, shape, was, scheme, nbytes, error, choice.why)
+    return Changed(choice.unit.name, (n, k), was, scheme, nbytes, error, choice.why)
 
 
-def _ordered(layer: QuantTensors, order: Order) -> QuantTensors:
-    n = layer.shape[0]
-    by_rows = {name for name, t in layer.tensors.items() if t.ndim and t.shape[0] == n and name not in _OF_COLUMNS}
-    tensors = {name: _swapped(t, order) if name in by_rows else t for name, t in layer.tensors.items()}
-    return replace(layer, tensors=tensors)
-
-
-def _swapped(tensor: Tensor, order: Order) -> Tensor:
-    if order == "as they are":
-        return tensor
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return torch.cat(raw.chunk(2)[::-1]).view(tensor.dtype)
-
-
-def _encoder(plan: ComponentPlan) -> Callable[[QuantTensors, Unit], Encoded]:
-    """The dialect's `encode` with what it wants to know of the whole model."""
-    source, dialect = plan.source, DIALECTS.get(plan.dialect)
-    known: dict[str, Any] = {"dtype": source.dtype} if dialect and dialect.takes_dtype else {}
-    if dialect and dialect.ranks:
-        known["rank"] = padded(max(1, *(_rank(source, choice) for choice in plan.choices)), dialect.ranks)
-
-    def encode(layer: QuantTensors, unit: Unit) -> Encoded:
-        if dialect is None or dialect.encode is None:
-            raise ValueError(f"{unit.name}: nothing is encoded in 16 bit")
-        is_shifted = unit.own.after_gelu and layer.scheme.weights.name == "int4"
-        return dialect.encode(layer, **known, **({"after_gelu": True} if is_shifted else {}))
-
-    return encode
+def _encode(plan: ComponentPlan, layer: QuantTensors, unit: Unit, rank: int) -> Encoded:
+    """A layer in the plan's dialect, which may want to know more of the model. rank: of all low-rank pairs."""
+    dialect = DIALECTS[plan.dialect]
+    if dialect.encode is None:
+        raise ValueError(f"{unit.name}: {plan.dialect} is only read")
+    known: dict[str, Any] = {"dtype": plan.source.dtype} if dialect.takes_dtype else {}
+    known |= {"rank": rank} if dialect.ranks else {}
+    is_shifted = unit.own.after_gelu and layer.scheme.weights.name == "int4"
+    known |= {"after_gelu": True} if is_shifted else {}
+    return dialect.encode(dialect.arrange(layer, unit.own), **known)
 
 
 def _rank(source: NativeComponent, choice: Choice) -> int:
@@ -627,9 +604,7 @@ def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]
     found = []
     for name in checkpoint.components:
         if name not in names and (checkpoint.path / name / "config.json").is_file():
-            said = checkpoint.config(name).get("quantization_config")
-            if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD:
-                found.append(name)
+            found += [name] if quantization_of(checkpoint.config(name)) else []
     return found
 
 
@@ -673,12 +648,7 @@ def _schemes_of(recipe: Recipe) -> list[Scheme]:
     ]
 
 
-def _tail(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 _NOT_CARRIED = {
     "attention": "attention is computed in 16 bit there, here in 8",
     "steps": "every step is computed with these codes there, here some are kept in 16 bit",
 }
-_OF_COLUMNS = {"pre_quant_mean", "pre_quant_scale", "svdquant_lora_a", "deflate_basis"}

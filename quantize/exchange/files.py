@@ -23,7 +23,7 @@ from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.gguf_file import GGUFFile
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded
 from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer
 from fluxq.quantize.exchange.recognize import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.recipes.all_families import FAMILIES
@@ -61,12 +61,13 @@ class ModelFile:
             self.container += f" with {', '.join(self.other_components())} beside the denoiser"
         self._take_apart()
 
-    def read_as(self, dialect: str, why: str) -> ModelFile:
-        """The same files, as of a dialect that something else than they told."""
+    def read_as(self, dialect: str) -> ModelFile:
+        """The same files, as of a dialect that a base proved."""
         other = copy(self)
         for known in ("identity", "joined"):
             vars(other).pop(known, None)
-        other.dialect, other.evidence, other.contradictions, other.undecided = dialect, (*self.evidence, why), (), ()
+        other.dialect, other.contradictions, other.undecided = dialect, (), ()
+        other.evidence = *self.evidence, "proved against the base"
         other._take_apart()
         return other
 
@@ -154,9 +155,7 @@ class ModelFile:
         """The tensors of a layer as `decode` takes them."""
         return {suffix: self.read(name) for suffix, name in layer.parts.items()}
 
-    def decode(
-        self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None
-    ) -> QuantTensors | Plain:
+    def decode(self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> Decoded:
         """Decode the tensors of a layer by the file's dialect; ValueError where they are not of it."""
         return self.rules.decode(tensors, shape or layer.shape, layer.entry)
 
@@ -209,7 +208,7 @@ class ModelFile:
                 continue
             try:
                 entry = self.rules.entry(self, name, stored)
-                shape = self.rules.shape(self, parts, stored, entry)
+                shape = self.rules.shape(stored, entry)
             except ValueError as error:
                 self.faults[name] = str(error)
                 continue

@@ -48,11 +48,8 @@ DIALECT = Dialect(
     "fp8_blocks",
     "fp8 in blocks of 128 by 128, of transformers",
     decode,
-    "folder",
-    "weight_scale_inv tensors",
     marks=(by_config("fp8"), by_tensor("weight_scale_inv")),
     methods=("fp8",),
     suffixes=("weight_scale_inv", "activation_scale"),
     entry=lambda model, name, stored: {"block": model.quantization.get("weight_block_size")},
-    widened=("fp8_blocks",),
 )

@@ -45,21 +45,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
 
 
 TYPES = (
-    "F32",
-    "F16",
-    "BF16",
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q8_0",
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ4_NL",
-    "IQ4_XS",
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
 
 
@@ -72,13 +59,10 @@ DIALECT = Dialect(
     "gguf",
     "llama.cpp's blocks",
     decode,
-    "GGUF file",
-    "type of each tensor",
     "original",
     marks=(lambda model: "it begins with GGUF" if model.container == "GGUF file" else "",),
     methods=("gguf",),
     has_codes=_has_codes,
     entry=lambda model, name, stored: {"type": weight_of(stored).dtype},
-    widened=tuple(name for name in TYPES if name not in PLAIN_FLOATS),
     has_nibbles=False,
 )

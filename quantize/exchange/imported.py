@@ -21,7 +21,7 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.base.provenance import versions
 from fluxq.base.tensors import TensorFile
-from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig, build_on_meta, library_of
+from fluxq.quantize.checkpoint import QuantizationConfig, build_on_meta, library_of, quantization_of
 from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.record import Component, Identity, Layer, Model, Origin, Recipe, Record
@@ -120,7 +120,7 @@ def _component(folder: Path, report: Imported) -> Component:
     """Return the record of a component that was imported into `folder`; `Plan` has the words."""
     reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
     reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
-    found = _described(folder, report.component, report.library, report.class_name, reasons, "16 bit in the file")
+    found = _described(folder, report.component, report.library, report.class_name, reasons)
     for layer in found.layers:
         error = report.errors.get(layer.name)
         layer.weight_sqnr_db = round(-20 * log10(error), 2) if error else None
@@ -137,14 +137,12 @@ def _copied(made: Path, imported: Sequence[str]) -> list[Component]:
         schemes = _schemes(folder.config(component))
         if schemes:
             reasons, library = dict.fromkeys(schemes, "copied, as it was quantized"), library_of(folder, component)
-            found.append(_described(made / component, component, library, class_name, reasons, "16 bit in the file"))
+            found.append(_described(made / component, component, library, class_name, reasons))
     return found
 
 
-def _described(
-    folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str], other: str
-) -> Component:
-    """A component as it stands in `folder`. reasons: by layer; other: of those that are not in it."""
+def _described(folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str]) -> Component:
+    """A component as it stands in `folder`. reasons: by layer, but for those in 16 bit."""
     config = read_json(folder / "config.json")
     schemes = _schemes(config)
     model = build_on_meta(library, class_name, {key: config[key] for key in config if key != "quantization_config"})
@@ -154,7 +152,9 @@ def _described(
         located = family.locate(name) if family else None
         role = located[0].role if located else KEPT_ROLE if family and family.kept(name) else UNKNOWN_ROLE
         n, k = linear_size(module)
-        layers.append(LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, other)))
+        layers.append(
+            LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, "16 bit in the file"))
+        )
     plan = Plan(family.name if family else GENERIC, component, tuple(layers))
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
     return Component(
@@ -174,10 +174,8 @@ def _described(
 
 def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:
     """Of a component's quantized layers; none in 16 bit."""
-    said = config.get("quantization_config")
-    if not isinstance(said, dict) or said.get("quant_method") != QUANT_METHOD:
-        return {}
-    return QuantizationConfig.from_dict(said).schemes
+    said = quantization_of(config)
+    return QuantizationConfig.from_dict(said).schemes if said is not None else {}
 
 
 def _family(model: nn.Module) -> Family | None:

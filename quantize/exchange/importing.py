@@ -10,6 +10,7 @@ One layer is in memory at a time. Nothing stands at the target until all of it d
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +40,8 @@ from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
-from fluxq.quantize.exchange.layer import BY_ROWS, Plain, QuantTensors, not_finite, split
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, not_finite, split
+from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
@@ -60,6 +62,11 @@ class _Target:
     class_name: str
     config: dict[str, Any]
     pipeline: ModelFolder | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the model in 16 bit."""
+        return {key: value for key, value in self.config.items() if key != "quantization_config"}
 
 
 def import_model(
@@ -105,35 +112,29 @@ def import_model(
     if overwrite or not Output(output).holds(job):
         checked = {name: _checked(model, targets[name], place, name, dequantize) for name, model in models.items()}
     on_start()
-    reports = []
+    reports = {
+        name: Imported(target.component, models[name].dialect, str(output), target.class_name, target.library)
+        for name, target in targets.items()
+    }
     with writing(Output(output), job, overwrite=overwrite) as made:
-        for name, model in models.items():
-            target = targets[name]
-            report = Imported(target.component, model.dialect, str(output), target.class_name, target.library)
-            if made is None:
-                reports.append(replace(report, was_written=True))
-                continue
-            folder = made / target.component if target.pipeline else made / "component"
-            readable = checked.pop(name, None) or _checked(model, target, place, name, dequantize)
-            _write(folder, readable, target, report, dequantize)
-            report.files = hashes[name]
-            report.unproved += unproved if not reports else []
-            reports.append(report)
-            if target.pipeline is None:
-                for file in folder.iterdir():
-                    file.rename(made / file.name)
-                folder.rmdir()
         if made is None:
-            return reports
+            return [replace(report, was_written=True) for report in reports.values()]
+        for name, report in reports.items():
+            target = targets[name]
+            readable = checked.pop(name, None) or _checked(models[name], target, place, name, dequantize)
+            _write(made / target.component, readable, target, report, dequantize)
+            report.files = hashes[name]
+        done = list(reports.values())
+        done[0].unproved += unproved
         pipeline = next((target.pipeline for target in targets.values()), None)
         if pipeline is not None:
-            copy_rest(made, pipeline, [report.component for report in reports])
+            copy_rest(made, pipeline, [report.component for report in done])
         write_digests(made)
-        record = record_of(made, path, pipeline, source, reports, job)
+        record = record_of(made, path, pipeline, source, done, job)
         write_json(made / PLAN_FILE, record.to_json())
         if card is not None:
             write_text(made / "README.md", card(record))
-    return reports
+    return done
 
 
 def _contents(place: Path | None) -> Any:
@@ -208,7 +209,6 @@ class _Checked:
     model: ModelFile
     base: Base | None
     found: Inspection | None
-    config: dict[str, Any]
     network: nn.Module
 
 
@@ -236,22 +236,27 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
         raise ValueError(
             f"{model.path}: has no quantized layer of the {target.class_name}{others}; take the 16-bit model"
         )
-    config = {key: value for key, value in target.config.items() if key != "quantization_config"}
-    network = _network(model, target, config)
-    return _Checked(model, base, _proved(model, base) if base is not None else None, config, network)
+    try:
+        network = build_on_meta(target.library, target.class_name, target.settings)
+    except Exception as error:  # whatever a constructor makes of values that it did not expect
+        raise ValueError(
+            f"{model.path}: no {target.class_name} can be built from config.json ({type(error).__name__}: {error}); "
+            "copy the file again"
+        ) from error
+    return _Checked(model, base, _proved(model, base) if base is not None else None, network)
 
 
 def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, dequantize: bool) -> None:
     """Write a component's weights and config.json into `folder`; fills in the report."""
-    model, base, found, config = checked.model, checked.base, checked.found, dict(checked.config)
+    model, base, found, config = checked.model, checked.base, checked.found, target.settings
     report.dialect = model.dialect
     expected, linears = checked.network.state_dict(keep_vars=True), linears_of(checked.network)
     own_name = names_in_model(checked.network)
     refused: dict[str, str] = {}
     schemes: dict[str, Scheme] = {}
     written: set[str] = set()
-    parts = folder.parent / f".{folder.name}.parts"
-    parts.mkdir()
+    parts = folder / ".parts"
+    parts.mkdir(parents=True)
     files: list[Path] = []
 
     def put(tensors: Mapping[str, Tensor], scheme: Scheme | None = None) -> None:
@@ -307,9 +312,7 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
         put(_plain(tensor if rows is None else tensor[rows], whole, expected, model))
     _require_all(model, expected, written, target.class_name)
     write_shards(folder, target.library, files, {f"{module}.weight" for module in schemes})
-    for file in files:
-        file.unlink()
-    parts.rmdir()
+    shutil.rmtree(parts)
     report.quantized = {module: str(scheme) for module, scheme in schemes.items()}
     report.notes = _counted(report.notes)
     for other, (count, nbytes) in model.other_components().items():
@@ -317,17 +320,6 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
     if schemes:
         config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
     write_json(folder / "config.json", config)
-
-
-def _network(model: ModelFile, target: _Target, config: dict[str, Any]) -> nn.Module:
-    """The 16-bit model on the meta device."""
-    try:
-        return build_on_meta(target.library, target.class_name, config)
-    except Exception as error:  # whatever a constructor makes of values that it did not expect
-        raise ValueError(
-            f"{model.path}: no {target.class_name} can be built from config.json ({type(error).__name__}: {error}); "
-            "copy the file again"
-        ) from error
 
 
 def _proved(model: ModelFile, base: Base) -> Inspection:
@@ -342,12 +334,9 @@ def _proved(model: ModelFile, base: Base) -> Inspection:
     return report
 
 
-def _read(
-    model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, against: Against | None
-) -> QuantTensors | Plain:
+def _read(model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, against: Against | None) -> Decoded:
     """The layer with the rows of diffusers behind one another; ValueError where it cannot be."""
     tensors: dict[str, Tensor] = model.read_layer(layer)
-    n, _ = layer.shape
     repairs = against.best if against is not None else ()
     orders = base.rows(layer.shape, whole)[1] if base is not None and repairs else {}
     for name in repairs:
@@ -362,9 +351,9 @@ def _read(
         found = replace(found, tensors=kept, scheme=replace(found.scheme, static_input=False))
     for name in repairs:
         if name in orders:
-            found = reordered(found, orders[name].argsort())
+            found = found.reordered(orders[name].argsort())
     if whole.order == "halves swapped":
-        found = reordered(found, torch.cat(list(torch.arange(n).chunk(2))[::-1]))
+        found = found.reordered(in_order(torch.arange(layer.shape[0]), whole.order))
     return found
 
 
@@ -383,21 +372,7 @@ def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, re
     return found
 
 
-def reordered(layer: QuantTensors | Plain, rows: Tensor) -> QuantTensors | Plain:
-    """The same layer with these rows, in this order."""
-    if isinstance(layer, Plain):
-        return replace(layer, weight=layer.weight[rows], bias=None if layer.bias is None else layer.bias[rows])
-    tensors = {}
-    for name, tensor in layer.tensors.items():
-        by_rows = name in BY_ROWS and tensor.ndim and tensor.shape[0] == len(rows)
-        bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        tensors[name] = bits[rows].view(tensor.dtype) if by_rows else tensor
-    return replace(layer, tensors=tensors)
-
-
-def _split(
-    layer: QuantTensors | Plain, modules: list[str], expected: Mapping[str, Tensor]
-) -> list[QuantTensors] | list[Plain]:
+def _split(layer: Decoded, modules: list[str], expected: Mapping[str, Tensor]) -> list[QuantTensors] | list[Plain]:
     """The layer of each module, by the sizes that the model's class asks for."""
     missing = [module for module in modules if f"{module}.weight" not in expected]
     if missing:
@@ -427,12 +402,9 @@ def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) 
     return ""
 
 
-def _dense(module: str, layer: QuantTensors | Plain, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weight and bias in 16 bit."""
-    if isinstance(layer, Plain):
-        weight, bias = layer.weight, layer.bias
-    else:
-        weight, bias = layer.linear().collapsed()
+    weight, bias = layer.collapsed()
     found = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
     return found | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
 
@@ -446,8 +418,7 @@ def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model:
     missing = [part for part in whole.parts if part not in expected]
     if missing:
         raise ValueError(f"{model.path}: the model has no {missing[0]}; is its configuration that of another one?")
-    if whole.order == "halves swapped":
-        tensor = torch.cat(list(tensor.chunk(2))[::-1])
+    tensor = in_order(tensor, whole.order)
     if not whole.parts:
         return {}
     sizes = [expected[part].shape[0] if expected[part].ndim else 1 for part in whole.parts]
@@ -486,13 +457,7 @@ def _counted(notes: list[str]) -> list[str]:
     ]
 
 
-_MENDED = (
-    *REPAIRS,
-    "disabled",
-    "rows in another order",
-    "halves swapped",
-    "ignored though quantized",
-)  # kinds of faults
+_MENDED = (*REPAIRS, "disabled", "rows in another order", "halves swapped", "ignored though quantized")  # faults
 _LEFT_OUT = {
     "input_scale": "input_scale was left out, x takes its scale from each token here",
     "wzeros": "zero points were 7 scales, rounded to 16 bit; here they are exactly 7, at most 3 % of a step away",

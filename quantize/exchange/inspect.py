@@ -138,8 +138,8 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return [f"{wrong[0].layer}: {wrong[0].what}{more}"] if wrong else []
 
-    found = beside(path, base, looked_at, compare)
-    return [Fault("another component", name, what) for name, what in found.differences], found.unproved
+    differences, unproved = beside(path, base, looked_at, compare)
+    return [Fault("another component", name, what) for name, what in differences], unproved
 
 
 def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
@@ -153,7 +153,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         str(model.path),
         model.container,
         model.unknown_method or model.dialect,
-        _about(model),
+        f"what {model.unknown_method} wrote is not read here" if model.unknown_method else model.rules.about,
         () if model.unknown_method else model.evidence,
         model.contradictions,
         model.family.name if model.family else "",
@@ -171,8 +171,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     compared: dict[str, Linear] = {}
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         parts = joined.get(f"{name}.weight", Joined(name, (f"{name}.weight",)))
-        modules = tuple(part.removesuffix(".weight") for part in parts.parts)
-        report, faults = _layer(model, layer, modules, parts, base)
+        report, faults = _layer(model, layer, parts, base)
         done.layers.append(report)
         done.faults += faults
         if base is not None and report.against is not None:
@@ -182,8 +181,8 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     for report in done.layers:
         scope[report.role or "unknown"][report.format] += 1
     for name in in_16_bit:
-        modules = [part.removesuffix(".weight") for part in joined.get(f"{name}.weight", Joined(name, (name,))).parts]
-        scope[(_role(model, modules[0]) if modules else "") or "unknown"]["16 bit"] += 1
+        modules = _modules(joined.get(f"{name}.weight", Joined(name, (name,))))
+        scope[_role(model, modules) or "unknown"]["16 bit"] += 1
     done.scope = {role: dict(formats) for role, formats in sorted(scope.items())}
     done.faults += [*_narrow_scales(model), *_left_out(model, joined)]
     done.faults += [Fault(*fault) for fault in model.rules.faults(model)]
@@ -197,10 +196,11 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     if base is not None:
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
             parts = joined.get(f"{name}.weight")
-            truth, orders, _ = base.rows(shape, parts) if parts else (None, {}, "")
-            if parts is not None and truth is not None and name not in {fault.layer for fault in done.faults}:
-                compared[name] = _compared_16_bit(model, name, shape, parts, truth, orders, base)
-                done.faults += _faults_of_16_bit(name, compared[name].against)
+            if parts is None or name in {fault.layer for fault in done.faults}:
+                continue
+            if (found := _compared_16_bit(model, name, shape, parts, base)) is not None:
+                compared[name] = found
+                done.faults += _verdict(name, found.against)
         done.faults = _with_folding(model, done.faults, compared, joined, base)
         done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
         if model.config and not base.model.config:
@@ -220,13 +220,10 @@ def _joined(model: ModelFile, done: Inspection) -> dict[str, Joined]:
         return {}
 
 
-def _layer(
-    model: ModelFile, layer: FileLayer, modules: tuple[str, ...], joined: Joined, base: Base | None
-) -> tuple[LayerReport, list[Fault]]:
-    """Report on a layer, and list its faults."""
-    tensors = model.read_layer(layer)
+def _layer(model: ModelFile, layer: FileLayer, joined: Joined, base: Base | None) -> tuple[LayerReport, list[Fault]]:
+    tensors, modules = model.read_layer(layer), _modules(joined)
     faults = [Fault(kind, layer.name, what) for kind, what in _numbers(model, layer, tensors)]
-    faults += [Fault("missing input_scale", layer.name, what) for what in _missing_input_scale(model, layer)]
+    faults += _missing_input_scale(model, layer)
     n, k = layer.shape
     scheme, error, is_lost = "", "", False
     try:
@@ -244,16 +241,18 @@ def _layer(
             faults.append(Fault("not in the base", layer.name, why))
         else:
             against = prove(model, layer, tensors, truth, orders, _base_bias(base, joined, layer.shape))
-            if not (
-                faults and against is not None and math.isnan(against.cosine)
-            ):  # else it is said already what is no number
-                faults += [Fault(kind, layer.name, what) for kind, what in _verdict(against)]
+            is_said = bool(faults) and against is not None and math.isnan(against.cosine)  # what is no number
+            faults += [] if against is None or is_said else _verdict(layer.name, against)
     if error and (against is None or not against.best):  # else it is known what mends it
         faults.append(Fault("scales of 0", layer.name, error) if is_lost else _cured_by(model, layer, tensors, error))
     bits = 8 * layer.nbytes / max(n * k, 1)
-    role = _role(model, modules[0]) if modules else ""
+    role = _role(model, modules)
     report = LayerReport(layer.name, modules, role, model.rules.format_of(layer), scheme, layer.shape, bits, against)
     return report, list({fault.kind: fault for fault in faults}.values())  # what the base says of a kind comes last
+
+
+def _modules(joined: Joined) -> tuple[str, ...]:
+    return tuple(part.removesuffix(".weight") for part in joined.parts)
 
 
 def _bias_of(joined: Joined) -> Joined:
@@ -270,11 +269,11 @@ def _linear(
     model: ModelFile, against: Against, shape: tuple[int, int], bias: str, joined: Joined, base: Base
 ) -> Linear:
     """A Linear for `not_taken_back`. bias: the dtype that its bias is stored in, "" for none."""
-    module = joined.parts[0].removesuffix(".weight") if joined.parts else joined.original
+    modules = _modules(joined)
+    module = modules[0] if modules else joined.original
     located = model.family.locate(module) if model.family else None
     x = f"{located[1]}: {', '.join(located[0].members)}" if located else module
     by = located[0].modulation if located else None
-    modules = tuple(part.removesuffix(".weight") for part in joined.parts)
     return Linear(
         against,
         shape,
@@ -308,34 +307,17 @@ def _truth(base: Base, shape: tuple[int, int], joined: Joined) -> Tensor:
     return weight.float()
 
 
-def _compared_16_bit(
-    model: ModelFile,
-    name: str,
-    shape: tuple[int, int],
-    joined: Joined,
-    truth: Tensor,
-    orders: Mapping[str, Tensor],
-    base: Base,
-) -> Linear:
-    """A Linear that is not quantized beside the base's."""
-    own = f"{name}.bias"
-    bias = model.read(own).float() if own in model.stored else torch.zeros(shape[0], dtype=torch.float32)
+def _compared_16_bit(model: ModelFile, name: str, shape: tuple[int, int], joined: Joined, base: Base) -> Linear | None:
+    """A Linear that is not quantized beside the base's; None where that has none."""
+    truth, orders, _ = base.rows(shape, joined)
+    if truth is None:
+        return None
+    stored, bias = model.stored.get(f"{name}.bias"), torch.zeros(shape[0], dtype=torch.float32)
+    bias = model.read(f"{name}.bias").float() if stored else bias
     truth_of_bias = _base_bias(base, joined, shape)
     pair = (bias, truth_of_bias) if bias.shape == truth_of_bias.shape else None
     against = compare(model.read_plain(f"{name}.weight"), truth, orders, pair)
-    stored = model.stored[own].dtype if own in model.stored else ""
-    return _linear(model, against, shape, stored, joined, base)
-
-
-def _faults_of_16_bit(name: str, against: Against) -> Iterator[Fault]:
-    """Yield the faults of a Linear that is not quantized: its rows in another order, or another weight."""
-    if against.widened:
-        yield Fault(
-            "widened", name, f"error {against.error:.3g}, as codes of {8 if against.error < 0.05 else 4} bits have"
-        )
-        return
-    for kind, what in _verdict(against):
-        yield Fault(kind, name, what)
+    return _linear(model, against, shape, stored.dtype if stored else "", joined, base)
 
 
 def _with_folding(
@@ -363,28 +345,22 @@ def _with_folding(
         else:
             rows = own.shape[0] if own.ndim else 1
             against = compare(own.reshape(rows, -1), truth.reshape(rows, -1), {})
-            faults = list(_faults_of_16_bit(name, against))
-            found += [replace(f, kind="lost scale") if f.kind == "folded factors" else f for f in faults]
+            shown = _verdict(name, against)
+            found += [replace(f, kind="lost scale") if f.kind == "folded factors" else f for f in shown]
     left, folded = not_taken_back(compared, vectors)
-    found = [
-        replace(fault, kind="folded factors")
-        if fault.kind == "scale off by a factor" and fault.layer in folded
-        else fault
-        for fault in found
-    ]
-    found = [
-        replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
-        if fault.kind == "folded factors" and fault.layer in left
-        else fault
-        for fault in found
-    ]
+    for at, fault in enumerate(found):
+        if fault.kind == "scale off by a factor" and fault.layer in folded:
+            found[at] = replace(fault, kind="folded factors")
+        elif fault.kind == "folded factors" and fault.layer in left:
+            found[at] = replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
     told = {fault.layer for fault in found}
     tuned = {fault.layer for fault in found if fault.kind == "differs"}
     for name, what in left.items():
         if name in vectors:
             each = vectors[name]
             alike = float(each.own @ each.base) > _ALIKE * float(each.own.norm() * each.base.norm())
-            what = f"it differs from the base's by {_share(each.own, each.base)}"
+            share = float((each.own - each.base).norm() / each.base.norm().clamp(min=1e-30))
+            what = f"it differs from the base's by {share:.3g} of it"
             found.append(Fault("differs" if alike else "another value", name, what))
         elif name not in told or name in tuned:
             found.append(Fault("differs" if name in tuned else "another value", name, what))
@@ -442,10 +418,6 @@ def _disabled(model: ModelFile) -> Iterator[Fault]:
             yield Fault("unreadable", name, str(error))
 
 
-def _share(own: Tensor, truth: Tensor) -> str:
-    return f"{float((own - truth).norm() / truth.norm().clamp(min=1e-30)):.3g} of it"
-
-
 def _cured_by(model: ModelFile, layer: FileLayer, tensors: dict[str, Tensor], error: str) -> Fault:
     """Find the fault for which `decode` refused a layer: a change of shape or dtype cures it, or it is "unreadable"."""
     for name, repair in REPAIRS.items():
@@ -461,30 +433,35 @@ def _cured_by(model: ModelFile, layer: FileLayer, tensors: dict[str, Tensor], er
     return Fault("unreadable", layer.name, error)
 
 
-def _verdict(against: Against | None) -> Iterator[tuple[str, str]]:
-    """Yield the faults that the comparison shows, as (kind, words)."""
-    if against is None:
+def _verdict(name: str, against: Against) -> Iterator[Fault]:
+    """Yield the faults that the comparison of a layer with the base's shows."""
+    if against.widened:
+        bits = 8 if against.error < 0.05 else 4
+        yield Fault("widened", name, f"error {against.error:.3g}, as codes of {bits} bits have")
         return
     declared = "cannot be read" if against.declared is None else f"has an error of {against.declared:.3g}"
     if against.best and (against.plausible or against.error < 0.6 * (against.declared or torch.inf)):
-        for name in against.best:
-            kind = name if name in FAULTS else "rows in another order"
-            yield kind, f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
+        what = f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
+        for order in against.best:
+            yield Fault(order if order in FAULTS else "rows in another order", name, what)
     if against.strays:
-        kind = "lost scale" if against.strays.lost else "differs"
-        yield kind, f"{against.strays.words} are further off than rounding takes them"
+        what = f"{against.strays.words} are further off than rounding takes them"
+        yield Fault("lost scale" if against.strays.lost else "differs", name, what)
     elif not against.plausible:
         left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
         if against.factors is not None:
             axis, own = against.factors.axis, against.factors.left
-            yield "folded factors", f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
+            what = f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
+            yield Fault("folded factors", name, what)
         elif against.scaled and left <= against.bound and against.cosine > 0:
-            yield "scale off by a factor", f"{against.factor:.4g} times what was read comes nearest to the base"
+            what = f"{against.factor:.4g} times what was read comes nearest to the base"
+            yield Fault("scale off by a factor", name, what)
         elif not against.cosine >= _ALIKE:
             what = f"its cosine with the base's weight is {against.cosine:.2g}, no reading has an error below "
-            yield "another model's layer", f"{what}{min(against.errors.values()):.3g}"
+            yield Fault("another model's layer", name, f"{what}{min(against.errors.values()):.3g}")
         else:
-            yield "differs", f"error {against.error:.3g}, cosine {against.cosine:.3f}: no rounding of this weight alone"
+            what = f"error {against.error:.3g}, cosine {against.cosine:.3f}: no rounding of this weight alone"
+            yield Fault("differs", name, what)
 
 
 # --- numbers
@@ -510,11 +487,10 @@ def _scale_numbers(
     n, k = layer.shape
     is_nvfp4 = any(name in tensors for name in _GLOBAL_SCALES)
     e8m0 = scale.dtype == torch.float8_e8m0fnu or (scale.dtype == torch.uint8 and not is_nvfp4)
-    if suffix in ("weight_scale", "_weight_scale") and model.rules.tiles is not None and scale.ndim == 2:
+    is_tiled = suffix in ("weight_scale", "_weight_scale") and model.rules.tiles is not None
+    if is_tiled and scale.ndim == 2 and scale.element_size() == 1:
         try:
-            scale = (
-                unblock_scales(scale.contiguous(), n, k // (32 if e8m0 else 16)) if scale.element_size() == 1 else scale
-            )
+            scale = unblock_scales(scale.contiguous(), n, k // (32 if e8m0 else 16))
         except ValueError:
             return  # of another shape, which is reported as such
     if e8m0:
@@ -529,10 +505,7 @@ def _scale_numbers(
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e4m3fn)
     values = scale.float()
-    for words, wrong in (
-        ("NaN or infinite", ~torch.isfinite(values)),
-        ("negative", values < 0),
-    ):
+    for words, wrong in (("NaN or infinite", ~torch.isfinite(values)), ("negative", values < 0)):
         if wrong.any():
             yield "scales that are no numbers", f"{int(wrong.sum())} of {values.numel()} in {suffix} are {words}"
     zeros = int((values == 0).sum())
@@ -582,13 +555,13 @@ def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
 # --- what readers ask for
 
 
-def _missing_input_scale(model: ModelFile, layer: FileLayer) -> Iterator[str]:
+def _missing_input_scale(model: ModelFile, layer: FileLayer) -> Iterator[Fault]:
     row = model.rules.row(layer)
-    suffixes = {"input_scale", "input_global_scale", "_weight_act_per_tensor_scale"}
-    if row is None or suffixes & layer.parts.keys():
+    if row is None or not layer.parts.keys().isdisjoint(_SCALES_OF_X):
         return
     if row.input_scale == "required" or "input_scale" in row.needs:
-        yield f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
+        what = f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
+        yield Fault("missing input_scale", layer.name, what)
 
 
 def _left_out(model: ModelFile, joined: Mapping[str, Joined]) -> Iterator[Fault]:
@@ -596,41 +569,31 @@ def _left_out(model: ModelFile, joined: Mapping[str, Joined]) -> Iterator[Fault]
     family = model.family
     if family is None or not model.layers:
         return
-    kinds: dict[str, list[tuple[str, int, bool]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     sizes = {name: (layer.shape, True) for name, layer in model.layers.items()}
     sizes |= {name: (shape, False) for name, shape in model.linears_in_16_bit().items()}
     for name, ((n, k), quantized) in sizes.items():
-        parts = joined.get(f"{name}.weight")
-        for part in parts.parts if parts else ():
-            module = part.removesuffix(".weight")
+        modules = _modules(joined[f"{name}.weight"]) if f"{name}.weight" in joined else ()
+        for module in modules:
             located = family.locate(module)
-            if located is None or family.kept(module):
-                continue
-            group, block = located
-            kind = f"{group.block}{module.removeprefix(block)}"
-            kinds[kind].append((module, n * k // max(len(parts.parts), 1) if parts else n * k, quantized))
-    total = sum(size for members in kinds.values() for _, size, _ in members) or 1
+            if located is not None and not family.kept(module):
+                group, block = located
+                kind = f"{group.block}{module.removeprefix(block)}"
+                kinds[kind].append((n * k // len(modules), quantized))
+    total = sum(size for members in kinds.values() for size, _ in members) or 1
     for kind, members in kinds.items():
-        share = sum(size for _, size, _ in members) / total
-        if share >= _MATTERS and not any(quantized for _, _, quantized in members):
-            why = ""
-            if kind.rpartition(".")[2] in model.rules.left_out:
-                why = f"; {model.rules.left_out[kind.rpartition('.')[2]]}"
-            yield Fault("left in 16 bit", kind, f"{len(members)} Linears, {share:.0%} of the weights{why}")
+        share = sum(size for size, _ in members) / total
+        if share >= _MATTERS and not any(quantized for _, quantized in members):
+            why = model.rules.left_out.get(kind.rpartition(".")[2])
+            what = f"{len(members)} Linears, {share:.0%} of the weights"
+            yield Fault("left in 16 bit", kind, f"{what}; {why}" if why else what)
 
 
-def _role(model: ModelFile, module: str) -> str:
-    family = model.family
-    if family is None:
+def _role(model: ModelFile, modules: tuple[str, ...]) -> str:
+    if model.family is None or not modules:
         return ""
-    located = family.locate(module)
-    return located[0].role if located else "kept" if family.kept(module) else ""
-
-
-def _about(model: ModelFile) -> str:
-    if model.unknown_method:
-        return f"what {model.unknown_method} wrote is not read here"
-    return model.rules.about
+    located = model.family.locate(modules[0])
+    return located[0].role if located else "kept" if model.family.kept(modules[0]) else ""
 
 
 def _finite(value: Any) -> Any:
@@ -691,6 +654,10 @@ class Kind:
     is_error: bool = True
 
 
+def _note(about: str, cure: str = "none is needed") -> Kind:
+    return Kind(about, cure, is_error=False)
+
+
 _AGAIN = "get the file again"
 _CONVERT = "write it again with a converter that does, or read it with `fluxq import --base`"
 _LARGEST_WEIGHT = 1e4  # that any model has; outliers are some tens
@@ -699,6 +666,7 @@ _ALIKE = 0.9  # the least cosine of a weight that was tuned
 _CAST = 0.004  # error of a bias or norm that was in another 16-bit dtype: twice that of bf16
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
 _E8M0_LARGEST = 127 + 20  # 2^20, as LARGEST
+_SCALES_OF_X = ("input_scale", "input_global_scale", "_weight_act_per_tensor_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale", "scale_input")
 _OF_X = (*_INPUT_SCALES, "activation_scale", "_weight_act_per_tensor_scale")
 _GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
@@ -714,11 +682,7 @@ FAULTS: dict[str, Kind] = {
     "another model's layer": Kind("the weight has nothing to do with the base's", _AGAIN),
     "another base": Kind("most layers are of another model than the base", "give the model that it was made from"),
     "scale off by a factor": Kind("all weights are too large or too small by the same factor", _AGAIN),
-    "folded factors": Kind(
-        "rows or columns carry factors that other layers take back: smoothing was folded",
-        "none is needed",
-        False,
-    ),
+    "folded factors": _note("rows or columns carry factors that other layers take back: smoothing was folded"),
     "lost scale": Kind("rows or columns carry factors that no layer takes back: a scale is lost or wrong", _AGAIN),
     "another value": Kind("a bias, norm or table is not the base's", _AGAIN),
     "differs": Kind(
@@ -742,7 +706,7 @@ FAULTS: dict[str, Kind] = {
     "integers": Kind("a weight or bias that is not quantized holds integers", _AGAIN),
     "too large": Kind("a weight, bias or scale is larger than those of any model", _AGAIN),
     "no activations'": Kind("an input scale is of activations that no model has", _AGAIN),
-    "widened": Kind("in 16 bit, and as far from the base's as if it had been in codes", "none is needed", False),
+    "widened": _note("in 16 bit, and as far from the base's as if it had been in codes"),
     "not in the base": Kind("the base has no such weight", "give the model that it was made from"),
     "unread": Kind("a tensor beside codes that no reader of the dialect knows: the weights may be others", _AGAIN),
     "disabled": Kind(
@@ -753,32 +717,26 @@ FAULTS: dict[str, Kind] = {
         "a quantization that is not read here, of which nothing else was looked at", "get the model in 16 bit"
     ),
     "unreadable": Kind("no reader of the dialect takes the layer", _AGAIN),
-    "unknown names": Kind("no row of recipes/families knows a tensor's name", "is it another model?", False),
+    "unknown names": _note("no row of recipes/families knows a tensor's name", "is it another model?"),
     "codes that are NaN": Kind("weights that are NaN", _AGAIN),
     "scales that are no numbers": Kind("NaN, infinite or negative scales", _AGAIN),
     "global scale of 0": Kind("all weights of the layer would be 0", _AGAIN),
     "scales of 0": Kind("scales of 0 over codes that are not: these weights would be gone", _AGAIN),
-    "zero scales": Kind(
-        "blocks of zeros: writers differ in how they store them, readers do not", "none is needed", False
+    "zero scales": _note("blocks of zeros: writers differ in how they store them, readers do not"),
+    "E8M0 byte 0": _note(
+        "ComfyUI reads 0, others 2^-127: the same only over codes of 0", "none is needed where they are"
     ),
-    "E8M0 byte 0": Kind(
-        "ComfyUI reads 0, others 2^-127: the same only over codes of 0", "none is needed where they are", False
-    ),
-    "scale rounded to bf16": Kind(
-        "scales were computed in bf16, up to 0.4 % off, and the largest values saturate",
-        "quantize with scales in fp32",
-        False,
+    "scale rounded to bf16": _note(
+        "scales were computed in bf16, up to 0.4 % off, and the largest values saturate", "quantize with scales in fp32"
     ),
     "ignored though quantized": Kind(
         "readers that match `ignore` would load codes as if they were weights", "make the pattern exact"
     ),
-    "left in 16 bit": Kind(
-        "Linears that recipes quantize stay in 16 bit", "none is needed; it costs memory and time", False
+    "left in 16 bit": _note("Linears that recipes quantize stay in 16 bit", "none is needed; it costs memory and time"),
+    "not for diffusers": _note(
+        "stock diffusers' from_pretrained does not load it", "`fluxq import`, or `fluxq export --format bfl`"
     ),
-    "not for diffusers": Kind(
-        "stock diffusers' from_pretrained does not load it", "`fluxq import`, or `fluxq export --format bfl`", False
-    ),
-    "nothing says the format": Kind(
-        "formats were told from names and shapes alone", "give the folder with config.json", False
+    "nothing says the format": _note(
+        "formats were told from names and shapes alone", "give the folder with config.json"
     ),
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluxq.kernels.linear import LOW_RANK, QuantLinear
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.layouts import as_bytes, require_kept
+from fluxq.quantize.exchange.layouts import as_bytes, concatenated, require_kept
 from fluxq.recipes.formats import Format, Scheme, find_format
 
 Names = tuple[str, ...]
@@ -42,6 +42,26 @@ class QuantTensors:
         """The layer that computes with these tensors."""
         return QuantLinear.from_tensors(self.tensors, self.shape, self.scheme)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what is in 16 bit: of the bias, else of the low-rank pair; bf16 where there is neither."""
+        held = (self.tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in self.tensors)
+        return next(held, torch.bfloat16)
+
+    def collapsed(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (N, K) in fp32, and bias (N,): what the layer computes but for the rounding of x."""
+        return self.linear().collapsed()
+
+    def reordered(self, rows: Tensor) -> QuantTensors:
+        """The same layer with these rows (N,), in this order."""
+        tensors = dict(self.tensors)
+        for name in tensors.keys() & BY_ROWS:
+            tensor = tensors[name]
+            if tensor.ndim:
+                bits = as_bytes(tensor) if tensor.element_size() == 1 else tensor
+                tensors[name] = bits[rows].view(tensor.dtype)
+        return replace(self, tensors=tensors)
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -50,6 +70,18 @@ class Plain:
     weight: Tensor
     bias: Tensor | None
     why: str
+
+    def collapsed(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, as `QuantTensors` has them."""
+        return self.weight, self.bias
+
+    def reordered(self, rows: Tensor) -> Plain:
+        """The same layer with these rows (N,), in this order."""
+        return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
+
+
+Decoded = QuantTensors | Plain
+Read = tuple[str, dict[str, Tensor]] | Plain  # our format and native tensors, or what no format of ours holds
 
 
 @dataclass(frozen=True)
@@ -70,7 +102,7 @@ class Row:
     name: as the dialect spells it. weights, activations: of ours; activations is what its reader computes in, and what
     `decode` says. also: other activations that `encode` takes, with a note. input_scale: the calibrated global scale.
     smooth, low_rank: whether the reader applies them. multiples: of N and K. needs: tensors that no scheme of ours
-    stores. rounds: native tensors that the dialect holds in fewer bits. read_by: programs that read just this format.
+    stores. read_by: programs that read just this format.
     factors_stay: its layers all have factors, by which the reader divides x, so that none are folded without need.
     unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
     """
@@ -84,7 +116,6 @@ class Row:
     low_rank: bool = False
     multiples: tuple[int, int] = (1, 1)
     needs: Names = ()
-    rounds: Names = ()
     read_by: str = ""
     factors_stay: bool = False
     unread: str = ""
@@ -227,41 +258,13 @@ def positive(scale: Tensor, name: str) -> Tensor:
     return scale
 
 
-def _require_kept_codes(codes: Tensor, zero: Tensor, signs: int) -> Tensor:
-    """Return which bytes of codes (N, B) the scales that are zero (N, G) are of; LostScales where one is not 0.
-
-    signs: bits of a byte that a code of 0 may have.
-    """
-    under = zero.repeat_interleave(codes.shape[1] // zero.shape[1], dim=1)
-    require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
-    return under
-
-
-def without_zero_exponents(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """E8M0 bytes 0 (N, G) of blocks of zeros become 127, as they are natively.
-
-    Byte 0 is 2^-127, and 0 in ComfyUI; over codes other than zero it raises LostScales. Byte 255, NaN, raises
-    ValueError.
-    """
-    if not scale.shape[1] or codes.shape[0] != scale.shape[0] or codes.shape[1] % scale.shape[1]:
-        raise ValueError(f"weight_scale {(*scale.shape,)} does not divide codes of {(*codes.shape,)}")
-    if (scale == 255).any():
-        raise ValueError("weight_scale holds NaN (E8M0 byte 255); get the file again")
-    zero = scale == 0
-    if zero.any():
-        _require_kept_codes(codes, zero, 0x80 if codes.dtype == torch.float8_e4m3fn else 0x88)
-    return codes, scale.masked_fill(zero, 127)
-
-
 def native(
-    row: Row,
-    shape: tuple[int, int],
-    tensors: Mapping[str, Tensor],
-    beside: Mapping[str, Tensor] | None = None,
+    row: Row, shape: tuple[int, int], tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor] = {}
 ) -> QuantTensors:
     """A decoded layer: its scheme follows from the row and the tensors, whose shapes and dtypes are checked.
 
-    Scales of 0 become 1, as a native checkpoint has them over codes of 0; LostScales over others.
+    Scales of 0 become 1, as a native checkpoint has them over codes of 0; LostScales over others. An E8M0 byte of 0 is
+    2^-127, and 0 in ComfyUI.
     """
     rank = tensors["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in tensors else 0
     scheme = row.scheme(static_input="input_scale" in tensors, smooth="pre_quant_scale" in tensors, rank=rank)
@@ -275,14 +278,19 @@ def native(
         if name in tensors and not (torch.isfinite(tensors[name]) & (tensors[name] > 0)).all():
             raise ValueError(f"{row.name}: {name} is 0 or infinite, which no writer means; get the file again")
     codes, scale = tensors["weight"], tensors["weight_scale"]
-    zero = scale.float() == 0
-    if scale.dtype != torch.uint8 and zero.any():
+    zero, is_e8m0 = scale.float() == 0, scale.dtype == torch.uint8
+    if is_e8m0 and (scale == 255).any():
+        raise ValueError("weight_scale holds NaN (E8M0 byte 255); get the file again")
+    if zero.any():
         element = scheme.weights.element
-        signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80
+        signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80  # bits that a code of 0 may have
         rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
-        codes = as_bytes(codes).masked_fill(_require_kept_codes(codes, rows, signs), 0).view(codes.dtype)  # not -0
-        tensors = {**tensors, "weight": codes, "weight_scale": torch.where(zero, 1.0, scale.float()).to(scale.dtype)}
-    return QuantTensors(dict(tensors), shape, scheme, dict(beside or {}))
+        under = rows.repeat_interleave(codes.shape[1] // rows.shape[1], dim=1)  # (N, bytes)
+        require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
+        codes = codes if is_e8m0 else as_bytes(codes).masked_fill(under, 0).view(codes.dtype)  # not -0
+        scale = torch.where(zero, 127.0 if is_e8m0 else 1.0, scale.float()).to(scale.dtype)
+        tensors = {**tensors, "weight": codes, "weight_scale": scale}
+    return QuantTensors(dict(tensors), shape, scheme, dict(beside))
 
 
 def join(layers: Sequence[QuantTensors]) -> QuantTensors:
@@ -305,7 +313,7 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
             rows = [part.expand(layer.shape[0], 1) for part, layer in zip(parts, layers, strict=True)]
             joined[name] = torch.cat(rows)
         elif name in BY_ROWS and parts[0].ndim:
-            joined[name] = _stacked(parts)
+            joined[name] = concatenated(parts)
         elif _all_equal(parts):
             joined[name] = parts[0]
         else:
@@ -339,7 +347,12 @@ def split(layer: QuantTensors, sizes: Sequence[int]) -> list[QuantTensors]:
             for name, tensor in layer.tensors.items()
         }
         if "weight_scale_2" in tensors and tensors["weight_scale_2"].ndim:
-            tensors["weight_scale_2"] = one_value(tensors["weight_scale_2"], "weight_scale_2")
+            distinct = tensors["weight_scale_2"].unique()
+            if len(distinct) != 1:
+                raise ValueError(
+                    "weight_scale_2 has several values, where one layer has one; split the fused layer first"
+                )
+            tensors["weight_scale_2"] = distinct[0].clone()
         scheme, tensors = without_idle_ranks(layer.scheme, tensors)
         parts.append(replace(layer, tensors=tensors, shape=(size, layer.shape[1]), scheme=scheme))
         at += size
@@ -356,19 +369,6 @@ def without_idle_ranks(scheme: Scheme, tensors: dict[str, Tensor]) -> tuple[Sche
     if used.any():
         rest |= {LOW_RANK[0]: a[used].contiguous(), LOW_RANK[1]: b[:, used].contiguous()}
     return replace(scheme, rank=int(used.sum())), rest
-
-
-def one_value(tensor: Tensor, name: str) -> Tensor:
-    """() of a tensor whose elements are all the same; ValueError if they are not."""
-    if tensor.numel() == 0 or not (tensor == tensor.reshape(-1)[0]).all():
-        raise ValueError(f"{name} has several values, where one layer has one; split the fused layer first")
-    return tensor.reshape(-1)[0].clone()
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    if parts[0].element_size() == 1:  # torch does not concatenate every float8
-        return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)
-    return torch.cat(list(parts))
 
 
 def _all_equal(tensors: Sequence[Tensor | None]) -> bool:

@@ -3,6 +3,7 @@
     nibbles     two 4-bit codes to a byte, the even column low (ours) or high (ComfyUI): swap_nibbles is its own inverse
     padding     zeros behind the last row and column, up to multiples: pad, crop
     blocks      one scale for 128 rows by 128 columns: over_blocks
+    rows        of a scale and a shift, the one first or the other: in_order
     swizzle     block scales in the 128 x 4 tiles that tcgen05 and cuBLAS read: block_scales, unblock_scales
 
         offset(r, c) = ((r // 128) · ceil(G / 4) + c // 4) · 512 + (r % 32) · 16 + (r % 128 // 32) · 4 + c % 4
@@ -12,11 +13,14 @@ No file says which of these it was written with. That is why a dialect's name, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.kernels.tensor import swizzle_scales, swizzled_size, unswizzle_scales
+from fluxq.recipes.keymap_rows import Order
 
 BLOCK = 128
 
@@ -32,9 +36,8 @@ def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
     if n % rows == 0 and k % columns == 0:
         return matrix
     padding = (0, -k % columns, 0, -n % rows)
-    if matrix.element_size() == 1:  # float8 has no padding of its own
-        return F.pad(as_bytes(matrix), padding).view(matrix.dtype)
-    return F.pad(matrix, padding)
+    raw = as_bytes(matrix) if matrix.element_size() == 1 else matrix  # float8 has no padding of its own
+    return F.pad(raw, padding).view(matrix.dtype)
 
 
 def crop(matrix: Tensor, rows: int, columns: int) -> Tensor:
@@ -97,3 +100,14 @@ def padded_tiles(rows: int, groups: int) -> tuple[int, int]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as uint8; of a one-byte dtype only."""
     return tensor.view(torch.uint8)
+
+
+def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return `torch.cat` of tensors of one dtype, which torch has not for every float8."""
+    raw = [as_bytes(part) if part.element_size() == 1 else part for part in parts]
+    return torch.cat(raw, dim).view(parts[0].dtype)
+
+
+def in_order(rows: Tensor, order: Order) -> Tensor:
+    """Rows (N, …) of diffusers in the order of a file, or the other way round."""
+    return rows if order == "as they are" else concatenated(rows.chunk(2)[::-1])

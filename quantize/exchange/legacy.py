@@ -16,14 +16,12 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors, Row, Tensors, native
+from fluxq.quantize.exchange.layer import FLOATS, Decoded, Plain, Row, Tensors, native
 from fluxq.quantize.exchange.marks import Headers, by_tensor
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: {"scaled_fp8": number of elements of that tensor}, if there."""
     held = Tensors(tensors, "legacy")
     weight = held.take("weight", (torch.float8_e4m3fn, torch.float8_e5m2), shape)
@@ -40,15 +38,12 @@ def decode(
         return Plain(weight.float() * scale, done.get("bias"), "it is E5M2")
     if scale.ndim:
         return Plain(weight.float() * scale, done.get("bias"), "it has a scale for each row, and ComfyUI's have one")
-    row = ROWS[1] if (entry or {}).get("scaled_fp8", 2) == 2 else ROWS[0]
+    row = ROWS[1] if entry.get("scaled_fp8", 2) == 2 else ROWS[0]
     done |= {"weight": weight, "weight_scale": scale}
     return native(row, shape, done, given) if row.activations is None else native(row, shape, done | given)
 
 
-ROWS = (
-    Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"),
-    Row("scaled_fp8", "fp8_tensor", None),
-)
+ROWS = (Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"), Row("scaled_fp8", "fp8_tensor", None))
 
 
 def _by_sign(model: Headers) -> str:
@@ -65,8 +60,6 @@ DIALECT = Dialect(
     "legacy",
     "ComfyUI's fp8 of before comfy_quant",
     decode,
-    "file",
-    "scaled_fp8 tensor",
     "original",
     marks=(_by_sign, by_tensor("scale_weight")),
     looks=lambda looks: looks.scales == "none",

@@ -17,6 +17,7 @@ from fluxq.recipes.formats import Scheme
 NATIVE, PLAIN = "fluxq", "16 bit"  # beside the keys of DIALECTS
 CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
 FLOATS = ("BF16", "F16", "F32", "F64")
+_LONGEST = 1 << 12  # bytes of JSON in a tensor; they are some dozens or hundreds
 _CODED = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 
 
@@ -114,9 +115,7 @@ def codes_of(stored: Mapping[str, Stored]) -> tuple[str, Stored, int, int]:
     return suffix, codes, codes.shape[0], codes.shape[1]
 
 
-def matrix_shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def matrix_shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer whose codes lie row by row, two of 4 bits to a byte."""
     _, codes, rows, columns = codes_of(stored)
     return rows, columns * 2 if codes.dtype == "U8" else columns
@@ -165,7 +164,14 @@ def weight_of(stored: Mapping[str, Stored]) -> Stored:
     return stored["weight"]
 
 
-def json_object(text: str, what: str) -> dict[str, Any]:
+def json_tensor(tensor: Tensor, what: str) -> dict[str, Any]:
+    """The JSON object that the bytes of a tensor are; ValueError naming it."""
+    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
+        raise ValueError(f"{what} is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
+    return json_object(bytes(tensor.tolist()), what)
+
+
+def json_object(text: str | bytes, what: str) -> dict[str, Any]:
     """A JSON object from a header; ValueError naming it."""
     try:
         value = json.loads(text)

@@ -15,23 +15,22 @@ keeps the sign of -0, ModelOpt writes +0. Measured on files that ModelOpt 0.47 w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
-from fluxq.quantize.exchange.dialect import Dialect, Looks, Reader
+from fluxq.quantize.exchange.containers import pipeline_writer
+from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -40,7 +39,6 @@ from fluxq.quantize.exchange.layer import (
     named_row,
     native,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import scaled
 from fluxq.quantize.exchange.marks import Headers, by_config, codes_of, guess_word, matrix_shape
@@ -57,7 +55,7 @@ def encode(layer: QuantTensors) -> Encoded:
     if row.name in _GROUPED:
         entry["group_size"] = layer.scheme.weights.group_size
     if row.name in _ALWAYS_SMOOTH:
-        tensors.setdefault("pre_quant_scale", torch.ones(layer.shape[1], dtype=_compute_dtype(layer)))
+        tensors.setdefault("pre_quant_scale", torch.ones(layer.shape[1], dtype=layer.dtype))
         entry |= {"has_zero_point": False, "pre_quant_scale": True}
     if layer.scheme.smooth and layer.scheme.rank:
         tensors["svdquant_lora_a"] = tensors["svdquant_lora_a"].float() / tensors["pre_quant_scale"].float()
@@ -70,7 +68,7 @@ def encode(layer: QuantTensors) -> Encoded:
     return Encoded(tensors, entry, notes)
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
     n, k = shape
     if entry.get("quant_algo") in _OF_BLOCKS:
@@ -97,8 +95,6 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
             sizes = (size, (1,)) if size == () else (size, (*size, 1)) if len(size) == 1 else (size,)
             taken = (held.take if is_codes else held.scale)(name, dtype, *sizes)
             done[name] = taken.reshape(size)
-    if weights.scale == "e8m0":
-        done["weight"], done["weight_scale"] = without_zero_exponents(done["weight"], done["weight_scale"])
     beside: dict[str, Tensor] = {}
     if "input_scale" in held:
         target = beside if row.input_scale == "none" else done
@@ -128,17 +124,16 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
     """
     if not entries:
         raise ValueError("modelopt: no layer is quantized")
-    kinds = {tuple(sorted(entry.items())) for entry in entries.values()}
+    kinds = list(dict.fromkeys(tuple(sorted(entry.items())) for entry in entries.values()))
     one = dict(next(iter(entries.values()))) if len(kinds) == 1 else {"quant_algo": "MIXED_PRECISION"}
     described: dict[str, Any] = {}
     if len(kinds) == 1 and one["quant_algo"] in _DESCRIBED_ALONE:
         described["config_groups"] = {"group_0": {**_group(one), "targets": ["Linear"]}}
     elif len(kinds) > 1:
-        groups = []
-        for kind in dict.fromkeys(tuple(sorted(entry.items())) for entry in entries.values()):
-            targets = sorted(name for name, entry in entries.items() if tuple(sorted(entry.items())) == kind)
-            groups.append({**_group(dict(kind)), "targets": targets})
-        described["config_groups"] = {f"group_{index}": group for index, group in enumerate(groups)}
+        described["config_groups"] = {}
+        for index, kind in enumerate(map(dict, kinds)):
+            targets = sorted(name for name, entry in entries.items() if entry == kind)
+            described["config_groups"][f"group_{index}"] = {**_group(kind), "targets": targets}
         described["quantized_layers"] = {name: dict(entry) for name, entry in entries.items()}
     described |= {"ignore": [_ignored(name, entries) for name in ignore], "quant_algo": one["quant_algo"]}
     described |= {"producer": {"name": "modelopt", "version": version}, "quant_method": "modelopt"}
@@ -167,13 +162,6 @@ def _group(entry: Mapping[str, Any]) -> dict[str, Any]:
         described[side] = {"dynamic": False, **values, **grouped}
     extra = ("has_zero_point", "pre_quant_scale", "lora_rank")
     return described | {name: entry[name] for name in extra if name in entry and entry["quant_algo"] == "NVFP4_SVD"}
-
-
-def _compute_dtype(layer: QuantTensors) -> torch.dtype:
-    for name in ("bias", "svdquant_lora_b"):
-        if name in layer.tensors:
-            return layer.tensors[name].dtype
-    return torch.bfloat16
 
 
 _ALWAYS_SMOOTH = ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ")  # by ones, where the scheme is not
@@ -243,13 +231,11 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return {"quant_algo": guess}
 
 
-def _shape(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     if entry.get("quant_algo") == "W4A16_AWQ":
         _, _, rows, columns = codes_of(stored)
         return 2 * rows, columns
-    return matrix_shape(model, parts, stored, entry)
+    return matrix_shape(stored, entry)
 
 
 def _put_back(module: str, weight: Tensor, removed: Mapping[str, Tensor]) -> Tensor:
@@ -297,10 +283,6 @@ def _unreadable(name: str, mains: set[str], is_modulation: bool) -> str:
     return ""
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    write_pipeline(made, checkpoint, contents, lambda one: config(one.entries, one.in_16_bit, _SCHEMA))
-
-
 _SCHEMA = "0.47.0"  # the version of ModelOpt whose configuration is written
 _WORDS = {
     **{"nvfp4": "NVFP4", "mxfp8": "MXFP8", "mxfp4": "mxfp4", "fp8": "FP8_PER_CHANNEL_PER_TOKEN", "fp8_tensor": "FP8"},
@@ -311,39 +293,6 @@ DIALECT = Dialect(
     "modelopt",
     "NVIDIA ModelOpt's unified checkpoint",
     decode,
-    "folder",
-    "config.json: quant_algo",
-    readers=(
-        Reader(
-            "SGLang-Diffusion",
-            "fluxq export tiny-nvfp4 --format modelopt && "
-            "sglang generate --model-path ./tiny-nvfp4-modelopt --prompt TEXT",
-            "sglang",
-            "0.5.23",
-            ("NVFP4",),
-            "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit; its "
-            "fp8 has one scale for each weight, and x",
-            interpreter="FLUXQ_SGLANG_PYTHON",
-        ),
-        Reader(
-            "vLLM-Omni",
-            "fluxq export tiny-nvfp4 --format modelopt && vllm serve ./tiny-nvfp4-modelopt --omni",
-            "vllm-omni",
-            "0.30.0",
-            ("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"),
-            "its loader on FLUX.1, Qwen-Image and Z-Image of few blocks: all tensors find their parameters, all "
-            "weights are ours bit for bit",
-            interpreter="FLUXQ_VLLM_OMNI_PYTHON",
-        ),
-        Reader(
-            "ModelOpt",
-            "",
-            "nvidia-modelopt",
-            "0.47.0",
-            ("NVFP4",),
-            "the producer: its own tensor class decodes ours bit for bit, its conversion of configurations gives ours",
-        ),
-    ),
     marks=(by_config(*_METHODS), _by_producer),
     methods=_METHODS,
     looks=_looks,
@@ -353,7 +302,7 @@ DIALECT = Dialect(
     put_back=_put_back,
     rows=ROWS,
     encode=encode,
-    writer=Writer(_write, is_pipeline=True),
+    writer=pipeline_writer(lambda one: config(one.entries, one.in_16_bit, _SCHEMA)),
     unreadable=_unreadable,
     said="quant_algo",
     why_larger="its readers compute modulation in 16 bit, whatever the recipe",

@@ -25,7 +25,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import QuantPointwise
-from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
+from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantization_of, quantized_on_meta
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
@@ -54,6 +54,7 @@ class NativeComponent:
 
     schemes, shapes: of quantized layers by module name. biases: names of modules whose 16-bit original has one.
     pixelwise: 1x1 convolutions among the quantized layers. linears: (N, K) of every Linear. plain: other tensors.
+    why_not_folded: layer -> why it keeps its mean and factors.
     factors_stay: whether factors of layers under a scheme are left to them where no mean has to be folded.
     """
 
@@ -63,9 +64,10 @@ class NativeComponent:
         self.folder, self.component = folder, component
         self.library, self.class_name = library_of(folder, component), folder.components[component]
         self.config = folder.config(component)
-        self.quantization = self.config.pop("quantization_config", None)
-        if not isinstance(self.quantization, dict) or self.quantization.get("quant_method") != "fluxq":
+        said = quantization_of(self.config)
+        if said is None:
             raise ValueError(f"{folder.path / component}: is not quantized by fluxq; give a checkpoint that it wrote")
+        self.quantization = self.config.pop("quantization_config")
         held = quantized_on_meta(folder, component)
         original = build_on_meta(self.library, self.class_name, self.config)
         self._layers = {name: module for name, module in held.named_modules() if isinstance(module, QuantLinear)}
@@ -83,7 +85,7 @@ class NativeComponent:
         }
         self.plain = [name for name in self._files if name not in quantized]
         self._factors_stay = factors_stay
-        self._why_not: dict[str, str] = {}
+        self.why_not_folded: dict[str, str] = {}
         self.folds = self._find_folds()
 
     @cached_property
@@ -110,28 +112,25 @@ class NativeComponent:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def _read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
     def scheme(self, name: str) -> Scheme:
         """A layer's, without what was folded."""
         scheme = self.schemes[name]
-        if name in self._why_not or not (scheme.center or scheme.smooth):
+        if name in self.why_not_folded or not (scheme.center or scheme.smooth):
             return scheme
         return replace(scheme, center=False, smooth=False)
 
-    def why_not_folded(self, name: str) -> str:
-        """Return the reason why a layer keeps its mean and factors; empty where it has none."""
-        return self._why_not.get(name, "")
-
     def small(self, name: str, suffix: str) -> Tensor | None:
         """One of a layer's tensors, None if it has none of that name."""
-        key = f"{name}.{suffix}"
-        return self._files[key].get_tensor(key) if key in self._files else None
+        return self._read(f"{name}.{suffix}") if f"{name}.{suffix}" in self else None
 
     def layer(self, name: str) -> QuantTensors:
         """A quantized layer, folds applied."""
         tensors: dict[str, Tensor] = {}
         for suffix, parameter in self._layers[name].named_parameters():
-            read = self._files[f"{name}.{suffix}"].get_tensor(f"{name}.{suffix}")
-            tensors[suffix] = read.reshape(parameter.shape)
+            tensors[suffix] = self._read(f"{name}.{suffix}").reshape(parameter.shape)
         for fold in self.folds.get(name, ()):
             tensors = _into_codes(tensors, fold)
         scheme = self.scheme(name)
@@ -146,12 +145,11 @@ class NativeComponent:
 
     def tensor(self, name: str) -> Tensor:
         """One of `plain`, folds applied, in its own dtype."""
-        tensor = self._files[name].get_tensor(name)
+        tensor = self._read(name)
         if not self.is_changed(name):
             return tensor
         module, _, suffix = name.rpartition(".")
-        weight = self._files[f"{module}.weight"].get_tensor(f"{module}.weight").float()
-        bias = self._files[f"{module}.bias"].get_tensor(f"{module}.bias").float()
+        weight, bias = (self._read(f"{module}.{part}").float() for part in ("weight", "bias"))
         if module in self._readers:
             fold = self._readers[module]
             weight, bias = weight / fold.factors, bias + weight @ fold.mean
@@ -184,7 +182,7 @@ class NativeComponent:
                     )
 
     def _find_folds(self) -> dict[str, list[Fold]]:
-        """Modulation -> what it takes in; `_why_not` says of the other layers with vectors why they keep them."""
+        """Modulation -> what it takes in; `why_not_folded` says of the other layers with vectors why they keep them."""
         folds: dict[str, list[Fold]] = {}
         done: set[str] = set()
         for name, scheme in self.schemes.items():
@@ -203,7 +201,7 @@ class NativeComponent:
             if isinstance(fold, Fold):
                 folds.setdefault(fold.modulation, []).append(fold)
             else:
-                self._why_not |= {path: fold for path in readers if path in self.schemes}
+                self.why_not_folded |= {path: fold for path in readers if path in self.schemes}
         return folds
 
     def _stays(self, readers: list[str]) -> bool:

@@ -18,20 +18,19 @@ How an index of 128 rows and 64 columns is cut: see the tables at the end. Singl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
-from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
-from fluxq.quantize.exchange.dialect import Dialect, Reader
+from fluxq.quantize.exchange.containers import pipeline_writer
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
@@ -43,7 +42,7 @@ from fluxq.quantize.exchange.layer import (
     without_idle_ranks,
 )
 from fluxq.quantize.exchange.layouts import padded
-from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
+from fluxq.quantize.exchange.marks import FileLayer, by_config, by_tensor, codes_of, matrix_shape
 from fluxq.recipes.formats import ELEMENTS
 
 GELU_SHIFT = 0.171875  # what nunchaku's kernel adds behind GELU, so that 4-bit codes without a sign hold it
@@ -68,7 +67,7 @@ def encode(
     """
     row, notes = row_for(layer, ROWS, "nunchaku")
     tensors, (n, k) = dict(layer.tensors), layer.shape
-    dtype = dtype or next((tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in tensors), _BF16)
+    dtype = dtype or layer.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"nunchaku computes in 16 bit, the layer's bias is {dtype}; give dtype=torch.bfloat16")
     if row.name == "awq_w4a16":
@@ -118,9 +117,7 @@ def encode(
     return Encoded(done, entry | ({"act_unsigned": True} if after_gelu else {}), notes)
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape, by either names. entry: {"act_unsigned": True} if it follows GELU."""
     n, k = shape
     newer = {old: name for name, old in _OLDER.items()}
@@ -137,15 +134,11 @@ def decode(
     if row.weights == "nvfp4":
         scale = held.scale("wscales", torch.float8_e4m3fn, (k // 16, n))
         done["weight_scale"] = untile(scale, _FP4_SCALES, (n, k // 16))
-        wc = torch.ones(n, dtype=torch.float32)
+        product = torch.ones(n, dtype=torch.float32)
         if "wcscales" in held:
-            wc = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
-        wt = (
-            held.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
-            if "wtscale" in held
-            else torch.ones((), dtype=torch.float32)
-        )
-        product = wt * wc
+            product = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
+        if "wtscale" in held:
+            product = product * held.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
         same = (product == product[0]).all()
         done["weight_scale_2"] = product[0].clone() if same else product.reshape(n, 1)
     else:
@@ -172,10 +165,8 @@ def decode(
         done["weight_scale"] = precise.bfloat16()
     layer = native(row, shape, done)
     if not torch.equal(done["weight_scale"].float(), precise.float()):
-        return _widened(layer, precise, (entry or {}).get("act_unsigned", False))
-    if (entry or {}).get("act_unsigned"):
-        return replace(layer, tensors={**layer.tensors, "bias": _bias_without_shift(layer, 1)})
-    return layer
+        return _widened(layer, precise, entry.get("act_unsigned", False))
+    return _with_bias(layer, _bias_without_shift(layer, 1)) if entry.get("act_unsigned") else layer
 
 
 def _widened(layer: QuantTensors, scale: Tensor, act_unsigned: bool) -> Plain:
@@ -281,20 +272,18 @@ def interleaved(layer: QuantTensors, chunks: int) -> QuantTensors:
     """
     bias, ones = _modulating(layer, chunks)
     rows = torch.arange(len(bias)).reshape(chunks, -1).T.reshape(-1)
-    return _reordered(layer, rows, (bias.float() + ones)[rows].to(bias.dtype))
+    return _with_bias(layer.reordered(rows), (bias.float() + ones)[rows].to(bias.dtype))
 
 
-def chunked(layer: QuantTensors | Plain, chunks: int) -> QuantTensors | Plain:
+def chunked(layer: Decoded, chunks: int) -> Decoded:
     """Inverse of `interleaved`, but for what the sum with 1 rounded off the bias."""
     bias, ones = _modulating(layer, chunks)
     rows = torch.arange(len(bias)).reshape(-1, chunks).T.reshape(-1)
-    bias = (bias.float()[rows] - ones).to(bias.dtype)
-    if isinstance(layer, Plain):
-        return replace(layer, weight=layer.weight[rows], bias=bias)
-    return _reordered(layer, rows, bias)
+    moved, bias = layer.reordered(rows), (bias.float()[rows] - ones).to(bias.dtype)
+    return replace(moved, bias=bias) if isinstance(moved, Plain) else _with_bias(moved, bias)
 
 
-def _modulating(layer: QuantTensors | Plain, chunks: int) -> tuple[Tensor, Tensor]:
+def _modulating(layer: Decoded, chunks: int) -> tuple[Tensor, Tensor]:
     """The bias (N,) of a modulation, and (N,) 1 for each row of a chunk that scales, 0 elsewhere."""
     is_plain = isinstance(layer, Plain)
     bias = layer.bias if is_plain else layer.tensors.get("bias")
@@ -306,15 +295,14 @@ def _modulating(layer: QuantTensors | Plain, chunks: int) -> tuple[Tensor, Tenso
     return bias, ones.reshape(-1)
 
 
-def _reordered(layer: QuantTensors, rows: Tensor, bias: Tensor) -> QuantTensors:
-    tensors = {name: t[rows] if t.ndim and t.shape[0] == len(rows) else t for name, t in layer.tensors.items()}
-    return replace(layer, tensors=tensors | {"bias": bias})
+def _with_bias(layer: QuantTensors, bias: Tensor) -> QuantTensors:
+    return replace(layer, tensors={**layer.tensors, "bias": bias})
 
 
 def _bias_without_shift(layer: QuantTensors, sign: int) -> Tensor:
-    weight, bias = layer.linear().collapsed()
+    weight, bias = layer.collapsed()
     moved = sign * GELU_SHIFT * weight.sum(1)
-    dtype = bias.dtype if bias is not None else _BF16
+    dtype = bias.dtype if bias is not None else torch.bfloat16
     return (moved if bias is None else bias.float() + moved).to(dtype)
 
 
@@ -329,7 +317,7 @@ def _awq(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     return done | ({"bias": tensors["bias"].to(dtype)} if "bias" in tensors else {})
 
 
-def _from_awq(held: Tensors, shape: tuple[int, int]) -> QuantTensors | Plain:
+def _from_awq(held: Tensors, shape: tuple[int, int]) -> Decoded:
     n, k = shape
     words = held.take("qweight", torch.int32, (n // 4, k // 2)).contiguous().view(torch.uint8)
     quads = unpack(words, ELEMENTS["e2m1"]).reshape(n // 4, k // 64, 4, 2, 8, 4)
@@ -383,46 +371,23 @@ _OLDER = {
     "proj_down": "lora_down",
     "proj_up": "lora_up",
 }
-_BF16 = torch.bfloat16
 _HALVES = (torch.bfloat16, torch.float16)
 _READER = "nunchaku, diffusers"
+_SVDQ: dict[str, Any] = {"smooth": True, "low_rank": True, "multiples": (128, 128), "factors_stay": True}
 ROWS = (
-    Row(
-        "svdq_w4a4 int4",
-        "int4",
-        "int4",
-        smooth=True,
-        low_rank=True,
-        multiples=(128, 128),
-        rounds=("pre_quant_scale",),
-        read_by=_READER,
-        factors_stay=True,
-    ),
-    Row(
-        "svdq_w4a4 nvfp4",
-        "nvfp4",
-        "nvfp4",
-        input_scale="optional",
-        smooth=True,
-        low_rank=True,
-        multiples=(128, 128),
-        rounds=("pre_quant_scale", "weight_scale_2", "input_scale"),
-        read_by=_READER,
-        factors_stay=True,
-    ),
+    Row("svdq_w4a4 int4", "int4", "int4", read_by=_READER, **_SVDQ),
+    Row("svdq_w4a4 nvfp4", "nvfp4", "nvfp4", input_scale="optional", read_by=_READER, **_SVDQ),
     Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
 )
 
 # --- files
 
 
-def shape_of(
-    model: Headers, parts: Mapping[str, str], stored: Mapping[str, Stored], entry: Mapping[str, Any]
-) -> tuple[int, int]:
+def shape_of(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer, of either names."""
     suffix, codes, rows, columns = codes_of(stored)
     if suffix != "qweight":
-        return matrix_shape(model, parts, stored, entry)
+        return matrix_shape(stored, entry)
     return (4 * rows, 2 * columns) if codes.dtype == "I32" else (rows, 2 * columns)
 
 
@@ -434,10 +399,6 @@ def format_of(layer: FileLayer) -> str:
     return f"svdq_w4a4 {'nvfp4' if 'F8_E4M3' in scales else 'int4'}"
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    write_pipeline(made, checkpoint, contents, lambda one: config(one.entries, one.source.dtype))
-
-
 SUFFIXES = (
     *("qweight", "wscales", "wzeros", "wcscales", "wtscale"),
     *("smooth_factor", "smooth_factor_orig", "smooth", "smooth_orig", "proj_down", "proj_up", "lora_down", "lora_up"),
@@ -446,15 +407,6 @@ DIALECT = Dialect(
     "nunchaku_lite",
     "nunchaku's kernels under diffusers' own blocks",
     decode,
-    "folder",
-    "config.json: targets",
-    readers=(
-        Reader(
-            "diffusers",
-            "fluxq export tiny-nvfp4 --format nunchaku_lite",
-            proof="names, shapes and dtypes pass the loader's own strict check; its kernels want a GPU and a download",
-        ),
-    ),
     marks=(by_config("nunchaku_lite", "svdquant"), by_tensor("qweight", "proj_down")),
     methods=("nunchaku_lite", "svdquant"),
     suffixes=SUFFIXES,
@@ -463,7 +415,7 @@ DIALECT = Dialect(
     rows=ROWS,
     bias_shift=GELU_SHIFT,
     encode=encode,
-    writer=Writer(_write, is_pipeline=True),
+    writer=pipeline_writer(lambda one: config(one.entries, one.source.dtype)),
     takes_dtype=True,
     ranks=RANKS,
     said="op",

@@ -8,22 +8,21 @@ Source: nunchaku 1.2's conversion of FLUX.1 state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
-from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Reader, Unit, Units
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.containers import file_writer
+from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Unit, Units
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors
+from fluxq.quantize.exchange.layouts import concatenated
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.recipes.all_families import FAMILIES
@@ -85,15 +84,12 @@ def diffusers_name(name: str) -> str:
     return f"{stack}.{index}.attn.{rest}" if stack in BLOCKS and rest.partition(".")[0] in _HEADS else name
 
 
-def decode(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] | None = None
-) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """A layer as diffusers' blocks have it.
 
     entry: that of `nunchaku.decode`, and of a modulation its `chunks`. SIDES are one layer: names of their tensors
     begin with theirs, and `columns` says how many of K the first reads.
     """
-    entry = entry or {}
     if "columns" in entry:
         (n, k), first = shape, int(entry["columns"])
         own = [
@@ -105,7 +101,7 @@ def decode(
     return nunchaku.chunked(layer, entry["chunks"]) if "chunks" in entry else layer
 
 
-def side_by_side(first: QuantTensors | Plain, rest: QuantTensors | Plain) -> QuantTensors | Plain:
+def side_by_side(first: Decoded, rest: Decoded) -> Decoded:
     """The layer that reads side by side what two read, and gives the sum of what they give: of `columns_of` the
     inverse.
 
@@ -120,9 +116,7 @@ def side_by_side(first: QuantTensors | Plain, rest: QuantTensors | Plain) -> Qua
         return _dense(first, rest, "its columns have two global scales, where a layer of ours has one")
     tensors = {name: tensor for name, tensor in rest.tensors.items() if name not in (*LOW_RANK, "bias")}
     for name in ("weight", "weight_scale"):
-        halves = [layer.tensors[name] for layer in (first, rest)]
-        raw = [half.view(torch.uint8) if half.element_size() == 1 else half for half in halves]
-        tensors[name] = torch.cat(raw, dim=1).view(halves[0].dtype)
+        tensors[name] = concatenated([layer.tensors[name] for layer in (first, rest)], dim=1)
     factors = [layer.tensors.get("pre_quant_scale") for layer in (first, rest)]
     dtype = next((held.dtype for held in factors if held is not None), None)
     if dtype is not None:
@@ -143,21 +137,13 @@ def _low_rank(first: QuantTensors, rest: QuantTensors) -> dict[str, Tensor]:
     pairs = [layer for layer in (first, rest) if layer.scheme.rank]
     if not pairs:
         return {}
-    dtype = pairs[0].tensors[LOW_RANK[0]].dtype
-    a, b = (
-        [
-            layer.tensors.get(
-                name,
-                torch.zeros((0, layer.shape[1]) if name == LOW_RANK[0] else (layer.shape[0], 0), dtype=torch.float32),
-            )
-            for layer in (first, rest)
-        ]
-        for name in LOW_RANK
-    )
-    if b[0].shape == b[1].shape and torch.equal(b[0], b[1]):
-        return {LOW_RANK[0]: torch.cat(a, dim=1), LOW_RANK[1]: b[0]}
-    a, b = [tensor.to(dtype) for tensor in a], [tensor.to(dtype) for tensor in b]
-    return {LOW_RANK[0]: torch.block_diag(*a), LOW_RANK[1]: torch.cat(b, dim=1)}
+    name_a, name_b = LOW_RANK
+    dtype, both = pairs[0].tensors[name_a].dtype, (first, rest)
+    a = [layer.tensors.get(name_a, torch.zeros(0, layer.shape[1], dtype=dtype)).to(dtype) for layer in both]
+    b = [layer.tensors.get(name_b, torch.zeros(layer.shape[0], 0, dtype=dtype)).to(dtype) for layer in both]
+    if b[0].shape == b[1].shape and torch.equal(*b):
+        return {name_a: torch.cat(a, dim=1), name_b: b[0]}
+    return {name_a: torch.block_diag(*a), name_b: torch.cat(b, dim=1)}
 
 
 def _sum(biases: list[Tensor]) -> dict[str, Tensor]:
@@ -168,13 +154,10 @@ def _sum(biases: list[Tensor]) -> dict[str, Tensor]:
     return {"bias": told[0]} if told else {}
 
 
-def _dense(first: QuantTensors | Plain, rest: QuantTensors | Plain, why: str) -> Plain:
-    weights, biases = [], []
-    for layer in (first, rest):
-        weight, bias = (layer.weight, layer.bias) if isinstance(layer, Plain) else layer.linear().collapsed()
-        weights.append(weight.float())
-        biases += [] if bias is None else [bias.detach()]
-    return Plain(torch.cat(weights, dim=1), _sum(biases).get("bias"), why)
+def _dense(first: Decoded, rest: Decoded, why: str) -> Plain:
+    pairs = [first.collapsed(), rest.collapsed()]
+    added = _sum([bias.detach() for _, bias in pairs if bias is not None])
+    return Plain(torch.cat([weight.float() for weight, _ in pairs], dim=1), added.get("bias"), why)
 
 
 def _same(first: QuantTensors, rest: QuantTensors, name: str) -> bool:
@@ -274,30 +257,11 @@ def _arrange(layer: QuantTensors, own: OwnLinear) -> QuantTensors:
     return nunchaku.interleaved(layer, own.chunks) if own.chunks else layer
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    (one,) = contents
-    write_file(made, name, one, nunchaku.metadata(one.entries, _MODEL_CLASS, one.source.config))
-
-
 DIALECT = Dialect(
     "nunchaku",
     "nunchaku's single files",
     decode,
-    "file",
-    "quantization_config in the header",
     "nunchaku",
-    readers=(
-        Reader(
-            "nunchaku",
-            "fluxq export tiny-int4-svd --format nunchaku",
-            "nunchaku",
-            "1.3.0dev",
-            ("svdq_w4a4 int4", "svdq_w4a4 nvfp4", "awq_w4a16"),
-            "FLUX.1 only; its loader in Python checks all names and shapes and holds what is in the file; its kernels "
-            "want a GPU",
-            "92e46957",
-        ),
-    ),
     marks=(_by_header, by_tensor("qweight", "lora_down")),
     suffixes=nunchaku.SUFFIXES,
     entry=_entry,
@@ -311,7 +275,7 @@ DIALECT = Dialect(
     rows=nunchaku.ROWS,
     bias_shift=nunchaku.GELU_SHIFT,
     encode=partial(nunchaku.encode, single_file=True),
-    writer=Writer(_write, is_file=True),
+    writer=file_writer(lambda one: nunchaku.metadata(one.entries, _MODEL_CLASS, one.source.config)),
     takes_dtype=True,
     ranks=nunchaku.RANKS,
     units=_units,

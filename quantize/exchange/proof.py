@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.files import ModelFile
-from fluxq.quantize.exchange.layer import FLOATS, Plain, QuantTensors
-from fluxq.quantize.exchange.layouts import block_scales, padded, padded_tiles, swap_nibbles, unblock_scales
+from fluxq.quantize.exchange.layer import FLOATS, Decoded, QuantTensors
+from fluxq.quantize.exchange.layouts import block_scales, in_order, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import FileLayer
 from fluxq.recipes.keymaps import Joined
 
@@ -49,9 +49,7 @@ _FOUR_BITS = 0.1  # the least bound of a format of 4 bits
 _FACTOR = 0.02  # the most that rounding makes all weights larger or smaller, in 4 bits and more
 _FACTOR_OF_8_BITS = 0.005  # the same in 8 and 16 bits; and of a row, where int8 of 128 numbers had up to 0.0038
 _SAME = 0.004  # the most error of 16 bit, cast from one kind to the other: twice that of bf16
-_CODED = (
-    0.05  # of any codes: those of int8 may have been in fp8 before, as a format asked for that was written meanwhile
-)
+_CODED = 0.05  # of any codes: those of int8 may have been in fp8 before, as that was written meanwhile
 _WIDENED = 0.2  # of 16 bit that were codes, of 4 bits too
 _GAINED = 0.97  # of the error, at most, is left by factors that are no coincidence
 _OF_BF16 = 2**-8
@@ -160,28 +158,29 @@ class _Nearest(NamedTuple):
 
 @dataclass
 class _Rows:
-    """Rows of a layer, by window, and readings of them that were made already."""
+    """Rows of a layer, by window, and readings of them that were made already. at: which rows these are."""
 
     model: ModelFile
     layer: FileLayer
     windows: list[tuple[dict[str, Tensor], tuple[int, int]]]
+    at: Tensor
     read: dict[tuple[str, ...], tuple[Tensor, Tensor | None] | None] = field(default_factory=dict)
-    found: QuantTensors | Plain | None = None  # of a window, by the first reading that could be made
+    found: Decoded | None = None  # of a window, by the first reading that could be made
 
     def reading(self, repairs: tuple[str, ...]) -> tuple[Tensor, Tensor | None] | None:
         """(W (rows, K), bias) under these repairs; None where one does not apply, or `decode` refuses the outcome."""
         if repairs not in self.read:
+            self.read[repairs] = None
             try:
                 parts = [self._window(tensors, shape, repairs) for tensors, shape in self.windows]
                 whole = [part for part in parts if part is not None]
                 biases = [bias for _, bias in whole if bias is not None]
-                self.read[repairs] = None
                 if len(whole) == len(parts):
                     bias = torch.cat(biases).float() if len(biases) == len(parts) else None
                     weights = [weight for weight, _ in whole]
                     self.read[repairs] = (torch.cat(weights) if len(weights) > 1 else weights[0]), bias
             except ValueError:
-                self.read[repairs] = None
+                pass
         return self.read[repairs]
 
     def _window(
@@ -194,7 +193,7 @@ class _Rows:
                 return None
         found = self.model.decode(self.layer, mended, shape)
         self.found = self.found or found
-        return (found.weight, found.bias) if isinstance(found, Plain) else found.linear().collapsed()
+        return found.collapsed()
 
     def bound(self, truth: Tensor, by: Tensor | None = None) -> float:
         """The most error that rounding to the layer's format explains: that of the base's own rows, with a margin.
@@ -206,12 +205,13 @@ class _Rows:
     def plain(self, read: Tensor, truth: Tensor) -> _Nearest | None:
         """Round the base's rows to nearest, and return the error if a reading of them is just that.
 
-        None where the reading was fitted.
+        None where the reading was fitted. read, truth: of the whole layer.
         """
         if not isinstance(self.found, QuantTensors) or self.has_branch:
             return None
+        read, truth = read[self.at], truth[self.at]
         nearest = self.rounded(truth)
-        (factor, left), (by, own) = _scale_of(nearest, truth), _scale_of(read, truth)
+        (factor, _, left), (by, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
         if own > _PLAIN * left:
             return None
         if own > _SURELY_PLAIN * left:  # in damaged parts, or fitted nearly everywhere
@@ -225,19 +225,16 @@ class _Rows:
         """True if a low-rank branch stands beside the codes."""
         return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
 
-    def explains_codes(self, read: Tensor, truth: Tensor, at: Tensor) -> bool:
+    def explains_codes(self, read: Tensor, truth: Tensor) -> bool:
         """Tell whether rounding explains the difference to the base after division by the smoothing factors.
 
-        It does not explain damaged factors. True where nothing was smoothed. at: samples of the rows.
+        It does not explain damaged factors. True where nothing was smoothed.
         """
         by = self.smoothing()
-        return not by.ndim or _relative(read / by, truth / by) <= max(
-            _MARGIN * _relative(self.rounded(truth[at]) / by, truth[at] / by), _CODED
-        )
-
-    def rounded(self, truth: Tensor, by: Tensor | None = None) -> Tensor:
-        """The base's rows in the layer's format. by: factors beside the layer's own that codes lack."""
-        return self._rounded(truth, self.smoothing(by))
+        if not by.ndim:
+            return True
+        some = truth[self.at]
+        return _relative(read / by, truth / by) <= max(_MARGIN * _relative(self.rounded(some) / by, some / by), _CODED)
 
     def smoothing(self, by: Tensor | None = None) -> Tensor:
         """Return the factors that make the base's weights of codes, beside their scales: (), (K,) or (N, 1)."""
@@ -245,7 +242,9 @@ class _Rows:
         by = torch.ones((), dtype=torch.float32) if by is None else by
         return by if own is None else by * own.float()
 
-    def _rounded(self, truth: Tensor, by: Tensor) -> Tensor:
+    def rounded(self, truth: Tensor, by: Tensor | None = None) -> Tensor:
+        """The base's rows in the layer's format. by: factors beside the layer's own that codes lack."""
+        by = self.smoothing(by)
         if not isinstance(self.found, QuantTensors):
             return _cast(truth / by, self.layer) * by
         weights = self.found.scheme.weights
@@ -267,19 +266,18 @@ def prove(
     another order that files are known to have them in, such as k before q.
     """
     n, k = layer.shape
-    whole, starts = _Rows(model, layer, [(dict(tensors), (n, k))]), _starts(n)
-    if is_whole(tensors) or n <= WINDOW * len(starts):
-        rows, at = whole, torch.arange(n)
-    else:
+    whole, starts = _Rows(model, layer, [(dict(tensors), (n, k))], torch.arange(n)), _starts(n)
+    rows = whole
+    if not is_whole(tensors) and n > WINDOW * len(starts):
         ends = [(start, min(start + WINDOW, n)) for start in starts]
-        rows = _Rows(model, layer, [(window(tensors, n, *own), (own[1] - own[0], k)) for own in ends])
-        at = torch.cat([torch.arange(*own) for own in ends])
-    truth, tried = base[at].float(), dict[tuple[str, ...], float]()
+        windows = [(window(tensors, n, *own), (own[1] - own[0], k)) for own in ends]
+        rows = _Rows(model, layer, windows, torch.cat([torch.arange(*own) for own in ends]))
+    truth, tried = base[rows.at].float(), dict[tuple[str, ...], float]()
 
     def attempt(repairs: tuple[str, ...], order: str = "") -> None:
         read = rows.reading(repairs)
         if read is not None:
-            against = base[orders[order][at]].float() if order else truth
+            against = base[orders[order][rows.at]].float() if order else truth
             tried[(*repairs, *([order] if order else []))] = _relative(read[0], against)
 
     attempt(())
@@ -310,13 +308,11 @@ def prove(
     rows.read, against = {}, (base if order is None else base[order]).float()  # one layer is memory enough
     tried[best] = _relative(read, against)
     errors = {" and ".join(label) or DECLARED: error for label, error in tried.items()}
-    done = _against(errors, best, read, against, bound, rows, at)
+    done = _against(errors, best, read, against, bound, rows)
     if bias is None:
         return done
-    own, truth = (
-        torch.zeros(n, dtype=torch.float32) if own is None else own,
-        (bias if order is None else bias[order]).float(),
-    )
+    own = torch.zeros(n, dtype=torch.float32) if own is None else own
+    truth = (bias if order is None else bias[order]).float()
     if isinstance(rows.found, QuantTensors) and "pre_quant_mean" in rows.found.tensors:
         mean = rows.found.tensors["pre_quant_mean"].float()
         own = own + (read - against) @ mean  # what is stored makes up for the rounding of W, and is itself rounded
@@ -366,34 +362,28 @@ def _against(
     truth: Tensor,
     bound: float,
     rows: _Rows | None = None,
-    at: Tensor | None = None,
 ) -> Against:
-    """Compare a reading (N, K) with the base's rows.
-
-    rows: the layer, to round the base as it was, and `at` of it.
-    """
+    """Compare a reading (N, K) with the base's rows. rows: the layer's, to round the base as it was; None in 16 bit."""
     error = errors[" and ".join(best) or DECLARED]
-    factor, cosine = _factor_and_cosine(read, truth)
-    plain = rows.plain(read[at], truth[at]) if rows is not None and at is not None else None
+    factor, cosine, alone = _scale_of(read, truth)
+    plain = rows.plain(read, truth) if rows is not None else None
     scaled = abs(factor - 1) > largest_factor(bound) or (plain is not None and plain.is_scaled(factor))
-    plausible = error <= bound and not scaled
-    if plausible and rows is not None and at is not None:
-        plausible = rows.explains_codes(read, truth, at)
+    plausible = error <= bound and not scaled and (rows is None or rows.explains_codes(read, truth))
     columns = _factors_of(read, truth, 0)
     wrong = _strays(read, truth, bound, rows, None, plain)
     factors = None
     if not plausible or wrong:
-        alone = max(0.0, 1 - cosine**2) ** 0.5  # the error once all of the layer takes one factor
         one_would_do = alone <= bound and cosine > 0 and not _strays(read * factor, truth, bound, rows, None)
         gained = 0.0 if one_would_do else _GAINED * alone
         found = [each for each in (columns, _factors_of(read, truth, 1)) if each and each.left < gained]
         for each in sorted(found, key=lambda factors: factors.left):
             by = torch.where(each.by == 0, 1.0, each.by)  # of what was read as zeros
             by = by[:, None] if each.axis == "rows" else by
-            if rows is None or at is None:
+            if rows is None:
                 most = max(bound, min(_MARGIN * each.left, _WIDENED))
             else:
-                most = max(bound, min(rows.bound(truth[at], by[at] if each.axis == "rows" else by), _FOLDED))
+                some = by[rows.at] if each.axis == "rows" else by
+                most = max(bound, min(rows.bound(truth[rows.at], some), _FOLDED))
             if each.left <= most and not _strays(read * by, truth, most, rows, by):
                 sure = wrong.rows if wrong and each.axis == "rows" else None
                 if sure is not None and rows is None:  # which may have been codes: those show in what is left
@@ -406,19 +396,14 @@ def _against(
     return Against(errors, best, cosine, factor, bound, is_right, factors, strays, products, scaled=scaled)
 
 
-def _factor_and_cosine(read: Tensor, truth: Tensor) -> tuple[float, float]:
-    """The factor by which a reading comes nearest to the base, and the cosine between the two."""
+def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float, float]:
+    """The factor by which a reading comes nearest to the base, their cosine, and the error that then is left."""
     dot, own, other = (
         sum(float((a * b).sum(dtype=torch.float64)) for a, b in zip(one.split(WINDOW), two.split(WINDOW), strict=True))
         for one, two in ((read, truth), (read, read), (truth, truth))
     )
-    return dot / (own or 1.0), dot / ((own * other) ** 0.5 or 1.0)
-
-
-def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float]:
-    """The factor by which a reading comes nearest to the base, and the error that then is left."""
-    factor, cosine = _factor_and_cosine(read, truth)
-    return factor, max(0.0, 1 - cosine**2) ** 0.5
+    cosine = dot / ((own * other) ** 0.5 or 1.0)
+    return dot / (own or 1.0), cosine, max(0.0, 1 - cosine**2) ** 0.5
 
 
 def _strays(
@@ -442,9 +427,8 @@ def _strays(
         # Fitting moves errors of codes along a row, whatever the sizes; from row to row only by a low-rank branch.
         is_moved = plain is None and (name != "rows" or (rows is not None and rows.has_branch))
         common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
-        own = (
-            0.0 if plain is None else max(plain.error, _OF_BF16 / 2)
-        )  # what rounded exactly differs by the base's bits
+        # What rounded exactly differs by the base's bits.
+        own = 0.0 if plain is None else max(plain.error, _OF_BF16 / 2)
         most = bound if plain is None else margin * own
         if (error <= torch.maximum(most * size, margin * common)).all():
             continue
@@ -575,7 +559,7 @@ def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tenso
     rows = torch.arange(n)
     if joined.order == "halves swapped" or may_swap:
         if n % 2 == 0:
-            found["halves swapped"] = torch.cat(list(rows.chunk(2))[::-1])
+            found["halves swapped"] = in_order(rows, "halves swapped")
     alike = [i for i, size in enumerate(sizes) if size == sizes[0]][:3]
     parts = list(rows.split(sizes))
     names = [part.rpartition(".")[0].rpartition(".")[2] for part in joined.parts]
@@ -634,8 +618,7 @@ def _is_two_level(tensors: Mapping[str, Tensor]) -> bool:
 
 def _swizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in the order of the matrix, where the dialect means tiles."""
-    found = _blocks(tensors, shape) if dialect.tiles is not None else None
-    if found is None or dialect.tiles is None:
+    if dialect.tiles is None or (found := _blocks(tensors, shape)) is None:
         return None
     name, scale, groups = found
     if scale.shape[0] < shape[0] or scale.shape[1] not in (groups, padded(groups, 4)):
@@ -646,8 +629,7 @@ def _swizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int
 
 def _unswizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in tiles, where the dialect means the order of the matrix."""
-    found = _blocks(tensors, shape) if dialect.tiles is None else None
-    if found is None:
+    if dialect.tiles is not None or (found := _blocks(tensors, shape)) is None:
         return None
     name, scale, groups = found
     try:
@@ -658,8 +640,7 @@ def _unswizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, i
 
 def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of tiles over 16 columns more than there are, as ModelOpt's row_col padding makes them."""
-    found = _blocks(tensors, shape) if dialect.tiles is padded_tiles else None
-    if found is None:
+    if dialect.tiles is not padded_tiles or (found := _blocks(tensors, shape)) is None:
         return None
     name, scale, groups = found
     if scale.shape[1] == padded(groups, 4) or scale.shape[1] != padded(groups, 16):

@@ -15,7 +15,7 @@ from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, QuantTensors
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, Headers, by_config, has_codes
 from fluxq.recipes.formats import Scheme
@@ -105,7 +105,7 @@ def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
 # --- our own checkpoints, and models in 16 bit
 
 
-def _decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def _decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     held = dict(tensors)
     if "weight" in held and held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
         held["weight"] = held["weight"].squeeze(-1)
@@ -123,7 +123,7 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return {"scheme": str(scheme), "name": name}
 
 
-def _never(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def _never(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     raise ValueError("nothing is decoded in 16 bit")
 
 
@@ -131,14 +131,12 @@ _OURS = Dialect(
     NATIVE,
     "a checkpoint of fluxq",
     _decode,
-    "folder",
-    "config.json: schemes",
     marks=(by_config(QUANT_METHOD),),
     methods=(QUANT_METHOD,),
     has_codes=partial(has_codes, sizes=(2, 3)),  # text encoders' are (N, K, 1)
     entry=_entry,
 )
-_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _never, "file or folder", "", has_codes=lambda stored: False)
+_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _never, has_codes=lambda stored: False)
 RULES = {dialect.name: dialect for dialect in (*DIALECTS.values(), _OURS, _IN_16_BIT)}
 _BY_MARK = tuple(reversed([*DIALECTS.values(), _OURS]))  # the last is the surest
 _OTHERS = (  # programs whose layers are not read here, by what follows a layer's name

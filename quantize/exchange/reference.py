@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.exchange.files import ModelFile, open_model, open_models
+from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import PLAIN
 from fluxq.quantize.exchange.proof import REPAIRS, orders_of, part_sizes, prove
 from fluxq.recipes.keymaps import Joined
@@ -22,8 +23,7 @@ class Base:
         if model.dialect != PLAIN:
             raise ValueError(f"{model.path}: is quantized itself ({model.dialect}); give the 16-bit model as base")
         self.model = model
-        self._held = {part: whole for whole in model.joined.values() for part in whole.parts}
-        self._name = {whole: name for name, whole in model.joined.items()}
+        self._held = {part: (name, whole) for name, whole in model.joined.items() for part in whole.parts}
 
     @property
     def names(self) -> set[str]:
@@ -32,11 +32,11 @@ class Base:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor of the file that holds one of `names`."""
-        return tuple(self.model.stored[self._name[self._held[name]]].shape)
+        return tuple(self.model.stored[self._held[name][0]].shape)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of the file that holds one of `names`."""
-        return self.model.read(self._name[self._held[name]])
+        return self.model.read(self._held[name][0])
 
     @classmethod
     def of(cls, path: Path, component: str, model: ModelFile) -> Base:
@@ -62,8 +62,7 @@ class Base:
             size = "×".join(map(str, weight.shape))
             turned = " transposed" if tuple(weight.shape) == (k, n) else ""
             return None, {}, f"the layer is {n}×{k}{turned}, the base's weight {size}"
-        if joined.order == "halves swapped":
-            weight = torch.cat(list(weight.chunk(2))[::-1])
+        weight = in_order(weight, joined.order)
         return weight, orders_of(joined, n, k, n == 2 * k), ""
 
     def other(self, joined: Joined, k: int) -> Tensor | None:
@@ -77,19 +76,16 @@ class Base:
             return None
         if not parts:
             return None
-        tensor = (torch.cat(parts) if len(parts) > 1 else parts[0]).float()
-        return torch.cat(list(tensor.chunk(2))[::-1]) if joined.order == "halves swapped" else tensor
+        return in_order((torch.cat(parts) if len(parts) > 1 else parts[0]).float(), joined.order)
 
     def part(self, name: str, k: int) -> Tensor:
         """The tensor, a weight as (N, K), of one module of diffusers, cut out of the original where that joins it."""
-        whole = self._held.get(name)
-        if whole is None:
+        if name not in self._held:
             raise ValueError(f"the base has no {name}")
-        tensor = self.model.read(self._name[whole])
+        tensor, (_, whole) = self.tensor(name), self._held[name]
         if tensor.ndim > 2:  # convolutions, some of which a file holds as matrices
             tensor = tensor.reshape(tensor.shape[0], -1)
-        if whole.order == "halves swapped":
-            tensor = torch.cat(list(tensor.chunk(2))[::-1])
+        tensor = in_order(tensor, whole.order)
         if len(whole.parts) == 1:
             return tensor
         return tensor.split(part_sizes(whole, tensor.shape[0], k))[whole.parts.index(name)]
@@ -103,16 +99,16 @@ def settled(model: ModelFile, base: Base) -> ModelFile:
     several = len(model.undecided) > 1
     for mended in ({"missing input_scale"}, *([] if several else [set(REPAIRS)])):  # one alone may have to be mended
         for dialect in model.undecided:
-            other, found = model.read_as(dialect, "proved against the base"), []
+            other, found = model.read_as(dialect), []
             for name, layer in list(other.layers.items())[:_SETTLING]:
                 joined = other.joined.get(f"{name}.weight")
                 truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
                 against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
-                if against is None:
-                    found.append(False)
-                    continue
-                near = against.plausible or against.factors is not None  # smoothing is folded into some
-                found.append(near and set(against.best) <= mended)
+                found.append(
+                    against is not None
+                    and (against.plausible or against.factors is not None)  # smoothing is folded into some
+                    and set(against.best) <= mended
+                )
             if found and sum(found) > len(found) / 2:
                 return other
     return model

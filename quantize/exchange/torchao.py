@@ -16,29 +16,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
-from fluxq.quantize.exchange.containers import Contents, Writer, write_pipeline
-from fluxq.quantize.exchange.dialect import Dialect, Reader
+from fluxq.quantize.exchange.containers import pipeline_writer
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import (
     FLOATS,
+    Decoded,
     Encoded,
     Plain,
     QuantTensors,
+    Read,
     Row,
     Tensors,
     native,
     positive,
     row_for,
-    without_zero_exponents,
 )
 from fluxq.quantize.exchange.layouts import block_scales, padded, scaled, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_config, by_tensor, json_object
@@ -76,7 +75,7 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
     )
 
 
-def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> QuantTensors | Plain:
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: the header's JSON object for it."""
     n, _ = shape
     name, said = entry.get("_type"), entry.get("_data")
@@ -96,10 +95,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return native(rows[0], shape, done | own)
 
 
-_Read = tuple[str, dict[str, Tensor]] | Plain  # our format and native tensors, or what no format of ours holds
-
-
-def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     n, k = shape
     weight = held.take("qdata", torch.float8_e4m3fn, shape)
     scale = held.scale("scale", FLOATS, (n, 1), (1, 1), ()).float()
@@ -108,7 +104,7 @@ def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any])
     return name, {"weight": weight, "weight_scale": scale.reshape(n) if per_row else scale.reshape(())}
 
 
-def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     n, k = shape
     weight, scale = held.take("qdata", torch.int8, shape), held.scale("scale", FLOATS).float()
     if scale.ndim != 2 or scale.shape[0] not in (1, n) or not scale.shape[1] or k % scale.shape[1]:
@@ -127,16 +123,15 @@ def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -
     return "int8", done
 
 
-def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     (n, k), element = shape, said.get("elem_dtype")
     packed = isinstance(element, dict) and element.get("_data") == "float4_e2m1fn_x2"
     weight = held.take("qdata", torch.uint8, (n, k // 2)) if packed else held.take("qdata", torch.float8_e4m3fn, shape)
     scale = _linear(held.take("scale", torch.float8_e8m0fnu), n, k // 32, said).view(torch.uint8)
-    weight, scale = without_zero_exponents(weight, scale)
     return "mxfp4" if packed else "mxfp8", {"weight": weight, "weight_scale": scale}
 
 
-def _read_nvfp4(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> _Read:
+def _read_nvfp4(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
     n, k = shape
     scale = positive(_linear(held.take("scale", torch.float8_e4m3fn), n, k // 16, said), "torchao: scale")
     done = {"weight": held.take("qdata", torch.uint8, (n, k // 2)), "weight_scale": scale}
@@ -156,12 +151,7 @@ def _linear(scale: Tensor, rows: int, groups: int, said: Mapping[str, Any]) -> T
     return scale.contiguous()
 
 
-_READERS = {
-    "Float8Tensor": _read_float8,
-    "Int8Tensor": _read_int8,
-    "MXTensor": _read_mx,
-    "NVFP4Tensor": _read_nvfp4,
-}
+_READERS = {"Float8Tensor": _read_float8, "Int8Tensor": _read_int8, "MXTensor": _read_mx, "NVFP4Tensor": _read_nvfp4}
 
 
 def metadata(entries: Mapping[str, Mapping[str, Any]], plain: Iterable[str]) -> dict[str, str]:
@@ -348,32 +338,10 @@ def _header(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str
     return json_object(text, f"the header's entry for {name}.weight")
 
 
-def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
-    write_pipeline(
-        made,
-        checkpoint,
-        contents,
-        lambda one: config(one.entries, one.in_16_bit),
-        lambda one: metadata(one.entries, one.plain),
-    )
-
-
 DIALECT = Dialect(
     "torchao",
     "torchao's tensor subclasses, for diffusers' from_pretrained",
     decode,
-    "folder",
-    "JSON in the header, under each weight",
-    readers=(
-        Reader(
-            "diffusers",
-            "fluxq export tiny-nvfp4 --format torchao",
-            "torchao",
-            "0.18.0",
-            ("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"),
-            "whole models: all weights are ours bit for bit",
-        ),
-    ),
     marks=(by_config("torchao"), by_tensor("_weight_qdata")),
     methods=("torchao",),
     suffixes=(r"_weight_\w+",),
@@ -381,7 +349,9 @@ DIALECT = Dialect(
     rows=ROWS,
     tiles=_tiles,
     encode=encode,
-    writer=Writer(_write, is_pipeline=True),
+    writer=pipeline_writer(
+        lambda one: config(one.entries, one.in_16_bit), lambda one: metadata(one.entries, one.plain)
+    ),
     takes_dtype=True,
     said="_type",
 )

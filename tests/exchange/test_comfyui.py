@@ -16,6 +16,7 @@ import diffusers
 import pytest
 import torch
 import yaml
+from exchange_readers import READERS
 from safetensors.torch import load_file, save_file
 from shared import said_by
 from torch import Tensor
@@ -24,7 +25,6 @@ import fluxq
 from fluxq.base.model import resolve_model
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange import comfy
-from fluxq.quantize.exchange.dialects import READERS
 from fluxq.quantize.exchange.export import export
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.keymaps import original_names

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluxq.cli import cli
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.dialects import WRITERS
 from fluxq.quantize.exchange.files import open_model, open_models
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.importing import import_model
@@ -44,7 +44,7 @@ def kinds(report: Inspection, *, notes: bool = False) -> Counter[str]:
 
 def made(folder: Path, dialect: str, scheme: str, broken: Break | None = None, **how) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    name = "model.safetensors" if DIALECTS[dialect].container == "file" else "model"
+    name = "model.safetensors" if WRITERS[dialect].is_file else "model"
     return write_model(folder / name, dialect, scheme, broken, **how)
 
 

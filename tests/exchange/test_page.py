@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from exchange_readers import READERS, WIDENED, Reader
 from packaging.requirements import Requirement
 from torch import Tensor
 
 from fluxq.cli import cli
 from fluxq.jobs.exchange import FORMATS
-from fluxq.quantize.exchange.dialect import Reader
-from fluxq.quantize.exchange.dialects import DIALECTS, READERS, WRITERS
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.recipes import formats
 from fluxq.recipes.formats import Scheme
@@ -169,8 +169,8 @@ def dialects_table() -> str:
             kept = f"codes; rounds {lost}" if lost else "codes"
             loaded = programs(dialect, name) if dialect in WRITERS else "not written"
             lines.append(f"| `{spelt}` | `{name}` | {exports(dialect, made)} | {kept} | {loaded} |")
-        if row.widened:
-            names = ", ".join(f"`{name}`" for name in row.widened)
+        if dialect in WIDENED:
+            names = ", ".join(f"`{name}`" for name in WIDENED[dialect])
             lines.append(f"| `{spelt}` | {names} | no | 16 bit, with `--dequantize` | not written |")
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ import diffusers
 import pytest
 import torch
 from click.testing import CliRunner
+from exchange_readers import rounds
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -271,7 +272,7 @@ def rounds_of(scheme: Scheme, dialect: str) -> set[str]:
     activations = scheme.activations.name if scheme.activations else None
     rows = [row for row in rows if activations in (row.activations, *row.also)]
     dropped = {"input_scale"} if all(row.input_scale == "none" for row in rows) else set[str]()
-    return dropped | {name for row in rows for name in row.rounds}
+    return dropped | {name for row in rows for name in rounds(row)}
 
 
 def as_read(scheme: Scheme, dialect: str) -> Scheme:
@@ -321,9 +322,9 @@ def test_models_of_every_scheme_of_a_format_come_back(dialect, name, tmp_path) -
     assert found >= {*map(str, schemes), *filter(None, [modulation])}
     assert not (done.dequantized or done.requantized)
     rounded = require_back(source, after, dialect, source.schemes)
-    rounds = {suffix for row in DIALECTS[dialect].rows if row.name == name for suffix in row.rounds}
-    rounds |= {"input_scale"} if any(s.static_input and s != as_read(s, dialect) for s in schemes) else set()
-    assert {full.rpartition(".")[2] for full in rounded} == rounds
+    expected = {suffix for row in DIALECTS[dialect].rows if row.name == name for suffix in rounds(row)}
+    expected |= {"input_scale"} if any(s.static_input and s != as_read(s, dialect) for s in schemes) else set()
+    assert {full.rpartition(".")[2] for full in rounded} == expected
     if rounded or done.folded:
         require_second_trip(back, dialect, tmp_path, component)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from exchange_readers import READERS
 from safetensors.torch import load_file
 from shared import said_by
 
 from fluxq.base.model import resolve_model
-from fluxq.quantize.exchange.dialects import READERS
 from fluxq.quantize.exchange.export import export
 
 PYTHON = os.environ.get("FLUXQ_SGLANG_PYTHON", "")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fluxq.base.model import resolve_model
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.inspect import FAULTS, inspect_path
 from fluxq.quantize.exchange.layer import QuantTensors
@@ -188,7 +188,7 @@ def test_two_traps_at_once_are_both_named(base, tmp_path) -> None:
 )
 def test_what_export_writes_falls_into_none(recipe, dialect, plain_checkpoint, tmp_path) -> None:
     """Proved against the 16-bit model: nothing is wrong, and nothing is worth a note but what no file can help."""
-    suffix = ".safetensors" if DIALECTS[dialect].container == "file" else ""
+    suffix = ".safetensors" if WRITERS[dialect].is_file else ""
     done = export(resolve_model(str(plain_checkpoint(recipe))), dialect, tmp_path / f"model{suffix}")
     model = plain_checkpoint("16 bit")
     path = Path(done.target) if suffix else Path(done.target, "transformer")

@@ -7,7 +7,7 @@ import torch
 
 from fluxq.kernels import encode
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.rounding import feedback, round_nearest, round_with_feedback, search_scales
+from fluxq.quantize.rounding import feedback, round_searched, round_with_feedback, search_scales
 from fluxq.recipes.formats import ELEMENTS, FORMATS, find_format
 
 FOUR_BIT = ("nvfp4", "mxfp4", "int4")
@@ -66,7 +66,7 @@ def test_feedback_beats_nearest_on_outputs(name):
     fit, held = correlated(4096, 256).split([3072, 1024])
     feed = feedback(fit.T @ fit / len(fit), row.group_size)
     scale = global_scale(w, name)
-    plain = round_nearest(w, row, scale)
+    plain = QuantizedTensor.quantize(w, row, global_scale=scale)
     fed = round_with_feedback(w, row, scale, feed)
     assert fed.codes.shape == plain.codes.shape and fed.scale.shape == plain.scale.shape
     assert fed.scale.dtype == plain.scale.dtype and fed.codes.dtype == plain.codes.dtype
@@ -78,7 +78,10 @@ def test_feedback_without_correlation_is_nearest(name):
     row, w = FORMATS[name], weight()
     scale = global_scale(w, name)
     feed = feedback(torch.eye(256), row.group_size)
-    fed, plain = round_with_feedback(w, row, scale, feed, search=False), round_nearest(w, row, scale)
+    fed, plain = (
+        round_with_feedback(w, row, scale, feed, search=False),
+        QuantizedTensor.quantize(w, row, global_scale=scale),
+    )
     assert torch.equal(fed.codes, plain.codes) and torch.equal(fed.scale, plain.scale)
 
 
@@ -163,7 +166,7 @@ def test_rounding_leaves_its_input_alone():
     kept = gram.clone()
     feed = feedback(gram, 16)
     round_with_feedback(w, FORMATS["nvfp4"], global_scale(w, "nvfp4"), feed)
-    round_nearest(w, FORMATS["nvfp4"], global_scale(w, "nvfp4"), gram.diagonal(), search=True)
+    round_searched(w, FORMATS["nvfp4"], global_scale(w, "nvfp4"), gram.diagonal())
     assert torch.equal(w, before) and torch.equal(gram, kept)
 
 
