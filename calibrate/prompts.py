@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger
+from fluxq.base.console import first_line, logger, path_near
 from fluxq.base.files import sha256_file, sha256_json, stamps
 from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
 from fluxq.base.modest_yaml import require_modest
-from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
     from PIL import Image

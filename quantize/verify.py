@@ -25,8 +25,6 @@ from fluxq.quantize.checkpoint import (
     ACTIVATIONS,
     LARGEST,
     PLAN_FILE,
-    QUANT_METHOD,
-    QuantizationConfig,
     filed_shape,
     library_of,
     quantized_on_meta,
@@ -34,6 +32,7 @@ from fluxq.quantize.checkpoint import (
     shapes_of,
 )
 from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN, config_digest
+from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 

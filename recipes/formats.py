@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from fluxq.base.near import did_you_mean
+from fluxq.base.console import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from fluxq.base.near import did_you_mean
+from fluxq.base.console import did_you_mean
 from fluxq.recipes.all_families import FAMILIES, LISTED_FIRST
 from fluxq.recipes.family import Published
 

@@ -21,10 +21,11 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.base.provenance import versions
 from fluxq.base.tensors import TensorFile
-from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig, build_on_meta, library_of
+from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.structure import model_family
+from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan

@@ -20,7 +20,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
 from fluxq.jobs import judge
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, list_linears
+from fluxq.quantize.checkpoint import PLAN_FILE, list_linears
 from fluxq.quantize.exchange import comfy, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.export import export
@@ -35,6 +35,7 @@ from fluxq.quantize.exchange.proof import window
 from fluxq.quantize.record import read_record
 from fluxq.quantize.verify import verify
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, original_names
 from tests.exchange.test_import import q8_0

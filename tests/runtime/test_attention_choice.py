@@ -25,8 +25,9 @@ from fluxq import FluxqConfig, tiny
 from fluxq.base import settings
 from fluxq.jobs import making
 from fluxq.kernels import chips
-from fluxq.kernels.attention.op import BACKEND, attention_fp8, attention_of
+from fluxq.kernels.attention.op import attention_fp8
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import BACKEND, attention_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.runtime import attention_choice as choice

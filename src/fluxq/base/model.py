@@ -16,11 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger, say_once, without_loading_bars
+from fluxq.base.console import did_you_mean, first_line, logger, say_once, without_loading_bars
 from fluxq.base.download import download, require_hub_id
 from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
-from fluxq.base.front_matter import license_of
-from fluxq.base.near import did_you_mean
+from fluxq.base.modest_yaml import license_of
 from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
 

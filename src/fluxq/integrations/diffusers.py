@@ -30,10 +30,8 @@ from fluxq.integrations.loading import (
     set_tensor,
     with_stored_tensors,
 )
-from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import SCALE_NAMES
-from fluxq.quantize.checkpoint import QUANT_METHOD
-from fluxq.recipes.computing import Attention, Steps
+from fluxq.recipes.computing import QUANT_METHOD, Attention, Steps, attention_of
 
 if TYPE_CHECKING:
     from fluxq.integrations.on_the_fly import Arrivals

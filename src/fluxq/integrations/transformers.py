@@ -35,7 +35,7 @@ from fluxq.integrations.loading import (
     with_stored_tensors,
 )
 from fluxq.kernels.linear import stored_dtype
-from fluxq.quantize.checkpoint import QUANT_METHOD
+from fluxq.recipes.computing import QUANT_METHOD
 
 if TYPE_CHECKING:
     from fluxq.integrations.on_the_fly import Arrivals

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fluxq.base.console import did_you_mean, path_near
 from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import PLAN_FILE, ModelFolder, check_weights, resolve_model
-from fluxq.base.near import did_you_mean, path_near
 from fluxq.base.output import Output
 from fluxq.jobs.requirements import output_for as output_for
 from fluxq.jobs.requirements import reads_of
