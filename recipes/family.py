@@ -123,10 +123,9 @@ class Family:
 
     model: class name, of `library`. kind: what the model does in a pipeline; only a transformer runs at every
     denoising step, so only its activations are worth quantizing. keep: pattern -> reason, Linears that stay in
-    16 bit whatever a recipe says about roles. tiny_config: a configuration small enough for tests, every K a
-    multiple of 128. fusable: blocks that have a fused form. self_attention: paths of the modules whose q, k and v come
-    from the same tokens and go through diffusers' attention dispatcher, without a mask, so that another attention can
-    take its place. notes: what every plan warns of.
+    16 bit whatever a recipe says about roles. fusable: blocks that have a fused form. self_attention: paths of the
+    modules whose q, k and v come from the same tokens and go through diffusers' attention dispatcher, without a mask,
+    so that another attention can take its place. notes: what every plan warns of.
 
     Of denoisers alone: workload: what the pipeline feeds it. originals: what its authors' code and ComfyUI call its
     tensors, see keymaps.py; rows, or a function that makes them from the names of a model. embedded_timestep: what the
@@ -141,7 +140,6 @@ class Family:
     model: str
     groups: tuple[InputGroup, ...]
     keep: dict[str, str]
-    tiny_config: Mapping[str, object] = field(default_factory=dict)
     library: Literal["diffusers", "transformers"] = "diffusers"
     kind: Kind = "transformer"
     fusable: tuple[FusableBlock, ...] = ()

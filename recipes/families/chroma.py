@@ -46,18 +46,6 @@ CHROMA = Family(
         "distilled_guidance_layer.**": SHARED,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "axes_dims_rope": [16, 24, 24],
-        "approximator_num_channels": 32,
-        "approximator_hidden_dim": 64,
-        "approximator_layers": 1,
-    },
     workload=Workload(
         size=(1024, 1024, 1),
         text=512,

@@ -125,16 +125,6 @@ FLUX2 = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "timestep_guidance_channels": 32,
-        "axes_dims_rope": [16, 16, 16, 16],
-    },
     self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     fusable=_BLOCKS,
     workload=Workload(

@@ -80,15 +80,6 @@ QWEN_IMAGE = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "out_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "axes_dims_rope": [16, 24, 24],
-    },
     self_attention=("transformer_blocks.*.attn",),
     fusable=_BLOCKS,
     workload=Workload(

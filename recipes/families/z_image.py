@@ -53,17 +53,6 @@ Z_IMAGE = Family(
         "t_embedder.**": EMBEDDER,
         "all_final_layer.**": FINAL,
     },
-    tiny_config={
-        "in_channels": 4,
-        "dim": 384,
-        "n_layers": 2,
-        "n_refiner_layers": 1,
-        "n_heads": 6,
-        "n_kv_heads": 6,
-        "cap_feat_dim": 64,
-        "axes_dims": [16, 24, 24],
-        "axes_lens": [128, 16, 16],
-    },
     workload=Workload(
         size=(1024, 1024, 1),
         text=512,

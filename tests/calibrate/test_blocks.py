@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 from fluxq import tiny
@@ -95,7 +96,7 @@ def run_all(replay: Replay) -> None:
 def test_a_block_sees_in_replay_what_it_sees_in_the_whole_model(row, family_inputs, tmp_path):
     """With outputs of blocks in memory, and with outputs on disk."""
     torch.manual_seed(0)
-    model = getattr(diffusers, row.model).from_config(row.tiny_config).to(torch.bfloat16)
+    model = getattr(diffusers, row.model).from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16)
     blocks = block_names(row, model)
     with Watch(model, blocks) as seen:
         pipe = Pipe([model], family_inputs(row), branches=2)

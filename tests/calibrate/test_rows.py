@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq import tiny
@@ -309,7 +310,7 @@ class WanImageToVideo(diffusers.WanImageToVideoPipeline):
 
 def model_of(family: str, **changes) -> nn.Module:
     torch.manual_seed(0)
-    return getattr(diffusers, FAMILIES[family].model).from_config({**FAMILIES[family].tiny_config, **changes})
+    return getattr(diffusers, FAMILIES[family].model).from_config({**TINY_CONFIGS[family], **changes})
 
 
 def flow() -> diffusers.FlowMatchEulerDiscreteScheduler:

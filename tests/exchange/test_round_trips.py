@@ -20,6 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor
 
 import fluxq
@@ -447,7 +448,7 @@ def family_pipelines(row: Family, recipe: str, tmp_path: Path) -> tuple[Path, Pa
     """(a pipeline of just a random model, the same under a recipe, rounded to nearest)."""
     torch.manual_seed(0)
     folders, model_class = [tmp_path / "16bit", tmp_path / "native"], getattr(diffusers, row.model)
-    model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(folders[0] / "transformer")
+    model_class.from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16).save_pretrained(folders[0] / "transformer")
     config = fluxq.FluxqConfig(recipe=recipe, profile="rtn")
     model = model_class.from_pretrained(folders[0] / "transformer", dtype=torch.bfloat16, quantization_config=config)
     model.save_pretrained(folders[1] / "transformer")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from shared import SIXTEEN_BIT
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -37,7 +38,7 @@ class Case:
         self.row, self.inputs, self.recipe = row, inputs, recipe
         self.plain, self.folder = folder / SIXTEEN_BIT, folder / recipe
         torch.manual_seed(0)
-        self.model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(self.plain)
+        self.model_class.from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16).save_pretrained(self.plain)
         if recipe != SIXTEEN_BIT:
             config = fluxq.FluxqConfig(recipe=recipe, profile="rtn")
             self.load(self.plain, quantization_config=config).save_pretrained(self.folder)

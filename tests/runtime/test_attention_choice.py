@@ -18,6 +18,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from shared import quantization_of
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -63,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def model_of(family: Family) -> Any:
     torch.manual_seed(0)
-    return getattr(diffusers, family.model)(**family.tiny_config).eval()
+    return getattr(diffusers, family.model)(**TINY_CONFIGS[family.name]).eval()
 
 
 def flux_inputs() -> dict[str, Tensor]:
