@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import FEATURES, Scheme
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +23,6 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 BACKEND = "fluxq_fp8"  # what diffusers' attention dispatcher calls attention in fp8
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
-KNOWN_FEATURES = frozenset(
-    {"static_input_scale", "low_rank", "center", "smooth", "deflation", "hadamard", "four_over_six"}
-)
 
 
 class Strict(BaseModel):
@@ -109,7 +106,7 @@ class QuantizationConfig:
                 f"checkpoint has format version {version!r}, this fluxq reads up to {FORMAT_VERSION}: update fluxq"
             )
         features = tuple(map(str, listed if isinstance(listed, (list, tuple)) else [listed]))
-        unknown = sorted(set(features) - KNOWN_FEATURES)
+        unknown = sorted(set(features) - FEATURES.keys())
         if unknown:
             raise ValueError(f"checkpoint requires {', '.join(unknown)}, unknown to this version: update fluxq")
         layers = config.get("layers")

@@ -340,22 +340,6 @@ def split_gates(gates: Iterable[str], metrics: Container[str]) -> tuple[list[str
     return now, [gate for gate in gates if gate not in now]
 
 
-def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors; `recipes/schema.json` holds it.
-
-    A file with `extends` may leave out any key, so only a file without it needs `components`.
-    """
-    schema = Recipe.model_json_schema()
-    extends = {"type": "string", "description": "Start from this recipe: a file, or the name of a shipped one."}
-    del schema["required"], schema["$defs"]["Component"]["required"]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "properties": {"extends": extends, **schema["properties"]},
-        "anyOf": [{"required": ["extends"]}, {"required": ["components"]}],
-    }
-
-
 class _Document:
     """A YAML mapping with the position of every key, `extends` resolved."""
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fluxq.kernels.dispatch import choose, compiled_with, offer
 from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
-from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES, PUBLISHED
 from fluxq.recipes.cost import (
     EIGHT_BIT,
     LEVELS,
@@ -30,7 +30,6 @@ from fluxq.recipes.cost import (
 from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import Plan, make_plan
-from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
 from fluxq.recipes.shapes import LinearShape
 from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass

@@ -22,10 +22,9 @@ from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.structure import component_family, denoisers_of, model_family, tree_of
-from fluxq.recipes.all_families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, PUBLISHED, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.generic import LEAST_CERTAINTY, ModuleTree, generic_family, read_structure
-from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.shapes import LinearShape
 
 ROWS = [row for row in FAMILIES.values() if row.kind == "transformer"]
