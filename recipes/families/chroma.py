@@ -23,13 +23,9 @@ _ORIGINALS = rows(
 )
 
 
-def _count_modulations(config: Mapping[str, Any]) -> int:
-    """Count the vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
-    return 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2
-
-
 def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"modulations": _count_modulations(config)}
+    """Count the vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
+    return {"modulations": 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2}
 
 
 CHROMA = Family(

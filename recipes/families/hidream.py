@@ -24,18 +24,11 @@ def _experts(block: str) -> tuple[InputGroup, ...]:
     return (*ups, *downs)
 
 
-def _most_tokens(config: Mapping[str, Any]) -> int:
-    height, width = config.get("max_resolution", (128, 128))
-    return height * width // config.get("patch_size", 2) ** 2
-
-
-def _routed(config: Mapping[str, Any]) -> float:
-    return config.get("num_activated_experts", 2) / config.get("num_routed_experts", 4)
-
-
 def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    padded = {} if rows == columns else {"image": _most_tokens(config)}  # what is not square is padded
-    return {**padded, "routed": _routed(config)}
+    height, width = config.get("max_resolution", (128, 128))
+    most = height * width // config.get("patch_size", 2) ** 2
+    padded = {} if rows == columns else {"image": most}  # what is not square is padded
+    return {**padded, "routed": config.get("num_activated_experts", 2) / config.get("num_routed_experts", 4)}
 
 
 HIDREAM = Family(

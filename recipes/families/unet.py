@@ -85,16 +85,12 @@ def _config(channels: Sequence[int], attends: Sequence[bool], **config: Any) -> 
     }
 
 
-def _levels(rows: int, columns: int, config: Mapping[str, Any]) -> tuple[int, ...]:
+def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Count the pixels at each resolution: a step down halves both sides and rounds up."""
     levels = [(rows, columns)]
     for _ in config["down_block_types"][1:]:
         levels.append((-(-levels[-1][0] // 2), -(-levels[-1][1] // 2)))
-    return tuple(height * width for height, width in levels)
-
-
-def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"levels": _levels(rows, columns, config)}
+    return {"levels": tuple(height * width for height, width in levels)}
 
 
 UNET = Family(

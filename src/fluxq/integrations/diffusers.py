@@ -45,6 +45,7 @@ class FluxqQuantizer(DiffusersQuantizer):
     """
 
     use_keep_in_fp32_modules = True
+    is_serializable = is_trainable = is_compileable = True  # pyright: ignore[reportAssignmentType]  properties there
     quantization_config: FluxqConfig  # pyright: ignore[reportIncompatibleVariableOverride]  diffusers' base is a name
 
     def __init__(self, quantization_config: FluxqConfig, **kwargs: Any) -> None:
@@ -55,18 +56,6 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.model: nn.Module | None = None  # while a checkpoint is loaded into it
         self.attention: Attention = "16bit"
         self.steps: Steps | None = None
-
-    @property
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Every device with a torch runs the reference."""
