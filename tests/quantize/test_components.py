@@ -399,10 +399,11 @@ def test_sound_is_not_compared_and_that_is_said_before_any_work(fluxq, wan, tmp_
         assert refused.exit_code == 2 and said + "`fluxq verify`" in refused.stderr, refused.output
 
 
-def test_groups_of_one_component_keep_their_names(pipe):
+def test_groups_of_one_component_keep_their_names(pipe, tmp_path):
     path = "transformer_blocks.0.attn.to_q"
     items, call = [(tiny.PROMPTS[0], 0)], {**tiny.CALL_KWARGS, "num_inference_steps": 1}
-    one = capture_statistics(pipe, {"transformer": {"q": path}}, items, Sampling(call, 1, {"transformer": "d"}))
+    sampling = Sampling(call, 1, {"transformer": "d"})
+    one = capture_statistics(pipe, {"transformer": {"q": path}}, items, sampling, folder=tmp_path)
     assert list(one.groups) == ["q"] and one.trajectory["model"] == "d" and one.of_component("transformer") is one
 
 

@@ -120,7 +120,7 @@ def test_what_a_recipe_fits_to_its_calls_is_saved_and_loaded(case, recipe, tmp_p
         compat=wanted.compat,
     )
     calls = captured(Pipe([model], case.inputs), tmp_path / "calls", {"transformer": block_names(row, model)})
-    fitting = Fitting(Replay(model, calls["transformer"], None), wanted.gate)
+    fitting = Fitting(Replay(model, calls["transformer"], tmp_path / "outputs"), wanted.gate)
     (tmp_path / "source").mkdir()
     index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", row.model]}
     (tmp_path / "source" / "model_index.json").write_text(json.dumps(index))
