@@ -141,6 +141,12 @@ class Component(Strict):
     overrides: list[Override] = []
     exclude: list[str] = []
 
+    @property
+    def inputs(self) -> list[Operand]:
+        """Operands of activations, those of overrides too."""
+        operands = (self.activations, *(override.activations for override in self.overrides))
+        return [operand for operand in operands if operand is not None]
+
     def without(self, patterns: Iterable[str]) -> Component:
         """The same with more layers excluded."""
         return self.model_copy(update={"exclude": [*self.exclude, *patterns]})
@@ -244,16 +250,14 @@ class Recipe(Strict):
 
     def has_static_scales(self, component: Component) -> bool:
         """Tell whether activations of one entry have one scale for all tokens, and get it from calibration."""
-        operands = (component.activations, *(override.activations for override in component.overrides))
-        has_scale = any(operand.row.has_tensor_scale for operand in operands if operand is not None)
+        has_scale = any(operand.row.has_tensor_scale for operand in component.inputs)
         return self.profile != "rtn" and self.calibration is not None and has_scale
 
     def _fits_to_data(self, component: Component) -> bool:
         """Tell whether quantizing an entry fits anything to its inputs, as far as the profile lets it."""
         rounding = component.rounding
         gptq = rounding.method == "gptq" and self.profile != "fast"
-        operands = (component.activations, *(override.activations for override in component.overrides))
-        judged = any(operand.four_over_six for operand in operands if operand is not None)
+        judged = any(operand.four_over_six for operand in component.inputs)
         fits = bool(component.transforms or component.low_rank or gptq or rounding.scales == "search" or judged)
         return fits and self.profile != "rtn"
 
