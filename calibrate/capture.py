@@ -279,11 +279,12 @@ def trajectory_of(
 
     digests: component that is looked at -> digest of its weights.
     """
+    configured = {key: value for key, value in sorted(pipe.scheduler.config.items()) if not key.startswith("_")}
     return Trajectory(
         model=dict(digests) if len(digests) > 1 else next(iter(digests.values())),
         items=tuple(_row(prompt).described(seed) for prompt, seed in items),
         call=dict(call),
-        scheduler={"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
+        scheduler={"class": type(pipe.scheduler).__name__, **configured},
         steps_seen=tuple(seen),
         sigmas=(),
         dtype=str(getattr(pipe, next(iter(digests))).dtype).removeprefix("torch."),
@@ -383,8 +384,3 @@ def frames_argument(pipeline: type) -> str | None:
     """Return the name of a pipeline class's argument for the number of frames, one of FRAMES; None if it has none."""
     parameters = inspect.signature(pipeline.__call__).parameters
     return next((name for name in FRAMES if name in parameters), None)
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's configuration without diffusers' private keys, as JSON holds it."""
-    return {key: value for key, value in sorted(config.items()) if not key.startswith("_")}

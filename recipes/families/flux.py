@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fluxq.recipes.family import Family, Published, Workload
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
 from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, TEXT_FF, both_at_once, image_and_text
@@ -104,10 +102,6 @@ _ORIGINALS = rows(
 )
 
 
-def _embedded_timestep(t: Any, dtype: Any) -> Any:
-    return t.to(dtype) / 1000 * 1000
-
-
 FLUX = Family(
     name="flux",
     model="FluxTransformer2DModel",
@@ -134,7 +128,7 @@ FLUX = Family(
         ),
     ),
     originals=_ORIGINALS,
-    embedded_timestep=_embedded_timestep,
+    embedded_timestep=lambda t, dtype: t.to(dtype) / 1000 * 1000,
     published=(
         Published(
             "FLUX.1-dev",

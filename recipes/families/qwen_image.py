@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fluxq.recipes.family import Family, Published, Workload
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
 from fluxq.recipes.groups import EMBEDDER, FINAL, image_and_text
@@ -60,10 +58,6 @@ _BLOCKS = (
 )
 
 
-def _embedded_timestep(t: Any, dtype: Any) -> Any:
-    return t.to(dtype) / 1000
-
-
 QWEN_IMAGE = Family(
     name="qwen_image",
     model="QwenImageTransformer2DModel",
@@ -88,7 +82,7 @@ QWEN_IMAGE = Family(
         attention=(("transformer_blocks.*.attn.to_q", "both", "both"),),
     ),
     originals=SAME_NAMES,
-    embedded_timestep=_embedded_timestep,
+    embedded_timestep=lambda t, dtype: t.to(dtype) / 1000,
     published=(
         Published(
             "Qwen-Image",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fluxq.recipes.family import Family, InputGroup, Published, Workload
 from fluxq.recipes.fusable import NORM, FusableBlock, OwnAttention, Stream, feed_forward_classes
 from fluxq.recipes.groups import EMBEDDER, FF, FINAL, TEXT_FF, image_and_text, normed
@@ -106,10 +104,6 @@ _ORIGINALS = rows(
 )
 
 
-def _embedded_timestep(t: Any, dtype: Any) -> Any:
-    return t.to(dtype)
-
-
 SD3 = Family(
     name="sd3",
     model="SD3Transformer2DModel",
@@ -138,7 +132,7 @@ SD3 = Family(
         ),
     ),
     originals=_ORIGINALS,
-    embedded_timestep=_embedded_timestep,
+    embedded_timestep=lambda t, dtype: t.to(dtype),
     published=(
         Published("Stable Diffusion 3 medium", "sd3", {**_MEDIUM, "pos_embed_max_size": 192}),
         Published(
