@@ -19,7 +19,7 @@ from fluxq.base import FLUXQ_VERSION
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
-from fluxq.base.provenance import versions
+from fluxq.base.processor import versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.digests import hash_files
