@@ -105,4 +105,4 @@ _LISTED_FIRST = (FLUX, FLUX2, CHROMA, SD3, PIXART, QWEN_IMAGE, Z_IMAGE, WAN, LTX
 _LISTED = {row.name: row for row in (*_LISTED_FIRST, *FAMILIES.values())}.values()
 PUBLISHED = tuple(model for family in _LISTED for model in family.published)
 # Published model -> its pipelines in diffusers' layout on the Hugging Face hub.
-HUB_IDS = {model: repos for family in _LISTED for model, repos in family.hub_ids.items()}
+HUB_IDS = {model: repos for family in _LISTED for model, repos in family.pipelines.items()}

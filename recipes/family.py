@@ -133,7 +133,7 @@ class Family:
     that arrives; a wrong one costs a look-up, not the image.
 
     published: models of this class, with their configurations. hub_ids: published model -> its pipelines in diffusers'
-    layout on the Hugging Face hub.
+    layout on the Hugging Face hub. hub_owner: who has all of them there, each under its own name.
     """
 
     name: str
@@ -149,7 +149,14 @@ class Family:
     originals: tuple[Rule, ...] | Callable[[Collection[str]], tuple[Rule, ...]] = ()
     embedded_timestep: Callable[[Any, Any], Any] | None = None
     published: tuple[Published, ...] = ()
+    hub_owner: str = ""
     hub_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def pipelines(self) -> Mapping[str, tuple[str, ...]]:
+        """Return where the Hugging Face hub has the published models, by name."""
+        names = [name for model in self.published for name in (model.name, *model.also)]
+        return {name: (f"{self.hub_owner}/{name}",) for name in names} if self.hub_owner else self.hub_ids
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -54,8 +54,5 @@ CHROMA = Family(
     ),
     originals=_ORIGINALS,
     published=(Published("Chroma1-HD", "chroma", {"num_layers": 19, "num_single_layers": 38}, also=("Chroma1-Base",)),),
-    hub_ids={
-        "Chroma1-HD": ("lodestones/Chroma1-HD",),
-        "Chroma1-Base": ("lodestones/Chroma1-Base",),
-    },
+    hub_owner="lodestones",
 )

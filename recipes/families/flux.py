@@ -146,13 +146,5 @@ FLUX = Family(
             also=("FLUX.1-Canny-dev",),
         ),
     ),
-    hub_ids={
-        "FLUX.1-dev": ("black-forest-labs/FLUX.1-dev",),
-        "FLUX.1-Kontext-dev": ("black-forest-labs/FLUX.1-Kontext-dev",),
-        "FLUX.1-Krea-dev": ("black-forest-labs/FLUX.1-Krea-dev",),
-        "FLUX.1-schnell": ("black-forest-labs/FLUX.1-schnell",),
-        "FLUX.1-Fill-dev": ("black-forest-labs/FLUX.1-Fill-dev",),
-        "FLUX.1-Depth-dev": ("black-forest-labs/FLUX.1-Depth-dev",),
-        "FLUX.1-Canny-dev": ("black-forest-labs/FLUX.1-Canny-dev",),
-    },
+    hub_owner="black-forest-labs",
 )

@@ -163,9 +163,5 @@ FLUX2 = Family(
             },
         ),
     ),
-    hub_ids={
-        "FLUX.2-dev": ("black-forest-labs/FLUX.2-dev",),
-        "FLUX.2-klein-4B": ("black-forest-labs/FLUX.2-klein-4B",),
-        "FLUX.2-klein-9B": ("black-forest-labs/FLUX.2-klein-9B",),
-    },
+    hub_owner="black-forest-labs",
 )

@@ -90,9 +90,5 @@ HIDREAM = Family(
             also=("HiDream-I1-Dev", "HiDream-I1-Fast"),
         ),
     ),
-    hub_ids={
-        "HiDream-I1-Full": ("HiDream-ai/HiDream-I1-Full",),
-        "HiDream-I1-Dev": ("HiDream-ai/HiDream-I1-Dev",),
-        "HiDream-I1-Fast": ("HiDream-ai/HiDream-I1-Fast",),
-    },
+    hub_owner="HiDream-ai",
 )

@@ -85,8 +85,5 @@ HUNYUAN_VIDEO = Family(
             {"in_channels": 33, "guidance_embeds": False, "image_condition_type": "latent_concat"},
         ),
     ),
-    hub_ids={
-        "HunyuanVideo": ("hunyuanvideo-community/HunyuanVideo",),
-        "HunyuanVideo-I2V": ("hunyuanvideo-community/HunyuanVideo-I2V",),
-    },
+    hub_owner="hunyuanvideo-community",
 )

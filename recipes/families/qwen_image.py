@@ -93,10 +93,5 @@ QWEN_IMAGE = Family(
         ),
         Published("Qwen-Image-Edit-2511", "qwen_image", {"num_layers": 60, "zero_cond_t": True}),
     ),
-    hub_ids={
-        "Qwen-Image": ("Qwen/Qwen-Image",),
-        "Qwen-Image-Edit": ("Qwen/Qwen-Image-Edit",),
-        "Qwen-Image-Edit-2509": ("Qwen/Qwen-Image-Edit-2509",),
-        "Qwen-Image-Edit-2511": ("Qwen/Qwen-Image-Edit-2511",),
-    },
+    hub_owner="Qwen",
 )

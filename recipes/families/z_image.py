@@ -67,7 +67,5 @@ Z_IMAGE = Family(
     ),
     originals=_ORIGINALS,
     published=(Published("Z-Image-Turbo", "z_image", {"n_layers": 30, "dim": 3840}),),
-    hub_ids={
-        "Z-Image-Turbo": ("Tongyi-MAI/Z-Image-Turbo",),
-    },
+    hub_owner="Tongyi-MAI",
 )
