@@ -1,4 +1,4 @@
-"""What the network of the embedded pipeline sees in images, compared with their captions."""
+"""Accuracy of images: the share in which the embedded pipeline's network sees what their captions say."""
 
 from __future__ import annotations
 

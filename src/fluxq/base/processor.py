@@ -1,4 +1,4 @@
-"""What results depend on besides their inputs: commit, versions, the processor and its instructions.
+"""Provenance of a result, all that it depends on besides its inputs: commit, versions, processor and instructions.
 
 Instructions are those that PyTorch uses in this process. Its own loops choose by ATEN_CPU_CAPABILITY, the products of
 16-bit and int8 numbers, which are oneDNN's, by ONEDNN_MAX_CPU_ISA: where these are set, less counts than the processor
