@@ -45,8 +45,9 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.layers.synthetic import draw  # noqa: E402
 from fluxq.base.files import write_json  # noqa: E402
 from fluxq.base.model import GENERATION_FILE, ModelFolder, resolve_model  # noqa: E402
-from fluxq.base.provenance import commit, cpu_name, versions  # noqa: E402
+from fluxq.base.processor import commit, cpu_name, versions  # noqa: E402
 from fluxq.base.tensors import Stored, word_for, write_weights  # noqa: E402
+from fluxq.calibrate import nested  # noqa: E402
 from fluxq.calibrate.blocks import Replay, block_names  # noqa: E402
 from fluxq.calibrate.calls import capture_calls  # noqa: E402
 from fluxq.calibrate.capture import Sampling  # noqa: E402
@@ -54,12 +55,13 @@ from fluxq.calibrate.inputs import InputsBuilder  # noqa: E402
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights  # noqa: E402
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
-from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, build_on_meta, list_linears  # noqa: E402
+from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, list_linears  # noqa: E402
 from fluxq.quantize.finished import Outcome  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
 from fluxq.quantize.nearest import Rounded, pieces_of, round_pieces, sqnr  # noqa: E402
 from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
 from fluxq.recipes.all_families import FAMILIES  # noqa: E402
+from fluxq.recipes.computing import QuantizationConfig  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402
 from fluxq.recipes.family import Maker  # noqa: E402
 from fluxq.recipes.formats import FORMATS, Scheme  # noqa: E402
@@ -189,7 +191,7 @@ class Job:
             )[COMPONENT]
         with self.timed("noise levels"):
             weights = noise_level_weights(pipe, [COMPONENT], items[:IMAGES], call, range(STEPS))
-        replay = TimedReplay(model, calls, None, weights=weights)
+        replay = TimedReplay(model, calls, folder / "outputs", weights=weights)
         replay.tell = lambda: self._write(block=f"{replay.turn + 1} of {len(replay.blocks)}")
         fitting = Fitting(replay, self.recipe.gate)
         with self.timed("fitting"):
@@ -233,6 +235,10 @@ class TimedReplay(Replay):
 
     seconds = told = 0.0
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outputs: Any = InMemory()  # no disk is measured
+
     def tell(self) -> None:
         """Replaced by whoever wants to know."""
 
@@ -247,6 +253,32 @@ class TimedReplay(Replay):
             self.told = now
             self.tell()
         return output
+
+
+class InMemory:
+    """Outputs of blocks, call by call, where the model is."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, dict[int, tuple[Any, dict[str, Tensor]]]] = {}
+
+    def begin(self, index: int) -> None:
+        self.kept[index] = {}
+
+    def save(self, index: int, at: int, output: Any, name: str, device: torch.device) -> None:
+        self.kept[index][at] = nested.pack(output, name, device, device)
+
+    def finish(self, index: int) -> None:
+        """Nothing to write."""
+
+    def load(self, index: int, at: int, device: torch.device) -> Any:
+        layout, tensors = self.kept[index][at]
+        return nested.unpack(layout, nested.stored(tensors, device))
+
+    def has(self, index: int) -> bool:
+        return index in self.kept
+
+    def drop(self, index: int) -> None:
+        self.kept.pop(index, None)
 
 
 class ModelWeights(SourceWeights):

@@ -14,12 +14,12 @@ from fluxq.base.units import digits
 from fluxq.jobs.catalogue import Model
 from fluxq.jobs.footprint import decoding
 from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.recipes.all_families import PUBLISHED, find_published
 from fluxq.recipes.cards import CONTEXT, GIB, Piece, holding, weights_on
 from fluxq.recipes.cost import Prefer, Route, route
 from fluxq.recipes.devices import DEVICES, Device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan
-from fluxq.recipes.published import PUBLISHED, find_published
 from fluxq.recipes.workloads import WORKLOADS
 
 # Columns of the tables: a recipe, and how it is prepared where the chip does not multiply 4 bits.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fluxq import tiny
 from fluxq.base.files import write_json
-from fluxq.base.provenance import commit, versions
+from fluxq.base.processor import commit, versions
 from fluxq.jobs import making
 
 HERE = Path(__file__).parent

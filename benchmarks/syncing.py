@@ -29,7 +29,7 @@ from fluxq.base import files, output
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.output import atomic_folder
-from fluxq.base.provenance import commit, versions
+from fluxq.base.processor import commit, versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import copy_rest, join_shards
 from fluxq.quantize.finished import Outcome, finish

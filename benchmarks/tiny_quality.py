@@ -37,7 +37,7 @@ import fluxq
 from fluxq import tiny
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
-from fluxq.base.provenance import commit, versions
+from fluxq.base.processor import commit, versions
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.images.generate import Generated, generate, items_for
 from fluxq.eval.metrics.fidelity import fidelity

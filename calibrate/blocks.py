@@ -51,24 +51,22 @@ class Replay:
     """The blocks of `model`, one after the other, over captured calls.
 
     model: as it was captured, on any device; blocks already done hold what `LiveBlock.advance` is to run through.
-    folder: where outputs of blocks are kept; None keeps them in memory, on the model's device. weights: denoising
-    step -> weight of its tokens, 1 where it says nothing. digest: hash of whatever else decides the outputs (recipe,
-    profile), so that outputs of another job are not taken for this one's. ranks: processes with the same calls that
-    share the folder: all of them go from block to block, and `advance` shares out the calls.
+    folder: where outputs of blocks are kept. weights: denoising step -> weight of its tokens, 1 where it says nothing.
+    digest: hash of whatever else decides the outputs (recipe, profile), so that outputs of another job are not taken
+    for this one's. ranks: processes with the same calls that share the folder: all of them go from block to block, and
+    `advance` shares out the calls.
     """
 
     def __init__(
         self,
         model: nn.Module,
         calls: Calls,
-        folder: Path | None,
+        folder: Path,
         *,
         weights: Mapping[int, float] | None = None,
         digest: str = "",
         ranks: Ranks = ALONE,
     ) -> None:
-        if ranks.world > 1 and folder is None:
-            raise ValueError("processes that replay together need a folder for the outputs of blocks")
         self.ranks = ranks
         self.model, self.calls, self.weights = model, calls, dict(weights or {})
         self.blocks = calls.blocks
@@ -80,7 +78,7 @@ class Replay:
         self.oldest: int | None = None  # block before the current one whose inputs are still wanted
         self._blank = nested.blank(self.device)
         digest = sha256_json([calls.digest, digest])
-        self._outputs = _InMemory() if folder is None else _OnDisk(folder, digest)
+        self._outputs = _Outputs(folder, digest)
 
     def __iter__(self) -> Iterator[LiveBlock]:
         """Blocks in the order in which they run. ValueError if one was left without `advance`."""
@@ -208,7 +206,6 @@ class LiveBlock:
         segments: Mapping[str, tuple[int, ...]] | None = None,
         without_gram: Collection[str] = (),
         advance: bool = False,
-        most_fit: int = 2048,
         most_held: int = 1024,
     ) -> dict[str, GroupInputs]:
         """Run the calls through the block and gather what flows into each input group.
@@ -229,7 +226,6 @@ class LiveBlock:
                 device=self.replay.device,
                 wants_gram=group not in without_gram,
                 calls=self.replay.calls.counts,
-                most_fit=most_fit,
                 most_held=most_held,
             )
             for group, layer in layers.items()
@@ -350,33 +346,7 @@ def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
             handle.remove()
 
 
-class _InMemory:
-    """Outputs of blocks, call by call, where the model is."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, dict[int, tuple[Any, dict[str, Tensor]]]] = {}
-
-    def begin(self, index: int) -> None:
-        self.kept[index] = {}
-
-    def save(self, index: int, at: int, output: Any, name: str, device: torch.device) -> None:
-        self.kept[index][at] = nested.pack(output, name, device, device)
-
-    def finish(self, index: int) -> None:
-        """Nothing to write."""
-
-    def load(self, index: int, at: int, device: torch.device) -> Any:
-        layout, tensors = self.kept[index][at]
-        return nested.unpack(layout, nested.stored(tensors, device))
-
-    def has(self, index: int) -> bool:
-        return index in self.kept
-
-    def drop(self, index: int) -> None:
-        self.kept.pop(index, None)
-
-
-class _OnDisk:
+class _Outputs:
     """Outputs of blocks, call by call, a folder per block; complete once done.json says whose they are."""
 
     def __init__(self, folder: Path, digest: str) -> None:

@@ -225,7 +225,7 @@ def capture_statistics(
     items: Sequence[Item],
     sampling: Sampling,
     *,
-    folder: Path | None = None,
+    folder: Path,
     ranks: Ranks = ALONE,
 ) -> Statistics:
     """Run the pipeline on `items` and gather per-channel statistics of each input group.
@@ -249,21 +249,15 @@ def capture_statistics(
     every = list(batches(items, batch_size, call))
     count = min(_SHARES, len(every))
     shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
-    if folder is None:
-        if ranks.world > 1:
-            raise ValueError("statistics of several processes meet in a folder: give one that all of them see")
-        parts = (made.of(share) for share in progress(shares, "Calibrating"))
-    else:
-        what = [asdict(trajectory), list(layers), batch_size]
-        files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
-        missing = ranks.agree([index for index, file in enumerate(files) if not file.is_file()])
-        for index in progress(ranks.share(missing), "Calibrating"):
-            made.of(shares[index]).save(files[index])
-        ranks.meet()
-        parts = (Statistics.load(file) for file in files)
+    what = [asdict(trajectory), list(layers), batch_size]
+    files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
+    missing = ranks.agree([index for index, file in enumerate(files) if not file.is_file()])
+    for index in progress(ranks.share(missing), "Calibrating"):
+        made.of(shares[index]).save(files[index])
+    ranks.meet()
     sums: dict[str, GroupSums] = {}
     sigmas: tuple[float, ...] = ()
-    for part in parts:
+    for part in map(Statistics.load, files):
         sums |= {name: sums[name].merge(own) if name in sums else own for name, own in part.groups.items()}
         sigmas = sigmas or tuple(part.trajectory["sigmas"])
     ranks.meet()  # all have read the files, which may be removed now
@@ -285,11 +279,12 @@ def trajectory_of(
 
     digests: component that is looked at -> digest of its weights.
     """
+    configured = {key: value for key, value in sorted(pipe.scheduler.config.items()) if not key.startswith("_")}
     return Trajectory(
         model=dict(digests) if len(digests) > 1 else next(iter(digests.values())),
         items=tuple(_row(prompt).described(seed) for prompt, seed in items),
         call=dict(call),
-        scheduler={"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
+        scheduler={"class": type(pipe.scheduler).__name__, **configured},
         steps_seen=tuple(seen),
         sigmas=(),
         dtype=str(getattr(pipe, next(iter(digests))).dtype).removeprefix("torch."),
@@ -389,8 +384,3 @@ def frames_argument(pipeline: type) -> str | None:
     """Return the name of a pipeline class's argument for the number of frames, one of FRAMES; None if it has none."""
     parameters = inspect.signature(pipeline.__call__).parameters
     return next((name for name in FRAMES if name in parameters), None)
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's configuration without diffusers' private keys, as JSON holds it."""
-    return {key: value for key, value in sorted(config.items()) if not key.startswith("_")}

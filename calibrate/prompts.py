@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger
-from fluxq.base.files import sha256_file, sha256_json, stamps
+from fluxq.base.console import first_line, logger, path_near
+from fluxq.base.files import is_text, sha256_file, sha256_json, stamps
 from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
 from fluxq.base.modest_yaml import require_modest
-from fluxq.base.near import path_near
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -136,10 +135,6 @@ class PromptSet:
         rows = self.rows
         return [(rows[i % len(rows)], seed + i) for i in range(count)]
 
-    def take(self, count: int) -> tuple[str, ...]:
-        """The first `count`; a shorter set starts over, and each repeat gets noise of its own."""
-        return tuple(self.prompts[i % len(self.prompts)] for i in range(count))
-
 
 @dataclass(frozen=True)
 class Dataset:
@@ -223,14 +218,12 @@ def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]
 def _prompt(value: object, place: str) -> str:
     if isinstance(value, list) and value:
         value = value[0]
-    if isinstance(value, list) or value is None or value == "":
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, list) or text is None or text == "":
         raise ValueError(f"{place}: the prompt is empty; fill it in, or take the row out")
-    if not isinstance(value, str):
-        raise ValueError(f"{place}: expected a prompt, found {type(value).__name__}")
-    text = value.strip()
-    if not text:
-        raise ValueError(f"{place}: the prompt is empty; fill it in, or take the row out")
-    if not _is_text(text):
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: expected a prompt, found {type(text).__name__}")
+    if not is_text(text):
         raise ValueError(f"{place}: the prompt holds half of a surrogate pair, which is no text; write it again")
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(
@@ -280,17 +273,9 @@ def _nearest(column: str) -> str | None:
 
 
 def _read_words(value: object, where: str, _folder: Path) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_CHARACTERS or not _is_text(value):
+    if not isinstance(value, str) or len(value) > _MAX_CHARACTERS or not is_text(value):
         raise ValueError(f"{where}: expected a text of at most {_MAX_CHARACTERS} characters, found {_shown(value)}")
     return value
-
-
-def _read_size(value: object, where: str, folder: Path) -> int:
-    return _read_whole(value, where, folder, LARGEST["height"])
-
-
-def _read_frames(value: object, where: str, folder: Path) -> int:
-    return _read_whole(value, where, folder, LARGEST["num_frames"])
 
 
 def _read_whole(value: object, where: str, folder: Path, most: int) -> int:
@@ -310,17 +295,9 @@ def _read_number(value: object, where: str, _folder: Path) -> float:
     return number
 
 
-def _read_image(value: object, where: str, folder: Path) -> ImageFile:
-    return _image_file(value, where, folder, "RGB")
-
-
-def _read_mask(value: object, where: str, folder: Path) -> ImageFile:
-    return _image_file(value, where, folder, "L")
-
-
-def _image_file(value: object, where: str, folder: Path, mode: str) -> ImageFile:
+def _read_image(value: object, where: str, folder: Path, mode: str) -> ImageFile:
     """The image at a path relative to `folder`, decoded once to see that it can be."""
-    if not isinstance(value, str) or not value or "\0" in value or not _is_text(value):
+    if not isinstance(value, str) or not value or "\0" in value or not is_text(value):
         raise ValueError(f"{where}: expected the path of an image file, found {_shown(value)}")
     parts = PureWindowsPath(value)  # which knows the roots, drives and separators of other systems too
     path = folder / value
@@ -360,15 +337,6 @@ def _decoded(path: Path, mode: str) -> Image.Image:
             f"{path}: damaged, or no image of the formats {', '.join(_IMAGE_FORMATS)} ({first_line(error)})"
         ) from None
     raise ValueError(f"{path}: an image of {size}; at most {_MAX_PIXELS} are read: make it smaller")
-
-
-def _is_text(value: str) -> bool:
-    """Tell whether UTF-8 can encode it: JSON can name half of a surrogate pair."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _shown(value: object) -> str:
@@ -482,10 +450,6 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Entry]:
         elif "end of data" in what:
             what = "a quote is opened and never closed; close it, or double it where it is part of the text"
         raise ValueError(f"{path}:{rows.line_num + 1}: {what}") from None
-
-
-def _read_tsv(path: Path) -> Iterator[Entry]:
-    return _read_csv(path, delimiter="\t")
 
 
 def _read_parquet(path: Path) -> Iterator[Entry]:
@@ -618,15 +582,20 @@ READERS = {
     ".json": _read_json,
     ".yaml": _read_yaml,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": functools.partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,
 }
 
+_read_picture = functools.partial(_read_image, mode="RGB")
+_read_mask = functools.partial(_read_image, mode="L")
+_read_size = functools.partial(_read_whole, most=LARGEST["height"])
+_read_frames = functools.partial(_read_whole, most=LARGEST["num_frames"])
+
 # Column -> argument of the pipeline's call, and how a value of it is read.
 ARGUMENTS: dict[str, tuple[str, Callable[[object, str, Path], str | int | float | ImageFile]]] = {
-    "image": ("image", _read_image),
-    "last_image": ("last_image", _read_image),
-    "control_image": ("control_image", _read_image),
+    "image": ("image", _read_picture),
+    "last_image": ("last_image", _read_picture),
+    "control_image": ("control_image", _read_picture),
     "mask": ("mask_image", _read_mask),
     "mask_image": ("mask_image", _read_mask),
     "negative_prompt": ("negative_prompt", _read_words),

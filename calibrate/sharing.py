@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxq.recipes.patterns import in_every_block
+
 
 def watch_shared_inputs(model: nn.Module, groups: Iterable[Iterable[str]]) -> None:
     """Let the next call of `model` raise ValueError where a group reads two tensors; later calls are not looked at.
@@ -47,18 +49,13 @@ class _Watch:
                     self.stop()
                     raise ValueError(
                         f"{path} and {other} read different values, though their names say that they share an input. "
-                        f"--exclude '{_in_every_block(path)}' keeps such Linears in 16 bit; --profile rtn quantizes "
+                        f"--exclude '{in_every_block(path)}' keeps such Linears in 16 bit; --profile rtn quantizes "
                         "all without looking at inputs; a row in recipes/all_families.py says what shares one "
                         "(CONTRIBUTING.md, 'Adding a model family')"
                     )
             self.seen = {} if len(self.seen) == self.readers - 1 else {**self.seen, path: (x, version)}
 
         return look
-
-
-def _in_every_block(path: str) -> str:
-    """The pattern of a Linear's path and of those in its place in other blocks."""
-    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
 
 
 def _version(x: Tensor) -> int:

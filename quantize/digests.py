@@ -18,7 +18,8 @@ from typing import Any
 
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, ModelFolder, resolve_model
-from fluxq.quantize.checkpoint import is_model, quantization_of
+from fluxq.quantize.checkpoint import is_model
+from fluxq.recipes.computing import quantization_of
 
 OWN, OTHERS, CONFIG, CONFIGS = "digest", "digests", "config_digest", "config_digests"
 _NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # which saving changes, and numbers do not depend on

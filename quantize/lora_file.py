@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fluxq.base.console import path_near
 from fluxq.base.files import require_no_pipe, sha256_file
-from fluxq.base.near import path_near
 from fluxq.base.tensors import TensorFile
 
 

@@ -25,15 +25,14 @@ from fluxq.quantize.checkpoint import (
     ACTIVATIONS,
     LARGEST,
     PLAN_FILE,
-    QuantizationConfig,
     filed_shape,
     library_of,
-    quantization_of,
     quantized_on_meta,
     read_plan_file,
     shapes_of,
 )
 from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN, config_digest
+from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 

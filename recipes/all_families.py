@@ -2,10 +2,21 @@
 
 Adding a family means adding its file, and a row here; plan, calibration, loader, commands and tests iterate the table.
 A denoiser without a row gets what `generic` makes of its structure.
+
+Each family lists its published models. The configuration that one is shipped with makes a plan without a download:
+
+    family + configuration -> the model on the meta device -> plan, sizes, cost
+
+A configuration says what differs from the defaults of the model's class; models of the same one share a row. Each was
+read in what its authors published or in diffusers' conversion scripts, and tests/jobs/test_catalogue.py compares the
+number of parameters with the published one. Imports no torch.
 """
 
 from __future__ import annotations
 
+import re
+
+from fluxq.base.console import did_you_mean
 from fluxq.recipes.families.chroma import CHROMA
 from fluxq.recipes.families.flux import FLUX
 from fluxq.recipes.families.flux2 import FLUX2
@@ -21,7 +32,7 @@ from fluxq.recipes.families.unet import UNET
 from fluxq.recipes.families.vaes import VAES
 from fluxq.recipes.families.wan import WAN
 from fluxq.recipes.families.z_image import Z_IMAGE
-from fluxq.recipes.family import Family
+from fluxq.recipes.family import Family, Published
 from fluxq.recipes.generic import ModuleTree, generic_family
 
 
@@ -43,6 +54,35 @@ def family_of(model_class: str, tree: ModuleTree | None = None) -> Family:
     )
 
 
+def find_published(name: str) -> list[Published]:
+    """Find the models that `name` means: a model, a family of FAMILIES or a model's class, in any case.
+
+    ValueError naming what is near for any other name.
+    """
+    wanted = _plain(name)
+    exact = [row for row in PUBLISHED if wanted in map(_plain, (row.name, *row.also))]
+    if exact:
+        return exact
+    found = [row for row in PUBLISHED if wanted in (_plain(row.family), _plain(FAMILIES[row.family].model))]
+    if found:
+        return found
+    names = [each for row in PUBLISHED for each in (row.name, *row.also)]
+    near = [each for each in names if wanted and wanted in _plain(each)]
+    known = f"models with that in their name: {', '.join(near)}" if near else f"families: {', '.join(FAMILIES)}"
+    hint = did_you_mean(name, names) if not near else ""
+    raise ValueError(f"{name}: no published model, family or model class of that name{hint or '; ' + known}")
+
+
+def hub_ids(name: str) -> tuple[str, ...]:
+    """Return where the hub has the published model of that name, in any case; () for a name that is none."""
+    wanted = _plain(name)
+    return next((repos for known, repos in HUB_IDS.items() if _plain(known) == wanted), ())
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_.-]", "", name).lower()
+
+
 _DENOISERS = (
     FLUX,
     FLUX2,
@@ -61,4 +101,8 @@ _DENOISERS = (
 FAMILIES = {row.name: row for row in (*_DENOISERS, *TEXT_ENCODERS, *VAES)}
 
 # Published models are listed in this order; those of all other families follow in the order of FAMILIES.
-LISTED_FIRST = (FLUX, FLUX2, CHROMA, SD3, PIXART, QWEN_IMAGE, Z_IMAGE, WAN, LTX, HUNYUAN_VIDEO, HIDREAM)
+_LISTED_FIRST = (FLUX, FLUX2, CHROMA, SD3, PIXART, QWEN_IMAGE, Z_IMAGE, WAN, LTX, HUNYUAN_VIDEO, HIDREAM)
+_LISTED = {row.name: row for row in (*_LISTED_FIRST, *FAMILIES.values())}.values()
+PUBLISHED = tuple(model for family in _LISTED for model in family.published)
+# Published model -> its pipelines in diffusers' layout on the Hugging Face hub.
+HUB_IDS = {model: repos for family in _LISTED for model, repos in family.pipelines.items()}

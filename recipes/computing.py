@@ -1,19 +1,28 @@
-"""Say how a component computes beside its formats: attention, and steps that are kept in 16 bit.
+"""Say how a component computes: its layers' schemes, its attention, and the steps that are kept in 16 bit.
 
-Recipes say it, and checkpoints record it.
+Recipes say it, and checkpoints record it as `quantization_config`, which is all that loading needs to know.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from fluxq.base.near import did_you_mean
+from fluxq.base.console import did_you_mean
+from fluxq.recipes.formats import FEATURES, Scheme
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Attention = Literal["16bit", "fp8"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+BACKEND = "fluxq_fp8"  # what diffusers' attention dispatcher calls attention in fp8
+QUANT_METHOD = "fluxq"
+FORMAT_VERSION = 1
 
 
 class Strict(BaseModel):
@@ -58,3 +67,101 @@ class Steps(Strict):
     @property
     def _ends(self) -> list[tuple[str, int]]:
         return [(end, count) for end, count in (("first", self.first), ("last", self.last)) if count]
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """`quantization_config` of a component's config.json. layers: scheme -> full module names.
+
+    attention: what self-attention is computed in. steps: those kept in 16 bit (runtime/steps.py). Neither is a feature
+    that loading requires: where fp8 cannot be had 16 bit is nearer to the original, and a model alone knows no steps.
+    """
+
+    layers: dict[str, list[str]]
+    required_features: tuple[str, ...]
+    format_version: int = FORMAT_VERSION
+    attention: Attention = "16bit"
+    steps: Steps | None = None
+
+    @classmethod
+    def of(
+        cls, schemes: Iterable[tuple[str, Scheme]], attention: Attention = "16bit", steps: Steps | None = None
+    ) -> QuantizationConfig:
+        """Return the configuration of a checkpoint with these layers (module name, scheme)."""
+        layers: dict[str, list[str]] = {}
+        features: set[str] = set()
+        for name, scheme in schemes:
+            layers.setdefault(str(scheme), []).append(name)
+            features.update(scheme.features)
+        return cls(layers, tuple(sorted(features)), attention=attention, steps=steps)
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """Read and check; ValueError if a newer fluxq is needed or the dictionary is malformed."""
+        if not isinstance(config, dict):
+            raise ValueError("quantization_config is no JSON object; the checkpoint's config.json is damaged")
+        version, listed = config.get("format_version"), config.get("required_features", [])
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise ValueError(
+                f"checkpoint has format version {version!r}, this fluxq reads up to {FORMAT_VERSION}: update fluxq"
+            )
+        features = tuple(map(str, listed if isinstance(listed, (list, tuple)) else [listed]))
+        unknown = sorted(set(features) - FEATURES.keys())
+        if unknown:
+            raise ValueError(f"checkpoint requires {', '.join(unknown)}, unknown to this version: update fluxq")
+        layers = config.get("layers")
+        if not isinstance(layers, dict) or not layers or not all(isinstance(m, list) for m in layers.values()):
+            raise ValueError("quantization_config names no layers; the checkpoint's config.json is damaged")
+        names = [name for members in layers.values() for name in members]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("quantization_config names layers by something else than text; config.json is damaged")
+        if len(names) != len(set(names)):
+            raise ValueError("quantization_config names a layer under two schemes; config.json is damaged")
+        attention = config.get("attention", "16bit")
+        if attention not in ATTENTIONS:
+            raise ValueError(f"checkpoint computes attention in {attention!r}, unknown to this version: update fluxq")
+        named = {str(scheme): list(members) for scheme, members in layers.items()}
+        return cls(named, features, version, attention, _steps(config.get("steps")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, `quant_method` included; attention only where it is not 16 bit, steps where some are kept."""
+        chosen: dict[str, Any] = {} if self.attention == "16bit" else {"attention": self.attention}
+        if self.steps is not None:
+            chosen["steps"] = self.steps.model_dump(mode="json")
+        return {
+            "quant_method": QUANT_METHOD,
+            "format_version": self.format_version,
+            "required_features": list(self.required_features),
+            **chosen,
+            "layers": self.layers,
+        }
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Module name -> scheme."""
+        return {name: Scheme.parse(text) for text, members in self.layers.items() for name in members}
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return `quantization_config` of a config.json, where it is fluxq's."""
+    said = config.get("quantization_config")
+    return said if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD else None
+
+
+def _steps(said: Any) -> Steps | None:
+    """The steps that a config.json says are kept; ValueError for what is none that this version knows."""
+    if said is None:
+        return None
+    try:
+        return Steps.model_validate(said)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise ValueError(
+            f"checkpoint keeps steps {str(said)[:80]}, which this version does not know ({why}): update fluxq"
+        ) from None
+
+
+def attention_of(model: nn.Module) -> Attention:
+    """Return what a model computes self-attention in: "fp8" if an attention processor has that backend, or "16bit"."""
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    return "fp8" if any(getattr(found, "_attention_backend", None) == BACKEND for found in processors) else "16bit"

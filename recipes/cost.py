@@ -318,8 +318,8 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
                 if keys == "linear":
                     yield _linear_attention(layer, forward, queries)
                     continue
-                in_fp8 = queries == keys and attention_route(plan.attention, chip).activations
-                yield from (_fp8_attention if in_fp8 else _attention)(layer, forward, queries, keys, chip)
+                how = attention_route(plan.attention if queries == keys else "16bit", chip)
+                yield from _attention(layer, forward, queries, keys, how)
     for convolution in forward.convolutions:
         yield from _convolution_steps(convolution, forward)
 
@@ -423,24 +423,21 @@ def _output_steps(layer: LayerPlan, m: float, forward: ForwardPass) -> Iterator[
         yield _pass("norm and rotation", layer, 2 * rotated, 2 * rotated, 0)
 
 
-def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, chip: str) -> Iterator[Step]:
-    """softmax(QKᵀ)V of N channels, in 16 bit; `layer` is named by the family's workload."""
-    m, s = forward.tokens(queries), forward.tokens(keys)
-    flops = 4 * forward.batch * m * s * layer.n
-    size = 2 * forward.batch * layer.n * (2 * m + 2 * s)
-    yield Step("attention", "attention", layer.name, "bf16", flops, dict.fromkeys(LEVELS, size))
+def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, how: Route) -> Iterator[Step]:
+    """softmax(QKᵀ)V of N channels; `layer` is named by the family's workload.
 
-
-def _fp8_attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, chip: str) -> Iterator[Step]:
-    """The same from fp8 codes, and the passes that make those: scales of all tokens of k and v come before codes."""
+    From fp8 codes, the passes that make those come first, and before codes the scales of all tokens of k and v.
+    """
     m, s = forward.tokens(queries), forward.tokens(keys)
     channels = forward.batch * layer.n
-    codes = channels * (m + 2 * s)
-    read = 2 * channels * (m + 2 * (2 * s))
-    yield _pass("quantize q, k and v", layer, read + codes, read + codes, codes)
-    arithmetic = attention_route("fp8", chip).arithmetic
-    sizes = dict.fromkeys(LEVELS, codes + 2 * channels * m)
-    yield Step("attention", "attention", layer.name, arithmetic, 4 * channels * m * s, sizes)
+    read = 2 * channels * (m + 2 * s)
+    if how.activations:
+        codes = channels * (m + 2 * s)
+        made = 2 * channels * (m + 2 * (2 * s)) + codes
+        yield _pass("quantize q, k and v", layer, made, made, codes)
+        read = codes
+    sizes = dict.fromkeys(LEVELS, read + 2 * channels * m)
+    yield Step("attention", "attention", layer.name, how.arithmetic, 4 * channels * m * s, sizes)
 
 
 def _linear_attention(layer: LayerPlan, forward: ForwardPass, queries: str) -> Step:

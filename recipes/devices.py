@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fluxq.recipes.formats import FORMATS
 
@@ -128,11 +128,6 @@ def _peaks(fp32: float, rates: Mapping[str, int]) -> dict[str, float]:
     return {arithmetic: fp32 * rate for arithmetic, rate in rates.items()}
 
 
-def _efficiencies(bf16: Efficiency, like: Mapping[str, Efficiency], what: str) -> dict[str, Efficiency]:
-    """A card's own figure in bf16; the others are taken from the same architecture's largest card."""
-    return {name: bf16 if name == "bf16" else Efficiency(found.fraction, why=what) for name, found in like.items()}
-
-
 _ADA = {
     "bf16": Efficiency(0.917, "151.5 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#78"),
     "fp8": Efficiency(0.90, why="as bf16, whose sums halve its rate too"),
@@ -150,13 +145,47 @@ _BLACKWELL = {
     "nvfp4": Efficiency(0.472, "758 to 815 TFLOP/s, Triton at M = 4096: vllm-project/vllm#38338"),
 }
 
+
+def _like_4090(bf16: Efficiency) -> dict[str, Efficiency]:
+    return {"bf16": bf16} | _guessed(_ADA, "as on an RTX 4090")
+
+
+def _like_5090(fraction: float, measured: str) -> dict[str, Efficiency]:
+    return {"bf16": Efficiency(fraction, measured)} | _guessed(_BLACKWELL, "as on an RTX 5090")
+
+
+def _guessed(like: Mapping[str, Efficiency], why: str) -> dict[str, Efficiency]:
+    """All but bf16, of which a card has its own figure: those of the same architecture's largest card."""
+    return {name: Efficiency(found.fraction, why=why) for name, found in like.items() if name != "bf16"}
+
+
 # One source for both formats, so that their ratio is that of one machine and one shape.
-_HOPPER = {
-    "bf16": Efficiency(0.763, "755 TFLOP/s on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"),
-    "fp8": Efficiency(0.687, "1359 TFLOP/s, Triton, scales per row, on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"),
-    "int8": Efficiency(0.687, why="as fp8"),
-}
-_HOPPER_PEAKS = {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9}
+_H100 = Device(
+    name="H100 SXM",
+    chip="sm_90",
+    memory=80,
+    bandwidth=3350,
+    peaks={"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9},
+    matmul={
+        "bf16": Efficiency(0.763, "755 TFLOP/s on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"),
+        "fp8": Efficiency(
+            0.687, "1359 TFLOP/s, Triton, scales per row, on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"
+        ),
+        "int8": Efficiency(0.687, why="as fp8"),
+    },
+    scalar_peak=67,
+    source="NVIDIA H100 data sheet, sparse figures halved",
+)
+_RTX_4060_TI = Device(
+    name="RTX 4060 Ti 16GB",
+    chip="sm_89",
+    memory=16,
+    bandwidth=288,
+    peaks=_peaks(22.06, _GEFORCE_40),
+    matmul=_like_4090(Efficiency(1.014, "44.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#130")),
+    scalar_peak=22.06,
+    source="NVIDIA product page (4352 cores, 2.535 GHz), rates per core of the Ada white paper",
+)
 
 DEVICES = {
     "a100": Device(
@@ -172,25 +201,9 @@ DEVICES = {
         scalar_peak=19.5,
         source="NVIDIA A100 data sheet, dense figures",
     ),
-    "h100": Device(
-        name="H100 SXM",
-        chip="sm_90",
-        memory=80,
-        bandwidth=3350,
-        peaks=_HOPPER_PEAKS,
-        matmul=_HOPPER,
-        scalar_peak=67,
-        source="NVIDIA H100 data sheet, sparse figures halved",
-    ),
-    "h200": Device(
-        name="H200 SXM",
-        chip="sm_90",
-        memory=141,
-        bandwidth=4800,
-        peaks=_HOPPER_PEAKS,
-        matmul=_HOPPER,
-        scalar_peak=67,
-        source="NVIDIA H200 data sheet, sparse figures halved",
+    "h100": _H100,
+    "h200": replace(
+        _H100, name="H200 SXM", memory=141, bandwidth=4800, source="NVIDIA H200 data sheet, sparse figures halved"
     ),
     "b200": Device(
         name="B200",
@@ -272,41 +285,15 @@ DEVICES = {
         scalar_peak=31.2,
         source="NVIDIA A10 data sheet, sparse figures halved",
     ),
-    "rtx4060ti": Device(
-        name="RTX 4060 Ti 16GB",
-        chip="sm_89",
-        memory=16,
-        bandwidth=288,
-        peaks=_peaks(22.06, _GEFORCE_40),
-        matmul=_efficiencies(
-            Efficiency(1.014, "44.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#130"),
-            _ADA,
-            "as on an RTX 4090",
-        ),
-        scalar_peak=22.06,
-        source="NVIDIA product page (4352 cores, 2.535 GHz), rates per core of the Ada white paper",
-    ),
-    "rtx4060ti-8gb": Device(
-        name="RTX 4060 Ti 8GB",
-        chip="sm_89",
-        memory=8,
-        bandwidth=288,
-        peaks=_peaks(22.06, _GEFORCE_40),
-        matmul=_efficiencies(
-            Efficiency(1.014, "44.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#130"),
-            _ADA,
-            "as on an RTX 4090",
-        ),
-        scalar_peak=22.06,
-        source="NVIDIA product page (4352 cores, 2.535 GHz), rates per core of the Ada white paper",
-    ),
+    "rtx4060ti": _RTX_4060_TI,
+    "rtx4060ti-8gb": replace(_RTX_4060_TI, name="RTX 4060 Ti 8GB", memory=8),
     "rtx4070": Device(
         name="RTX 4070",
         chip="sm_89",
         memory=12,
         bandwidth=504,
         peaks=_peaks(29.15, _GEFORCE_40),
-        matmul=_efficiencies(Efficiency(0.917, why="as on an RTX 4090"), _ADA, "as on an RTX 4090"),
+        matmul=_like_4090(Efficiency(0.917, why="as on an RTX 4090")),
         scalar_peak=29.15,
         source="NVIDIA product page (5888 cores, 2.475 GHz), rates per core of the Ada white paper",
     ),
@@ -316,7 +303,7 @@ DEVICES = {
         memory=16,
         bandwidth=717,
         peaks=_peaks(48.74, _GEFORCE_40),
-        matmul=_efficiencies(Efficiency(0.917, why="as on an RTX 4090"), _ADA, "as on an RTX 4090"),
+        matmul=_like_4090(Efficiency(0.917, why="as on an RTX 4090")),
         scalar_peak=48.74,
         source="NVIDIA Ada GPU architecture white paper, dense figures",
     ),
@@ -354,11 +341,7 @@ DEVICES = {
         memory=16,
         bandwidth=448,
         peaks=_peaks(23.7, _GEFORCE_50),
-        matmul=_efficiencies(
-            Efficiency(1.006, "47.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#136"),
-            _BLACKWELL,
-            "as on an RTX 5090",
-        ),
+        matmul=_like_5090(1.006, "47.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#136"),
         scalar_peak=23.7,
         source="NVIDIA product page (4608 cores, 2.572 GHz), rates per core of the RTX Blackwell white paper",
     ),
@@ -368,11 +351,7 @@ DEVICES = {
         memory=12,
         bandwidth=672,
         peaks=_peaks(30.87, _GEFORCE_50),
-        matmul=_efficiencies(
-            Efficiency(1.039, "64.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#194"),
-            _BLACKWELL,
-            "as on an RTX 5090",
-        ),
+        matmul=_like_5090(1.039, "64.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#194"),
         scalar_peak=30.87,
         source="NVIDIA product page (6144 cores, 2.512 GHz), rates per core of the RTX Blackwell white paper",
     ),
@@ -382,11 +361,7 @@ DEVICES = {
         memory=16,
         bandwidth=896,
         peaks=_peaks(43.94, _GEFORCE_50),
-        matmul=_efficiencies(
-            Efficiency(0.889, "78.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#172"),
-            _BLACKWELL,
-            "as on an RTX 5090",
-        ),
+        matmul=_like_5090(0.889, "78.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#172"),
         scalar_peak=43.94,
         source="NVIDIA product page (8960 cores, 2.452 GHz), rates per core of the RTX Blackwell white paper",
     ),
@@ -396,11 +371,7 @@ DEVICES = {
         memory=16,
         bandwidth=960,
         peaks=_peaks(56.28, _GEFORCE_50),
-        matmul=_efficiencies(
-            Efficiency(0.809, "91.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#104"),
-            _BLACKWELL,
-            "as on an RTX 5090",
-        ),
+        matmul=_like_5090(0.809, "91.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#104"),
         scalar_peak=56.28,
         source="NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
     ),

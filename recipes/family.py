@@ -125,10 +125,9 @@ class Family:
 
     model: class name, of `library`. kind: what the model does in a pipeline; only a transformer runs at every
     denoising step, so only its activations are worth quantizing. keep: pattern -> reason, Linears that stay in
-    16 bit whatever a recipe says about roles. tiny_config: a configuration small enough for tests, every K a
-    multiple of 128. fusable: blocks that have a fused form. self_attention: paths of the modules whose q, k and v come
-    from the same tokens and go through diffusers' attention dispatcher, without a mask, so that another attention can
-    take its place. notes: what every plan warns of.
+    16 bit whatever a recipe says about roles. fusable: blocks that have a fused form. self_attention: paths of the
+    modules whose q, k and v come from the same tokens and go through diffusers' attention dispatcher, without a mask,
+    so that another attention can take its place. notes: what every plan warns of.
 
     Of denoisers alone: workload: what the pipeline feeds it. originals: what its authors' code and ComfyUI call its
     tensors, see keymaps.py; rows, or a function that makes them from the names of a model. embedded_timestep: what the
@@ -136,14 +135,13 @@ class Family:
     that arrives; a wrong one costs a look-up, not the image.
 
     published: models of this class, with their configurations. hub_ids: published model -> its pipelines in diffusers'
-    layout on the Hugging Face hub.
+    layout on the Hugging Face hub. hub_owner: who has all of them there, each under its own name.
     """
 
     name: str
     model: str
     groups: tuple[InputGroup, ...]
     keep: dict[str, str]
-    tiny_config: Mapping[str, object] = field(default_factory=dict)
     library: Literal["diffusers", "transformers"] = "diffusers"
     kind: Kind = "transformer"
     fusable: tuple[FusableBlock, ...] = ()
@@ -153,7 +151,14 @@ class Family:
     originals: tuple[Rule, ...] | Callable[[Collection[str]], tuple[Rule, ...]] = ()
     embedded_timestep: Callable[[Any, Any], Any] | None = None
     published: tuple[Published, ...] = ()
+    hub_owner: str = ""
     hub_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def pipelines(self) -> Mapping[str, tuple[str, ...]]:
+        """Return where the Hugging Face hub has the published models, by name."""
+        names = [name for model in self.published for name in (model.name, *model.also)]
+        return {name: (f"{self.hub_owner}/{name}",) for name in names} if self.hub_owner else self.hub_ids
 
     @property
     def roles(self) -> tuple[str, ...]:

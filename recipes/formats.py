@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from fluxq.base.near import did_you_mean
+from fluxq.base.console import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -217,16 +217,7 @@ class Scheme:
     @property
     def features(self) -> tuple[str, ...]:
         """Features that a reader of the checkpoint must know besides formats; `required_features` lists them."""
-        held = {
-            "static_input_scale": self.static_input,
-            "low_rank": self.rank,
-            "center": self.center,
-            "smooth": self.smooth,
-            "deflation": self.deflate,
-            "hadamard": self.hadamard,
-            "four_over_six": self.four_over_six,
-        }
-        return tuple(name for name, is_there in held.items() if is_there)
+        return tuple(name for name, field in FEATURES.items() if getattr(self, field))
 
     @property
     def is_transformed(self) -> bool:
@@ -253,6 +244,11 @@ def find_format(name: str) -> Format:
 
 INT4_GROUP_SIZES = (64, 128)
 HADAMARDS = (16, 32, 64, 128)
+# What a checkpoint requires of its readers -> the field of a Scheme that says so.
+FEATURES = {
+    **{"static_input_scale": "static_input", "low_rank": "rank", "center": "center", "smooth": "smooth"},
+    **{"deflation": "deflate", "hadamard": "hadamard", "four_over_six": "four_over_six"},
+}
 _SCHEME = re.compile(
     r"(?P<weights>[^-]+)-(?P<activations>[^-]+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
     r"(?:-d(?P<deflate>[1-9]\d{0,5}))?(?:-h(?P<hadamard>[1-9]\d{1,2}))?(?P<four_over_six>-46)?(?:-r(?P<rank>[1-9]\d{0,5}))?"

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fluxq.recipes.family import Family, InputGroup
+from fluxq.recipes.patterns import in_every_block
 from fluxq.recipes.plan import GENERIC, MODULATION_ROLE
 from fluxq.recipes.shapes import LinearShape
 
@@ -64,7 +65,7 @@ def read_structure(model_class: str, tree: ModuleTree) -> Structure:
     blocks = _blocks(tree)
     stacks: dict[str, dict[str, dict[str, LinearShape]]] = {}  # pattern -> block -> path below it -> Linear
     for path, members in blocks.items():
-        stacks.setdefault(_pattern(path), {})[path] = members
+        stacks.setdefault(in_every_block(path), {})[path] = members
     groups: list[InputGroup] = []
     keep: dict[str, str] = {}
     for pattern, stack in stacks.items():
@@ -114,10 +115,6 @@ def _above(path: str) -> Iterable[str]:
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def _pattern(path: str) -> str:
-    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
 
 
 def _attends(name: str) -> bool:

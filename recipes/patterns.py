@@ -28,6 +28,11 @@ def compact(paths: Iterable[str]) -> str:
     )
 
 
+def in_every_block(path: str) -> str:
+    """Return the pattern of a module's path and of those in its place in other blocks: * for indices."""
+    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
+
+
 @lru_cache(maxsize=4096)
 def _compile(pattern: str) -> re.Pattern[str]:
     if "" in pattern.split("."):

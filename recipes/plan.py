@@ -19,16 +19,7 @@ from fluxq.recipes.computing import Attention, Steps
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.patterns import matches
-from fluxq.recipes.recipe import (
-    Compat,
-    Component,
-    Operand,
-    Override,
-    Profile,
-    Recipe,
-    Rounding,
-    Transform,
-)
+from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 from fluxq.recipes.shapes import LinearShape
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure
@@ -36,9 +27,7 @@ UNKNOWN_ROLE = "other"
 _MUCH = 0.05  # of the weights: worth a note where a recipe leaves them out
 KEPT_ROLE = "kept"
 MODULATION_ROLE = "modulation"
-DEFLATED_K = (
-    6144  # wider rows do not fit on chip, and deflation needs a whole one before it can round the first element
-)
+DEFLATED_K = 6144  # wider rows do not fit on chip, and deflation needs a whole one before the first element is rounded
 
 
 @dataclass(frozen=True)
@@ -227,7 +216,7 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
     """
     own = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
     if own is not None:
-        if family.kind != "transformer" and any(part.activations for part in (own, *own.overrides)):
+        if family.kind != "transformer" and own.inputs:
             raise ValueError(
                 f"{component or 'vae'}: it runs once per image, so quantizing its activations saves no time worth the "
                 "error; write `activations: null`"
@@ -509,9 +498,8 @@ def _instead(layer: LayerPlan, recipe: Component) -> list[str]:
 
 def _is_plain(recipe: Component) -> bool:
     """Tell whether an entry asks for nothing but rounding to nearest."""
-    operands = [recipe.weights, recipe.activations]
-    operands += [operand for override in recipe.overrides for operand in (override.weights, override.activations)]
-    two_scales = any(operand.four_over_six for operand in operands if operand is not None)
+    operands = [recipe.weights, *(o.weights for o in recipe.overrides if o.weights), *recipe.inputs]
+    two_scales = any(operand.four_over_six for operand in operands)
     fitted = recipe.transforms or recipe.low_rank or recipe.rounding != Rounding()
     return not fitted and not two_scales
 

@@ -19,9 +19,9 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from fluxq.base.console import did_you_mean, path_near
 from fluxq.base.files import sha256_json
 from fluxq.base.modest_yaml import require_modest
-from fluxq.base.near import did_you_mean, path_near
 from fluxq.recipes.computing import Attention, Steps, Strict
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format
@@ -141,6 +141,12 @@ class Component(Strict):
     overrides: list[Override] = []
     exclude: list[str] = []
 
+    @property
+    def inputs(self) -> list[Operand]:
+        """Operands of activations, those of overrides too."""
+        operands = (self.activations, *(override.activations for override in self.overrides))
+        return [operand for operand in operands if operand is not None]
+
     def without(self, patterns: Iterable[str]) -> Component:
         """The same with more layers excluded."""
         return self.model_copy(update={"exclude": [*self.exclude, *patterns]})
@@ -244,16 +250,14 @@ class Recipe(Strict):
 
     def has_static_scales(self, component: Component) -> bool:
         """Tell whether activations of one entry have one scale for all tokens, and get it from calibration."""
-        operands = (component.activations, *(override.activations for override in component.overrides))
-        has_scale = any(operand.row.has_tensor_scale for operand in operands if operand is not None)
+        has_scale = any(operand.row.has_tensor_scale for operand in component.inputs)
         return self.profile != "rtn" and self.calibration is not None and has_scale
 
     def _fits_to_data(self, component: Component) -> bool:
         """Tell whether quantizing an entry fits anything to its inputs, as far as the profile lets it."""
         rounding = component.rounding
         gptq = rounding.method == "gptq" and self.profile != "fast"
-        operands = (component.activations, *(override.activations for override in component.overrides))
-        judged = any(operand.four_over_six for operand in operands if operand is not None)
+        judged = any(operand.four_over_six for operand in component.inputs)
         fits = bool(component.transforms or component.low_rank or gptq or rounding.scales == "search" or judged)
         return fits and self.profile != "rtn"
 
@@ -338,22 +342,6 @@ def split_gates(gates: Iterable[str], metrics: Container[str]) -> tuple[list[str
     gates = list(gates)
     now = [gate for gate in gates if parse_gate(gate).metric in metrics]
     return now, [gate for gate in gates if gate not in now]
-
-
-def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors; `recipes/schema.json` holds it.
-
-    A file with `extends` may leave out any key, so only a file without it needs `components`.
-    """
-    schema = Recipe.model_json_schema()
-    extends = {"type": "string", "description": "Start from this recipe: a file, or the name of a shipped one."}
-    del schema["required"], schema["$defs"]["Component"]["required"]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "properties": {"extends": extends, **schema["properties"]},
-        "anyOf": [{"required": ["extends"]}, {"required": ["components"]}],
-    }
 
 
 class _Document:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor
 
 from fluxq.kernels.tensor import QuantizedTensor
@@ -29,7 +30,7 @@ Tensors = dict[str, Tensor]
 def base_state(seed: int = 0) -> Tensors:
     """Weights of the tiny FLUX, by diffusers' names, with rows of very different sizes as real ones have."""
     g, state = torch.Generator().manual_seed(seed), {}
-    for name, meta in on_meta(FLUX, dict(FLUX.tiny_config)).state_dict().items():
+    for name, meta in on_meta(FLUX, dict(TINY_CONFIGS[FLUX.name])).state_dict().items():
         value = torch.randn(meta.shape, generator=g) * 0.05
         if meta.ndim == 2:
             value *= torch.exp(torch.randn(meta.shape[0], 1, generator=g))
@@ -40,7 +41,7 @@ def base_state(seed: int = 0) -> Tensors:
 def write_base(folder: Path, seed: int = 0) -> Path:
     """The 16-bit component's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"_class_name": FLUX.model, **FLUX.tiny_config}
+    config = {"_class_name": FLUX.model, **TINY_CONFIGS[FLUX.name]}
     (folder / "config.json").write_text(json.dumps(config, default=list))
     save_file(base_state(seed), folder / "diffusion_pytorch_model.safetensors")
     return folder
@@ -128,7 +129,7 @@ def _save(path: Path, dialect: str, held: Tensors, entries: Any, state: Tensors,
         "compressed_tensors": lambda: compressed_tensors.config(entries, ignore),
     }
     path.mkdir(parents=True, exist_ok=True)
-    config = {"_class_name": FLUX.model, **FLUX.tiny_config}
+    config = {"_class_name": FLUX.model, **TINY_CONFIGS[FLUX.name]}
     config["quantization_config"] = configs[dialect]() | how.get("config", {})
     (path / "config.json").write_text(json.dumps(config, default=list))
     save_file(held, path / "diffusion_pytorch_model.safetensors", metadata or {"format": "pt"})

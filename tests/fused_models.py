@@ -6,6 +6,7 @@ from collections import Counter
 import diffusers
 import torch
 from peft import LoraConfig
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +28,7 @@ def quantized(scheme: str, dtype: torch.dtype = torch.bfloat16, family: str = "f
     """A family's tiny configuration under a scheme; what a group's layers do to their input is the same."""
     torch.manual_seed(0)
     row = FAMILIES[family]
-    model = getattr(diffusers, row.model).from_config({**row.tiny_config, **config})
+    model = getattr(diffusers, row.model).from_config({**TINY_CONFIGS[row.name], **config})
     model = model.to(dtype).eval().requires_grad_(False)
     for name, module in list(model.named_modules()):
         if "norm_" in name and isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.ndim == 1:

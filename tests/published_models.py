@@ -5,8 +5,7 @@ from pathlib import Path
 
 from fluxq.base.files import write_json
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.published import PUBLISHED
+from fluxq.recipes.all_families import FAMILIES, PUBLISHED
 
 ROWS = {row.name: row for row in PUBLISHED}
 VAE = "FLUX.1 VAE"  # SD3.5's has the same layers

@@ -33,7 +33,7 @@ from benchmarks.kernels.tune import tuned_from
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
-from fluxq.base.provenance import commit, versions
+from fluxq.base.processor import commit, versions
 from fluxq.eval.speed import timing
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.interpreter import interpreting

@@ -36,7 +36,7 @@ from benchmarks.layers.synthetic import draw
 from fluxq.base.console import progress
 from fluxq.base.files import write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
-from fluxq.base.provenance import commit, versions
+from fluxq.base.processor import commit, versions
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import capture_calls
 from fluxq.calibrate.capture import Sampling, images_per_batch
@@ -325,8 +325,7 @@ class Model:
         model = getattr(pipe, self.component)
         half = max(1, self.images // 4)  # of the images held out: for the gate, and to judge by
         call = self.folder.generation_defaults
-        prompts = load_prompts("default", self.folder).take(self.images + 2 * half)
-        items = [(prompt, _SEED + index) for index, prompt in enumerate(prompts)]
+        items = load_prompts("default", self.folder).items(self.images + 2 * half, _SEED)
         digests = {self.component: self.folder.digest(self.component)}
         size = math.gcd(images_per_batch(call), half)  # so that each half is whole calls
         sampling = Sampling(call, STEPS, digests, size)

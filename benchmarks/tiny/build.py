@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fluxq.tiny import data
+from benchmarks.tiny import data
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel

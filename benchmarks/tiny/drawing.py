@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fluxq.tiny.data import BACKGROUNDS, COLOURS, DIGITS, OBJECTS, SHAPES, SIZE, caption
+from benchmarks.tiny.data import BACKGROUNDS, COLOURS, DIGITS, OBJECTS, SHAPES, SIZE, caption
 
 HELD_OUT_EVERY = 6  # each sixth source image of a digit is never trained on
 

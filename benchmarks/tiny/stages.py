@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.tiny import build, drawing
-from fluxq.tiny import data, networks
+from benchmarks.tiny import build, data, drawing
+from benchmarks.tiny.accuracy import classify
+from fluxq.tiny import networks
 
 CLIP_SCALE = 12.0  # the logits of the open_clip model are this times the cosine
 EMPTY_SHARE = 0.1  # of the captions seen by the transformer are empty
@@ -144,7 +145,7 @@ def train_classifier(images: drawing.Images, budget: Budget, folder: Path, devic
         noise = torch.randn(len(rows), *batches.pixels.shape[1:], device=device)
         strength = 12 * torch.rand(len(rows), 1, 1, 1, device=device)
         noisy = (batches.pixels[rows] + strength * noise).clamp(0, 255).to(torch.uint8)
-        logits, labels = network.classify(noisy), batches.labels[rows]
+        logits, labels = classify(network, noisy), batches.labels[rows]
         losses = [
             F.cross_entropy(logits[name], labels[:, at], label_smoothing=0.05) for at, name in enumerate(networks.HEADS)
         ]

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.tiny import build, drawing, stages
+from benchmarks.tiny import build, data, drawing, stages
+from benchmarks.tiny.accuracy import accuracy, classify
 from fluxq import tiny
-from fluxq.tiny import data
 
 # Share of the minutes, number of drawn images. The place in the order is added to the seed.
 STAGES = {
@@ -174,7 +174,7 @@ def measure(folder: Path, device: str, count: int) -> dict:
     error = (again.float().cpu() - images.float()).square().mean((1, 2, 3))  # (N,)
     prompts = [text for _ in range(-(-count // len(data.captions()))) for text in data.captions()][:count]
     generated = generate(pipe, prompts)
-    hits = network.classify(generated)["object"].argmax(1).cpu()
+    hits = classify(network, generated)["object"].argmax(1).cpu()
     wanted = torch.tensor([data.parse(text)[0] for text in prompts])
     by_object = {
         name: round(float((hits[wanted == at] == at).float().mean()), 3)
@@ -182,10 +182,10 @@ def measure(folder: Path, device: str, count: int) -> dict:
         if (wanted == at).any()
     }
     return {
-        "accuracy_held_out": rounded(network.accuracy(images.to(device), captions)),
-        "accuracy_reconstructed": rounded(network.accuracy(again, captions)),
+        "accuracy_held_out": rounded(accuracy(network, images.to(device), captions)),
+        "accuracy_reconstructed": rounded(accuracy(network, again, captions)),
         "psnr_reconstructed_db": round(float((10 * torch.log10(255**2 / error)).mean()), 2),
-        "accuracy_generated": rounded(network.accuracy(generated, prompts)),
+        "accuracy_generated": rounded(accuracy(network, generated, prompts)),
         "accuracy_generated_by_object": by_object,
         "generated_images": count,
         "clip_cosine_held_out": cosines(folder / "clip", images, captions),

@@ -19,8 +19,8 @@ from fluxq.base.files import sha256_json
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
 from fluxq.eval.metrics.schema import Served
-from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.computing import attention_of
 from fluxq.runtime.layout import ROW_SCALE
 
 _MANY_TOKENS = 4096  # of an image of 1024x1024; few tokens may take another kernel

@@ -40,11 +40,11 @@ from fluxq.eval.metrics.schema import SPREAD, Card, Estimate, Served, Speed, Spe
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.speed.machine import POWER_LIMIT, Machine, machine_of
 from fluxq.eval.speed.served import model_bytes, served
-from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import convolutions_of, shapes_of
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.cards import CONTEXT, GIB
+from fluxq.recipes.computing import attention_of
 from fluxq.recipes.cost import forward_pass, steps
 from fluxq.recipes.devices import DEVICES, Device, Efficiency
 from fluxq.recipes.plan import Plan, make_plan

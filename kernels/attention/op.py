@@ -34,18 +34,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.encode import block_scale, decode, encode
 from fluxq.kernels.ops import no_autocast
-from fluxq.recipes.computing import Attention
 from fluxq.recipes.formats import FORMATS
 
 QUERY_BLOCK = 128  # tokens of a head that share a scale
 KEY_BLOCK = 128  # and that share a running maximum: the numbers of keys of the kernel's tiles
 P_EXPONENT = 8.0  # p is stored times 2^8
-BACKEND = "fluxq_fp8"  # what diffusers' attention dispatcher calls this
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = FORMATS["fp8"]
 
@@ -87,12 +85,6 @@ def _(q, k, v, scale):
 
 
 launches_on_gpu(attention_fp8=attention_fp8)
-
-
-def attention_of(model: nn.Module) -> Attention:
-    """Return what a model computes self-attention in: "fp8" if an attention processor has that backend, or "16bit"."""
-    processors = (getattr(module, "processor", None) for module in model.modules())
-    return "fp8" if any(getattr(found, "_attention_backend", None) == BACKEND for found in processors) else "16bit"
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:

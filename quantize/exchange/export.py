@@ -29,7 +29,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import Output, contents, job_digest, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of, quantization_of
+from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of
 from fluxq.quantize.exchange.containers import Contents, record
 from fluxq.quantize.exchange.dialect import Unit, Units
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
@@ -37,6 +37,7 @@ from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_
 from fluxq.quantize.exchange.layouts import in_order, padded
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.structure import denoisers_of
+from fluxq.recipes.computing import quantization_of
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymap_rows import Order
 from fluxq.recipes.keymaps import original_names

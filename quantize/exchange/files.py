@@ -20,13 +20,13 @@ from torch import Tensor
 from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder, require_harmless
 from fluxq.base.tensors import TensorFile, by_tensor
-from fluxq.quantize.checkpoint import QuantizationConfig
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.layer import Decoded
 from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer
 from fluxq.quantize.exchange.recognize import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymap_rows import SAME_NAMES

@@ -19,13 +19,14 @@ from fluxq.base import FLUXQ_VERSION
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
-from fluxq.base.provenance import versions
+from fluxq.base.processor import versions
 from fluxq.base.tensors import TensorFile
-from fluxq.quantize.checkpoint import QuantizationConfig, build_on_meta, library_of, quantization_of
+from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.record import Component, Identity, Layer, Model, Origin, Recipe, Record
 from fluxq.quantize.structure import model_family
+from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan

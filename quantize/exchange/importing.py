@@ -27,15 +27,7 @@ from fluxq.base.model import ModelFolder, require_harmless, require_harmless_val
 from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
-from fluxq.quantize.checkpoint import (
-    PLAN_FILE,
-    QuantizationConfig,
-    build_on_meta,
-    copy_rest,
-    library_of,
-    names_in_model,
-    write_shards,
-)
+from fluxq.quantize.checkpoint import PLAN_FILE, build_on_meta, copy_rest, library_of, names_in_model, write_shards
 from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
@@ -47,6 +39,7 @@ from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.record import Record
 from fluxq.quantize.verify import stored_fault
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined
 

@@ -25,10 +25,11 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import QuantPointwise
-from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantization_of, quantized_on_meta
+from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
+from fluxq.recipes.computing import quantization_of
 from fluxq.recipes.family import Family, Modulation
 from fluxq.recipes.formats import Scheme
 

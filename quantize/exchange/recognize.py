@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.checkpoint import QUANT_METHOD
 from fluxq.quantize.exchange.dialect import Dialect, Looks
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import Decoded, QuantTensors
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, Headers, by_config, has_codes
+from fluxq.recipes.computing import QUANT_METHOD
 from fluxq.recipes.formats import Scheme
 
 

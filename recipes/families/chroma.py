@@ -23,13 +23,9 @@ _ORIGINALS = rows(
 )
 
 
-def _count_modulations(config: Mapping[str, Any]) -> int:
-    """Count the vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
-    return 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2
-
-
 def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"modulations": _count_modulations(config)}
+    """Count the vectors that Chroma's network makes: shift, scale and gate of each norm, and two of the last."""
+    return {"modulations": 12 * config["num_layers"] + 3 * config["num_single_layers"] + 2}
 
 
 CHROMA = Family(
@@ -46,18 +42,6 @@ CHROMA = Family(
         "distilled_guidance_layer.**": SHARED,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "axes_dims_rope": [16, 24, 24],
-        "approximator_num_channels": 32,
-        "approximator_hidden_dim": 64,
-        "approximator_layers": 1,
-    },
     workload=Workload(
         size=(1024, 1024, 1),
         text=512,
@@ -70,8 +54,5 @@ CHROMA = Family(
     ),
     originals=_ORIGINALS,
     published=(Published("Chroma1-HD", "chroma", {"num_layers": 19, "num_single_layers": 38}, also=("Chroma1-Base",)),),
-    hub_ids={
-        "Chroma1-HD": ("lodestones/Chroma1-HD",),
-        "Chroma1-Base": ("lodestones/Chroma1-Base",),
-    },
+    hub_owner="lodestones",
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fluxq.recipes.family import Family, Published, Workload
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
 from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, TEXT_FF, both_at_once, image_and_text
@@ -104,10 +102,6 @@ _ORIGINALS = rows(
 )
 
 
-def _embedded_timestep(t: Any, dtype: Any) -> Any:
-    return t.to(dtype) / 1000 * 1000
-
-
 FLUX = Family(
     name="flux",
     model="FluxTransformer2DModel",
@@ -122,16 +116,6 @@ FLUX = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "pooled_projection_dim": 64,
-        "axes_dims_rope": [16, 24, 24],
-    },
     self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     fusable=_BLOCKS,
     workload=Workload(
@@ -144,7 +128,7 @@ FLUX = Family(
         ),
     ),
     originals=_ORIGINALS,
-    embedded_timestep=_embedded_timestep,
+    embedded_timestep=lambda t, dtype: t.to(dtype) / 1000 * 1000,
     published=(
         Published(
             "FLUX.1-dev",
@@ -162,13 +146,5 @@ FLUX = Family(
             also=("FLUX.1-Canny-dev",),
         ),
     ),
-    hub_ids={
-        "FLUX.1-dev": ("black-forest-labs/FLUX.1-dev",),
-        "FLUX.1-Kontext-dev": ("black-forest-labs/FLUX.1-Kontext-dev",),
-        "FLUX.1-Krea-dev": ("black-forest-labs/FLUX.1-Krea-dev",),
-        "FLUX.1-schnell": ("black-forest-labs/FLUX.1-schnell",),
-        "FLUX.1-Fill-dev": ("black-forest-labs/FLUX.1-Fill-dev",),
-        "FLUX.1-Depth-dev": ("black-forest-labs/FLUX.1-Depth-dev",),
-        "FLUX.1-Canny-dev": ("black-forest-labs/FLUX.1-Canny-dev",),
-    },
+    hub_owner="black-forest-labs",
 )

@@ -125,16 +125,6 @@ FLUX2 = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "timestep_guidance_channels": 32,
-        "axes_dims_rope": [16, 16, 16, 16],
-    },
     self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     fusable=_BLOCKS,
     workload=Workload(
@@ -173,9 +163,5 @@ FLUX2 = Family(
             },
         ),
     ),
-    hub_ids={
-        "FLUX.2-dev": ("black-forest-labs/FLUX.2-dev",),
-        "FLUX.2-klein-4B": ("black-forest-labs/FLUX.2-klein-4B",),
-        "FLUX.2-klein-9B": ("black-forest-labs/FLUX.2-klein-9B",),
-    },
+    hub_owner="black-forest-labs",
 )

@@ -24,18 +24,11 @@ def _experts(block: str) -> tuple[InputGroup, ...]:
     return (*ups, *downs)
 
 
-def _most_tokens(config: Mapping[str, Any]) -> int:
-    height, width = config.get("max_resolution", (128, 128))
-    return height * width // config.get("patch_size", 2) ** 2
-
-
-def _routed(config: Mapping[str, Any]) -> float:
-    return config.get("num_activated_experts", 2) / config.get("num_routed_experts", 4)
-
-
 def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    padded = {} if rows == columns else {"image": _most_tokens(config)}  # what is not square is padded
-    return {**padded, "routed": _routed(config)}
+    height, width = config.get("max_resolution", (128, 128))
+    most = height * width // config.get("patch_size", 2) ** 2
+    padded = {} if rows == columns else {"image": most}  # what is not square is padded
+    return {**padded, "routed": config.get("num_activated_experts", 2) / config.get("num_routed_experts", 4)}
 
 
 HIDREAM = Family(
@@ -61,20 +54,6 @@ HIDREAM = Family(
         "x_embedder.**": EMBEDDER,
         "caption_projection.**": EMBEDDER,
         "final_layer.**": FINAL,
-    },
-    tiny_config={
-        "patch_size": 2,
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "caption_channels": [64, 64],
-        "text_emb_dim": 64,
-        "axes_dims_rope": [32, 16, 16],
-        "max_resolution": [8, 8],
-        "llama_layers": [0, 1],
-        "force_inference_output": True,
     },
     workload=Workload(
         size=(1024, 1024, 1),
@@ -111,9 +90,5 @@ HIDREAM = Family(
             also=("HiDream-I1-Dev", "HiDream-I1-Fast"),
         ),
     ),
-    hub_ids={
-        "HiDream-I1-Full": ("HiDream-ai/HiDream-I1-Full",),
-        "HiDream-I1-Dev": ("HiDream-ai/HiDream-I1-Dev",),
-        "HiDream-I1-Fast": ("HiDream-ai/HiDream-I1-Fast",),
-    },
+    hub_owner="HiDream-ai",
 )

@@ -67,18 +67,6 @@ HUNYUAN_VIDEO = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 64,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "text_embed_dim": 64,
-        "pooled_projection_dim": 64,
-        "rope_axes_dim": [16, 24, 24],
-    },
     workload=Workload(
         size=(720, 1280, 129),
         text=256,
@@ -97,8 +85,5 @@ HUNYUAN_VIDEO = Family(
             {"in_channels": 33, "guidance_embeds": False, "image_condition_type": "latent_concat"},
         ),
     ),
-    hub_ids={
-        "HunyuanVideo": ("hunyuanvideo-community/HunyuanVideo",),
-        "HunyuanVideo-I2V": ("hunyuanvideo-community/HunyuanVideo-I2V",),
-    },
+    hub_owner="hunyuanvideo-community",
 )

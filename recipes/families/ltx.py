@@ -41,15 +41,6 @@ LTX = Family(
         "caption_projection.**": EMBEDDER,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "out_channels": 16,
-        "num_attention_heads": 2,
-        "attention_head_dim": 64,
-        "cross_attention_dim": 128,
-        "num_layers": 2,
-        "caption_channels": 64,
-    },
     self_attention=("transformer_blocks.*.attn1",),
     workload=Workload(
         size=(512, 704, 161),

@@ -52,14 +52,6 @@ PIXART = Family(
         "caption_projection.**": EMBEDDER,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "num_attention_heads": 2,
-        "attention_head_dim": 64,
-        "num_layers": 2,
-        "cross_attention_dim": 128,
-        "sample_size": 8,
-        "caption_channels": 64,
-    },
     workload=Workload(
         size=(1024, 1024, 1),
         sized=True,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fluxq.recipes.family import Family, Published, Workload
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
 from fluxq.recipes.groups import EMBEDDER, FINAL, image_and_text
@@ -60,10 +58,6 @@ _BLOCKS = (
 )
 
 
-def _embedded_timestep(t: Any, dtype: Any) -> Any:
-    return t.to(dtype) / 1000
-
-
 QWEN_IMAGE = Family(
     name="qwen_image",
     model="QwenImageTransformer2DModel",
@@ -80,15 +74,6 @@ QWEN_IMAGE = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 16,
-        "out_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "axes_dims_rope": [16, 24, 24],
-    },
     self_attention=("transformer_blocks.*.attn",),
     fusable=_BLOCKS,
     workload=Workload(
@@ -97,7 +82,7 @@ QWEN_IMAGE = Family(
         attention=(("transformer_blocks.*.attn.to_q", "both", "both"),),
     ),
     originals=SAME_NAMES,
-    embedded_timestep=_embedded_timestep,
+    embedded_timestep=lambda t, dtype: t.to(dtype) / 1000,
     published=(
         Published(
             "Qwen-Image",
@@ -108,10 +93,5 @@ QWEN_IMAGE = Family(
         ),
         Published("Qwen-Image-Edit-2511", "qwen_image", {"num_layers": 60, "zero_cond_t": True}),
     ),
-    hub_ids={
-        "Qwen-Image": ("Qwen/Qwen-Image",),
-        "Qwen-Image-Edit": ("Qwen/Qwen-Image-Edit",),
-        "Qwen-Image-Edit-2509": ("Qwen/Qwen-Image-Edit-2509",),
-        "Qwen-Image-Edit-2511": ("Qwen/Qwen-Image-Edit-2511",),
-    },
+    hub_owner="Qwen",
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from fluxq.recipes.families.pixart import SHARED_NAMES
 from fluxq.recipes.family import Family, Published, Workload
 from fluxq.recipes.groups import EMBEDDER, FINAL, feed_forward, self_and_cross
@@ -60,10 +57,6 @@ _ORIGINALS = rows(
 )
 
 
-def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"head": config.get("attention_head_dim", 32)}
-
-
 SANA = Family(
     name="sana",
     model="SanaTransformer2DModel",
@@ -78,19 +71,6 @@ SANA = Family(
         "caption_projection.**": EMBEDDER,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 4,
-        "attention_head_dim": 32,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 64,
-        "cross_attention_dim": 128,
-        "caption_channels": 64,
-        "sample_size": 4,
-        "mlp_ratio": 2.0,
-    },
     workload=Workload(
         size=(1024, 1024, 1),
         text=300,
@@ -102,7 +82,7 @@ SANA = Family(
             ("transformer_blocks.*.attn2.to_q", "image", "text"),
         ),
         convolutions={"transformer_blocks.*.ff.conv_depth": 2},  # an activation
-        special=_special,
+        special=lambda rows, columns, config: {"head": config.get("attention_head_dim", 32)},
     ),
     originals=_ORIGINALS,
     published=(

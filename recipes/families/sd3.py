@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fluxq.recipes.family import Family, InputGroup, Published, Workload
 from fluxq.recipes.fusable import NORM, FusableBlock, OwnAttention, Stream, feed_forward_classes
 from fluxq.recipes.groups import EMBEDDER, FF, FINAL, TEXT_FF, image_and_text, normed
@@ -106,10 +104,6 @@ _ORIGINALS = rows(
 )
 
 
-def _embedded_timestep(t: Any, dtype: Any) -> Any:
-    return t.to(dtype)
-
-
 SD3 = Family(
     name="sd3",
     model="SD3Transformer2DModel",
@@ -125,20 +119,6 @@ SD3 = Family(
         "norm_out.linear": FINAL,
         "proj_out": FINAL,
     },
-    tiny_config={
-        "sample_size": 8,
-        "in_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "caption_projection_dim": 128,
-        "pooled_projection_dim": 64,
-        "out_channels": 4,
-        "pos_embed_max_size": 8,
-        "dual_attention_layers": [0],
-        "qk_norm": "rms_norm",
-    },
     fusable=_BLOCKS,
     workload=Workload(
         size=(1024, 1024, 1),
@@ -152,7 +132,7 @@ SD3 = Family(
         ),
     ),
     originals=_ORIGINALS,
-    embedded_timestep=_embedded_timestep,
+    embedded_timestep=lambda t, dtype: t.to(dtype),
     published=(
         Published("Stable Diffusion 3 medium", "sd3", {**_MEDIUM, "pos_embed_max_size": 192}),
         Published(

@@ -85,16 +85,12 @@ def _config(channels: Sequence[int], attends: Sequence[bool], **config: Any) -> 
     }
 
 
-def _levels(rows: int, columns: int, config: Mapping[str, Any]) -> tuple[int, ...]:
+def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Count the pixels at each resolution: a step down halves both sides and rounds up."""
     levels = [(rows, columns)]
     for _ in config["down_block_types"][1:]:
         levels.append((-(-levels[-1][0] // 2), -(-levels[-1][1] // 2)))
-    return tuple(height * width for height, width in levels)
-
-
-def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"levels": _levels(rows, columns, config)}
+    return {"levels": tuple(height * width for height, width in levels)}
 
 
 UNET = Family(
@@ -112,19 +108,6 @@ UNET = Family(
         "**.conv_shortcut": "carries what a block does not change past it: few weights",
         "**.attentions.*.proj_in": _ENDS,
         "**.attentions.*.proj_out": _ENDS,
-    },
-    tiny_config={
-        "sample_size": 8,
-        "block_out_channels": [128, 128],
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
-        "layers_per_block": 1,
-        "attention_head_dim": 2,
-        "cross_attention_dim": 256,
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 176,
     },
     workload=Workload(
         size=(1024, 1024, 1),

@@ -41,7 +41,6 @@ VAES = (
             "quant_conv": _LATENTS,
             "post_quant_conv": _LATENTS,
         },
-        tiny_config={"block_out_channels": [128], "norm_num_groups": 8, "sample_size": 8},
         published=(
             Published("FLUX.1 VAE", "kl", _config(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)),
             Published("SDXL VAE", "kl", _config(latent_channels=4)),

@@ -53,17 +53,6 @@ Z_IMAGE = Family(
         "t_embedder.**": EMBEDDER,
         "all_final_layer.**": FINAL,
     },
-    tiny_config={
-        "in_channels": 4,
-        "dim": 384,
-        "n_layers": 2,
-        "n_refiner_layers": 1,
-        "n_heads": 6,
-        "n_kv_heads": 6,
-        "cap_feat_dim": 64,
-        "axes_dims": [16, 24, 24],
-        "axes_lens": [128, 16, 16],
-    },
     workload=Workload(
         size=(1024, 1024, 1),
         text=512,
@@ -78,7 +67,5 @@ Z_IMAGE = Family(
     ),
     originals=_ORIGINALS,
     published=(Published("Z-Image-Turbo", "z_image", {"n_layers": 30, "dim": 3840}),),
-    hub_ids={
-        "Z-Image-Turbo": ("Tongyi-MAI/Z-Image-Turbo",),
-    },
+    hub_owner="Tongyi-MAI",
 )

@@ -6,12 +6,11 @@ imported it is told how to read a fluxq checkpoint, so that `FluxPipeline.from_p
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base import FLUXQ_VERSION as __version__
-from fluxq.integrations.hook import when_imported
+from fluxq.integrations import register
 
 if TYPE_CHECKING:
     from fluxq import tiny
@@ -87,23 +86,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _register(function: str) -> None:
-    module, _, name = function.partition(":")
-    getattr(importlib.import_module(module), name)()
-
-
-# What is told about fluxq, and by which function, once a library's module is imported.
-_REGISTRATIONS = (
-    ("diffusers.models.attention_dispatch", "fluxq.runtime.attention_choice:register"),
-    ("diffusers.models.modeling_utils", "fluxq.integrations.saving:register_with_diffusers"),
-    ("diffusers.models.modeling_utils", "fluxq.integrations.whole:register_with_diffusers"),
-    ("diffusers.quantizers.auto", "fluxq.integrations.diffusers:register"),
-    ("diffusers.pipelines.pipeline_utils", "fluxq.integrations.dtypes:register"),
-    ("diffusers.loaders.lora_pipeline", "fluxq.integrations.peft:register_with_lora_loader"),
-    ("peft.tuners.lora.model", "fluxq.integrations.peft:register_with_peft"),
-    ("transformers.modeling_utils", "fluxq.integrations.saving:register_with_transformers"),
-    ("transformers.modeling_utils", "fluxq.integrations.whole:register_with_transformers"),
-    ("transformers.quantizers.auto", "fluxq.integrations.transformers:register"),
-)
-for _module, _function in _REGISTRATIONS:
-    when_imported(_module, functools.partial(_register, _function))
+register()

@@ -1,13 +1,17 @@
 """Tests of the processor's name and of the instructions that PyTorch uses, on machines that the test makes up."""
 
+import importlib.metadata
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
+import fluxq
 from fluxq.base import processor
-from fluxq.base.processor import Instructions, instructions
+from fluxq.base.processor import Instructions, instructions, versions
 
 EPYC = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 avx512f avx512_bf16 avx512_vnni\n\n"
 XEON = "model name : Xeon\nflags : avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
@@ -69,3 +73,14 @@ def test_variables_that_libraries_read_are_seen():
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
     done = subprocess.run([sys.executable, "-c", code], env={**processor.os.environ, **limits}, capture_output=True)
     assert done.stdout.decode().strip() == processor.platform.machine(), done.stderr
+
+
+def test_the_version_of_the_code_is_that_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert fluxq.__version__ == project["version"]
+
+
+def test_installed_versions_are_read_once(monkeypatch):
+    found = versions()
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: 1 / 0)
+    assert versions() == found

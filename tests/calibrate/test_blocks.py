@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 from fluxq import tiny
@@ -84,6 +85,11 @@ def captured(pipe, folder: Path, blocks: dict, **how) -> dict[str, Calls]:
     return capture_calls(pipe, blocks, FIT, HELD, sampling, **how)
 
 
+def beside(calls: Calls) -> Path:
+    """A folder for the outputs of blocks."""
+    return calls.calls[0].file.parent / "outputs"
+
+
 def run_all(replay: Replay) -> None:
     """One pass through every block, the last one too, which has nothing to advance for."""
     for block in replay:
@@ -95,18 +101,17 @@ def run_all(replay: Replay) -> None:
 def test_a_block_sees_in_replay_what_it_sees_in_the_whole_model(row, family_inputs, tmp_path):
     """With outputs of blocks in memory, and with outputs on disk."""
     torch.manual_seed(0)
-    model = getattr(diffusers, row.model).from_config(row.tiny_config).to(torch.bfloat16)
+    model = getattr(diffusers, row.model).from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16)
     blocks = block_names(row, model)
     with Watch(model, blocks) as seen:
         pipe = Pipe([model], family_inputs(row), branches=2)
         calls = captured(pipe, tmp_path / "calls", {"transformer": blocks})["transformer"]
     assert calls.counts == (8, 8)
     assert set(calls.blocks) == set(blocks) and len(seen) > 10
-    for folder in (None, tmp_path / "outputs"):
-        replay = Replay(model, calls, folder)
-        with Watch(model, blocks) as again:
-            run_all(replay)
-        assert same(seen, again), folder
+    replay = Replay(model, calls, tmp_path / "outputs")
+    with Watch(model, blocks) as again:
+        run_all(replay)
+    assert same(seen, again)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +132,7 @@ def test_blocks_are_in_the_order_in_which_they_run(embedded):
 def test_several_images_in_a_call_are_replayed_to_the_bit(embedded):
     model, calls, seen = embedded
     with Watch(model, calls.blocks) as again:
-        run_all(Replay(model, calls, None))
+        run_all(Replay(model, calls, beside(calls)))
     assert same(seen, again)
 
 
@@ -141,7 +146,7 @@ def test_observed_are_the_tokens_of_the_calls(embedded, parallel):
     model, calls, seen = embedded
     weights = {step: 1.0 + step for step in range(4)}
     again = None
-    for block in Replay(model, calls, None, weights=weights):
+    for block in Replay(model, calls, beside(calls), weights=weights):
         if again is not None:
             with pytest.raises(ValueError, match="its tokens cannot be had again, the replay has gone on"):
                 next(again())
@@ -180,7 +185,7 @@ def test_later_blocks_see_what_a_changed_block_returns(embedded, parallel):
     kept = layer.weight.data.clone()
     try:
         with Watch(model, between) as again:
-            for block in Replay(model, calls, None):
+            for block in Replay(model, calls, beside(calls)):
                 block.observe({}, advance=parallel)
                 if block.index == 1:
                     layer.weight.data.mul_(1.1)
@@ -199,13 +204,13 @@ def test_later_blocks_see_what_a_changed_block_returns(embedded, parallel):
 def test_a_block_left_without_advance_is_named(embedded):
     model, calls, _ = embedded
     with pytest.raises(ValueError, match=r"^transformer_blocks\.0: was not advanced"):
-        for _ in Replay(model, calls, None):
+        for _ in Replay(model, calls, beside(calls)):
             pass
 
 
 def test_nothing_is_left_in_the_model(embedded):
     model, calls, _ = embedded
-    for block in Replay(model, calls, None):
+    for block in Replay(model, calls, beside(calls)):
         block.observe(groups_of(model, block.name), advance=True)
     for module in model.modules():
         assert "forward" not in module.__dict__ and not module._forward_pre_hooks and not module._forward_hooks
@@ -226,7 +231,7 @@ def test_nan_in_a_block_is_named_with_group_and_step(embedded):
     kept = layer.bias.data.clone()
     layer.bias.data[0] = torch.nan
     try:
-        block = next(iter(Replay(model, calls, None)))
+        block = next(iter(Replay(model, calls, beside(calls))))
         with pytest.raises(ValueError, match=r"^q: its input holds NaN or infinity at step 0$"):
             block.observe({"q": "transformer_blocks.0.attn.to_q"})
     finally:
@@ -310,7 +315,7 @@ def test_two_transformers_have_their_own_calls(tmp_path):
     assert [call.step for call in calls["transformer"].calls] == [0, 0] * 2
     assert [call.step for call in calls["transformer_2"].calls] == [1, 1, 2, 2, 3, 3] * 2
     assert calls["transformer"].digest != calls["transformer_2"].digest
-    run_all(Replay(models[1], calls["transformer_2"], None))
+    run_all(Replay(models[1], calls["transformer_2"], beside(calls["transformer_2"])))
 
 
 def test_a_transformer_that_no_step_calls_is_named(tmp_path):
@@ -370,13 +375,12 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "disk"])
-def test_every_output_that_a_later_block_needs_is_kept_as_long(in_memory, tmp_path):
+def test_every_output_that_a_later_block_needs_is_kept_as_long(tmp_path):
     model = Chain()
     with Watch(model, ALL) as seen:
         pipe = Pipe([model], {"x": torch.randn(3, 8)})
         calls = captured(pipe, tmp_path / "calls", {"transformer": ALL})["transformer"]
-    replay = Replay(model, calls, None if in_memory else tmp_path / "outputs")
+    replay = Replay(model, calls, tmp_path / "outputs")
     assert [sorted(needed) for needed in replay.needs] == [[], [0], [], [2], [1, 3], [4], [5], [4, 6]]
     with Watch(model, ALL) as again:
         run_all(replay)
@@ -385,7 +389,7 @@ def test_every_output_that_a_later_block_needs_is_kept_as_long(in_memory, tmp_pa
 
 def test_a_dependency_that_is_missed_does_not_go_unnoticed(tmp_path):
     calls = captured(Pipe([Chain()], {"x": torch.randn(3, 8)}), tmp_path, {"transformer": ALL})["transformer"]
-    replay = Replay(Chain(), calls, None)
+    replay = Replay(Chain(), calls, beside(calls))
     replay.needs = tuple(frozenset({i - 1} if i else ()) for i in range(len(ALL)))
     with pytest.raises(ValueError, match=r"^blocks.0.linear: its input holds NaN or infinity"):
         for block in replay:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def pipe32():
 
 
 def captured(pipe, steps=STEPS, batch_size=None, groups=GROUPS, call=CALL, items=ITEMS):
-    return capture_statistics(
-        pipe, {"transformer": groups}, items, Sampling(call, steps, {"transformer": "m"}, batch_size)
-    )
+    sampling = Sampling(call, steps, {"transformer": "m"}, batch_size)
+    with TemporaryDirectory() as folder:
+        return capture_statistics(pipe, {"transformer": groups}, items, sampling, folder=Path(folder))
 
 
 def inputs_seen(pipe) -> dict[str, list[torch.Tensor]]:

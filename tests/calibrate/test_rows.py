@@ -4,6 +4,7 @@ import json
 import logging
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import diffusers
 import pyarrow
@@ -12,6 +13,7 @@ import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq import tiny
@@ -309,7 +311,7 @@ class WanImageToVideo(diffusers.WanImageToVideoPipeline):
 
 def model_of(family: str, **changes) -> nn.Module:
     torch.manual_seed(0)
-    return getattr(diffusers, FAMILIES[family].model).from_config({**FAMILIES[family].tiny_config, **changes})
+    return getattr(diffusers, FAMILIES[family].model).from_config({**TINY_CONFIGS[family], **changes})
 
 
 def flow() -> diffusers.FlowMatchEulerDiscreteScheduler:
@@ -362,7 +364,9 @@ def capture(pipe, items, call, folder: Path, held=(), most=None) -> Calls:
 def statistics(pipe, items, call) -> Statistics:
     path = next(name for name, _ in pipe.transformer.named_modules() if name.endswith("to_q"))
     call = {"num_inference_steps": STEPS, **call}
-    return capture_statistics(pipe, {"transformer": {"q": path}}, items, Sampling(call, STEPS, {"transformer": "m"}))
+    with TemporaryDirectory() as folder:
+        sampling = Sampling(call, STEPS, {"transformer": "m"})
+        return capture_statistics(pipe, {"transformer": {"q": path}}, items, sampling, folder=Path(folder))
 
 
 def family_name(pipe) -> str:
@@ -429,7 +433,7 @@ def replays_to_the_bit(model: nn.Module, calls: Calls) -> None:
             model(*args, **kwargs)
 
     def by_block() -> None:
-        for block in Replay(model, calls, None):
+        for block in Replay(model, calls, calls.calls[0].file.parent / "outputs"):
             path = next(name for name in inside if name.startswith(f"{block.name}."))
             block.observe({"x": path}, advance=True)
 

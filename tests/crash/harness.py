@@ -314,7 +314,7 @@ def _write(file: Path, found: list[Found], every: int, by: str, seconds: float) 
     from datetime import date
 
     from fluxq.base.files import write_json
-    from fluxq.base.provenance import commit, versions
+    from fluxq.base.processor import commit, versions
 
     rows = {
         each.command: {

@@ -19,6 +19,7 @@ import yaml
 from exchange_readers import READERS
 from safetensors.torch import load_file, save_file
 from shared import said_by
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor
 
 import fluxq
@@ -186,7 +187,7 @@ def exported(family: str, recipe: str, folder: Path) -> tuple[dict[str, Tensor],
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     row = FAMILIES[family]
-    kind, config = getattr(diffusers, row.model), {**row.tiny_config, **LIKE_PUBLISHED[family][0]}
+    kind, config = getattr(diffusers, row.model), {**TINY_CONFIGS[row.name], **LIKE_PUBLISHED[family][0]}
     kind.from_config(config).to(torch.bfloat16).save_pretrained(folder / "16bit")
     rules = fluxq.FluxqConfig(recipe=recipe_of(recipe, folder), profile="rtn")
     model = kind.from_pretrained(folder / "16bit", dtype=torch.bfloat16, quantization_config=rules)

@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shared import copy_of, said_by
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -553,7 +554,7 @@ def small(request, tmp_path) -> ModelFolder:
     """A folder of a random model of each family, rounded to int8."""
     torch.manual_seed(0)
     row, model_class = request.param, getattr(diffusers, request.param.model)
-    model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(tmp_path / "16bit")
+    model_class.from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16).save_pretrained(tmp_path / "16bit")
     config = fluxq.FluxqConfig(recipe="int8", profile="rtn")
     model = model_class.from_pretrained(tmp_path / "16bit", dtype=torch.bfloat16, quantization_config=config)
     model.save_pretrained(tmp_path / "model" / "transformer")

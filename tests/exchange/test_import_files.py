@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from exchange_files import base_state, write_base, write_model
 from safetensors.torch import load_file, save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor
 
 from fluxq import tiny
@@ -20,7 +21,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
 from fluxq.jobs import judge
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, list_linears
+from fluxq.quantize.checkpoint import PLAN_FILE, list_linears
 from fluxq.quantize.exchange import comfy, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.export import export
@@ -35,6 +36,7 @@ from fluxq.quantize.exchange.proof import window
 from fluxq.quantize.record import read_record
 from fluxq.quantize.verify import verify
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, original_names
 from tests.exchange.test_import import q8_0
@@ -417,10 +419,10 @@ def write_family(folder: Path, family: str) -> tuple[Path, Tensors]:
     row, g = FAMILIES[family], torch.Generator().manual_seed(0)
     state = {
         name: (torch.randn(meta.shape, generator=g) * 0.05).bfloat16()
-        for name, meta in on_meta(row, dict(row.tiny_config)).state_dict().items()
+        for name, meta in on_meta(row, dict(TINY_CONFIGS[row.name])).state_dict().items()
     }
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"_class_name": row.model, **row.tiny_config}, default=list))
+    (folder / "config.json").write_text(json.dumps({"_class_name": row.model, **TINY_CONFIGS[row.name]}, default=list))
     save_file(state, folder / WEIGHTS)
     return folder, state
 

@@ -21,6 +21,7 @@ import torch
 from click.testing import CliRunner
 from exchange_readers import rounds
 from safetensors.torch import load_file, save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor
 
 import fluxq
@@ -29,19 +30,14 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import (
-    WEIGHTS_NAME,
-    QuantizationConfig,
-    filed_shape,
-    library_of,
-    list_linears,
-)
+from fluxq.quantize.checkpoint import WEIGHTS_NAME, filed_shape, library_of, list_linears
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, Exported, SideLayers, export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.recipes.all_families import FAMILIES, family_of
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.plan import MODULATION_ROLE
@@ -453,7 +449,7 @@ def family_pipelines(row: Family, recipe: str, tmp_path: Path) -> tuple[Path, Pa
     """(a pipeline of just a random model, the same under a recipe, rounded to nearest)."""
     torch.manual_seed(0)
     folders, model_class = [tmp_path / "16bit", tmp_path / "native"], getattr(diffusers, row.model)
-    model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(folders[0] / "transformer")
+    model_class.from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16).save_pretrained(folders[0] / "transformer")
     config = fluxq.FluxqConfig(recipe=recipe, profile="rtn")
     model = model_class.from_pretrained(folders[0] / "transformer", dtype=torch.bfloat16, quantization_config=config)
     model.save_pretrained(folders[1] / "transformer")

@@ -18,6 +18,7 @@ import yaml
 from exchange_readers import READERS
 from safetensors.torch import load_file
 from shared import quick, said_by
+from tiny_configs import TINY_CONFIGS
 
 import fluxq
 from fluxq.base.model import resolve_model
@@ -144,7 +145,7 @@ def exported(family: str, recipe: str, exclude: tuple[str, ...], folder: Path) -
         model = kind.from_pretrained(folder / "model" / "transformer", dtype=torch.bfloat16)
     else:
         torch.manual_seed(0)
-        kind.from_config(dict(row.tiny_config)).to(torch.bfloat16).save_pretrained(folder / "16bit")
+        kind.from_config(dict(TINY_CONFIGS[row.name])).to(torch.bfloat16).save_pretrained(folder / "16bit")
         rules = fluxq.FluxqConfig(recipe=str(file), profile="rtn")
         model = kind.from_pretrained(folder / "16bit", dtype=torch.bfloat16, quantization_config=rules)
         model.save_pretrained(folder / "model" / "transformer")

@@ -19,6 +19,7 @@ from exchange_files import tensors_of, write_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from shared import copy_of, write_lora
+from tiny_configs import TINY_CONFIGS
 
 from fluxq import tiny
 from fluxq.base.files import read_json, sha256_json, write_json
@@ -100,7 +101,7 @@ def write_families(root: Path) -> None:
         entries = {component: [family.library, family.model] for component in components}
         write_json(root / name / "model_index.json", {"_class_name": "WanPipeline", **entries})
         for component in components:
-            write_json(root / name / component / "config.json", family.tiny_config)
+            write_json(root / name / component / "config.json", TINY_CONFIGS[family.name])
 
 
 def write_exchange(root: Path) -> None:

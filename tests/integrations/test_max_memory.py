@@ -21,6 +21,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 from fluxq import tiny
@@ -254,9 +255,9 @@ def test_a_model_built_without_weights_is_the_one_that_is_loaded(name, dtype, tm
     model_class = getattr(importlib.import_module(row.library), row.model)
     torch.manual_seed(0)
     if row.library == "transformers":
-        model = model_class(model_class.config_class.from_dict(dict(row.tiny_config)))
+        model = model_class(model_class.config_class.from_dict(dict(TINY_CONFIGS[row.name])))
     else:
-        model = model_class.from_config(dict(row.tiny_config))
+        model = model_class.from_config(dict(TINY_CONFIGS[row.name]))
     model.save_pretrained(tmp_path / "part")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "X", "part": [row.library, row.model]}))
     folder = ModelFolder("folder", tmp_path)

@@ -16,6 +16,7 @@ import transformers
 from diffusers import FluxPipeline, FluxTransformer2DModel, PipelineQuantizationConfig
 from safetensors.torch import load_file, save_file
 from shared import quantization_of
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 from transformers import T5EncoderModel
 
@@ -135,7 +136,7 @@ def test_every_component_but_the_vae_by_default(written, caplog):
 
 def test_a_recipe_that_names_the_vae_quantizes_it(tmp_path):
     row = next(row for row in FAMILIES.values() if row.kind == "vae")
-    getattr(diffusers, row.model)(**row.tiny_config).save_pretrained(tmp_path)
+    getattr(diffusers, row.model)(**TINY_CONFIGS[row.name]).save_pretrained(tmp_path)
     (tmp_path / "vae.yaml").write_text("extends: fp8\ncomponents: {vae: {weights: {format: fp8}}}\n")
     config = FluxqConfig(recipe=tmp_path / "vae.yaml")
     assert quantized(getattr(diffusers, row.model).from_pretrained(tmp_path, quantization_config=config))

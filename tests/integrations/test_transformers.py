@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shared import quantization_of
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -55,7 +56,7 @@ def sixteen_bit(row: Family, root: Path) -> ModelFolder:
     if not root.exists():
         model_class = getattr(transformers, row.model)
         torch.manual_seed(0)
-        model_class(model_class.config_class(**row.tiny_config)).bfloat16().save_pretrained(root / "encoder")
+        model_class(model_class.config_class(**TINY_CONFIGS[row.name])).bfloat16().save_pretrained(root / "encoder")
         write_json(root / "model_index.json", {"_class_name": "Pipeline", "encoder": ["transformers", row.model]})
     return ModelFolder(row.name, root)
 
@@ -184,7 +185,7 @@ def test_shared_embeddings_stay_shared(text_encoder, tmp_path):
 
 
 def test_a_layer_that_shares_its_weight_is_refused(tmp_path):
-    config = {**FAMILIES["qwen3"].tiny_config, "tie_word_embeddings": True}
+    config = {**TINY_CONFIGS["qwen3"], "tie_word_embeddings": True}
     transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda c: c.update(quantization_config=wholly_fp8("lm_head")))
     with pytest.raises(ValueError, match="lm_head shares its weight"):

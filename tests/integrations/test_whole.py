@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -202,7 +203,7 @@ def test_attention_with_a_way_of_its_own_to_fuse_refuses_too(tmp_path):
     row = FAMILIES["wan"]
     wan = getattr(diffusers, row.model)
     torch.manual_seed(0)
-    wan(**row.tiny_config).bfloat16().save_pretrained(tmp_path)
+    wan(**TINY_CONFIGS[row.name]).bfloat16().save_pretrained(tmp_path)
     model = wan.from_pretrained(tmp_path, quantization_config=FP8, dtype=torch.bfloat16)
     before = held(model)
     with pytest.raises(ValueError, match=r"blocks\.0\.attn1\.to_q is quantized"):

@@ -19,11 +19,10 @@ from fluxq.cli import cli
 from fluxq.jobs import catalogue
 from fluxq.jobs.catalogue import Model
 from fluxq.quantize.checkpoint import convolutions_of, shapes_of
-from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES, PUBLISHED, find_published
 from fluxq.recipes.cost import activation_bytes, cost
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.plan import component_recipe, make_plan
-from fluxq.recipes.published import PUBLISHED, find_published
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 from fluxq.recipes.workloads import CallSize, forward_pass
 

@@ -11,6 +11,7 @@ import transformers
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from PIL import Image
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq import QuantLinear, tiny
@@ -25,13 +26,13 @@ FLOW = diffusers.FlowMatchEulerDiscreteScheduler
 
 def transformer(name: str, **changed) -> nn.Module:
     row = FAMILIES[name]
-    return getattr(diffusers, row.model).from_config({**row.tiny_config, **changed})
+    return getattr(diffusers, row.model).from_config({**TINY_CONFIGS[row.name], **changed})
 
 
 def encoder(name: str, **changed) -> nn.Module:
     row = FAMILIES[name]
     model = getattr(transformers, row.model)
-    return model(model.config_class.from_dict({**row.tiny_config, "vocab_size": 2048, **changed}))
+    return model(model.config_class.from_dict({**TINY_CONFIGS[row.name], "vocab_size": 2048, **changed}))
 
 
 def tokenizer(name: str = "tokenizer_2"):
@@ -42,7 +43,7 @@ def tokenizer(name: str = "tokenizer_2"):
 
 
 def kl(**changed) -> nn.Module:
-    return diffusers.AutoencoderKL.from_config({**FAMILIES["kl"].tiny_config, "latent_channels": 4, **changed})
+    return diffusers.AutoencoderKL.from_config({**TINY_CONFIGS["kl"], "latent_channels": 4, **changed})
 
 
 def sdxl() -> tuple[DiffusionPipeline, dict]:

@@ -12,7 +12,7 @@ import pytest
 from shared import copy_of
 
 from fluxq import tiny
-from fluxq.base.near import did_you_mean, path_near
+from fluxq.base.console import did_you_mean, path_near
 from fluxq.jobs.requirements import require_checkpoint, require_model
 
 # Runs each list of words on stdin as a command in this process; prints its exit code, message and heavy imports.

@@ -11,6 +11,7 @@ import torch
 import transformers
 from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from shared import copy_of
+from tiny_configs import TINY_CONFIGS
 
 from fluxq import QuantLinear, tiny
 from fluxq.base.files import read_json, write_json
@@ -30,7 +31,7 @@ def made(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     row, clip = FAMILIES["unet"], FAMILIES["clip"]
     changes = {"use_linear_projection": False, "addition_embed_type": None, "cross_attention_dim": 128}
-    text = transformers.CLIPTextConfig.from_dict({**clip.tiny_config, "vocab_size": 2048})
+    text = transformers.CLIPTextConfig.from_dict({**TINY_CONFIGS[clip.name], "vocab_size": 2048})
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     seen = {**vision, "image_size": 16, "patch_size": 8}
     checker = StableDiffusionSafetyChecker(transformers.CLIPConfig(vision_config=seen, projection_dim=16))
@@ -38,10 +39,10 @@ def made(tmp_path_factory) -> Path:
     extractor = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     stable_diffusion: Any = diffusers.StableDiffusionPipeline
     pipe = stable_diffusion(
-        vae=diffusers.AutoencoderKL.from_config({**FAMILIES["kl"].tiny_config, "latent_channels": 4}),
+        vae=diffusers.AutoencoderKL.from_config({**TINY_CONFIGS["kl"], "latent_channels": 4}),
         text_encoder=transformers.CLIPTextModel(text),
         tokenizer=transformers.AutoTokenizer.from_pretrained(Path(tiny.path()) / "tokenizer"),
-        unet=diffusers.UNet2DConditionModel.from_config({**row.tiny_config, **changes}),
+        unet=diffusers.UNet2DConditionModel.from_config({**TINY_CONFIGS[row.name], **changes}),
         scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
         safety_checker=checker,
         feature_extractor=extractor,

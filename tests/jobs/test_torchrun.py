@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from fluxq.base.ranks import ALONE, Ranks, launched, ranks_of_launch
 from fluxq.calibrate import calls, capture
-from fluxq.calibrate.blocks import Replay
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.quantize import run
@@ -328,20 +327,6 @@ def test_every_group_has_one_owner_and_none_has_much_more_to_do():
     assert set(run._owners(flux, 1).values()) == {0} and len(set(run._owners(flux, 16).values())) == 8
     rounded = {name: layers(k, 64, method=Method()) for name, k in (("a", 128), ("b", 128), ("c", 256))}
     assert run._owners(rounded, 2) == {"c": 0, "a": 1, "b": 1}
-
-
-def test_processes_without_a_folder_in_common_are_refused(pipe):
-    both = Ranks(0, 2)
-    with pytest.raises(ValueError, match="meet in a folder"):
-        capture.capture_statistics(
-            pipe,
-            {"transformer": {"g": "proj_out"}},
-            [("a", 0)],
-            capture.Sampling({}, 1, {"transformer": "m"}),
-            ranks=both,
-        )
-    with pytest.raises(ValueError, match="need a folder for the outputs"):
-        Replay(pipe.transformer, None, None, ranks=both)
 
 
 if __name__ == "__main__":

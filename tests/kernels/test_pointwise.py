@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
@@ -77,7 +78,7 @@ def folder(tmp_path_factory):
     """A SANA transformer as diffusers stores it, in 16 bit."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("sana")
-    model = diffusers.SanaTransformer2DModel.from_config(SANA.tiny_config).bfloat16()
+    model = diffusers.SanaTransformer2DModel.from_config(TINY_CONFIGS[SANA.name]).bfloat16()
     model.save_pretrained(path / "transformer")
     (path / "model_index.json").write_text(
         '{"_class_name": "SanaPipeline", "transformer": ["diffusers", "SanaTransformer2DModel"]}'

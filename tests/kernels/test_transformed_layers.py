@@ -35,7 +35,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.transforms import InputTransform
 from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.verify import verify
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import FEATURES, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.runtime.layout import Origin, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
 from fluxq.runtime.shard import RowParallel, shard
@@ -734,7 +734,7 @@ def test_latents_of_the_loaded_checkpoint_equal_the_simulation(by_hand) -> None:
 def test_the_files_say_what_they_hold_and_are_saved_again_as_they_are(by_hand, tmp_path: Path) -> None:
     folder, _ = by_hand
     config = json.loads((folder / "transformer" / "config.json").read_text())["quantization_config"]
-    assert set(config["required_features"]) == ckpt.KNOWN_FEATURES
+    assert set(config["required_features"]) == FEATURES.keys()
     assert {result.check: result.status for result in verify(folder)} == {
         **dict.fromkeys(("safe", "files", "config", "tensors"), "ok"),
         **dict.fromkeys(("hashes", "digests", "plan"), "not recorded"),

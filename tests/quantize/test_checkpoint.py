@@ -20,8 +20,9 @@ from fluxq.base.output import atomic_folder, recover
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import making
 from fluxq.quantize import checkpoint as ckpt
-from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, list_linears
+from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.run import quantize_component
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "single_transformer_blocks.0.proj_mlp"

@@ -11,6 +11,7 @@ import transformers
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq import tiny
@@ -246,7 +247,7 @@ def test_patterns_concern_the_components_that_they_match(fluxq):
 
 def test_a_vae_is_quantized_with_a_warning_that_says_what_it_saves(tiny_folder, tmp_path, caplog):
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKL.from_config({**FAMILIES["kl"].tiny_config, "latent_channels": 4})
+    vae = diffusers.AutoencoderKL.from_config({**TINY_CONFIGS["kl"], "latent_channels": 4})
     vae.to(torch.bfloat16).save_pretrained(tiny_folder / "vae")
     out = quantized("fp8", tmp_path / "out", ("vae",), tiny_folder)
     (part,) = json.loads((out / "fluxq_plan.json").read_text())["components"]
@@ -265,7 +266,7 @@ def encoder_folder(tmp_path, family, rename=lambda name: name, extra=None) -> tu
     """A pipeline folder whose one component is a random model of the row, its tensors under other names."""
     model_class = getattr(transformers, family.model)
     torch.manual_seed(0)
-    model = model_class(model_class.config_class.from_dict(family.tiny_config))
+    model = model_class(model_class.config_class.from_dict(TINY_CONFIGS[family.name]))
     (tmp_path / "te").mkdir()
     (tmp_path / "model_index.json").write_text(json.dumps({"te": ["transformers", family.model]}))
     model.config.save_pretrained(tmp_path / "te")
@@ -316,9 +317,9 @@ def test_tied_tensors_are_kept_as_the_file_has_them(tmp_path):
 def wan(tmp_path_factory) -> Path:
     """A random text-to-video pipeline with one transformer for the noisy steps and one for the others, fp32."""
     folder = tmp_path_factory.mktemp("wan") / "model"
-    config = {**FAMILIES["wan"].tiny_config, "image_dim": None, "added_kv_proj_dim": None, "text_dim": 128}
+    config = {**TINY_CONFIGS["wan"], "image_dim": None, "added_kv_proj_dim": None, "text_dim": 128}
     torch.manual_seed(0)
-    umt5 = transformers.UMT5EncoderModel(transformers.UMT5Config(**FAMILIES["umt5"].tiny_config))
+    umt5 = transformers.UMT5EncoderModel(transformers.UMT5Config(**TINY_CONFIGS["umt5"]))
     diffusers.WanPipeline(
         tokenizer=transformers.AutoTokenizer.from_pretrained(Path(tiny.path()) / "tokenizer_2"),
         text_encoder=umt5,
@@ -398,10 +399,11 @@ def test_sound_is_not_compared_and_that_is_said_before_any_work(fluxq, wan, tmp_
         assert refused.exit_code == 2 and said + "`fluxq verify`" in refused.stderr, refused.output
 
 
-def test_groups_of_one_component_keep_their_names(pipe):
+def test_groups_of_one_component_keep_their_names(pipe, tmp_path):
     path = "transformer_blocks.0.attn.to_q"
     items, call = [(tiny.PROMPTS[0], 0)], {**tiny.CALL_KWARGS, "num_inference_steps": 1}
-    one = capture_statistics(pipe, {"transformer": {"q": path}}, items, Sampling(call, 1, {"transformer": "d"}))
+    sampling = Sampling(call, 1, {"transformer": "d"})
+    one = capture_statistics(pipe, {"transformer": {"q": path}}, items, sampling, folder=tmp_path)
     assert list(one.groups) == ["q"] and one.trajectory["model"] == "d" and one.of_component("transformer") is one
 
 

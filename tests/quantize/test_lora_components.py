@@ -9,6 +9,7 @@ import torch
 import transformers
 from peft import LoraConfig
 from safetensors.torch import save_file
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 from fluxq import tiny
@@ -26,7 +27,7 @@ CALL = {"num_inference_steps": 2, "height": 16, "width": 16}
 def encoder(name: str, **changed) -> nn.Module:
     row = FAMILIES[name]
     model = getattr(transformers, row.model)
-    return model(model.config_class.from_dict({**row.tiny_config, "vocab_size": 2048, **changed}))
+    return model(model.config_class.from_dict({**TINY_CONFIGS[row.name], "vocab_size": 2048, **changed}))
 
 
 def tokenizer(name: str):
@@ -44,12 +45,12 @@ def sdxl(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     row = FAMILIES["unet"]
     pipe = diffusers.StableDiffusionXLPipeline(
-        vae=diffusers.AutoencoderKL.from_config({**FAMILIES["kl"].tiny_config, "latent_channels": 4}),
+        vae=diffusers.AutoencoderKL.from_config({**TINY_CONFIGS["kl"], "latent_channels": 4}),
         text_encoder=encoder("clip"),
         text_encoder_2=encoder("clip_projection"),
         tokenizer=tokenizer("tokenizer"),
         tokenizer_2=tokenizer("tokenizer"),
-        unet=diffusers.UNet2DConditionModel.from_config(row.tiny_config),
+        unet=diffusers.UNet2DConditionModel.from_config(TINY_CONFIGS[row.name]),
         scheduler=diffusers.EulerDiscreteScheduler(),
     )
     return save(pipe, tmp_path_factory.mktemp("sdxl") / "model", CALL)
@@ -58,7 +59,7 @@ def sdxl(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    config = {**FAMILIES["wan"].tiny_config, "image_dim": None, "added_kv_proj_dim": None, "text_dim": 128}
+    config = {**TINY_CONFIGS["wan"], "image_dim": None, "added_kv_proj_dim": None, "text_dim": 128}
     pipe = diffusers.WanPipeline(
         tokenizer=tokenizer("tokenizer_2"),
         text_encoder=encoder("umt5"),

@@ -8,12 +8,13 @@ from functools import cache
 import diffusers
 import pytest
 import torch
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fluxq.kernels.dispatch import choose, compiled_with, offer
 from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
-from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.all_families import FAMILIES, PUBLISHED
 from fluxq.recipes.cost import (
     EIGHT_BIT,
     LEVELS,
@@ -29,7 +30,6 @@ from fluxq.recipes.cost import (
 from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import Plan, make_plan
-from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
 from fluxq.recipes.shapes import LinearShape
 from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass
@@ -108,7 +108,7 @@ TINY_PASSES = {  # tokens of shared.py's family_inputs
 @pytest.mark.parametrize("row", MODELLED, ids=lambda row: row.name)
 def test_flops_are_those_that_torch_counts_in_a_forward_pass(row, family_inputs):
     """Linears and attention, of every layer and stream; convolutions where they are much of the work."""
-    tiny = getattr(diffusers, row.model).from_config(row.tiny_config)
+    tiny = getattr(diffusers, row.model).from_config(TINY_CONFIGS[row.name])
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             tiny(**family_inputs(row), return_dict=False)
@@ -138,7 +138,7 @@ def test_flops_of_a_unet_with_more_levels_and_convolutions_for_its_ends(side, fa
         "use_linear_projection": False,
         "addition_embed_type": None,
     }
-    config = {**row.tiny_config, **blocks}
+    config = {**TINY_CONFIGS[row.name], **blocks}
     tiny = diffusers.UNet2DConditionModel.from_config(config)
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:

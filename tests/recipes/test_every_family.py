@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from shared import SIXTEEN_BIT
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -37,7 +38,7 @@ class Case:
         self.row, self.inputs, self.recipe = row, inputs, recipe
         self.plain, self.folder = folder / SIXTEEN_BIT, folder / recipe
         torch.manual_seed(0)
-        self.model_class.from_config(row.tiny_config).to(torch.bfloat16).save_pretrained(self.plain)
+        self.model_class.from_config(TINY_CONFIGS[row.name]).to(torch.bfloat16).save_pretrained(self.plain)
         if recipe != SIXTEEN_BIT:
             config = fluxq.FluxqConfig(recipe=recipe, profile="rtn")
             self.load(self.plain, quantization_config=config).save_pretrained(self.folder)
@@ -119,7 +120,7 @@ def test_what_a_recipe_fits_to_its_calls_is_saved_and_loaded(case, recipe, tmp_p
         compat=wanted.compat,
     )
     calls = captured(Pipe([model], case.inputs), tmp_path / "calls", {"transformer": block_names(row, model)})
-    fitting = Fitting(Replay(model, calls["transformer"], None), wanted.gate)
+    fitting = Fitting(Replay(model, calls["transformer"], tmp_path / "outputs"), wanted.gate)
     (tmp_path / "source").mkdir()
     index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", row.model]}
     (tmp_path / "source" / "model_index.json").write_text(json.dumps(index))

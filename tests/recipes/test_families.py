@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 import transformers
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq.base.linears import channels_last, is_linear, linear_size, linears_of
@@ -82,7 +83,7 @@ def family(request):
 
 @pytest.mark.parametrize("size", ["tiny_config", "the class's own default"])
 def test_every_linear_is_either_located_or_kept(family, size):
-    names = linears(family, family.tiny_config if size == "tiny_config" else FULL_SIZE.get(family.name, {}))
+    names = linears(family, TINY_CONFIGS[family.name] if size == "tiny_config" else FULL_SIZE.get(family.name, {}))
     assert names
     for name in names:
         assert (family.locate(name) is None) != (family.kept(name) is None), name
@@ -90,7 +91,7 @@ def test_every_linear_is_either_located_or_kept(family, size):
 
 def test_every_name_of_the_row_is_a_linear_of_the_class(family):
     variants = [variant for name, variant in VARIANTS if name == family.name]
-    names = {name for config in ({}, *variants) for name in linears(family, {**family.tiny_config, **config})}
+    names = {name for config in ({}, *variants) for name in linears(family, {**TINY_CONFIGS[family.name], **config})}
     for group in family.groups:
         for member in group.members:
             assert any(matches(f"{group.block}.{member}", name) for name in names), (group.block, member)
@@ -112,20 +113,20 @@ def test_one_wrong_name_in_a_row_is_found(family):
 
 def test_members_of_a_group_read_as_many_channels(family):
     groups = {}
-    for name, linear in linears(family, family.tiny_config).items():
+    for name, linear in linears(family, TINY_CONFIGS[family.name]).items():
         if found := family.locate(name):
             groups.setdefault((found[1], found[0].members), set()).add(linear_size(linear)[1])
     assert groups and all(len(widths) == 1 for widths in groups.values())
 
 
 def test_every_quantized_k_of_the_tiny_configuration_is_a_multiple_of_128(family):
-    widths = {n: linear_size(m)[1] for n, m in linears(family, family.tiny_config).items() if family.locate(n)}
+    widths = {n: linear_size(m)[1] for n, m in linears(family, TINY_CONFIGS[family.name]).items() if family.locate(n)}
     assert {name: k for name, k in widths.items() if k % 128} == {}
 
 
 def test_up_widens_what_down_narrows_again(family):
     """Of each feed-forward; a gate doubles what `up` puts out."""
-    names, ups, downs = linears(family, family.tiny_config), {}, {}
+    names, ups, downs = linears(family, TINY_CONFIGS[family.name]), {}, {}
     for name, linear in names.items():
         found = family.locate(name)
         role, way = found[0].role.rpartition("_")[::2] if found else ("", "")
@@ -223,13 +224,13 @@ def test_sd3_takes_every_kind_of_block():
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_every_linear_of_a_variant_is_either_located_or_kept(name, variant):
     family = FAMILIES[name]
-    names = linears(family, {**family.tiny_config, **variant})
+    names = linears(family, {**TINY_CONFIGS[family.name], **variant})
     assert names and all((family.locate(name) is None) != (family.kept(name) is None) for name in names)
 
 
 def test_wan_without_an_image_has_no_image_keys():
     family = FAMILIES["wan"]
-    text_only = linears(family, {**family.tiny_config, "image_dim": None, "added_kv_proj_dim": None})
+    text_only = linears(family, {**TINY_CONFIGS[family.name], "image_dim": None, "added_kv_proj_dim": None})
     assert not any(name.endswith(("add_k_proj", "add_v_proj")) for name in text_only)
 
 
@@ -297,7 +298,7 @@ def test_a_file_names_no_other_family():
 def test_published_models_stand_in_their_family(family):
     assert family.published and {model.family for model in family.published} == {family.name}
     names = {name for model in family.published for name in (model.name, *model.also)}
-    assert family.hub_ids.keys() <= names
+    assert family.pipelines.keys() <= names and not (family.hub_owner and family.hub_ids)
 
 
 # Input groups in a forward pass
@@ -308,8 +309,8 @@ def tiny_model(family, **variant) -> nn.Module:
     library = {"diffusers": diffusers, "transformers": transformers}[family.library]
     model_class = getattr(library, family.model)
     if family.library == "diffusers":
-        return model_class.from_config({**family.tiny_config, **variant})
-    return model_class(model_class.config_class.from_dict(family.tiny_config))
+        return model_class.from_config({**TINY_CONFIGS[family.name], **variant})
+    return model_class(model_class.config_class.from_dict(TINY_CONFIGS[family.name]))
 
 
 def test_a_group_is_what_reads_the_same_values_and_no_less(family, family_inputs):
@@ -335,7 +336,7 @@ def test_a_group_is_what_reads_the_same_values_and_no_less(family, family_inputs
         if group.role != "modulation":
             readers.setdefault((block, x.shape, x.numpy().tobytes()), set()).add(name)
             groups.setdefault((block, group.members), set()).add(name)
-    assert seen.keys() == {name for name in linears(family, family.tiny_config) if family.locate(name)}
+    assert seen.keys() == {name for name in linears(family, TINY_CONFIGS[family.name]) if family.locate(name)}
     assert sorted(map(sorted, readers.values())) == sorted(map(sorted, groups.values()))
 
 
@@ -424,7 +425,7 @@ def test_a_wrong_chunk_is_found(family_inputs):
 
 
 def test_every_modulation_that_a_row_names_is_one(family):
-    names = linears(family, family.tiny_config)
+    names = linears(family, TINY_CONFIGS[family.name])
     for name, linear in names.items():
         found = family.locate(name)
         if found and found[0].modulation:

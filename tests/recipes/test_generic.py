@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 import fluxq
@@ -21,10 +22,9 @@ from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.structure import component_family, denoisers_of, model_family, tree_of
-from fluxq.recipes.all_families import FAMILIES, family_of
+from fluxq.recipes.all_families import FAMILIES, PUBLISHED, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.generic import LEAST_CERTAINTY, ModuleTree, generic_family, read_structure
-from fluxq.recipes.published import PUBLISHED
 from fluxq.recipes.shapes import LinearShape
 
 ROWS = [row for row in FAMILIES.values() if row.kind == "transformer"]
@@ -60,7 +60,7 @@ def parts(family: Family, found: ModuleTree) -> tuple[set[frozenset[str]], set[s
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_it_finds_what_a_row_says(row):
-    _, missed = compared_with_the_row(row, row.tiny_config)
+    _, missed = compared_with_the_row(row, TINY_CONFIGS[row.name])
     assert missed == NOT_JOINED.get(row.name, set())
 
 
@@ -90,8 +90,10 @@ def compared_with_the_row(row: Family, config: Mapping[str, object]) -> tuple[fl
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_it_is_sure_enough_of_every_model_with_a_row_once_blocks_repeat(row):
     """In tiny configurations of two blocks each, where embedders weigh more than in any real one."""
-    counts = {name: 2 for name, n in row.tiny_config.items() if n == 1 and name.endswith(("layers", "per_block"))}
-    found = tree(row.model, json.dumps({**row.tiny_config, **counts}))
+    counts = {
+        name: 2 for name, n in TINY_CONFIGS[row.name].items() if n == 1 and name.endswith(("layers", "per_block"))
+    }
+    found = tree(row.model, json.dumps({**TINY_CONFIGS[row.name], **counts}))
     structure = read_structure(row.model, found)
     assert structure.certainty >= LEAST_CERTAINTY
     assert generic_family(row.model, found) == structure.family
@@ -381,13 +383,11 @@ def lumina(tmp_path_factory) -> Path:
             multiple_of=64,
             axes_dim_rope=(16, 24, 24),
             axes_lens=(64, 16, 16),
-            cap_feat_dim=row.tiny_config["hidden_size"],
+            cap_feat_dim=TINY_CONFIGS[row.name]["hidden_size"],
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=diffusers.AutoencoderKL.from_config(
-            {**FAMILIES["kl"].tiny_config, "latent_channels": 4, "shift_factor": 0.1}
-        ),
-        text_encoder=gemma(gemma.config_class.from_dict({**row.tiny_config, "vocab_size": 2048})),
+        vae=diffusers.AutoencoderKL.from_config({**TINY_CONFIGS["kl"], "latent_channels": 4, "shift_factor": 0.1}),
+        text_encoder=gemma(gemma.config_class.from_dict({**TINY_CONFIGS[row.name], "vocab_size": 2048})),
         tokenizer=transformers.AutoTokenizer.from_pretrained(Path(tiny.path()) / "tokenizer_2"),
     )
     folder = tmp_path_factory.mktemp("lumina") / "model"

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +24,6 @@ from fluxq.recipes.recipe import (
     gate_holds,
     load_recipe,
     parse_gate,
-    recipe_schema,
     shipped_recipes,
     split_gates,
 )
@@ -536,6 +536,22 @@ def test_a_shipped_recipe_is_found_in_any_case():
     assert load_recipe("NVFP4")[0] == load_recipe("nvfp4")[0] == "nvfp4"
     with pytest.raises(FileNotFoundError, match=r"\(did you mean 'nvfp4'\?\); shipped: "):
         load_recipe("nvpf4.yaml")
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe file, for editors; `recipes/schema.json` holds it.
+
+    A file with `extends` may leave out any key, so only a file without it needs `components`.
+    """
+    schema = Recipe.model_json_schema()
+    extends = {"type": "string", "description": "Start from this recipe: a file, or the name of a shipped one."}
+    del schema["required"], schema["$defs"]["Component"]["required"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "properties": {"extends": extends, **schema["properties"]},
+        "anyOf": [{"required": ["extends"]}, {"required": ["components"]}],
+    }
 
 
 def test_the_committed_schema_is_up_to_date():

@@ -18,6 +18,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from shared import quantization_of
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 import fluxq
@@ -25,8 +26,9 @@ from fluxq import FluxqConfig, tiny
 from fluxq.base import settings
 from fluxq.jobs import making
 from fluxq.kernels import chips
-from fluxq.kernels.attention.op import BACKEND, attention_fp8, attention_of
+from fluxq.kernels.attention.op import attention_fp8
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import BACKEND, attention_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.runtime import attention_choice as choice
@@ -62,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def model_of(family: Family) -> Any:
     torch.manual_seed(0)
-    return getattr(diffusers, family.model)(**family.tiny_config).eval()
+    return getattr(diffusers, family.model)(**TINY_CONFIGS[family.name]).eval()
 
 
 def flux_inputs() -> dict[str, Tensor]:

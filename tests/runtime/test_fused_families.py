@@ -28,6 +28,7 @@ from fused_models import (
     put,
     quantized,
 )
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -467,7 +468,7 @@ def test_the_kernels_take_what_the_forms_give_them(name: str, scheme: str) -> No
 def test_a_row_names_what_the_class_has(name: str) -> None:
     """Every module that is passed over, every group and every path, against blocks of diffusers' class."""
     row_of = FUSABLE[name]
-    model = build_on_meta(row_of.library, row_of.model, dict(row_of.tiny_config))
+    model = build_on_meta(row_of.library, row_of.model, dict(TINY_CONFIGS[row_of.name]))
     for row in row_of.fusable:
         blocks = list(model.get_submodule(row.block.removesuffix(".*")))
         assert {type(block).__name__ for block in blocks} == {row.model}

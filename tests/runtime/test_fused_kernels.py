@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -39,7 +40,6 @@ from fluxq.kernels.quantize_activation import kernel as producer
 from fluxq.kernels.reencode.op import reencode, stored_matrix
 from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
-from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import layout
 
@@ -500,7 +500,7 @@ def block_of(
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """An optimized block with random weights under a scheme, and the arguments of a call."""
     torch.manual_seed(0)
-    config = {**FAMILIES["flux"].tiny_config, "num_single_layers": 1, "num_attention_heads": HEADS}
+    config = {**TINY_CONFIGS["flux"], "num_single_layers": 1, "num_attention_heads": HEADS}
     model: Any = FluxTransformer2DModel.from_config(config)
     model = model.bfloat16().eval().requires_grad_(False)
     for name, module in list(model.named_modules()):

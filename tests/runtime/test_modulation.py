@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.normalization import AdaLayerNormZeroSingle
+from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 
 from fluxq import tiny
@@ -183,7 +184,7 @@ def test_a_wrong_row_would_be_seen(flux, monkeypatch, fault, call):
 def tiny_transformer(name: str, **config) -> nn.Module:
     torch.manual_seed(0)
     row = FAMILIES[name]
-    return getattr(diffusers, row.model).from_config({**row.tiny_config, **config}).eval()
+    return getattr(diffusers, row.model).from_config({**TINY_CONFIGS[row.name], **config}).eval()
 
 
 def flux_dev() -> tuple[diffusers.DiffusionPipeline, dict]:

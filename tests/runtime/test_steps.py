@@ -27,11 +27,10 @@ from fluxq.base.memory import free_bytes
 from fluxq.eval.images.sides import Side
 from fluxq.eval.report.card import model_card
 from fluxq.jobs import making
-from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.checkpoint import PLAN_FILE, QuantizationConfig, SourceWeights
+from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.record import read_record
-from fluxq.recipes.computing import Steps
+from fluxq.recipes.computing import QuantizationConfig, Steps, attention_of
 from fluxq.recipes.recipe import load_recipe
 from fluxq.runtime import graphs, originals, steps
 from fluxq.runtime.modulation import hoist_modulation

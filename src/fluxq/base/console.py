@@ -1,7 +1,8 @@
-"""Progress bars and logging for people at a terminal; both write to stderr, so stdout stays a program's output."""
+"""Progress bars, logging and parts of messages for people; all write to stderr, so stdout stays a program's output."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import re
@@ -10,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO, TypeVar
 
 T = TypeVar("T")
@@ -125,6 +127,25 @@ class _Once(logging.Filter):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message; the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return " (did you mean 'x'?)" for the known name most like `name`, whatever its case; "" if none is.
+
+    cutoff: of difflib, how alike they must be, from 0 to 1.
+    """
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
+
+
+def path_near(path: Path) -> str:
+    """Return the same for a path that is not there: one of its neighbours."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.name != path.name]  # which is there, but of no use
+    except OSError:  # the parent is not there either, or may not be read
+        return ""
+    return did_you_mean(str(path), (str(path.with_name(name)) for name in names), cutoff=0.8)
 
 
 def visible(text: str) -> str:

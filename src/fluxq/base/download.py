@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger
-from fluxq.base.near import path_near
+from fluxq.base.console import first_line, logger, path_near
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -93,6 +93,15 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     return value
 
 
+def is_text(value: str) -> bool:
+    """Tell whether UTF-8 can hold it: JSON can name half of a surrogate pair, and a path of other bytes has such."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def room_left(error: OSError, folder: Path) -> str:
     """For the end of a message: what is free on the disk, where a write failed for want of that."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -16,11 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.console import first_line, logger, say_once, without_loading_bars
+from fluxq.base.console import did_you_mean, first_line, logger, say_once, without_loading_bars
 from fluxq.base.download import download, require_hub_id
-from fluxq.base.files import read_json, sha256_file, sha256_json, stamps
-from fluxq.base.front_matter import license_of
-from fluxq.base.near import did_you_mean
+from fluxq.base.files import is_text, read_json, sha256_file, sha256_json, stamps
+from fluxq.base.modest_yaml import license_of
 from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
 
@@ -138,7 +137,7 @@ class ModelFolder:
         stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
         found = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
         if found:
-            files = _files_of(found[0])
+            files = _indexed(found[0]) if found[0].name.endswith(_INDEX) else [found[0]]
             for other in found[1:]:
                 if other not in files:
                     _warn_of_second(other, found[0], self.name, component)
@@ -227,7 +226,7 @@ def resolve_model(
     if not is_local:
         require_hub_id(model)
         path = download(model, revision, local_files_only)
-    if not _is_text(str(path.resolve())):
+    if not is_text(str(path.resolve())):
         raise ValueError(f"{str(path.resolve())!a}: a path that is no UTF-8, which no file can tell of; rename it")
     commit = path.name if not is_local and path.parent.name == _SNAPSHOTS else None
     folder = ModelFolder(path.resolve().name if is_local else model, path, commit)
@@ -236,15 +235,6 @@ def resolve_model(
     else:
         require_safe(folder)
     return folder
-
-
-def _is_text(path: str) -> bool:
-    """Tell whether UTF-8 can hold the path; one of other bytes has surrogates in their place."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def load_pipeline(
@@ -406,10 +396,6 @@ def _warn_of_second(other: Path, taken: Path, model: str, component: str) -> Non
         "not meant",
         *(model, component or "folder", taken.name, other.name),
     )
-
-
-def _files_of(weights: Path) -> list[Path]:
-    return _indexed(weights) if weights.name.endswith(_INDEX) else [weights]
 
 
 def _indexed(index: Path) -> list[Path]:

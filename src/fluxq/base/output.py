@@ -126,7 +126,8 @@ class Output:
         if not overwrite:
             what = _foreign(self)
             cure = f" ({what})" if what else ", or --overwrite to replace it"
-            raise ValueError(f"output {_as_given(self, standing[-1])} exists; give another --output{cure}")
+            as_given = self.target if standing[-1] == self.place else standing[-1]
+            raise ValueError(f"output {as_given} exists; give another --output{cure}")
         if what := _foreign(self):
             raise ValueError(
                 f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
@@ -248,10 +249,6 @@ def _is_empty(place: Path) -> bool:
 
 def _is_checkpoint(place: Path) -> bool:
     return (place / PLAN_FILE).is_file()
-
-
-def _as_given(output: Output, place: Path) -> Path:
-    return output.target if place == output.place else place
 
 
 def _foreign(output: Output) -> str:

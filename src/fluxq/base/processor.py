@@ -1,18 +1,38 @@
-"""Name of the processor, and those of its instructions that PyTorch uses in this process.
+"""Provenance of a result, all that it depends on besides its inputs: commit, versions, processor and instructions.
 
-PyTorch's own loops choose by ATEN_CPU_CAPABILITY, the products of 16-bit and int8 numbers, which are oneDNN's, by
-ONEDNN_MAX_CPU_ISA: where these are set, less counts than the processor has.
+Instructions are those that PyTorch uses in this process. Its own loops choose by ATEN_CPU_CAPABILITY, the products of
+16-bit and int8 numbers, which are oneDNN's, by ONEDNN_MAX_CPU_ISA: where these are set, less counts than the processor
+has.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
+_PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
+_version = cache(version)  # what is imported stays as it is, whatever is installed meanwhile
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python, of the packages that compute and of those named, and the kind of machine."""
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
+    packages = {name: _version(name) for name in (*_PACKAGES, *more)}
+    return {"python": platform.python_version(), **packages, "machine": machine}
+
+
+def commit() -> str:
+    """The checkout's commit, "-dirty" if files differ from it; "unknown" outside one."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import lacking, put_layers, refuse_unannounced
 from fluxq.integrations.transformers import FluxqHfQuantizer
 from fluxq.kernels.linear import quant_layers
-from fluxq.quantize.checkpoint import QuantizationConfig, SourceWeights, is_model, library_of, model_class_of
+from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model_class_of
 from fluxq.quantize.lora import Updates, fused
+from fluxq.recipes.computing import QuantizationConfig
 from fluxq.runtime.attention_choice import set_attention
 
 _Tensors = Mapping[str, Callable[[], Tensor]]  # name in the model -> reads it

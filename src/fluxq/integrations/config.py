@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.files import write_text
-from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.checkpoint import QUANT_METHOD, QuantizationConfig
-from fluxq.recipes.computing import Steps
+from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig, Steps, attention_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -30,10 +30,8 @@ from fluxq.integrations.loading import (
     set_tensor,
     with_stored_tensors,
 )
-from fluxq.kernels.attention.op import attention_of
 from fluxq.kernels.linear import SCALE_NAMES
-from fluxq.quantize.checkpoint import QUANT_METHOD
-from fluxq.recipes.computing import Attention, Steps
+from fluxq.recipes.computing import QUANT_METHOD, Attention, Steps, attention_of
 
 if TYPE_CHECKING:
     from fluxq.integrations.on_the_fly import Arrivals
@@ -47,6 +45,7 @@ class FluxqQuantizer(DiffusersQuantizer):
     """
 
     use_keep_in_fp32_modules = True
+    is_serializable = is_trainable = is_compileable = True  # pyright: ignore[reportAssignmentType]  properties there
     quantization_config: FluxqConfig  # pyright: ignore[reportIncompatibleVariableOverride]  diffusers' base is a name
 
     def __init__(self, quantization_config: FluxqConfig, **kwargs: Any) -> None:
@@ -57,18 +56,6 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.model: nn.Module | None = None  # while a checkpoint is loaded into it
         self.attention: Attention = "16bit"
         self.steps: Steps | None = None
-
-    @property
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Every device with a torch runs the reference."""

@@ -17,7 +17,6 @@ from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, quant_layers
 from fluxq.kernels.pointwise import placeholder
 from fluxq.recipes.formats import Scheme
-from fluxq.runtime.layout import as_stored
 
 
 def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -107,6 +106,8 @@ def with_stored_tensors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict
     tensors = dict(state_dict)
     for name, layer in quant_layers(model):
         if layer.prepared is not None:
+            from fluxq.runtime.layout import as_stored  # only here: nothing is prepared while it is loaded
+
             for held, _ in layer.named_parameters(recurse=False):
                 del tensors[f"{name}.{held}"]
             tensors.update({f"{name}.{part}": tensor for part, tensor in as_stored(layer).items()})

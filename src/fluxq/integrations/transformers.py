@@ -35,7 +35,7 @@ from fluxq.integrations.loading import (
     with_stored_tensors,
 )
 from fluxq.kernels.linear import stored_dtype
-from fluxq.quantize.checkpoint import QUANT_METHOD
+from fluxq.recipes.computing import QUANT_METHOD
 
 if TYPE_CHECKING:
     from fluxq.integrations.on_the_fly import Arrivals
@@ -48,6 +48,7 @@ class FluxqHfQuantizer(HfQuantizer):
     weight, or of one group of weights that share a global scale.
     """
 
+    is_trainable = is_compileable = True  # pyright: ignore[reportAssignmentType]  properties there
     quantization_config: FluxqConfig  # pyright: ignore[reportIncompatibleVariableOverride]  transformers' is a mixin
 
     def __init__(self, quantization_config: FluxqConfig, **kwargs: Any) -> None:
@@ -57,14 +58,6 @@ class FluxqHfQuantizer(HfQuantizer):
         self.device_map: Any = None
 
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -142,7 +135,7 @@ class FluxqHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         codes = {name: tensor.dtype for name, tensor in self.exact.items() if name.endswith(".weight")}
-        return [WeightConverter(_exactly(name), name, [_TakeAxis(dtype)]) for name, dtype in codes.items()]
+        return [WeightConverter(_exactly(name), name, [_Axis(dtype)]) for name, dtype in codes.items()]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self.arrivals is not None and param_name in self.arrivals
@@ -206,34 +199,26 @@ class _Round(ConversionOps):
         return made
 
 
-class _TakeAxis(ConversionOps):
-    """Codes as filed, [N, K', 1] of `dtype`, to the layer's int8 [N, K']."""
+class _Axis(ConversionOps):
+    """Codes as filed, [N, K', 1] of `dtype`, to the layer's int8 [N, K'].
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    files: back again, for a layer that a device map left on disk; what is in memory has been converted already.
+    """
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, full_layer_name: str, **kwargs: Any) -> dict[str, Any]:
-        ((codes,),) = input_dict.values()
-        return {full_layer_name: codes.squeeze(-1).view(torch.int8)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return _AddAxis(self.dtype)
-
-
-class _AddAxis(ConversionOps):
-    """Back again, for a layer that a device map left on disk; what is in memory has been converted already."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, files: bool = False) -> None:
+        self.dtype, self.files = dtype, files
 
     def convert(self, input_dict: dict[str, Any], *args: Any, full_layer_name: str, **kwargs: Any) -> dict[str, Any]:
         ((codes,),) = input_dict.values()
-        return {full_layer_name: codes if codes.ndim == 3 else codes.view(self.dtype).unsqueeze(-1)}
+        if not self.files:
+            codes = codes.squeeze(-1).view(torch.int8)
+        elif codes.ndim == 2:
+            codes = codes.view(self.dtype).unsqueeze(-1)
+        return {full_layer_name: codes}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return _TakeAxis(self.dtype)
+        return _Axis(self.dtype, not self.files)
 
 
 def _is_kept_in_fp32(model: Any, name: str) -> bool:
@@ -247,7 +232,7 @@ def _in_fp32(_layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _takes_axis(entry: Any) -> bool:
-    return isinstance(entry, WeightConverter) and isinstance(entry.operations[0], _TakeAxis)
+    return isinstance(entry, WeightConverter) and isinstance(entry.operations[0], _Axis)
 
 
 def _exactly(name: str) -> str:

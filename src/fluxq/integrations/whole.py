@@ -5,27 +5,31 @@ before it has been changed by then. Here the libraries' own model classes ask al
 and unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
 
 Models are loaded one at a time, of both libraries: while one loads, they set torch's default dtype and device for the
-whole process, so that of two in threads one stayed on meta, without an error.
+whole process, so that of two in threads one stayed on meta, without an error. `save_pretrained` also writes the digest
+of a quantized model's tensors, which `fluxq verify` compares.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.computing import BACKEND
 
 _LOADING = threading.RLock()
 _FUSED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 
 
 def register_with_diffusers() -> None:
-    """Make diffusers' models ask their quantized layers first, count weights and load one at a time."""
+    """Make diffusers' models ask their quantized layers first, count weights, load one at a time and save digests."""
     from diffusers.models.modeling_utils import ModelMixin
 
     _teach(ModelMixin)
@@ -44,10 +48,35 @@ def register_with_diffusers() -> None:
 
 
 def register_with_transformers() -> None:
-    """Make transformers' models ask their quantized layers first, count weights and load one at a time."""
+    """Make transformers' models ask their quantized layers first, count weights, load singly and save digests."""
     from transformers.modeling_utils import PreTrainedModel
 
     _teach(PreTrainedModel)
+
+
+def register_attention() -> None:
+    """Add attention in fp8, of runtime/attention_choice.py, to diffusers' enum and table of backends."""
+    from diffusers.models import attention_dispatch
+
+    kind: Any = attention_dispatch.AttentionBackendName
+    if BACKEND in kind._value2member_map_:
+        return
+    member = str.__new__(kind, BACKEND)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    setattr(kind, member._name_, member)  # before the enum knows the name, which it then protects
+    kind._member_names_.append(member._name_)
+    kind._member_map_[member._name_] = member
+    kind._value2member_map_[BACKEND] = member
+    constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
+    taken: Any = _attend
+    taken.__signature__ = inspect.signature(attention_dispatch._native_attention)  # by which diffusers passes arguments
+    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(taken)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    from fluxq.runtime.attention_choice import dispatched  # only here: most models compute attention in 16 bit
+
+    return dispatched(query, key, value, **how)
 
 
 def _teach(model_class: Any) -> None:
@@ -83,6 +112,24 @@ def _teach(model_class: Any) -> None:
             return stock_load(cls, *args, **kwargs)
 
     model_class.from_pretrained = classmethod(from_pretrained)
+    model_class.save_pretrained = _with_digest(model_class.save_pretrained)
+
+
+def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
+    """A variant gets none, which `verify` does not read; nor does what `push_to_hub=True` uploads before this."""
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = save(self, save_directory, *args, **kwargs)
+        said = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+        if getattr(self, "hf_quantizer", None) is not None and said.get("is_main_process", True):
+            if said.get("variant") is None:
+                from fluxq.quantize.digests import write_own_digest
+
+                write_own_digest(Path(save_directory))
+        return result
+
+    return save_pretrained
 
 
 def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:

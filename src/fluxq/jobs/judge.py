@@ -25,7 +25,7 @@ from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, w
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, takes_files, writing
-from fluxq.base.provenance import versions
+from fluxq.base.processor import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval.images.protocols import PROTOCOLS, items_of

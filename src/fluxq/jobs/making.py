@@ -27,7 +27,7 @@ from fluxq.base.console import logger
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_folder, job_digest
-from fluxq.base.provenance import versions
+from fluxq.base.processor import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import Item, Sampling, capture_statistics, number_of_steps, steps_to_see

@@ -16,9 +16,9 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fluxq.base import units
+from fluxq.base.console import did_you_mean, path_near
 from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder, check_weights, resolve_model
-from fluxq.base.near import did_you_mean, path_near
 from fluxq.base.output import Output
 
 _SHOWN = 80  # characters of a value, and names
@@ -370,7 +370,7 @@ def require_base(base: str | None) -> None:
 
 def _require_no_published_name(model: str) -> None:
     """Raise FileNotFoundError for a name that `fluxq families` knows, with the hub id to give."""
-    from fluxq.recipes.published import hub_ids
+    from fluxq.recipes.all_families import hub_ids
 
     found = hub_ids(model) if "/" not in model else ()
     if found:
@@ -381,7 +381,7 @@ def _require_no_published_name(model: str) -> None:
 
 def _near_hub_id(model: str) -> str:
     """Return " (did you mean …?)" where a published model's hub id looks like `model`, but is another."""
-    from fluxq.recipes.published import HUB_IDS
+    from fluxq.recipes.all_families import HUB_IDS
 
     known = [repo for repos in HUB_IDS.values() for repo in repos]
     return "" if model in known else did_you_mean(model, known, cutoff=0.75)

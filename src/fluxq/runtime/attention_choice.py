@@ -1,20 +1,17 @@
 """Attention in fp8 inside diffusers' models: `fluxq.set_attention(pipe, "fp8")`, and what a recipe's choice becomes.
 
 diffusers' attention processors hand q, k and v to a dispatcher, with the backend that is set on them. Backends are
-members of an enum and functions in a table, and there is no entry point for more; so `register` adds one of each, and
-`transformer.set_attention_backend("fluxq_fp8")` works as with those of diffusers. The choice is an attribute of
-processors: it goes with copies and pickles, and `set_attention_backend("native")` takes it away.
+members of an enum and functions in a table, and there is no entry point for more; so integrations/whole.py adds one of
+each, and `transformer.set_attention_backend("fluxq_fp8")` works as with those of diffusers. The choice is an attribute
+of processors: it goes with copies and pickles, and `set_attention_backend("native")` takes it away.
 
 fp8 serves self-attention without a mask. Every other call, and every call on a GPU without the kernel, goes to the
 backend `native`, which is PyTorch's attention in 16 bit; the log says once why.
-
-diffusers is imported in functions: this module is loaded by what its import triggers.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +21,8 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
-from fluxq.kernels.attention.op import BACKEND, FLOATS, attention_fp8
+from fluxq.kernels.attention.op import FLOATS, attention_fp8
+from fluxq.recipes.computing import BACKEND
 from fluxq.recipes.patterns import matches
 
 if TYPE_CHECKING:
@@ -64,25 +62,6 @@ def set_attention(model: Any, attention: Choice) -> int:
     for _, module in chosen:
         module.processor._attention_backend = backend
     return len(chosen)
-
-
-def register() -> None:
-    """Add the backend to diffusers' enum and table."""
-    from diffusers.models import attention_dispatch
-
-    kind: Any = attention_dispatch.AttentionBackendName
-    if BACKEND in kind._value2member_map_:
-        return
-    member = str.__new__(kind, BACKEND)
-    member._name_, member._value_ = BACKEND.upper(), BACKEND
-    setattr(kind, member._name_, member)  # before the enum knows the name, which it then protects
-    kind._member_names_.append(member._name_)
-    kind._member_map_[member._name_] = member
-    kind._value2member_map_[BACKEND] = member
-    constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
-    taken: Any = dispatched
-    taken.__signature__ = inspect.signature(attention_dispatch._native_attention)  # by which diffusers passes arguments
-    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(taken)
 
 
 def dispatched(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:

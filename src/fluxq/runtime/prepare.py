@@ -21,7 +21,7 @@ from fluxq.base.files import read_json
 from fluxq.base.memory import free_bytes
 from fluxq.kernels import ops
 from fluxq.kernels.linear import Prepared, QuantLinear, quant_layers
-from fluxq.quantize.checkpoint import QUANT_METHOD
+from fluxq.recipes.computing import QUANT_METHOD
 from fluxq.runtime.layout import Origin, add_decoded, lay_out, reencode_layer, targets_on_cpu
 
 MANY_TOKENS = 4096  # of an image of 1024x1024

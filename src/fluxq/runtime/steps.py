@@ -31,12 +31,11 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.kernels.attention.op import BACKEND
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
 from fluxq.quantize.record import read_record
-from fluxq.recipes.computing import Steps
+from fluxq.recipes.computing import BACKEND, Steps
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.originals import Originals, Resident, Streamed
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from fluxq.kernels import launch
-from fluxq.kernels.attention.op import BACKEND
 from fluxq.kernels.dispatch import choose, offer
 from fluxq.kernels.linear import QuantLinear
+from fluxq.recipes.computing import BACKEND
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.layout import lay_out
 

@@ -14,7 +14,6 @@ all of it.
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,23 +88,11 @@ def held_out(file: Path | None = None) -> tuple[Tensor, list[str]]:
         return stored.get_tensor("images"), json.loads(stored.metadata()["captions"])
 
 
-@cache
-def _prompts() -> tuple[str, ...]:
-    from fluxq.tiny import data
-
-    return data.captions()
-
-
-@cache
-def _call_kwargs() -> dict[str, Any]:
-    return json.loads((path() / "fluxq_generation.json").read_text(encoding="utf-8"))
-
-
 def __getattr__(name: str) -> Any:
     if name == "PROMPTS":  # every caption of the grammar, in a fixed shuffled order
-        return _prompts()
+        return tuple((path() / "fluxq_prompts.txt").read_text(encoding="utf-8").splitlines())
     if name == "CALL_KWARGS":  # the arguments of an ordinary call: size, text tokens, steps
-        return dict(_call_kwargs())
+        return json.loads((path() / "fluxq_generation.json").read_text(encoding="utf-8"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fluxq.tiny import data
-
-HEADS = {"object": len(data.OBJECTS), "colour": len(data.COLOURS), "background": len(data.BACKGROUNDS)}
+SIZE = 16  # of an image
+HEADS = {"object": 16, "colour": 7, "background": 3}  # numbers of classes
 
 
 class FeatureNetwork(nn.Module):
@@ -36,26 +35,12 @@ class FeatureNetwork(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
             raise ValueError(f"FeatureNetwork expects uint8 images, got {images.dtype}")
-        if images.shape[1:] != (3, data.SIZE, data.SIZE):
+        if images.shape[1:] != (3, SIZE, SIZE):
             raise ValueError(f"FeatureNetwork expects images (B, 3, 16, 16), got {tuple(images.shape)}")
         hidden = self.stem(images.to(self.stem.weight.dtype) / 127.5 - 1)  # (B, 32, 16, 16)
         for stage in self.stages:
             hidden = stage(hidden)
         return self.squeeze(torch.relu(hidden).flatten(1))  # (B, 64)
-
-    def classify(self, images: Tensor) -> dict[str, Tensor]:
-        """Logits of uint8 images (B, 3, 16, 16): `object` (B, 16), `colour` (B, 7), `background` (B, 3)."""
-        features = torch.relu(self(images))
-        return {name: head(features) for name, head in self.heads.items()}
-
-    @torch.no_grad()
-    def accuracy(self, images: Tensor, captions: list[str]) -> dict[str, float]:
-        """The share of images (B, 3, 16, 16) that show what their captions say, by part and in all."""
-        wanted = torch.tensor([data.parse(text) for text in captions], device=images.device)  # (B, 3)
-        logits = self.classify(images)
-        right = {name: logits[name].argmax(1) == wanted[:, at] for at, name in enumerate(HEADS)}
-        right["all"] = torch.stack(list(right.values())).all(0)
-        return {name: float(hits.float().mean()) for name, hits in right.items()}
 
 
 class Residual(nn.Module):
