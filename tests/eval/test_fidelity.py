@@ -1,13 +1,13 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
+from benchmarks.tiny_quality import within_item_intervals
 from fluxq.eval.images.generate import Generated, images_digest, items_for
-from fluxq.eval.metrics.fidelity import Fidelity, compare, cosine, fidelity, flat_images, psnr, sqnr
-from fluxq.eval.metrics.statistics import paired_interval, within_item_intervals
+from fluxq.eval.metrics.fidelity import cosine, fidelity, flat_images, psnr, sqnr
+from fluxq.eval.metrics.statistics import paired_interval
 
 
 def generated(images, latents=None, finite=None, seed=0):
@@ -19,11 +19,6 @@ def generated(images, latents=None, finite=None, seed=0):
 
 def flat(*levels):
     return torch.tensor(levels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).contiguous()
-
-
-def measured(values, reference="r", seed=0):
-    values = tuple(values)
-    return Fidelity(tuple(items_for(["p"], len(values), seed)), values, values, values, reference)
 
 
 def test_P1_psnr_of_one_level():
@@ -113,33 +108,6 @@ def test_a_broken_image_poisons_the_mean_and_only_its_own_values():
 def test_other_seeds_are_refused():
     with pytest.raises(ValueError, match="prompts or seeds"):
         fidelity(generated(flat(1)), generated(flat(1), seed=1))
-
-
-def test_pairing_finds_a_small_difference_between_recipes():
-    rng = np.random.default_rng(0)
-    images = rng.normal(30, 5, size=64)
-    first, second = images + rng.normal(0.3, 0.3, size=64), images + rng.normal(0, 0.3, size=64)
-    result = compare(measured(first), measured(second))
-    assert result.decided and 0 < result.difference.low < 0.3 < result.difference.high < 0.6
-    assert result.wins > result.losses and result.wins + result.losses + result.ties == 64
-    alone = paired_interval(list(first))
-    assert alone.high - alone.low > 5 * (result.difference.high - result.difference.low)
-
-
-def test_comparison_counts_identical_images_without_averaging_them():
-    result = compare(measured([math.inf, math.inf, 30.0, 31.0]), measured([math.inf, 40.0, 29.0, 29.0]))
-    assert (result.wins, result.losses, result.ties) == (3, 0, 1)
-    assert result.difference.infinite == 1 and result.difference.mean == pytest.approx(1.0)
-
-
-def test_no_difference_is_not_decided():
-    assert not compare(measured([30.0, 31.0, 33.0]), measured([30.0, 31.0, 33.0])).decided
-
-
-@pytest.mark.parametrize("other", [{"reference": "s"}, {"seed": 1}])
-def test_recipes_on_other_images_are_not_compared(other):
-    with pytest.raises(ValueError, match="same 16-bit images"):
-        compare(measured([30.0, 31.0]), measured([30.0, 31.0], **other))
 
 
 def test_digest_tells_images_apart_by_pixel_and_shape():

@@ -16,7 +16,7 @@ from fluxq.eval.images.sides import Side
 from fluxq.eval.report import charts, markdown
 from fluxq.eval.report.report import render
 from fluxq.eval.speed import speed
-from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu, Machine
 from fluxq.eval.speed.speed import (
     STEP,
     TEXT,
@@ -40,11 +40,11 @@ CALL = {"height": 8, "width": 8, "num_inference_steps": 4}
 GIB = 2**30
 
 
-class FakeMachine:
+class FakeMachine(Machine):
     """A machine whose clock only moves when a fake module computes. pace: how much slower than it could be."""
 
     def __init__(self, kind="cpu"):
-        self.device, self.about = torch.device(kind), "a fake"
+        super().__init__(torch.device(kind), "a fake")
         self.now, self.pace, self.spent = 0.0, 1.0, 0.0
         self.used = self.most = 0
         self.reasons = frozenset()
@@ -56,12 +56,6 @@ class FakeMachine:
 
     def mark(self):
         return self.now
-
-    def seconds(self, start, end):
-        return end - start
-
-    def wait(self):
-        pass
 
     def allocated(self):
         return self.used if self.device.type == "cuda" else None
@@ -75,9 +69,6 @@ class FakeMachine:
     def take(self, number):
         self.used += number
         self.most = max(self.most, self.used)
-
-    def release(self):
-        pass
 
     def joules(self):
         return self.spent

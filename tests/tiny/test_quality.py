@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tiny_quality import within_item_intervals
 from fluxq import tiny
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.eval.images.generate import generate, items_for
 from fluxq.eval.metrics.fidelity import fidelity
-from fluxq.eval.metrics.statistics import paired_interval, within_item_intervals
+from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.recipes.recipe import shipped_recipes
 
 COMMITTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))
