@@ -13,7 +13,6 @@ from fluxq.eval.metrics.figures import (
     bits,
     both,
     computed,
-    count,
     duration,
     durations,
     figure,
@@ -25,7 +24,7 @@ from fluxq.eval.metrics.figures import (
 )
 from fluxq.eval.metrics.schema import Debug, Metric, Report, Run, Speed
 from fluxq.eval.report.advice import advice
-from fluxq.eval.report.summary import speeds, summary, undebugged, untimed
+from fluxq.eval.report.summary import MetricRow, metric_rows, speeds, summary, undebugged, untimed
 
 _MAX_LAYERS = 10
 
@@ -126,26 +125,23 @@ def _on_cpu(speed: Speed | None) -> str:
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
     """A row for each metric, a column for each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.metrics)
     made = f"{runs[0].noun}s" if runs else "images"
     head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", made, "how it is measured")
-    return _table(head, [_metric_row([run.metrics.get(key) for run in runs]) for key in keys])
+    return _table(head, [_metric_row(row) for row in metric_rows(runs)])
 
 
-def _metric_row(cells: Sequence[Metric | None]) -> tuple[str, ...]:
-    found = [cell for cell in cells if cell is not None]
-    first = found[0]
-    arrow = "↑" if first.better == "higher" else "↓"
-    baseline = next((cell.baseline for cell in found if cell.baseline), None)
-    floor = next((cell.floor for cell in found if cell.floor), None)
-    hows = dict.fromkeys(text for cell in found if not cell.missing for text in (cell.how, *cell.notes))
+def _metric_row(row: MetricRow) -> tuple[str, ...]:
+    named = row.named
+    arrow = "↑" if named.better == "higher" else "↓"
+    measured = [cell for cell in row.cells if cell is not None and not cell.missing]
+    hows = dict.fromkeys(text for cell in measured for text in (cell.how, *cell.notes))
     return (
-        f"{escaped(first.name)}{f', {escaped(first.unit)}' if first.unit else ''} {arrow}",
-        both(baseline, first.digits),
-        *(_cell(cell) for cell in cells),
-        both(floor, first.digits),
-        count([cell.value for cell in found]),
-        escaped("; ".join(hows or [first.how])),
+        f"{escaped(named.name)}{f', {escaped(named.unit)}' if named.unit else ''} {arrow}",
+        both(row.baseline, named.digits),
+        *(_cell(cell) for cell in row.cells),
+        both(row.floor, named.digits),
+        row.count,
+        escaped("; ".join(hows or [named.how])),
     )
 
 
