@@ -8,7 +8,7 @@ finite has no means: what can be said of its whole images is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -25,7 +25,6 @@ from fluxq.eval.metrics.distribution import (
     Moments,
     extract,
     fid,
-    fid_difference,
     fid_infinity,
 )
 from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
@@ -223,17 +222,15 @@ def _same_frames(sample: Sample) -> tuple[str, ...]:
 
 
 def _worst_frame_psnr(sample: Sample) -> Measured:
-    return _paired(sample, _stack(values.min() for values in sample.frame_psnr))
+    return _paired(sample, torch.stack([values.min() for values in sample.frame_psnr]))
 
 
 def _temporal_psnr(sample: Sample) -> Measured:
-    _require_changes(sample)
     return _paired(sample, temporal_psnr(sample.reference.images, sample.quantized.images))
 
 
 def _flicker(sample: Sample) -> Measured:
     _require_whole(sample)
-    _require_changes(sample)
     seen = sample.networks.seen
     before, after = (
         seen.get(side, "changes", lambda side=side: mean_change(side.images))
@@ -261,21 +258,9 @@ def _video_distance(sample: Sample) -> Measured:
     return Measured(_alone(found.value, found.n), notes=(note, found.bias.replace("images", "videos")), how=how)
 
 
-def _require_changes(sample: Sample) -> None:
-    if (sample.frames or 1) < 2:
-        raise Unmeasured("a video of one frame has no change in time")
-
-
-def _stack(values: Iterable[Tensor]) -> Tensor:
-    found = list(values)
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
-
-
 def _ssim(sample: Sample) -> Measured:
     height, width = sample.reference.images[0].shape[-2:]
     window = perceptual.SSIM_WINDOW
-    if min(height, width) < window:
-        raise Unmeasured(f"its window is {window} pixels wide, the images are {width} x {height}")
     places = (height - window + 1) * (width - window + 1)
     images = sample.reference.images, sample.quantized.images
     notes = (f"an image of {width} x {height} has {places} places for the window",) if places < 1000 else ()
@@ -298,9 +283,6 @@ def _feature_distance(sample: Sample) -> Measured:
 
 
 def _lpips(sample: Sample) -> Measured:
-    height, width = sample.reference.images[0].shape[-2:]
-    if min(height, width) < perceptual.LPIPS_PIXELS:
-        raise Unmeasured(f"AlexNet needs {perceptual.LPIPS_PIXELS} pixels a side, the images are {width} x {height}")
     network: Any = sample.networks.lpips_network
     return _paired(sample, network.distance(sample.reference.images, sample.quantized.images))
 
@@ -316,9 +298,7 @@ def _fid(sample: Sample) -> Measured:
     label = sample.networks.reference_name
     before, after = _against_reference(sample, "FID", lambda side, reference: fid(side, reference, label))
     return Measured(
-        value=_alone(after.value, after.n),
-        baseline=_alone(before.value, before.n),
-        change=_alone(fid_difference(after, before), after.n),
+        **_of_sets(before.value, after.value, after.n),
         notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
         how=_fid_how(after, _seen(sample)),
     )
@@ -347,9 +327,7 @@ def _fid_infinity(sample: Sample) -> Measured:
     if isinstance(_reference(sample), Moments):
         notes.append("the bias of the reference's own number of images stays in it")
     return Measured(
-        value=_alone(second.value, count),
-        baseline=_alone(first.value, count),
-        change=_alone(second.value - first.value, count),
+        **_of_sets(first.value, second.value, count),
         notes=tuple(notes),
         how=f"line over 1/N through {len(second.sizes)} subsets of {second.sizes[0]} to {count}, {_through(after)}; "
         f"to {sample.networks.reference_name}",
@@ -359,17 +337,13 @@ def _fid_infinity(sample: Sample) -> Measured:
 def _kid(sample: Sample) -> Measured:
     before, after = _against_reference(sample, "KID", distribution.kid)
     reference, features = _reference(sample), _sides(sample)[1]
-    others = len(reference.values) if isinstance(reference, Features) else reference.n
-    count = len(features.values)
     spread = (
         f"standard deviation {_KID_SCALE * after.sd:.3g} over {after.subsets} subsets of {after.subset_size} images"
     )
     return Measured(
-        value=_alone(_KID_SCALE * after.value, count),
-        baseline=_alone(_KID_SCALE * before.value, count),
-        change=_alone(_KID_SCALE * (after.value - before.value), count),
+        **_of_sets(before.value, after.value, features.n, _KID_SCALE),
         notes=(*(() if math.isnan(after.sd) else (spread,)), *_frames_alike(sample)),
-        how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {others} "
+        how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {reference.n} "
         f"{sample.networks.reference_name}",
     )
 
@@ -387,9 +361,7 @@ def _cmmd(sample: Sample) -> Measured:
     count = len(sample.quantized.items) * (sample.frames or 1)
     few = f"the estimator is biased upwards by a finite number of images: compare only at N = {count}"
     return Measured(
-        value=_alone(after, count),
-        baseline=_alone(before, count),
-        change=_alone(after - before, count),
+        **_of_sets(before, after, count),
         notes=(few, *_frames_alike(sample), *scorer.warnings),
         how=f"1000 × biased MMD², Gaussian kernel of sigma 10, CLIP {scorer.network} (published values: ViT-L-14-336); "
         f"to {len(real)} {networks.reference_name}",
@@ -498,6 +470,12 @@ def _require_whole(sample: Sample) -> None:
 def _alone(value: float, count: int) -> Interval:
     """One number about all images: it has no per-image values to take an interval of."""
     return Interval(value, math.nan, math.nan, count)
+
+
+def _of_sets(before: float, after: float, count: int, scale: float = 1) -> dict[str, Interval]:
+    """A figure of either side's images, and their difference."""
+    found = {"value": after, "baseline": before, "change": after - before}
+    return {name: _alone(scale * figure, count) for name, figure in found.items()}
 
 
 def _through(features: Features) -> str:

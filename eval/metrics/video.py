@@ -22,7 +22,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from fluxq.eval.metrics.distribution import FeatureNetwork
+from fluxq.eval.metrics.distribution import FeatureNetwork, Incomparable
 from fluxq.eval.metrics.fidelity import per_pair
 
 VIDEO_FRAMES = 14  # that S3D needs
@@ -31,7 +31,7 @@ VIDEO_FRAMES = 14  # that S3D needs
 def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
     """dB per pair of uint8 videos (F, 3, H, W), float64 (N,); infinite where both change alike.
 
-    Raises ValueError for videos of one frame.
+    Raises Incomparable for videos of one frame.
     """
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] 
 
 
 def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
-    """Mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), 0 to 255, float64 (N,); ValueError for one frame."""
+    """Mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), 0 to 255, float64 (N,); Incomparable for one frame."""
 
     def measure(video: Tensor) -> Tensor:
         _require_changes(video)
@@ -60,7 +60,7 @@ def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _require_changes(video: Tensor) -> None:
     if video.ndim != 4 or len(video) < 2:
-        raise ValueError(f"change in time is taken of videos of at least two frames, got {tuple(video.shape)}")
+        raise Incomparable("a video of one frame has no change in time")
 
 
 class Frames(Sequence[Tensor]):
