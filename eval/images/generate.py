@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -72,6 +72,26 @@ class Batch:
     images: Tensor
     latents: Tensor
     finite: Tensor
+
+
+class Lazy(Sequence[Tensor]):
+    """`count` images or videos, each read when it is asked for, by its index."""
+
+    def __init__(self, count: int, read: Callable[[int], Tensor]) -> None:
+        self.count, self.read = count, read
+
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        places = range(self.count)[index]
+        return self.read(places) if isinstance(places, int) else [self.read(place) for place in places]
 
 
 def items_for(prompts: Sequence[str], count: int, seed: int) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import sha256_file
+from fluxq.eval.images.generate import Lazy
 from fluxq.eval.metrics import distribution
 from fluxq.eval.metrics.alignment import ClipScorer, locate
 from fluxq.eval.metrics.distribution import FeatureNetwork, Features, Moments
@@ -202,35 +203,30 @@ def read_weights(path: Path, row: Weights) -> dict[str, Tensor]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-class ImageFiles(Sequence[Tensor]):
-    """The images in a folder as uint8 (3, H, W), in the order of their names, read when they are asked for."""
+def image_files(folder: Path) -> Lazy:
+    """The images in a folder as uint8 (3, H, W), in the order of their names; ValueError if it holds none."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
+    if not paths:
+        raise ValueError(f"{folder} holds no images; known are {', '.join(_IMAGE_SUFFIXES)}")
+    return Lazy(len(paths), lambda index: _read_image(paths[index]))
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
-        if not self.paths:
-            raise ValueError(f"{folder} holds no images; known are {', '.join(_IMAGE_SUFFIXES)}")
 
-    def __len__(self) -> int:
-        return len(self.paths)
+def _read_image(path: Path) -> Tensor:
+    from PIL import Image, UnidentifiedImageError
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            with Image.open(self.paths[index]) as image:
-                pixels = np.array(image.convert("RGB"))
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{self.paths[index]}: not a readable image ({error})") from None
-        return torch.from_numpy(pixels).permute(2, 0, 1)
+    try:
+        with Image.open(path) as image:
+            pixels = np.array(image.convert("RGB"))
+    except (OSError, UnidentifiedImageError) as error:
+        raise ValueError(f"{path}: not a readable image ({error})") from None
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _with_reference(networks: Networks, path: Path) -> Networks:
     if path.is_dir():
         return replace(
             networks,
-            reference_images=ImageFiles(path),
+            reference_images=image_files(path),
             reference_name=f"images of {path.name}",
             reference_statistics=None,
         )

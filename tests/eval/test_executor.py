@@ -290,7 +290,8 @@ def test_videos_of_another_length_are_not_one_set(films):
 
 
 def test_a_disk_that_is_too_small_for_the_frames_is_seen_before_the_first(films, monkeypatch):
-    monkeypatch.setattr(executor, "_free", lambda folder: 5 * (4 * 64 * 100 + 8192) - 1)
+    free = 5 * (4 * 64 * 100 + 8192) - 1
+    monkeypatch.setattr(executor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     with pytest.raises(OSError, match="not enough space"):
         ensure_images(replace(films, call={"height": 8, "width": 8, "num_frames": 100}))
     assert CALLS == []
@@ -507,21 +508,21 @@ def test_a_worker_that_does_not_see_the_folder_says_so(work):
 
 def test_engines_that_cannot_be_had_are_refused(work, monkeypatch):
     with pytest.raises(ValueError, match="engine 'slurm' is unknown; known: local, torchrun, ray"):
-        ensure_images(work, "slurm")
+        open_engine("slurm")
     with pytest.raises(ValueError, match="for engine ray, not for local"):
         open_engine("local", workers=2)
     with pytest.raises(ValueError, match="RANK is not set: `torchrun --nproc-per-node 2"):
-        ensure_images(work, "torchrun")
+        open_engine("torchrun").__enter__()
     fake = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None)
     with (
         monkeypatch.context() as patched,
         pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"),
     ):
         patched.setitem(sys.modules, "ray", fake)
-        ensure_images(work, "ray", address="127.0.0.1:1")
+        open_engine("ray", address="127.0.0.1:1").__enter__()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RuntimeError, match=r"pip install 'fluxq\[distributed\]'"):
-        ensure_images(work, "ray")
+        open_engine("ray").__enter__()
     assert CALLS == [] and not work.folder.exists()
 
 
