@@ -375,11 +375,10 @@ def _clip_score(sample: Sample) -> Measured:
         scorer.align(by_video(sample.embeddings(side.images, scorer, side), sample.frames), sample.prompts)
         for side in (sample.reference, sample.quantized)
     )
-    count = f"{after.truncated} of {len(sample.prompts)}"
-    cut = f"{count} prompts are longer than the text encoder reads: their ends do not count"
-    notes = (*((cut,) if after.truncated else ()), *after.warnings)
-    how = f"100 × cosine of image and prompt, CLIP {after.network}"
-    return _scored(sample, before.scores, after.scores, notes, how)
+    cut, count = scorer.truncated(sample.prompts), len(sample.prompts)
+    note = f"{cut} of {count} prompts are longer than the text encoder reads: their ends do not count"
+    how = f"100 × cosine of image and prompt, CLIP {scorer.network}"
+    return _scored(sample, before, after, (*((note,) if cut else ()), *scorer.warnings), how)
 
 
 def _plugin(offer: Offer) -> Callable[[Sample], Measured]:

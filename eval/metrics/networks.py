@@ -28,6 +28,7 @@ from fluxq.eval.metrics.video import s3d
 DEFAULT_RESIZE = "clean"  # what tables of quantized diffusion models are made with
 
 _Found = TypeVar("_Found")
+_NO_CLIP = "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 _CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
 
@@ -259,31 +260,12 @@ def _no_features(networks: Networks) -> str | None:
     if networks.inception is not None and find_spec("torch_fidelity") is None:
         return "FID's Inception needs torch-fidelity: pip install 'fluxq[fid]'"
     if networks.inception is None and networks.feature_network is None:
-        cure = _cure(WEIGHTS["inception"], networks.weights)
-        return f"no feature network was given and FID's Inception is missing: {cure}"
+        return _no_file(networks, None, "inception", "no feature network was given and FID's Inception is missing")
     return None
 
 
-def _no_lpips(networks: Networks) -> str | None:
-    if networks.lpips is None:
-        return f"its AlexNet is missing: {_cure(WEIGHTS['lpips'], networks.weights)}"
-    return None
-
-
-def _no_video_features(networks: Networks) -> str | None:
-    if networks.video is None:
-        return f"no network that looks at whole videos was given: {_cure(WEIGHTS['video'], networks.weights)}"
-    return None
-
-
-def _no_clip(networks: Networks) -> str | None:
-    if networks.clip is None:
-        return "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
-    return None
-
-
-def _no_cmmd_clip(networks: Networks) -> str | None:
-    return None if networks.cmmd_clip else _no_clip(networks)
+def _no_file(networks: Networks, file: Path | None, key: str, said: str) -> str | None:
+    return None if file else f"{said}: {_cure(WEIGHTS[key], networks.weights)}"
 
 
 def _no_reference(networks: Networks) -> str | None:
@@ -310,10 +292,12 @@ def _no_reference_images(networks: Networks) -> str | None:
 # need -> why it is not there.
 NEEDS: dict[str, Callable[[Networks], str | None]] = {
     "features": _no_features,
-    "lpips": _no_lpips,
-    "video_features": _no_video_features,
-    "clip": _no_clip,
-    "cmmd_clip": _no_cmmd_clip,
+    "lpips": lambda networks: _no_file(networks, networks.lpips, "lpips", "its AlexNet is missing"),
+    "video_features": lambda networks: _no_file(
+        networks, networks.video, "video", "no network that looks at whole videos was given"
+    ),
+    "clip": lambda networks: None if networks.clip else _NO_CLIP,
+    "cmmd_clip": lambda networks: None if networks.cmmd_clip or networks.clip else _NO_CLIP,
     "reference": _no_reference,
     "reference_features": _no_reference_features,
     "reference_images": _no_reference_images,
