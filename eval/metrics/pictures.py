@@ -36,8 +36,8 @@ _MOTION_MS = 125  # for which a frame of it stays
 def wall(reference: Any, quantized: Any, values: Sequence[float]) -> Wall:
     """Worst, median and randomly drawn images or videos of two sets (as `generate.Generated`) of the same items.
 
-    values: per image, what worst and median are chosen by, more is better; NaN is worst of all, an infinite one best. One gain
-    for all differences, so that they compare by eye. ValueError if counts or sizes differ, or nothing is to be shown.
+    values: per image, what worst and median are chosen by; NaN is worst of all, an infinite one best. One gain for all
+    differences, so that they compare by eye. ValueError if counts or sizes differ, or there is nothing to show.
     """
     before, after = reference.images, quantized.images
     if not len(before) == len(after) == len(values) or not values:
