@@ -193,11 +193,6 @@ class ImageFolder:
         return torch.tensor([row.finite for row in self.rows])
 
     @property
-    def seconds(self) -> float:
-        """Seconds in the pipeline, summed over workers; opening it does not count."""
-        return sum(row.seconds for row in self.rows)
-
-    @property
     def device(self) -> str:
         """Device that made the images; several names, separated by commas, if there were several."""
         return ", ".join(sorted({row.device for row in self.rows}))

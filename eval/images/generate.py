@@ -8,7 +8,6 @@ images share a batch changes their last bits, so a batch is made in one place on
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
-from fluxq.base.files import sha256_json
 from fluxq.calibrate.capture import batches, run_pipeline
 
 
@@ -27,26 +25,18 @@ class Generated:
 
     images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds, of videos (N, F, 3, H, W). latents: fp32
     (N, ...), as they leave the last denoising step. finite: bool (N,), False where the image, any frame of the video
-    or the latents held NaN or infinity before they became bytes. seconds: wall time of the whole run that they come
-    from, first-call warm-up included. device: where it ran.
+    or the latents held NaN or infinity before they became bytes.
     """
 
     items: tuple[tuple[str, int], ...]
     images: Tensor
     latents: Tensor
     finite: Tensor
-    seconds: float
-    device: str
 
     @property
     def frames(self) -> int | None:
         """Of each video; None for images."""
         return self.images.shape[1] if self.images.ndim == 5 else None
-
-    @property
-    def items_digest(self) -> str:
-        """SHA-256 of prompts and seeds in order."""
-        return sha256_json(self.items)
 
     @property
     def digest(self) -> str:
@@ -113,21 +103,9 @@ def generate(
     """
     if not items:
         raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-    images, latents, finite = [], [], []
-    start = time.perf_counter()
-    for image, latent, is_finite in progress(_one_by_one(pipe, items, call, batch_size), description, len(items)):
-        images.append(image)
-        latents.append(latent)
-        finite.append(is_finite)
-    seconds = time.perf_counter() - start
-    return Generated(
-        items=tuple((prompt, seed) for prompt, seed in items),
-        images=torch.stack(images),
-        latents=torch.stack(latents),
-        finite=torch.stack(finite),
-        seconds=seconds,
-        device=device_name(torch.device(getattr(pipe, "_execution_device", pipe.device))),  # weights may wait elsewhere
-    )
+    made = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
+    images, latents, finite = map(torch.stack, zip(*made, strict=True))
+    return Generated(tuple((prompt, seed) for prompt, seed in items), images, latents, finite)
 
 
 def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> Batch:

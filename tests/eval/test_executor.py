@@ -138,8 +138,8 @@ def test_images_on_disk_are_those_of_generate(whole):
     assert len(made.images) == len(made.latents) == COUNT
     assert torch.equal(torch.stack(list(made.images)), expected.images) and made.images[0].dtype == torch.uint8
     assert torch.equal(torch.stack(list(made.latents)), expected.latents) and made.latents[0].dtype == torch.float32
-    assert torch.equal(made.finite, expected.finite) and made.device == "cpu" and made.seconds > 0
-    assert (made.digest, made.items_digest) == (expected.digest, expected.items_digest)
+    assert torch.equal(made.finite, expected.finite) and made.device == "cpu"
+    assert made.digest == expected.digest and made.items_digest == executor.sha256_json(expected.items)
     assert made.head(3).items == work.items[:3] and made.head(3).digest == expected.head(3).digest
     assert torch.equal(made.images[2:4][1], expected.images[3])
 
@@ -654,7 +654,7 @@ class Meeting:
 def test_two_actors_make_what_one_process_makes(tmp_path, side, whole, ray_engine):
     made = work_in(tmp_path / "images", Meeting(SIDES[side], tmp_path))
     images = ensure_images(made, ray_engine)
-    assert images.digest == ensure_images(whole(side)).digest and images.seconds > 0
+    assert images.digest == ensure_images(whole(side)).digest
     require_same(made, whole(side), workers=2)
 
 

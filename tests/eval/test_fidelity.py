@@ -14,7 +14,7 @@ def generated(images, latents=None, finite=None, seed=0):
     count = len(images)
     latents = torch.ones(count, 4) if latents is None else latents
     finite = torch.ones(count, dtype=torch.bool) if finite is None else finite
-    return Generated(tuple(items_for(["p"], count, seed)), images, latents, finite, 1.0, "cpu")
+    return Generated(tuple(items_for(["p"], count, seed)), images, latents, finite)
 
 
 def flat(*levels):

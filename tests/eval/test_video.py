@@ -37,7 +37,7 @@ def videos(seed: int = 0, count: int = COUNT) -> torch.Tensor:
 def some(made: torch.Tensor, finite: torch.Tensor | None = None) -> Generated:
     items = tuple((tiny.PROMPTS[index], 7) for index in range(len(made)))
     whole = torch.ones(len(made), dtype=torch.bool) if finite is None else finite
-    return Generated(items, made, made.float() / 255, whole, 1.0, "cpu")
+    return Generated(items, made, made.float() / 255, whole)
 
 
 def plus(made: torch.Tensor, error: torch.Tensor | int) -> torch.Tensor:
