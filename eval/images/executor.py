@@ -47,7 +47,7 @@ from fluxq.base.output import atomic_folder, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
-from fluxq.eval.images.generate import Batch, Lazy, device_name, generate_batch, images_digest
+from fluxq.eval.images.generate import Batch, Lazy, as_picture, device_name, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
 
 WORK_FILE = "work.json"
@@ -357,21 +357,17 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
             aside = folder / f".{image_path.name}{_PART}"
             with atomic_folder(image_path, aside, overwrite=True) as part:
                 for index, frame in enumerate(image):
-                    _write_image(part / f"{index:05}.png", frame)
+                    as_picture(frame).save(part / f"{index:05}.png")
             aside.rmdir()
         else:
             with atomic_path(image_path, durable=False) as part:
-                _write_image(part, image)
+                as_picture(image).save(part, "PNG")
         with atomic_path(latents_path, durable=False) as part:
             save_weights({"latents": latents.contiguous()}, part, {"format": "pt"})
     for path in (path for image_path, latents in pairs for path in (*_frames(image_path), latents)):
         with path.open("r+b") as stream:  # all at the end: a disk makes several durable for the price of one
             os.fsync(stream.fileno())
     return [(_digest(image_path), sha256_file(latents_path)) for image_path, latents_path in pairs]
-
-
-def _write_image(path: Path, image: Tensor) -> None:
-    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(path, "PNG")
 
 
 def _frames(path: Path) -> list[Path]:

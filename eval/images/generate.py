@@ -141,6 +141,13 @@ def to_uint8(image: Tensor) -> Tensor:
     return image.float().mul(255).round().nan_to_num(0).clamp(0, 255).to(torch.uint8).cpu()
 
 
+def as_picture(image: Tensor) -> Any:
+    """A uint8 image (3, H, W) as PIL holds it."""
+    from PIL import Image
+
+    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+
+
 def images_digest(images: Sequence[Tensor] | Tensor) -> str:
     """SHA-256 of the shape (N, ...) and bytes of N uint8 images or videos, read one at a time."""
     shape = (len(images), *images[0].shape) if len(images) else (0,)

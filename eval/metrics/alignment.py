@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fluxq.base.files import read_json, sha256_file
+from fluxq.eval.images.generate import as_picture
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
@@ -51,7 +52,9 @@ class ClipScorer:
         found = []
         for start in range(0, len(images), batch_size):
             batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
-            prepared = torch.stack([self.preprocess(_pil(image)) for image in batch])
+            if any(image.dtype != torch.uint8 for image in batch):
+                raise ValueError(f"CLIP score needs uint8 images, got {batch[0].dtype}")
+            prepared = torch.stack([self.preprocess(as_picture(image)) for image in batch])
             found.append(self.model.encode_image(prepared.to(self.device), normalize=True).float().cpu())  # (B, D)
         return torch.cat(found)
 
@@ -190,14 +193,6 @@ def _gelu_doubt(settings: dict[str, Any], trained: bool, name: str) -> tuple[str
     cure = "take the -quickgelu configuration" if trained else "take the configuration without -quickgelu"
     with_or_without = "with" if trained else "without"
     return (f"{name} was trained {with_or_without} QuickGELU and is computed otherwise, which moves scores: {cure}",)
-
-
-def _pil(image: Tensor) -> Any:
-    from PIL import Image
-
-    if image.dtype != torch.uint8:
-        raise ValueError(f"CLIP score needs uint8 images, got {image.dtype}")
-    return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 # Whose weights need QuickGELU, by what their files and folders are called.
