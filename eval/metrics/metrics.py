@@ -33,9 +33,8 @@ from fluxq.eval.metrics.plugins import ADAPTERS, Offer, PluginError, find_offers
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
 
-_Distance = TypeVar("_Distance")
+_Found = TypeVar("_Found")
 _KID_SCALE = 1000
-_OF_VIDEOS = "it is taken of videos, and this model makes images"
 
 
 class Unmeasured(Exception):
@@ -92,16 +91,19 @@ class MetricRow:
 
     def measure(self, sample: Sample) -> Measured:
         """Take it; Unmeasured if that is impossible, with a reason that names the cure."""
-        if self.only_video and sample.frames is None:
-            raise Unmeasured(_OF_VIDEOS)
-        for need in self.needs:
-            reason = sample.networks.lacks(need)
-            if reason is not None:
-                raise Unmeasured(reason)
+        reason = self.lacks(sample.networks, sample.frames is not None)
+        if reason is not None:
+            raise Unmeasured(reason)
         try:
             return self.take(sample)
         except (Incomparable, PluginError) as error:
             raise Unmeasured(str(error)) from error
+
+    def lacks(self, networks: Networks, is_video: bool) -> str | None:
+        """Return the reason why it cannot be taken of any images or videos, or None."""
+        if self.only_video and not is_video:
+            return "it is taken of videos, and this model makes images"
+        return next((reason for need in self.needs if (reason := networks.lacks(need)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,12 @@ class Sample:
         bad = int((~self.quantized.finite).sum())
         return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
 
+    def both(self, what: str, compute: Callable[[Any], _Found]) -> tuple[_Found, _Found]:
+        """`compute` of the 16-bit and of the quantized set; kept as `what` for the next sample that holds it."""
+        sides = (self.reference, self.quantized)
+        before, after = (self.networks.seen.get(side, what, lambda side=side: compute(side)) for side in sides)
+        return before, after
+
     def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
         """Return the feature network's features of images, or of the frames of videos.
 
@@ -170,10 +178,7 @@ def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | No
     rows = metric_rows()
     if key not in rows:
         raise ValueError(f"metric {key!r} is unknown; known: {', '.join(rows)}")
-    if rows[key].only_video and not is_video:
-        return _OF_VIDEOS
-    reasons = (networks.lacks(need) for need in rows[key].needs)
-    return next((reason for reason in reasons if reason is not None), None) or _missing_plugin(key)
+    return rows[key].lacks(networks, is_video) or _missing_plugin(key)
 
 
 def metric_rows() -> dict[str, MetricRow]:
@@ -231,11 +236,7 @@ def _temporal_psnr(sample: Sample) -> Measured:
 
 def _flicker(sample: Sample) -> Measured:
     _require_whole(sample)
-    seen = sample.networks.seen
-    before, after = (
-        seen.get(side, "changes", lambda side=side: mean_change(side.images))
-        for side in (sample.reference, sample.quantized)
-    )
+    before, after = sample.both("changes", lambda side: mean_change(side.images))
     still = int((before == 0).sum())
     if still:
         raise Unmeasured(f"{still} of the {len(before)} 16-bit videos stand still: there is nothing to divide by")
@@ -247,10 +248,9 @@ def _video_distance(sample: Sample) -> Measured:
     network: Any = sample.networks.video_features
     if (sample.frames or 1) < VIDEO_FRAMES:
         raise Unmeasured(f"S3D reads at least {VIDEO_FRAMES} frames, the videos have {sample.frames}")
-    seen, device = sample.networks.seen, sample.networks.device
-    before, after = (
-        seen.get(side, "video features", lambda side=side: extract(side.images, network, device=device, batch_size=1))
-        for side in (sample.reference, sample.quantized)
+    device = sample.networks.device
+    before, after = sample.both(
+        "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
     found = fid(after, before, "16-bit videos")
     note = "both sides share prompts and noise, so far below what two independent sets would give"
@@ -276,8 +276,7 @@ def _latent_cosine(sample: Sample) -> Measured:
 
 
 def _feature_distance(sample: Sample) -> Measured:
-    before = sample.features(sample.reference.images, sample.reference)
-    after = sample.features(sample.quantized.images, sample.quantized)
+    before, after = _features(sample)
     values = by_video(perceptual.feature_distance(before.values, after.values), sample.frames)
     return _paired(sample, values, how=f"|f(b) - f(a)| / |f(a)|, {_through(before)}")
 
@@ -386,19 +385,16 @@ def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
 
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
-        seen, device = sample.networks.seen, sample.networks.device
-        plugin = seen.get(offer, "plug-in", lambda: open_plugin(offer, device))
-        what, frames = f"scores by {offer.key}", sample.frames
+        networks = sample.networks
+        plugin = networks.seen.get(offer, "plug-in", lambda: open_plugin(offer, networks.device))
+        frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
         def score(side: Any) -> tuple[float, ...]:
             found = scores(offer, plugin, all_frames(side.images), prompts)
             return tuple(by_video(torch.tensor(found, dtype=torch.float64), frames).tolist())
 
-        before, after = (
-            seen.get(side, what, lambda side=side: score(side)) for side in (sample.reference, sample.quantized)
-        )
-        return _scored(sample, before, after)
+        return _scored(sample, *sample.both(f"scores by {offer.key}", score))
 
     return take
 
@@ -416,16 +412,13 @@ def _scored(
     return Measured(value, baseline, difference, after, change, notes, how)
 
 
-def _against_reference(
-    sample: Sample, what: str, measure: Callable[[Features, Any], _Distance]
-) -> tuple[_Distance, _Distance]:
+def _against_reference(sample: Sample, what: str, measure: Callable[[Features, Any], _Found]) -> tuple[_Found, _Found]:
     """A distance of either side to the reference; that of the 16-bit images is the same in every run."""
     reference = _reference(sample)
-    before, after = (
-        sample.networks.seen.get(side, f"{what} to {reference.digest}", lambda side=side: measure(side, reference))
-        for side in _sides(sample)
+    _sides(sample)  # which refuses too few images
+    return sample.both(
+        f"{what} to {reference.digest}", lambda side: measure(sample.features(side.images, side), reference)
     )
-    return before, after
 
 
 def _sides(sample: Sample) -> tuple[Features, Features]:
@@ -434,10 +427,12 @@ def _sides(sample: Sample) -> tuple[Features, Features]:
     count = len(sample.quantized.items) * (sample.frames or 1)
     if count < 2:
         raise Unmeasured(f"needs at least two images on either side, got {count}")
-    return (
-        sample.features(sample.reference.images, sample.reference),
-        sample.features(sample.quantized.images, sample.quantized),
-    )
+    return _features(sample)
+
+
+def _features(sample: Sample) -> tuple[Features, Features]:
+    before, after = (sample.features(side.images, side) for side in (sample.reference, sample.quantized))
+    return before, after
 
 
 def _reference(sample: Sample) -> Features | Moments:

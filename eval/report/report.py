@@ -273,24 +273,21 @@ def _bytes(picture: Picture) -> int:
 
 def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
     """A row for each item that any run's wall holds in a group, with the pictures of all runs that have it."""
-    walls = {run.name: _pictures_of(run, kept) for run in report.runs}
-    groups: dict[str, list[int]] = {}
+    walls: dict[str, dict[int, Picture]] = {run.name: {} for run in report.runs}
+    groups: dict[str, dict[int, None]] = {}
     for run in report.runs:
         for name, pictures in (run.wall.groups if run.wall else {}).items():
-            groups.setdefault(name, []).extend(picture.index for picture in pictures[:kept])
+            for picture in pictures[:kept]:
+                walls[run.name][picture.index] = picture
+                groups.setdefault(name, {})[picture.index] = None
     found = []
     for name, indices in groups.items():
-        rows = [row for index in dict.fromkeys(indices) for row in _picture_rows(report, walls, index)]
+        rows = [row for index in indices for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
             title = PICTURE_GROUPS.get(name, name)
             found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
     return found
-
-
-def _pictures_of(run: Run, kept: int) -> dict[int, Picture]:
-    groups = run.wall.groups.values() if run.wall else ()
-    return {picture.index: picture for pictures in groups for picture in pictures[:kept]}
 
 
 def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:

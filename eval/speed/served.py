@@ -21,7 +21,7 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
 from fluxq.eval.metrics.schema import Served
 from fluxq.kernels.attention.op import attention_of
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.runtime.layout import ROW_SCALE
 
 _MANY_TOKENS = 4096  # of an image of 1024x1024; few tokens may take another kernel
@@ -61,7 +61,7 @@ def stored_bits(pipe: Any) -> tuple[float, int]:
 def quantized_parts(pipe: Any) -> dict[str, nn.Module]:
     """Return the components that hold a quantized layer, by name."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    return {name: part for name, part in parts.items() if any(isinstance(m, QuantLinear) for m in part.modules())}
+    return {name: part for name, part in parts.items() if quant_layers(part)}
 
 
 def model_bytes(components: Mapping[str, Any]) -> int:
