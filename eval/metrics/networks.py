@@ -168,11 +168,10 @@ def find_networks(
 def find_weights(key: str, folder: Path | None) -> Path | None:
     """The file of WEIGHTS[key] in `folder` or torch hub's checkpoints, checked; None if it is in neither."""
     row = WEIGHTS[key]
-    for place in _places(folder):
-        for name in row.files:
-            if (place / name).is_file():
-                check_weights(place / name, row)
-                return place / name
+    for path in (place / name for place in _places(folder) for name in row.files):
+        if path.is_file():
+            check_weights(path, row)
+            return path
     return None
 
 

@@ -60,9 +60,11 @@ class Drawing:
     choices: Mapping[str, str] = field(default_factory=dict)
 
 
+@cache
 def javascript() -> str:
     """Vega, Vega-Lite and vega-embed as one script without external references, about 0.9 MB."""
-    return _bundle().replace("</script", "<\\/script")
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_vegalite())
+    return bundle.replace("</script", "<\\/script")
 
 
 def drawn(charts: Iterable[Drawing | None]) -> list[Drawing]:
@@ -593,11 +595,6 @@ def _own_ids(svg: str, key: str) -> str:
     for number, name in enumerate(dict.fromkeys(re.findall(r' id="(\w+)"', svg))):
         svg = svg.replace(f'id="{name}"', f'id="{key}-{number}"').replace(f"url(#{name})", f"url(#{key}-{number})")
     return svg
-
-
-@cache
-def _bundle() -> str:
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_vegalite())
 
 
 def _vegalite() -> str:
