@@ -144,8 +144,7 @@ class Judge:
         first, last = kept_steps(label)
         kept = fluxq.keep_steps(pipe, first=first, last=last) if first or last else None
         images = generate(pipe, self.reference.items, tiny.CALL_KWARGS, description=label)
-        agreement = fidelity(self.reference, images)
-        psnr, sqnr = (per_prompt(values, self.seeds) for values in (agreement.psnr_db, agreement.latent_sqnr_db))
+        psnr, sqnr = (per_prompt(values, self.seeds) for values in fidelity(self.reference, images))
         part = record["components"][0]
         schemes = {name: layer.scheme for name, layer in quant_layers(getattr(pipe, COMPONENT))}
         is_stored, is_first = not label.endswith(AS_INT8), not label.endswith((AS_INT8, IN_FP8, IN_16_BIT))

@@ -11,7 +11,6 @@ metric). A video counts as one image: its value is the mean over its frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,28 +19,17 @@ from torch import Tensor
 _LAST_BITS = 2  # levels of 255
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Agreement of each image with the 16-bit pipeline's, in order; NaN for one that was not finite.
+def fidelity(reference: Any, quantized: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """PSNR and SQNR of the final latents in dB, of each pair of two image sets (as `generate.Generated`), in order.
 
-    psnr_db: over uint8 pixels, infinite for identical images. latent_sqnr_db: over final latents.
-    """
-
-    psnr_db: tuple[float, ...]
-    latent_sqnr_db: tuple[float, ...]
-
-
-def fidelity(reference: Any, quantized: Any) -> Fidelity:
-    """Compare two image sets (as `generate.Generated`) image by image.
-
-    Raises ValueError if the two were not made from the same items at the same size.
+    NaN for an image that was not finite. Raises ValueError if the two were not made from the same items at the same
+    size.
     """
     if tuple(reference.items) != tuple(quantized.items):
         raise ValueError("the images to compare come from different prompts or seeds: generate both from one list")
-    return Fidelity(
-        psnr_db=whole_only(psnr(reference.images, quantized.images), reference, quantized),
-        latent_sqnr_db=whole_only(sqnr(reference.latents, quantized.latents), reference, quantized),
-    )
+    figures = psnr(reference.images, quantized.images), sqnr(reference.latents, quantized.latents)
+    of_images, of_latents = (whole_only(each, reference, quantized) for each in figures)
+    return of_images, of_latents
 
 
 def flat_images(reference: Any, quantized: Any) -> int:

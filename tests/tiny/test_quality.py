@@ -77,7 +77,7 @@ def test_paired_psnr_orders_the_formats(checkpoint: Callable[[str], Path]) -> No
     psnr = []
     for name in ORDER:
         images = generate(load_pipeline(ModelFolder(name, checkpoint(name))), items, tiny.CALL_KWARGS)
-        psnr.append(torch.tensor(fidelity(reference, images).psnr_db).reshape(SEEDS, PROMPTS).mean(0).tolist())
+        psnr.append(torch.tensor(fidelity(reference, images)[0]).reshape(SEEDS, PROMPTS).mean(0).tolist())
     for better, worse in pairwise(psnr):
         upper, lower = within_item_intervals([better, worse])
         assert upper.low > lower.high

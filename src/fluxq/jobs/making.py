@@ -469,11 +469,11 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
     if prepared.recipe.steps and any(plan.steps for plan in prepared.plans):
         KeptSteps(pipe, prepared.recipe.steps, prepared.weights, {})
     images = generate(pipe, prepared.check_items, prepared.check_call, description="Quantized pipeline")
-    agreement = fidelity.fidelity(reference, images)
+    psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
     measured = {
-        "psnr": paired_interval(agreement.psnr_db).mean,
-        "latent_sqnr": paired_interval(agreement.latent_sqnr_db).mean,
+        "psnr": paired_interval(psnr_db).mean,
+        "latent_sqnr": paired_interval(latent_sqnr_db).mean,
     }
     flat = fidelity.flat_images(reference, images)
     gates, for_eval = split_gates(prepared.recipe.gates, measured)
@@ -485,7 +485,7 @@ def _check(part: Path, prepared: Prepared, reference: Generated) -> dict[str, An
         "steps": number_of_steps(pipe, prepared.call),
         "finite": finite,
         "flat": flat,
-        "psnr_db": [_rounded(value) for value in agreement.psnr_db],
+        "psnr_db": [_rounded(value) for value in psnr_db],
         "mean_psnr_db": _rounded(measured["psnr"]),
         "mean_latent_sqnr_db": _rounded(measured["latent_sqnr"]),
         "gates": gates,
