@@ -11,7 +11,7 @@ changes their last bits, so chunks are cut from the whole list before anything i
 part is made again whole. A worker writes a chunk's files, then its rows in one piece. What is missing is handed to one
 of three engines; an audit then counts and hashes everything, whoever made it.
 
-On a CPU the number of threads is fixed by the work and counts among what decides bits. Measured with torch 2.15:
+A worker on a CPU computes with one thread: their number counts among what decides bits. Measured with torch 2.15:
 `Linear`, attention, convolution, norms and sums along an axis give the same bits with 1 to 4 threads, and so does the
 embedded pipeline, but the mean of a whole fp32 tensor does not, and a step cache decides by such a mean.
 
@@ -67,7 +67,7 @@ class Work:
     """Images to make: `side` on every (prompt, seed) of `items`, `batch_size` in a call, kept in `root`.
 
     call: pipeline arguments as JSON holds them. device: as torch writes it; engines of several GPUs put each worker
-    on its own. threads: of each worker on a CPU. Raises ValueError without items, and for one that comes twice.
+    on its own. Raises ValueError without items, and for one that comes twice.
     """
 
     side: Side
@@ -76,13 +76,12 @@ class Work:
     batch_size: int
     root: Path
     device: str = "cpu"
-    threads: int = 1
 
     def __post_init__(self) -> None:
         if not self.items:
             raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-        if self.batch_size < 1 or self.threads < 1:
-            raise ValueError(f"batch_size {self.batch_size} and threads {self.threads} must be at least 1")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size {self.batch_size} must be at least 1")
         (prompt, seed), count = Counter(self.items).most_common(1)[0]
         if count > 1:
             raise ValueError(f"{prompt!r} with seed {seed} is asked for {count} times: give every image its own noise")
@@ -95,7 +94,7 @@ class Work:
             "call": dict(self.call),
             "batch_size": self.batch_size,
             "device": self.device_type,
-            "threads": self.threads if self.device_type == "cpu" else None,
+            "threads": 1 if self.device_type == "cpu" else None,
             "versions": {name: _version(name) for name in _PACKAGES},
         }
 
@@ -501,11 +500,11 @@ def _require_space(work: Work, count: int) -> None:
 
 
 @contextmanager
-def cpu_threads(device_type: str, count: int) -> Iterator[None]:
-    """Compute with `count` threads if the device is a CPU, and as before afterwards."""
+def one_thread(device_type: str) -> Iterator[None]:
+    """Compute with one thread if the device is a CPU, and as before afterwards."""
     before = torch.get_num_threads()
     if device_type == "cpu":
-        torch.set_num_threads(count)
+        torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -524,7 +523,7 @@ class _Local:
 def _make_here(work: Work, name: str, device: str, pending: Sequence[int]) -> Iterator[int]:
     """In this process, as the worker of that name."""
     if pending:
-        with cpu_threads(work.device_type, work.threads):
+        with one_thread(work.device_type):
             worker = Worker(work, name, device)
             for index in pending:
                 worker.make(index)
@@ -562,7 +561,7 @@ class _Actor:
 
     def open(self, work: Work, name: str) -> None:
         if work.device_type == "cpu":
-            torch.set_num_threads(work.threads)
+            torch.set_num_threads(1)
         self.worker = Worker(work, name, work.device_type)  # of several GPUs, Ray shows an actor only its own
 
     def make(self, index: int) -> None:
@@ -615,7 +614,7 @@ class _Ray:
             return self.workers
         resources = self.ray.cluster_resources()
         if work.device_type == "cpu":
-            return max(1, int(resources.get("CPU", 1)) // work.threads)
+            return max(1, int(resources.get("CPU", 1)))
         if not resources.get("GPU"):
             raise ValueError("this Ray cluster has no GPU: give --device cpu, or the number of workers that will come")
         return int(resources["GPU"])
@@ -625,7 +624,7 @@ class _Crew:
     """The actors of one work and what each is doing."""
 
     def __init__(self, ray: Any, work: Work) -> None:
-        needs = {"num_cpus": work.threads} if work.device_type == "cpu" else {"num_gpus": 1}
+        needs = {"num_cpus": 1} if work.device_type == "cpu" else {"num_gpus": 1}
         self.ray, self.work, self.kind = ray, work, ray.remote(_Actor).options(**needs)
         self.hands: dict[Any, _Hand] = {}  # what its call returns -> who was called
         self.hired: list[Any] = []

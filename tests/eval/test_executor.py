@@ -167,13 +167,12 @@ def test_what_decides_bits_decides_the_key(tmp_path):
     other = [
         replace(work, call={**CALL, "num_inference_steps": 3}),
         replace(work, batch_size=3),
-        replace(work, threads=2),
         replace(work, device="cuda"),
         *(replace(work, side=replace(TINY, **change)) for change in ({"dtype": "bfloat16"}, {"backend": "int8"})),
         *(replace(work, side=replace(TINY, **change)) for change in ({"digest": "x"}, {"cache": 0.1})),
     ]
     assert len({work.key, *(each.key for each in other)}) == 1 + len(other)
-    assert replace(work, device="cuda").key == replace(work, device="cuda:1", threads=4).key
+    assert replace(work, device="cuda").key == replace(work, device="cuda:1").key
 
 
 def test_versions_decide_bits(work, monkeypatch):
@@ -350,18 +349,17 @@ def test_a_row_that_is_deleted_is_made_again(work):
     assert len(CALLS) == 1 and contents(work.folder) == before and len(rows(work.folder)) == COUNT
 
 
-def test_the_number_of_threads_is_the_works_own(work, monkeypatch):
+def test_a_work_takes_one_thread(work, monkeypatch):
     seen = []
     plain = executor.generate_batch
     monkeypatch.setattr(executor, "generate_batch", lambda *args: seen.append(torch.get_num_threads()) or plain(*args))
     torch.set_num_threads(2)
     try:
         ensure_images(work)
-        ensure_images(replace(work, threads=3))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
-    assert set(seen[:6]) == {1} and set(seen[6:]) == {3}
+    assert set(seen) == {1}
 
 
 # What is not as it should be
