@@ -35,6 +35,7 @@ from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_
 
 _Found = TypeVar("_Found")
 _KID_SCALE = 1000
+_SHARED = "both sides share prompts and noise, so far below what two independent sets would give"
 
 
 class Unmeasured(Exception):
@@ -226,14 +227,6 @@ def _same_frames(sample: Sample) -> tuple[str, ...]:
     return (f"{same} of {whole} frames are identical and left out of their videos' means",) if same else ()
 
 
-def _worst_frame_psnr(sample: Sample) -> Measured:
-    return _paired(sample, torch.stack([values.min() for values in sample.frame_psnr]))
-
-
-def _temporal_psnr(sample: Sample) -> Measured:
-    return _paired(sample, temporal_psnr(sample.reference.images, sample.quantized.images))
-
-
 def _flicker(sample: Sample) -> Measured:
     _require_whole(sample)
     before, after = sample.both("changes", lambda side: mean_change(side.images))
@@ -253,9 +246,8 @@ def _video_distance(sample: Sample) -> Measured:
         "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
     found = fid(after, before, "16-bit videos")
-    note = "both sides share prompts and noise, so far below what two independent sets would give"
     how = f"{_fid_how(found, 'videos')}; FVD is defined with I3D and does not compare"
-    return Measured(_alone(found.value, found.n), notes=(note, found.bias.replace("images", "videos")), how=how)
+    return Measured(_alone(found.value, found.n), notes=(_SHARED, found.bias.replace("images", "videos")), how=how)
 
 
 def _ssim(sample: Sample) -> Measured:
@@ -265,14 +257,6 @@ def _ssim(sample: Sample) -> Measured:
     images = sample.reference.images, sample.quantized.images
     notes = (f"an image of {width} x {height} has {places} places for the window",) if places < 1000 else ()
     return _paired(sample, perceptual.ssim(*images, sample.networks.device), notes=notes)
-
-
-def _latent_sqnr(sample: Sample) -> Measured:
-    return _paired(sample, sqnr(sample.reference.latents, sample.quantized.latents))
-
-
-def _latent_cosine(sample: Sample) -> Measured:
-    return _paired(sample, cosine(sample.reference.latents, sample.quantized.latents))
 
 
 def _feature_distance(sample: Sample) -> Measured:
@@ -306,8 +290,7 @@ def _fid(sample: Sample) -> Measured:
 def _fid_to_16bit(sample: Sample) -> Measured:
     before, after = _sides(sample)
     found = fid(after, before, f"16-bit {_seen(sample)}")
-    note = "both sides share prompts and noise, so far below what two independent sets would give"
-    notes = (note, found.bias, *_frames_alike(sample))
+    notes = (_SHARED, found.bias, *_frames_alike(sample))
     return Measured(_alone(found.value, found.n), notes=notes, how=_fid_how(found, _seen(sample)))
 
 
@@ -506,12 +489,13 @@ METRICS: dict[str, MetricRow] = {
     ),
     "worst_frame_psnr": MetricRow(
         *("PSNR of the worst frame", "dB", ".2f", "higher", "uint8, peak 255, least of each video's frames"),
-        _worst_frame_psnr,
+        lambda sample: _paired(sample, torch.stack([values.min() for values in sample.frame_psnr])),
         only_video=True,
     ),
     "temporal_psnr": MetricRow(
         *("Temporal PSNR", "dB", ".2f", "higher"),
-        *("of x[t + 1] - x[t], peak 255, all changes of a video together", _temporal_psnr),
+        "of x[t + 1] - x[t], peak 255, all changes of a video together",
+        lambda sample: _paired(sample, temporal_psnr(sample.reference.images, sample.quantized.images)),
         only_video=True,
     ),
     "flicker": MetricRow(
@@ -521,11 +505,13 @@ METRICS: dict[str, MetricRow] = {
     ),
     "latent_sqnr": MetricRow(
         *("SQNR of the final latents", "dB", ".2f", "higher"),
-        *("against the 16-bit latents, mean of per-image values", _latent_sqnr),
+        "against the 16-bit latents, mean of per-image values",
+        lambda sample: _paired(sample, sqnr(sample.reference.latents, sample.quantized.latents)),
     ),
     "latent_cosine": MetricRow(
         *("Cosine of the final latents", "", ".5f", "higher"),
-        *("to the 16-bit latents, mean of per-image values", _latent_cosine),
+        "to the 16-bit latents, mean of per-image values",
+        lambda sample: _paired(sample, cosine(sample.reference.latents, sample.quantized.latents)),
     ),
     "feature_distance": MetricRow(
         *("Feature distance to the 16-bit images", "", ".4f", "lower", "|f(b) - f(a)| / |f(a)|", _feature_distance),
