@@ -540,18 +540,13 @@ def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
     """Text encoders and VAE as timed; what end to end leaves is the steps, the scheduler and the rest of the call."""
     if END not in row.stages:
         return []
-    parts = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
-    parts[STEPS] = max(0.0, row.stages[END].p50 - sum(parts.values()))
+    whole = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
+    whole[STEPS] = max(0.0, row.stages[END].p50 - sum(whole.values()))
+    parts = {name: seconds / row.batch for name, seconds in whole.items()}
     side = f"{row.label}, {row.mode}"
     order = [STEPS, "text encoders", "VAE"]
     return [
-        {
-            "side": side,
-            "stage": name,
-            "order": order.index(name),
-            "seconds": s / row.batch,
-            "time": duration(s / row.batch),
-        }
+        {"side": side, "stage": name, "order": order.index(name), "seconds": s, "time": duration(s)}
         for name, s in parts.items()
     ]
 

@@ -40,7 +40,6 @@ from fluxq.eval.report.markdown import facts, markdown
 from fluxq.eval.report.summary import metric_rows, speeds, summary, undebugged, untimed
 from fluxq.eval.report.words import GLOSSARY
 
-COMPARED_BY = "psnr"
 _PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
 _TABLE_IMAGES = 200
 _LAYERS = 40  # of each run's table
@@ -118,23 +117,16 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     """
     prompts = [prompt for prompt, _ in items]
     whole = [run for run in runs if run.status != "broken"]
-    found: list[tuple[Run, Run, list[float], float]] = []
+    found = []
     for first, second in itertools.combinations(whole, 2):
         differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
         p = p_value(differences, prompts)
         if not math.isnan(p):
-            found.append((first, second, differences, p))
-    corrected = holm([p for *_, p in found])
+            difference = Estimate.of(clustered_interval(differences, prompts))
+            found.append({"first": first.name, "second": second.name, "difference": difference, "p": p})
+    corrected = holm([each["p"] for each in found])
     return tuple(
-        Comparison(
-            first=first.name,
-            second=second.name,
-            metric=COMPARED_BY,
-            difference=Estimate.of(clustered_interval(differences, prompts)),
-            p=p,
-            p_holm=p_holm,
-        )
-        for (first, second, differences, p), p_holm in zip(found, corrected, strict=True)
+        Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(found, corrected, strict=True)
     )
 
 
@@ -163,13 +155,12 @@ def _require_same_reference(first: Report, other: Report) -> None:
 def _unlike(runs: Sequence[Run]) -> list[str]:
     """A warning for each metric that not all runs measured alike."""
     found = []
-    for key in dict.fromkeys(key for run in runs for key in run.metrics):
-        measured = [run.metrics[key] for run in runs if key in run.metrics and run.metrics[key].value is not None]
+    for row in metric_rows(runs):
+        measured = [cell for cell in row.cells if cell is not None and cell.value is not None]
         if not alike(measured):
-            hows = "; ".join(
-                dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
-            )
-            found.append(f"{measured[0].name} was not measured alike in all runs and does not compare: {hows}")
+            hows = dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
+            said = f"{measured[0].name} was not measured alike in all runs and does not compare"
+            found.append(f"{said}: {'; '.join(hows)}")
     return found
 
 
