@@ -356,7 +356,7 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
             aside = folder / f".{image_path.name}{_PART}"
             with atomic_folder(image_path, aside, overwrite=True) as part:
                 for index, frame in enumerate(image):
-                    as_picture(frame).save(part / f"{index:05}.png")
+                    as_picture(frame).save(part / f"{index:05}.png", "PNG")
             aside.rmdir()
         else:
             with atomic_path(image_path, durable=False) as part:

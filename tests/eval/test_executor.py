@@ -448,7 +448,7 @@ def test_a_row_of_another_run_is_refused(work):
 
 def test_an_unreadable_image_is_named(work):
     made = ensure_images(work)
-    path = made.images.paths[0]
+    path = made.folder / f"{made.rows[0].item}.png"
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ValueError, match=rf"{path.name}: unreadable image"):
         made.images[0]
