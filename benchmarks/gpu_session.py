@@ -47,7 +47,7 @@ from benchmarks.kernels import tune  # noqa: E402
 from benchmarks.kernels.report import goals, measured_rows, report  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.base.processor import commit  # noqa: E402
-from fluxq.eval.speed import timing  # noqa: E402
+from fluxq.eval.speed.machine import describe  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def run_stages(
     """
     begun = time.monotonic()
     device = torch.device("cpu" if session.dry_run else "cuda")
-    found: dict[str, Any] = {"dry_run": session.dry_run, "commit": commit(), "device": timing.describe(device)}
+    found: dict[str, Any] = {"dry_run": session.dry_run, "commit": commit(), "device": describe(device)}
     found["stages"] = list(kept)
     for number, stage in enumerate(stages):
         left = seconds - (time.monotonic() - begun)

@@ -19,6 +19,7 @@ kept in 16 bit, the mean over as many steps as an image takes here.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from fluxq.base.processor import commit, versions
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.images.generate import Generated, generate, items_for
 from fluxq.eval.metrics.fidelity import fidelity
-from fluxq.eval.metrics.statistics import Interval, paired_interval, within_item_intervals
+from fluxq.eval.metrics.statistics import Interval, paired_interval
 from fluxq.jobs import making
 from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
@@ -143,8 +144,7 @@ class Judge:
         first, last = kept_steps(label)
         kept = fluxq.keep_steps(pipe, first=first, last=last) if first or last else None
         images = generate(pipe, self.reference.items, tiny.CALL_KWARGS, description=label)
-        agreement = fidelity(self.reference, images)
-        psnr, sqnr = (per_prompt(values, self.seeds) for values in (agreement.psnr_db, agreement.latent_sqnr_db))
+        psnr, sqnr = (per_prompt(values, self.seeds) for values in fidelity(self.reference, images))
         part = record.components[0]
         schemes = {name: layer.scheme for name, layer in quant_layers(getattr(pipe, COMPONENT))}
         is_stored, is_first = not label.endswith(AS_INT8), not label.endswith((AS_INT8, IN_FP8, IN_16_BIT))
@@ -318,6 +318,22 @@ def difference(better: str, worse: str, measured: Mapping[str, Measured]) -> dic
     paired = paired_interval([a - b for a, b in zip(first, second, strict=True)])
     within = [limits(interval) for interval in within_item_intervals([first, second])]
     return {"recipes": [better, worse], "difference_db": limits(paired), "within_prompt_psnr_db": within}
+
+
+def within_item_intervals(conditions: Sequence[Sequence[float]]) -> list[Interval]:
+    """Means of several recipes on the same items, with intervals that leave out how items differ in general.
+
+    Some prompts are fragile under every recipe; that spread widens each recipe's own interval and says nothing
+    about their order. Each item's mean over the recipes is replaced by the grand mean and what remains widened
+    by sqrt(C / (C - 1)) (Cousineau 2005, corrected by Morey 2008). conditions: C lists of equal length, finite.
+    """
+    table = torch.tensor(conditions, dtype=torch.float64)  # (C, items)
+    if len(table) < 2 or not torch.isfinite(table).all():
+        raise ValueError("within-item intervals compare at least two recipes whose values are all finite")
+    means = table.mean(1, keepdim=True)
+    centred = table - table.mean(0) + table.mean() - means  # deviations from each recipe's mean, items alike
+    corrected = means + centred * math.sqrt(len(table) / (len(table) - 1))
+    return [paired_interval(row) for row in corrected.tolist()]
 
 
 def per_prompt(values: Sequence[float], seeds: int) -> list[float]:

@@ -4,7 +4,7 @@
     python -m benchmarks.kernels.bench --cpu --json bench.json    int8 against bf16 on one CPU thread
     python -m benchmarks.kernels.bench --write-tables             the tables of kernels/README.md anew
 
-On a GPU (workloads.py says what, eval/speed/timing.py how) correctness comes first: of every case at one shape, then
+On a GPU (workloads.py says what, timing.py how) correctness comes first: of every case at one shape, then
 again at each shape where it is timed. If one is wrong there is no report. Shares of the roofline are of peaks that were
 measured in the same run. report.py makes tables of the result, and holds what the figures ought to be.
 
@@ -27,14 +27,14 @@ import click
 import torch
 from torch import nn
 
-from benchmarks.kernels import workloads
+from benchmarks.kernels import timing, workloads
 from benchmarks.kernels.report import KIND, README, report, with_tables
 from benchmarks.kernels.tune import tuned_from
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.base.processor import commit, versions
-from fluxq.eval.speed import timing
+from fluxq.eval.speed.machine import describe
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
@@ -100,7 +100,7 @@ def run(seconds: float, note: Callable[[dict[str, Any]], None], *, dry_run: bool
     chip = DRY_CHIP if dry_run else chip_of(device)
     repeats = 2 if dry_run else timing.REPEATS
     found: dict[str, Any] = {"kind": KIND, "dry_run": dry_run, "commit": commit(), "chip": chip}
-    found |= {"device": timing.describe(device), "complete": False}
+    found |= {"device": describe(device), "complete": False}
     found |= {"peaks": {}, "results": [], "left_out": [], "wrong": []}
     with interpreting() if dry_run else contextlib.nullcontext(), torch.inference_mode():
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def run(seconds: float, note: Callable[[dict[str, Any]], None], *, dry_run: bool
                 found[part] += rows
             note(found)
     found["complete"] = True
-    found["device_after"] = timing.describe(device)
+    found["device_after"] = describe(device)
     return found
 
 

@@ -27,11 +27,11 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.kernels import workloads
+from benchmarks.kernels import timing, workloads
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
-from fluxq.eval.speed import timing
+from fluxq.eval.speed.machine import describe
 from fluxq.kernels import aot, tiles
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.interpreter import interpreting
@@ -93,7 +93,7 @@ def time_command(tried: tuple[Path, ...], file: Path, seconds: float, dry_run: b
     begun = time.monotonic()
     device, chip = _device_and_chip(dry_run)
     outcomes = [row for path in tried for row in json.loads(path.read_text(encoding="utf-8"))["candidates"]]
-    found: dict[str, Any] = {"chip": chip, "dry_run": dry_run, "device": timing.describe(device), "searches": []}
+    found: dict[str, Any] = {"chip": chip, "dry_run": dry_run, "device": describe(device), "searches": []}
     write_json(file, found | {"complete": False})
     with interpreting() if dry_run else contextlib.nullcontext():
         for number, search in enumerate(searches(dry_run)):

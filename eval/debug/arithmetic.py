@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fluxq.eval.speed.served import rounded_to
 from fluxq.kernels import ops
 from fluxq.kernels.encode import decode, unpack
 from fluxq.kernels.linear import TRANSFORMS, QuantLinear
@@ -84,13 +85,8 @@ def _rounded_by(layer: QuantLinear, x: Tensor) -> Tensor:
 
 def _arithmetic_on(x: Tensor, layer: QuantLinear) -> Scheme:
     """The scheme as this GPU computes it: activations may keep 16 bit where it has no units for them."""
-    from fluxq.kernels.chips import chip_of  # needs Triton
-    from fluxq.kernels.dispatch import choose
-
-    scheme, (n, k) = layer.scheme, (layer.out_features, layer.in_features)
-    row_scale = layer.stored("weight_row_scale")
-    m = x.numel() // k
-    activations = choose(scheme, chip_of(x.device), m, n, k, x.dtype, row_scale is not None).activations
+    scheme = layer.scheme
+    activations = rounded_to(layer, x.device, x.numel() // layer.in_features, x.dtype)
     if scheme.activations is not None and activations == scheme.activations.name:
         return scheme
     row = FORMATS[activations] if activations else None

@@ -28,7 +28,7 @@ from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, n
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, multiplies_integers
 from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, replaced, squared_error
 from fluxq.eval.debug.findings import findings, listed
-from fluxq.eval.debug.patch import BETTER_FORMATS, Added, make_patch
+from fluxq.eval.debug.patch import Added, make_patch
 from fluxq.eval.debug.stored import stored_fault
 from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
 from fluxq.eval.images.sides import Side, quantized_layers
@@ -71,15 +71,9 @@ def debug(
     """
     if quantized.cache is not None or reference.cache is not None:
         raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
-    added = search.patch
-    if added is not None and (not added.growth > 0 or added.format not in BETTER_FORMATS):
-        raise ValueError(
-            f"a patch of {added.growth} more bits in {added.format!r}: give a share above 0 and one of "
-            f"{', '.join(BETTER_FORMATS)}"
-        )
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and added is not None and "imported" not in record:  # which no recipe made
+    if record is not None and search.patch is not None and "imported" not in record:  # which no recipe made
         said = dict(record["recipe"])
         recipe = str(said.pop("name")), Recipe.model_validate(said)
     pipes = reference.open(), quantized.open()

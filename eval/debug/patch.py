@@ -47,11 +47,18 @@ _LEAST_WORTH = 0.5  # of the mean damage per added bit
 class Added:
     """Bits and format that a patch may add. growth: bits, as a share of all that is stored for Linears.
 
-    format: of BETTER_FORMATS, for layers of less than 8 bits; 8-bit ones go to 16.
+    format: of BETTER_FORMATS, for layers of less than 8 bits; 8-bit ones go to 16. ValueError for others.
     """
 
     growth: float = 0.05
     format: str = "fp8"
+
+    def __post_init__(self) -> None:
+        if not self.growth > 0 or self.format not in BETTER_FORMATS:
+            raise ValueError(
+                f"a patch of {self.growth} more bits in {self.format!r}: give a share above 0 and one of "
+                f"{', '.join(BETTER_FORMATS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,18 +126,13 @@ def candidates(pipe: Any, layers: Mapping[str, QuantLinear], found: Damages, bet
         if len(known) < len(names) or not math.fsum(known) > 0:
             continue
         schemes = {name: better_scheme(layers[name], better) for name in names}
-        extra = sum(
-            _bits(layers[name], scheme) - _bits(layers[name], layers[name].stored_scheme)
-            for name, scheme in schemes.items()
-        )
-        made.append(Candidate(schemes, math.fsum(known), extra))
+        extra = (_bits(layers[name], schemes[name]) - _bits(layers[name], layers[name].stored_scheme) for name in names)
+        made.append(Candidate(schemes, math.fsum(known), sum(extra)))
     return made
 
 
 def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
     """An 8-bit scheme for a layer of fewer bits, None (16 bit) for one that has 8 or cannot be held in it."""
-    if better not in BETTER_FORMATS:
-        raise ValueError(f"format {better!r}: a patch keeps layers in one of {', '.join(BETTER_FORMATS)}")
     row = find_format(better)
     try:
         row.check_shape(layer.out_features, layer.in_features, "layer")
@@ -236,13 +238,10 @@ def patched_recipe(
     for component in dict.fromkeys(layer.partition(".")[0] for layer in schemes):
         family = model_family(getattr(pipe, component))
         entry = component_recipe(recipe, component, family).model_dump(mode="json", exclude_defaults=True)
+        own = [layer for layer in schemes if layer.startswith(f"{component}.")]
         overrides = [
             *entry.get("overrides", ()),
-            *(
-                _override(layer, schemes[layer], reasons[layer])
-                for layer in schemes
-                if layer.startswith(f"{component}.")
-            ),
+            *(_override(layer, schemes[layer], reasons[layer]) for layer in own),
         ]
         is_named = component in recipe.components
         entries[component] = {"overrides": overrides} if is_shipped and is_named else entry | {"overrides": overrides}
@@ -262,9 +261,6 @@ def _override(layer: str, scheme: Scheme | None, reason: str) -> dict[str, Any]:
     return override | {"reason": reason}
 
 
-def _weights(layer: nn.Linear) -> int:
-    return layer.out_features * layer.in_features
-
-
 def _bits(layer: nn.Linear, scheme: Scheme | None) -> int:
-    return 16 * _weights(layer) if scheme is None else scheme.stored_bits(layer.out_features, layer.in_features)
+    shape = layer.out_features, layer.in_features
+    return 16 * math.prod(shape) if scheme is None else scheme.stored_bits(*shape)

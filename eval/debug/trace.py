@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fluxq.base.linears import channels_last
 from fluxq.calibrate.capture import batches, images_per_batch, run_pipeline
 from fluxq.eval.debug.arithmetic import health, kernel_error
+from fluxq.eval.images.denoiser import hooked
 from fluxq.kernels.linear import QuantLinear
 
 L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
@@ -63,24 +64,18 @@ def watch(
         now["step"] = step
         now["batch"] += step == 0
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
-        def see(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-            if now["step"] in steps:
-                x, y = channels_last(layer, args[0]), channels_last(layer, y)
-                seen = Seen(name, now["step"], now["batch"], counts[now["batch"]], layer, x, y)
-                for observer in observers:
-                    observer(seen)
+    layers = {module_of(pipe, name): name for name in names}
 
-        return see
+    def see(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+        if now["step"] in steps:
+            x, y = channels_last(layer, args[0]), channels_last(layer, y)
+            seen = Seen(layers[layer], now["step"], now["batch"], counts[now["batch"]], layer, x, y)
+            for observer in observers:
+                observer(seen)
 
-    handles = [module_of(pipe, name).register_forward_hook(hook(name)) for name in names]
-    try:
-        with torch.no_grad():
-            run = run_pipeline(pipe, items, call, batch_size=size, on_step=on_step)
-            return torch.cat([latents.double().cpu() for _, latents in run])
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), hooked(layers, after=see):
+        run = run_pipeline(pipe, items, call, batch_size=size, on_step=on_step)
+        return torch.cat([latents.double().cpu() for _, latents in run])
 
 
 def module_of(pipe: Any, name: str) -> Any:
@@ -196,9 +191,6 @@ def _some_rows(y: Tensor, images: int) -> Tensor:
         rows = y.reshape(1, -1, y.shape[-1])
     else:  # several of each image, as with guidance, are a whole batch each
         rows = y.reshape(y.shape[0] // images, images, -1, y.shape[-1]).transpose(0, 1).flatten(1, 2)
-    chosen = (
-        torch.linspace(0, rows.shape[1] - 1, min(ROWS, rows.shape[1]), device=y.device, dtype=torch.float32)
-        .round()
-        .long()
-    )
-    return rows[:, chosen]
+    count = rows.shape[1]
+    chosen = torch.linspace(0, count - 1, min(ROWS, count), device=y.device, dtype=torch.float32).round()
+    return rows[:, chosen.long()]

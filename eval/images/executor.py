@@ -11,7 +11,7 @@ changes their last bits, so chunks are cut from the whole list before anything i
 part is made again whole. A worker writes a chunk's files, then its rows in one piece. What is missing is handed to one
 of three engines; an audit then counts and hashes everything, whoever made it.
 
-On a CPU the number of threads is fixed by the work and counts among what decides bits. Measured with torch 2.15:
+A worker on a CPU computes with one thread: their number counts among what decides bits. Measured with torch 2.15:
 `Linear`, attention, convolution, norms and sums along an axis give the same bits with 1 to 4 threads, and so does the
 embedded pipeline, but the mean of a whole fp32 tensor does not, and a step cache decides by such a mean.
 
@@ -29,12 +29,12 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -47,7 +47,7 @@ from fluxq.base.output import atomic_folder, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
-from fluxq.eval.images.generate import Batch, device_name, generate_batch, images_digest
+from fluxq.eval.images.generate import Batch, Lazy, as_picture, device_name, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
 
 WORK_FILE = "work.json"
@@ -67,7 +67,7 @@ class Work:
     """Images to make: `side` on every (prompt, seed) of `items`, `batch_size` in a call, kept in `root`.
 
     call: pipeline arguments as JSON holds them. device: as torch writes it; engines of several GPUs put each worker
-    on its own. threads: of each worker on a CPU. Raises ValueError without items, and for one that comes twice.
+    on its own. Raises ValueError without items, and for one that comes twice.
     """
 
     side: Side
@@ -76,13 +76,12 @@ class Work:
     batch_size: int
     root: Path
     device: str = "cpu"
-    threads: int = 1
 
     def __post_init__(self) -> None:
         if not self.items:
             raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-        if self.batch_size < 1 or self.threads < 1:
-            raise ValueError(f"batch_size {self.batch_size} and threads {self.threads} must be at least 1")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size {self.batch_size} must be at least 1")
         (prompt, seed), count = Counter(self.items).most_common(1)[0]
         if count > 1:
             raise ValueError(f"{prompt!r} with seed {seed} is asked for {count} times: give every image its own noise")
@@ -95,7 +94,7 @@ class Work:
             "call": dict(self.call),
             "batch_size": self.batch_size,
             "device": self.device_type,
-            "threads": self.threads if self.device_type == "cpu" else None,
+            "threads": 1 if self.device_type == "cpu" else None,
             "versions": {name: _version(name) for name in _PACKAGES},
         }
 
@@ -180,22 +179,17 @@ class ImageFolder:
     def images(self) -> Sequence[Tensor]:
         """uint8 (3, H, W) each, or (F, 3, H, W)."""
         read = read_image if self.frames is None else read_video
-        return Files(tuple(_picture(self.folder, row) for row in self.rows), read)
+        return Lazy(len(self.rows), lambda index: read(_picture(self.folder, self.rows[index])))
 
     @property
     def latents(self) -> Sequence[Tensor]:
         """fp32, as they left the last denoising step."""
-        return Files(tuple(_latents(self.folder, row.item) for row in self.rows), _read_latents)
+        return Lazy(len(self.rows), lambda index: _read_latents(_latents(self.folder, self.rows[index].item)))
 
     @property
     def finite(self) -> Tensor:
         """bool (N,), False where image or latents held NaN or infinity."""
         return torch.tensor([row.finite for row in self.rows])
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in the pipeline, summed over workers; opening it does not count."""
-        return sum(row.seconds for row in self.rows)
 
     @property
     def device(self) -> str:
@@ -217,26 +211,6 @@ class ImageFolder:
         return replace(self, rows=self.rows[:count])
 
 
-@dataclass(frozen=True)
-class Files(Sequence[Tensor]):
-    """Tensors that lie in files, read one at a time."""
-
-    paths: tuple[Path, ...]
-    read: Callable[[Path], Tensor]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Files: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | Files:
-        return replace(self, paths=self.paths[index]) if isinstance(index, slice) else self.read(self.paths[index])
-
-
 class Engine(Protocol):
     """Makes chunks. leads: whether this process looks after the folder; others only help it."""
 
@@ -247,19 +221,14 @@ class Engine(Protocol):
         ...
 
 
-def ensure_images(
-    work: Work, engine: str | Engine = "local", *, workers: int | None = None, address: str | None = None
-) -> ImageFolder | None:
+def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | None:
     """Make what is missing of a work, audit all of it and return it; None in processes that only helped.
 
-    engine: a key of ENGINES, opened for this work alone (workers and address: see `open_engine`), or one that
-    `open_engine` gave, which may serve several works. Raises ValueError for a corrupted manifest, RuntimeError for
+    engine: of `open_engine`, by default this process. Raises ValueError for a corrupted manifest, RuntimeError for
     files that are not as their rows say (both before anything is made, and naming them) and where another process is
     making the same images, and OSError if the disk is too small. Whatever stops it, the next call goes on from there.
     """
-    if isinstance(engine, str):
-        with open_engine(engine, workers=workers, address=address) as opened:
-            return ensure_images(work, opened)
+    engine = engine or _Local()
     work = replace(work, root=work.root.resolve())  # workers may run in another folder
     if not engine.leads:
         for _ in engine.make(work, ()):
@@ -387,21 +356,17 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
             aside = folder / f".{image_path.name}{_PART}"
             with atomic_folder(image_path, aside, overwrite=True) as part:
                 for index, frame in enumerate(image):
-                    _write_image(part / f"{index:05}.png", frame)
+                    as_picture(frame).save(part / f"{index:05}.png", "PNG")
             aside.rmdir()
         else:
             with atomic_path(image_path, durable=False) as part:
-                _write_image(part, image)
+                as_picture(image).save(part, "PNG")
         with atomic_path(latents_path, durable=False) as part:
             save_weights({"latents": latents.contiguous()}, part, {"format": "pt"})
     for path in (path for image_path, latents in pairs for path in (*_frames(image_path), latents)):
         with path.open("r+b") as stream:  # all at the end: a disk makes several durable for the price of one
             os.fsync(stream.fileno())
     return [(_digest(image_path), sha256_file(latents_path)) for image_path, latents_path in pairs]
-
-
-def _write_image(path: Path, image: Tensor) -> None:
-    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(path, "PNG")
 
 
 def _frames(path: Path) -> list[Path]:
@@ -507,10 +472,10 @@ def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[st
                 sizes[_size(picture, row.frames)] += 1
     if len(sizes) > 1:
         problems.append("images differ in size: " + ", ".join(f"{n} of {size}" for size, n in sizes.items()))
-    known = {path for name in (*rows, *pending) for path in _files(work.folder, name)}
-    known |= {work.folder / WORK_FILE, *_manifests(work)}
-    strangers = {path for path in work.folder.iterdir() if not path.name.startswith(".")} - known
-    return problems + [f"{path.name} was not made by this run" for path in sorted(strangers)]
+    known = {f"{name}{suffix}" for name in (*rows, *pending) for suffix in ("", ".png", ".safetensors")}
+    known |= {WORK_FILE, *(manifest.name for manifest in _manifests(work))}
+    found = sorted(path.name for path in work.folder.iterdir() if not path.name.startswith("."))
+    return problems + [f"{name} was not made by this run" for name in found if name not in known]
 
 
 def _require_none(work: Work, problems: Sequence[str]) -> None:
@@ -526,7 +491,7 @@ def _require_space(work: Work, count: int) -> None:
     """Refuse before the start what would fill the disk: pixels that do not compress, and latents an eighth as wide."""
     pixels = int(work.call.get("height", 1024)) * int(work.call.get("width", 1024)) * frames_in(work.call)
     needed = count * (4 * pixels + 8192)
-    free = _free(work.folder)
+    free = shutil.disk_usage(work.folder).free
     if free < needed:
         raise OSError(
             f"not enough space in {work.folder}: {count} images may need {needed / 1e9:.2f} GB, "
@@ -535,11 +500,11 @@ def _require_space(work: Work, count: int) -> None:
 
 
 @contextmanager
-def cpu_threads(device_type: str, count: int) -> Iterator[None]:
-    """Compute with `count` threads if the device is a CPU, and as before afterwards."""
+def one_thread(device_type: str) -> Iterator[None]:
+    """Compute with one thread if the device is a CPU, and as before afterwards."""
     before = torch.get_num_threads()
     if device_type == "cpu":
-        torch.set_num_threads(count)
+        torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -552,17 +517,17 @@ class _Local:
     leads = True
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
-        if pending:
-            with cpu_threads(work.device_type, work.threads):
-                worker = Worker(work, "local", work.device)
-                for index in pending:
-                    worker.make(index)
-                    yield index
+        return _make_here(work, "local", work.device, pending)
 
 
-@contextmanager
-def _local(_workers: int | None, _address: str | None) -> Iterator[Engine]:
-    yield _Local()
+def _make_here(work: Work, name: str, device: str, pending: Sequence[int]) -> Iterator[int]:
+    """In this process, as the worker of that name."""
+    if pending:
+        with one_thread(work.device_type):
+            worker = Worker(work, name, device)
+            for index in pending:
+                worker.make(index)
+                yield index
 
 
 class _Torchrun:
@@ -574,12 +539,7 @@ class _Torchrun:
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         pending = self.ranks.agree(list(pending))  # what the first found to be missing
         own = self.ranks.share(pending)
-        if own:
-            with cpu_threads(work.device_type, work.threads):
-                worker = Worker(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device))
-                for index in own:
-                    worker.make(index)
-                    yield index
+        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), own)
         self.ranks.meet()
         yield from (index for index in pending if index not in set(own))
 
@@ -601,7 +561,7 @@ class _Actor:
 
     def open(self, work: Work, name: str) -> None:
         if work.device_type == "cpu":
-            torch.set_num_threads(work.threads)
+            torch.set_num_threads(1)
         self.worker = Worker(work, name, work.device_type)  # of several GPUs, Ray shows an actor only its own
 
     def make(self, index: int) -> None:
@@ -654,7 +614,7 @@ class _Ray:
             return self.workers
         resources = self.ray.cluster_resources()
         if work.device_type == "cpu":
-            return max(1, int(resources.get("CPU", 1)) // work.threads)
+            return max(1, int(resources.get("CPU", 1)))
         if not resources.get("GPU"):
             raise ValueError("this Ray cluster has no GPU: give --device cpu, or the number of workers that will come")
         return int(resources["GPU"])
@@ -664,7 +624,7 @@ class _Crew:
     """The actors of one work and what each is doing."""
 
     def __init__(self, ray: Any, work: Work) -> None:
-        needs = {"num_cpus": work.threads} if work.device_type == "cpu" else {"num_gpus": 1}
+        needs = {"num_cpus": 1} if work.device_type == "cpu" else {"num_gpus": 1}
         self.ray, self.work, self.kind = ray, work, ray.remote(_Actor).options(**needs)
         self.hands: dict[Any, _Hand] = {}  # what its call returns -> who was called
         self.hired: list[Any] = []
@@ -791,11 +751,6 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _files(folder: Path, name: str) -> tuple[Path, Path, Path]:
-    """Return the paths that an item may have: its image, its video and its latents."""
-    return _picture_path(folder, name, False), _picture_path(folder, name, True), _latents(folder, name)
-
-
 def _picture(folder: Path, row: Row) -> Path:
     return _picture_path(folder, row.item, row.frames is not None)
 
@@ -819,13 +774,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
 # name -> opens it, given how many workers at most and where a cluster is.
 ENGINES: dict[str, Callable[[int | None, str | None], AbstractContextManager[Engine]]] = {
-    "local": _local,
+    "local": lambda _workers, _address: nullcontext(_Local()),
     "torchrun": _torchrun,
     "ray": _ray,
 }

@@ -8,16 +8,14 @@ images share a batch changes their last bits, so a batch is made in one place on
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
-from fluxq.base.files import sha256_json
 from fluxq.calibrate.capture import batches, run_pipeline
 
 
@@ -27,26 +25,18 @@ class Generated:
 
     images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds, of videos (N, F, 3, H, W). latents: fp32
     (N, ...), as they leave the last denoising step. finite: bool (N,), False where the image, any frame of the video
-    or the latents held NaN or infinity before they became bytes. seconds: wall time of the whole run that they come
-    from, first-call warm-up included. device: where it ran.
+    or the latents held NaN or infinity before they became bytes.
     """
 
     items: tuple[tuple[str, int], ...]
     images: Tensor
     latents: Tensor
     finite: Tensor
-    seconds: float
-    device: str
 
     @property
     def frames(self) -> int | None:
         """Of each video; None for images."""
         return self.images.shape[1] if self.images.ndim == 5 else None
-
-    @property
-    def items_digest(self) -> str:
-        """SHA-256 of prompts and seeds in order."""
-        return sha256_json(self.items)
 
     @property
     def digest(self) -> str:
@@ -74,6 +64,26 @@ class Batch:
     finite: Tensor
 
 
+class Lazy(Sequence[Tensor]):
+    """`count` images or videos, each read when it is asked for, by its index."""
+
+    def __init__(self, count: int, read: Callable[[int], Tensor]) -> None:
+        self.count, self.read = count, read
+
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        places = range(self.count)[index]
+        return self.read(places) if isinstance(places, int) else [self.read(place) for place in places]
+
+
 def items_for(prompts: Sequence[str], count: int, seed: int) -> list[tuple[str, int]]:
     """`count` pairs (prompt, seed + i); a shorter list of prompts starts over, each repeat with its own noise."""
     return [(prompts[i % len(prompts)], seed + i) for i in range(count)]
@@ -93,21 +103,9 @@ def generate(
     """
     if not items:
         raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-    images, latents, finite = [], [], []
-    start = time.perf_counter()
-    for image, latent, is_finite in progress(_one_by_one(pipe, items, call, batch_size), description, len(items)):
-        images.append(image)
-        latents.append(latent)
-        finite.append(is_finite)
-    seconds = time.perf_counter() - start
-    return Generated(
-        items=tuple((prompt, seed) for prompt, seed in items),
-        images=torch.stack(images),
-        latents=torch.stack(latents),
-        finite=torch.stack(finite),
-        seconds=seconds,
-        device=device_name(torch.device(getattr(pipe, "_execution_device", pipe.device))),  # weights may wait elsewhere
-    )
+    made = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
+    images, latents, finite = map(torch.stack, zip(*made, strict=True))
+    return Generated(tuple((prompt, seed) for prompt, seed in items), images, latents, finite)
 
 
 def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> Batch:
@@ -141,6 +139,13 @@ def pictures(output: Any) -> Sequence[Tensor]:
 def to_uint8(image: Tensor) -> Tensor:
     """[0, 1] floats as bytes on the CPU, rounded half to even as diffusers does for PIL; NaN becomes 0."""
     return image.float().mul(255).round().nan_to_num(0).clamp(0, 255).to(torch.uint8).cpu()
+
+
+def as_picture(image: Tensor) -> Any:
+    """A uint8 image (3, H, W) as PIL holds it."""
+    from PIL import Image
+
+    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
 def images_digest(images: Sequence[Tensor] | Tensor) -> str:

@@ -122,6 +122,7 @@ def items_of(prompts: Sequence[str], count: int, seeds: int = 1, first_seed: int
     ]
 
 
+_SIZE = {"height": 1024, "width": 1024}
 _FLUX_DEV = {"num_layers": 19, "num_single_layers": 38, "guidance_embeds": True}
 _FLUX_SCHNELL = {"num_layers": 19, "num_single_layers": 38, "guidance_embeds": False}
 
@@ -147,12 +148,7 @@ PROTOCOLS: dict[str, ProtocolRow] = {
         calls=(
             ModelCall("FLUX.1-dev", "FluxPipeline", _FLUX_DEV, {"num_inference_steps": 50, "guidance_scale": 3.5}),
             ModelCall("FLUX.1-schnell", "FluxPipeline", _FLUX_SCHNELL, {"num_inference_steps": 4, "guidance_scale": 0}),
-            ModelCall(
-                "PixArt-Sigma",
-                "PixArtSigmaPipeline",
-                {},
-                {"num_inference_steps": 20, "guidance_scale": 4.5},
-            ),
+            ModelCall("PixArt-Sigma", "PixArtSigmaPipeline", {}, {"num_inference_steps": 20, "guidance_scale": 4.5}),
             ModelCall(
                 "SANA-1.6b", "SanaPipeline", {"num_layers": 20}, {"num_inference_steps": 20, "guidance_scale": 4.5}
             ),
@@ -174,25 +170,13 @@ PROTOCOLS: dict[str, ProtocolRow] = {
                 "FLUX.1-dev",
                 "FluxPipeline",
                 _FLUX_DEV,
-                {
-                    "num_inference_steps": 28,
-                    "guidance_scale": 3.5,
-                    "max_sequence_length": 512,
-                    "height": 1024,
-                    "width": 1024,
-                },
+                {"num_inference_steps": 28, "guidance_scale": 3.5, "max_sequence_length": 512, **_SIZE},
             ),
             ModelCall(
                 "Qwen-Image",
                 "QwenImagePipeline",
                 {},
-                {
-                    "num_inference_steps": 50,
-                    "true_cfg_scale": 4.0,
-                    "negative_prompt": " ",
-                    "height": 1024,
-                    "width": 1024,
-                },
+                {"num_inference_steps": 50, "true_cfg_scale": 4.0, "negative_prompt": " ", **_SIZE},
             ),
         ),
         comparable=(
@@ -216,8 +200,7 @@ PROTOCOLS: dict[str, ProtocolRow] = {
                     "num_inference_steps": 20,
                     "guidance_scale": 8,
                     "negative_prompt": "normal quality, low quality, worst quality, low res, blurry, nsfw, nude",
-                    "height": 1024,
-                    "width": 1024,
+                    **_SIZE,
                 },
             ),
         ),

@@ -14,7 +14,7 @@ from typing import Any
 
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.eval.images.denoiser import denoisers
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
 from fluxq.runtime.layout import Origin, reencode_layer
 
@@ -89,22 +89,19 @@ def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[S
 def quantized_layers(pipe: Any) -> dict[str, QuantLinear]:
     """`component.path` -> layer, of all components of a pipeline."""
     parts = {name: part for name, part in pipe.components.items() if hasattr(part, "named_modules")}
-    found = {f"{name}.{path}": layer for name, part in parts.items() for path, layer in part.named_modules()}
-    return {name: layer for name, layer in found.items() if isinstance(layer, QuantLinear)}
+    return {f"{name}.{path}": layer for name, part in parts.items() for path, layer in quant_layers(part)}
 
 
 def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) -> int:
     """As `fluxq.prepare` does with layers whose activations are quantized, but to no target; returns how many."""
-    chosen = {name: layer for name, layer in quantized_layers(pipe).items() if _changes(layer, targets)}
-    for name, layer in chosen.items():
-        component, _, path = name.partition(".")
-        reencode_layer(layer, targets, Origin(folder.path / component, path))
-    return len(chosen)
-
-
-def _changes(layer: QuantLinear, targets: tuple[str, ...]) -> bool:
-    scheme = layer.scheme
-    return scheme.activations is not None and scheme.activations.name not in targets
+    changed = 0
+    for name, layer in quantized_layers(pipe).items():
+        activations = layer.scheme.activations
+        if activations is not None and activations.name not in targets:
+            component, _, path = name.partition(".")
+            reencode_layer(layer, targets, Origin(folder.path / component, path))
+            changed += 1
+    return changed
 
 
 def _set_attention(pipe: Any, backend: str) -> None:

@@ -17,23 +17,10 @@ import torch
 from torch import Tensor
 
 from fluxq.base.files import read_json, sha256_file
+from fluxq.eval.images.generate import as_picture
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """scores: 100 × cosine of each image with its prompt, -100 to 100, not clamped.
-
-    truncated: how many prompts are longer than the text encoder reads, so that their ends do not count.
-    warnings: what makes the scores doubtful.
-    """
-
-    scores: tuple[float, ...]
-    truncated: int
-    network: str
-    warnings: tuple[str, ...] = ()
 
 
 class ClipScorer:
@@ -59,23 +46,21 @@ class ClipScorer:
         self.tokenizer: Any = open_clip.get_tokenizer(loaded.model)
         self.warnings = loaded.warnings
 
-    def score(self, images: Sequence[Tensor] | Tensor, prompts: Sequence[str], batch_size: int = 64) -> Alignment:
-        """Score uint8 images (3, H, W) against their prompts, prepared as the model's own config says."""
-        return self.align(self.embed(images, batch_size), prompts, batch_size)
-
     @torch.no_grad()
     def embed(self, images: Sequence[Tensor] | Tensor, batch_size: int = 64) -> Tensor:
         """Normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
         found = []
         for start in range(0, len(images), batch_size):
             batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
-            prepared = torch.stack([self.preprocess(_pil(image)) for image in batch])
+            if any(image.dtype != torch.uint8 for image in batch):
+                raise ValueError(f"CLIP score needs uint8 images, got {batch[0].dtype}")
+            prepared = torch.stack([self.preprocess(as_picture(image)) for image in batch])
             found.append(self.model.encode_image(prepared.to(self.device), normalize=True).float().cpu())  # (B, D)
         return torch.cat(found)
 
     @torch.no_grad()
-    def align(self, embeddings: Tensor, prompts: Sequence[str], batch_size: int = 64) -> Alignment:
-        """Score images by their embeddings (N, D), for callers who need those elsewhere too."""
+    def align(self, embeddings: Tensor, prompts: Sequence[str], batch_size: int = 64) -> tuple[float, ...]:
+        """100 × cosine of each image's embedding (N, D) with its prompt's, -100 to 100, not clamped."""
         if len(embeddings) != len(prompts):
             raise ValueError(f"CLIP score needs a prompt for each image, got {len(embeddings)} and {len(prompts)}")
         scores: list[float] = []
@@ -84,10 +69,10 @@ class ClipScorer:
             asked = self.model.encode_text(tokens.to(self.device), normalize=True).cpu()  # (B, D)
             seen = embeddings[start : start + batch_size]
             scores += (100 * (seen.double() * asked.double()).sum(-1)).tolist()
-        return Alignment(tuple(scores), self.truncated(prompts), self.network, self.warnings)
+        return tuple(scores)
 
     def truncated(self, prompts: Sequence[str]) -> int:
-        """Return the number of prompts that do not fit the text encoder's context."""
+        """Return the number of prompts that are longer than the text encoder reads, so that their ends do not count."""
         context = self.tokenizer.context_length
         room = context + max(len(text.encode()) for text in prompts)  # a token a byte at most: the last is padding
         tokens = self.tokenizer(list(prompts), context_length=room)  # (N, room)
@@ -208,14 +193,6 @@ def _gelu_doubt(settings: dict[str, Any], trained: bool, name: str) -> tuple[str
     cure = "take the -quickgelu configuration" if trained else "take the configuration without -quickgelu"
     with_or_without = "with" if trained else "without"
     return (f"{name} was trained {with_or_without} QuickGELU and is computed otherwise, which moves scores: {cure}",)
-
-
-def _pil(image: Tensor) -> Any:
-    from PIL import Image
-
-    if image.dtype != torch.uint8:
-        raise ValueError(f"CLIP score needs uint8 images, got {image.dtype}")
-    return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 # Whose weights need QuickGELU, by what their files and folders are called.

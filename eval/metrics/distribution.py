@@ -7,9 +7,9 @@
            keeps each image's kernel with itself (Jayasumana et al., 2024; google-research/cmmd/distance.py)
 
 A FID is one number with many variants: network, resizing, precision and above all N, whose bias dwarfs the
-differences between recipes. So every value carries what it depends on, and `fid_difference` refuses to subtract
-unlike ones. Features are taken once and shared; torchmetrics' FID and KID take images only and draw unseeded subsets,
-so the few lines of algebra are here and tests hold them against torchmetrics, torch-fidelity, pytorch-fid and scipy.
+differences between recipes. So every value carries what it depends on. Features are taken once and shared;
+torchmetrics' FID and KID take images only and draw unseeded subsets, so the few lines of algebra are here and tests
+hold them against torchmetrics, torch-fidelity, pytorch-fid and scipy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ _BLOCK = 2048  # rows of a kernel matrix that exist at a time
 
 
 class Incomparable(ValueError):
-    """Two sets of features have no such distance: too few images, or made in different ways."""
+    """Two sets have no such distance: too few images, too small ones, or features that were made in different ways."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,10 @@ class Features:
             extractor=self.extractor,
         )
 
-    def subset(self, rows: Tensor) -> Features:
-        """The same of some of the images."""
-        return Features(self.values[rows], self.network, self.variant, self.digest, self.extractor)
+    @property
+    def n(self) -> int:
+        """Number of images."""
+        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ class Fid:
     """A FID and everything it depends on.
 
     n, n_reference: images on either side, None if a statistics file does not say. features: D, the width of the
-    network's output. reference: what the images are held against, in words, and reference_digest the SHA-256 of its
-    pixels or of its file.
+    network's output. reference: what the images are held against, in words.
     """
 
     value: float
@@ -124,7 +124,6 @@ class Fid:
     network: str
     variant: str
     reference: str
-    reference_digest: str
 
     @property
     def bias(self) -> str:
@@ -190,30 +189,19 @@ def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
     Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
-    n_reference = len(reference.values) if isinstance(reference, Features) else reference.n
-    for n, what in ((len(images.values), "generated"), (n_reference, label)):
+    for n, what in ((images.n, "generated"), (reference.n, label)):
         if n is not None and n < 2:
             raise Incomparable(f"FID needs at least two images a side, got {n} {what}: raise the image count")
     against = reference.moments if isinstance(reference, Features) else reference
     return Fid(
         value=frechet_distance(images.moments, against),
-        n=len(images.values),
-        n_reference=n_reference,
+        n=images.n,
+        n_reference=reference.n,
         features=images.values.shape[1],
         network=str(images.network),
         variant=f"{images.variant}, float64 statistics",
         reference=label,
-        reference_digest=reference.digest,
     )
-
-
-def fid_difference(first: Fid, second: Fid) -> float:
-    """first - second; Incomparable naming what differs if the two values cannot be compared."""
-    for field in ("n", "n_reference", "network", "features", "variant", "reference", "reference_digest"):
-        a, b = getattr(first, field), getattr(second, field)
-        if a != b:
-            raise Incomparable(f"these FIDs cannot be compared: {field} is {a!r} for one and {b!r} for the other")
-    return first.value - second.value
 
 
 def frechet_distance(first: Moments, second: Moments) -> float:
@@ -236,22 +224,24 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
 
     _require_alike(images, reference)
     total, width = images.values.shape
-    others = len(reference.values) if isinstance(reference, Features) else reference.n or math.inf
+    others = reference.n or math.inf
     if min(total, others) <= width:
         raise Incomparable(f"FID∞ in {width} features needs more than {width} images a side, got {min(total, others)}")
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.linspace(total / 5, total, _POINTS).round().long().tolist()
     values = []
     for size in sizes:
-        part = images.subset(torch.randperm(total, generator=generator)[:size]).moments
+        part = _drawn(images, size, generator).moments
+        against = reference
         if isinstance(reference, Features):
-            many = len(reference.values)
-            rows = torch.randperm(many, generator=generator)[: round(size * many / total)]
-            values.append(frechet_distance(part, reference.subset(rows).moments))
-        else:
-            values.append(frechet_distance(part, reference))
+            against = _drawn(reference, round(size * reference.n / total), generator).moments
+        values.append(frechet_distance(part, against))
     line: Any = linregress([1 / size for size in sizes], values)
     return Extrapolated(float(line.intercept), float(line.intercept_stderr), tuple(sizes))
+
+
+def _drawn(images: Features, count: int, generator: torch.Generator) -> Features:
+    return replace(images, values=images.values[torch.randperm(images.n, generator=generator)[:count]])
 
 
 def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
@@ -260,23 +250,22 @@ def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
     Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
-    x, y = images.values.double(), reference.values.double()
-    fewest = min(len(x), len(y))
+    fewest = min(images.n, reference.n)
     if fewest < 2:
         raise Incomparable(f"KID needs at least two images a side, got {fewest}: raise the image count")
     size = min(_KID_SUBSET, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(rows: Tensor) -> Tensor:
-        return rows[torch.randperm(len(rows), generator=generator)[:size]]
-
-    drawn = [kernel_distance(draw(x), draw(y)) for _ in range(_KID_SUBSETS)] if size > 1 else []
+    drawn = [
+        kernel_distance(_drawn(images, size, generator).values, _drawn(reference, size, generator).values)
+        for _ in range(_KID_SUBSETS if size > 1 else 0)
+    ]
     sd = float(torch.tensor(drawn, dtype=torch.float64).std(unbiased=False)) if drawn else math.nan
-    return Kid(kernel_distance(x, y), sd, _KID_SUBSETS, size)
+    return Kid(kernel_distance(images.values, reference.values), sd, _KID_SUBSETS, size)
 
 
 def kernel_distance(x: Tensor, y: Tensor) -> float:
     """Unbiased MMD² of features (N, D) and (M, D) under the cubic kernel: no image is paired with itself."""
+    x, y = x.double(), y.double()
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
         return (a @ b.T / x.shape[1] + 1) ** 3
@@ -405,20 +394,12 @@ def _tf1(image: Tensor) -> Tensor:
     return _centred(interpolate_bilinear_2d_like_tensorflow1x(image.float()[None], size=size, align_corners=False)[0])
 
 
-def _antialias(image: Tensor) -> Tensor:
-    return _centred(_interpolate(image.float(), antialias=True))
-
-
 def _clean(image: Tensor) -> Tensor:
     from PIL import Image
 
     size = (INCEPTION_SIZE, INCEPTION_SIZE)
     channels = [Image.fromarray(channel.float().numpy()).resize(size, Image.Resampling.BICUBIC) for channel in image]
     return _centred(torch.from_numpy(np.stack([np.asarray(channel) for channel in channels])).clamp(0, 255))
-
-
-def _pytorch_fid(image: Tensor) -> Tensor:
-    return 2 * _interpolate(image.float() / 255, antialias=False) - 1
 
 
 def _interpolate(image: Tensor, antialias: bool) -> Tensor:
@@ -443,7 +424,11 @@ _INCEPTION_LAYERS = (
 # a 1024 pixel image by up to a tenth.
 RESIZES: dict[str, Callable[[Tensor], Tensor]] = {
     "tf1": _tf1,  # torch-fidelity, and the TensorFlow original: bilinear without antialiasing
-    "antialias": _antialias,  # torchmetrics' default: bilinear with antialiasing
+    "antialias": lambda image: _centred(
+        _interpolate(image.float(), antialias=True)
+    ),  # torchmetrics' default: bilinear with antialiasing
     "clean": _clean,  # clean-fid: PIL's bicubic on floats
-    "pytorch-fid": _pytorch_fid,  # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
+    "pytorch-fid": lambda image: (
+        2 * _interpolate(image.float() / 255, antialias=False) - 1
+    ),  # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
 }

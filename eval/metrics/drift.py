@@ -199,17 +199,13 @@ def _kept(tensor: Tensor, what: str, item: tuple[str, int], step: int) -> Tensor
     return tensor.detach().to("cpu", copy=True)
 
 
-def _let_pass(_image: int, _step: int, _call: int, _v: Tensor) -> None:
-    """Leaves a transformer's output as it is."""
-
-
 def _walk(
     pipe: Any,
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
     size: int,
     see_latents: Callable[[int, int, Tensor], None],
-    see_velocity: Callable[[int, int, int, Tensor], Tensor | None] = _let_pass,
+    see_velocity: Callable[[int, int, int, Tensor], Tensor | None] | None = None,
     *,
     description: str,
 ) -> None:
@@ -221,15 +217,11 @@ def _walk(
     starts = range(0, len(items), size)
     for first in progress(starts, description, len(starts)):
         batch = items[first : first + size]
-        listener = _Listener(range(first, first + len(batch)), see_velocity)
-
-        def each_latent(step: int, latents: Tensor, first=first) -> None:
-            for row, x in enumerate(latents):
-                see_latents(first + row, step, x)
-
-        hooks = {"on_step": listener.at_step, "on_latents": each_latent}
-        with hooked(denoisers(pipe).values(), after=listener.hook):
-            for _ in run_pipeline(pipe, batch, call, batch_size=len(batch), **hooks):
+        seen = _Listener(range(first, first + len(batch)), see_latents, see_velocity)
+        with hooked(denoisers(pipe).values(), after=seen.hook if see_velocity else None):
+            for _ in run_pipeline(
+                pipe, batch, call, batch_size=len(batch), on_step=seen.at_step, on_latents=seen.at_latents
+            ):
                 pass
 
 
@@ -239,19 +231,23 @@ class _Listener:
     Row r of an output belongs to image r mod B, however many rows guidance makes of an image.
     """
 
-    def __init__(self, images: range, see: Callable[[int, int, int, Tensor], Tensor | None]) -> None:
-        self.images, self.see = images, see
+    def __init__(self, images: range, see_latents: Callable[..., None], see_velocity: Any) -> None:
+        self.images, self.see_latents, self.see_velocity = images, see_latents, see_velocity
         self.step = self.calls = 0
 
     def at_step(self, step: int) -> None:
         self.step, self.calls = step, 0
+
+    def at_latents(self, step: int, latents: Tensor) -> None:
+        for image, x in zip(self.images, latents, strict=True):
+            self.see_latents(image, step, x)
 
     def hook(self, model: nn.Module, _args: Any, output: Any) -> Any:
         v, count = prediction(output, model), len(self.images)
         if len(v) % count:
             raise ValueError(f"{type(model).__name__} returned {len(v)} rows for {count} images")
         rows = v.unflatten(0, (-1, count))  # (rows of an image, B, ...)
-        seen = [self.see(image, self.step, self.calls, rows[:, at]) for at, image in enumerate(self.images)]
+        seen = [self.see_velocity(image, self.step, self.calls, rows[:, at]) for at, image in enumerate(self.images)]
         self.calls += 1
         instead = [each for each in seen if each is not None]
         return with_prediction(output, torch.stack(instead, 1).flatten(0, 1).to(v)) if instead else None

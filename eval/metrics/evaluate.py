@@ -100,13 +100,8 @@ def measure_runs(
 
 def _worst_of(runs: Sequence[Run]) -> list[float]:
     """The least PSNR of each image over all runs, so that all of them show the same images; NaN where one has none."""
-    table = [[_psnr_of(image) for image in run.images] for run in runs]
+    table = [[image.psnr for image in run.images] for run in runs]
     return [math.nan if any(map(math.isnan, values)) else min(values) for values in zip(*table, strict=True)]
-
-
-def _psnr_of(image: Image) -> float:
-    value = image.values.get("psnr")
-    return math.inf if image.identical else math.nan if value is None else value
 
 
 def _measure(

@@ -11,79 +11,25 @@ metric). A video counts as one image: its value is the mean over its frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxq.eval.images.generate import images_digest
-from fluxq.eval.metrics.statistics import Interval, paired_interval
-
 _LAST_BITS = 2  # levels of 255
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Per-image agreement with the 16-bit pipeline, in the order of `items`.
+def fidelity(reference: Any, quantized: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """PSNR and SQNR of the final latents in dB, of each pair of two image sets (as `generate.Generated`), in order.
 
-    psnr_db: over uint8 pixels, infinite for identical images. latent_sqnr_db, latent_cosine: over final
-    latents. All are NaN for an image that was not finite. reference: SHA-256 of the 16-bit images.
-    """
-
-    items: tuple[tuple[str, int], ...]
-    psnr_db: tuple[float, ...]
-    latent_sqnr_db: tuple[float, ...]
-    latent_cosine: tuple[float, ...]
-    reference: str
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two recipes on the same images: `difference` is first minus second in dB, image by image.
-
-    wins, losses, ties: on how many images the first is closer to 16 bit, farther from it, or equally close.
-    """
-
-    difference: Interval
-    wins: int
-    losses: int
-    ties: int
-
-    @property
-    def decided(self) -> bool:
-        """True if the interval of the mean difference leaves out 0."""
-        return self.difference.low > 0 or self.difference.high < 0
-
-
-def fidelity(reference: Any, quantized: Any) -> Fidelity:
-    """Compare two image sets (as `generate.Generated`) image by image.
-
-    Raises ValueError if the two were not made from the same items at the same size.
+    NaN for an image that was not finite. Raises ValueError if the two were not made from the same items at the same
+    size.
     """
     if tuple(reference.items) != tuple(quantized.items):
         raise ValueError("the images to compare come from different prompts or seeds: generate both from one list")
-    return Fidelity(
-        items=tuple(reference.items),
-        psnr_db=whole_only(psnr(reference.images, quantized.images), reference, quantized),
-        latent_sqnr_db=whole_only(sqnr(reference.latents, quantized.latents), reference, quantized),
-        latent_cosine=whole_only(cosine(reference.latents, quantized.latents), reference, quantized),
-        reference=images_digest(reference.images),
-    )
-
-
-def compare(first: Fidelity, second: Fidelity) -> Comparison:
-    """Compare two recipes by PSNR; ValueError unless both were measured against the same 16-bit images."""
-    if first.items != second.items or first.reference != second.reference:
-        raise ValueError("these recipes were not measured on the same 16-bit images: evaluate both with one seed")
-    pairs = list(zip(first.psnr_db, second.psnr_db, strict=True))
-    differences = [0.0 if a == b else a - b for a, b in pairs]  # two identical images differ by 0, not by inf - inf
-    return Comparison(
-        difference=paired_interval(differences),
-        wins=sum(d > 0 for d in differences),
-        losses=sum(d < 0 for d in differences),
-        ties=sum(d == 0 for d in differences),
-    )
+    figures = psnr(reference.images, quantized.images), sqnr(reference.latents, quantized.latents)
+    of_images, of_latents = (whole_only(each, reference, quantized) for each in figures)
+    return of_images, of_latents
 
 
 def flat_images(reference: Any, quantized: Any) -> int:

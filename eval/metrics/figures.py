@@ -28,8 +28,7 @@ def limits(estimate: Estimate | None, digits: str, sign: str = "") -> str:
 
 def both(estimate: Estimate | None, digits: str, sign: str = "") -> str:
     """Mean and limits on one line."""
-    between = limits(estimate, digits, sign)
-    return figure(estimate, digits, sign) + (f" ({between})" if between else "")
+    return stated(estimate, digits, sign=sign)
 
 
 def stated(estimate: Estimate | None, digits: str, unit: str = "", sign: str = "") -> str:

@@ -8,7 +8,7 @@ finite has no means: what can be said of its whole images is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -25,7 +25,6 @@ from fluxq.eval.metrics.distribution import (
     Moments,
     extract,
     fid,
-    fid_difference,
     fid_infinity,
 )
 from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
@@ -34,9 +33,9 @@ from fluxq.eval.metrics.plugins import ADAPTERS, Offer, PluginError, find_offers
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
 
-_Distance = TypeVar("_Distance")
+_Found = TypeVar("_Found")
 _KID_SCALE = 1000
-_OF_VIDEOS = "it is taken of videos, and this model makes images"
+_SHARED = "both sides share prompts and noise, so far below what two independent sets would give"
 
 
 class Unmeasured(Exception):
@@ -93,16 +92,19 @@ class MetricRow:
 
     def measure(self, sample: Sample) -> Measured:
         """Take it; Unmeasured if that is impossible, with a reason that names the cure."""
-        if self.only_video and sample.frames is None:
-            raise Unmeasured(_OF_VIDEOS)
-        for need in self.needs:
-            reason = sample.networks.lacks(need)
-            if reason is not None:
-                raise Unmeasured(reason)
+        reason = self.lacks(sample.networks, sample.frames is not None)
+        if reason is not None:
+            raise Unmeasured(reason)
         try:
             return self.take(sample)
         except (Incomparable, PluginError) as error:
             raise Unmeasured(str(error)) from error
+
+    def lacks(self, networks: Networks, is_video: bool) -> str | None:
+        """Return the reason why it cannot be taken of any images or videos, or None."""
+        if self.only_video and not is_video:
+            return "it is taken of videos, and this model makes images"
+        return next((reason for need in self.needs if (reason := networks.lacks(need)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,12 @@ class Sample:
         bad = int((~self.quantized.finite).sum())
         return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
 
+    def both(self, what: str, compute: Callable[[Any], _Found]) -> tuple[_Found, _Found]:
+        """`compute` of the 16-bit and of the quantized set; kept as `what` for the next sample that holds it."""
+        sides = (self.reference, self.quantized)
+        before, after = (self.networks.seen.get(side, what, lambda side=side: compute(side)) for side in sides)
+        return before, after
+
     def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
         """Return the feature network's features of images, or of the frames of videos.
 
@@ -171,10 +179,7 @@ def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | No
     rows = metric_rows()
     if key not in rows:
         raise ValueError(f"metric {key!r} is unknown; known: {', '.join(rows)}")
-    if rows[key].only_video and not is_video:
-        return _OF_VIDEOS
-    reasons = (networks.lacks(need) for need in rows[key].needs)
-    return next((reason for reason in reasons if reason is not None), None) or _missing_plugin(key)
+    return rows[key].lacks(networks, is_video) or _missing_plugin(key)
 
 
 def metric_rows() -> dict[str, MetricRow]:
@@ -222,23 +227,9 @@ def _same_frames(sample: Sample) -> tuple[str, ...]:
     return (f"{same} of {whole} frames are identical and left out of their videos' means",) if same else ()
 
 
-def _worst_frame_psnr(sample: Sample) -> Measured:
-    return _paired(sample, _stack(values.min() for values in sample.frame_psnr))
-
-
-def _temporal_psnr(sample: Sample) -> Measured:
-    _require_changes(sample)
-    return _paired(sample, temporal_psnr(sample.reference.images, sample.quantized.images))
-
-
 def _flicker(sample: Sample) -> Measured:
     _require_whole(sample)
-    _require_changes(sample)
-    seen = sample.networks.seen
-    before, after = (
-        seen.get(side, "changes", lambda side=side: mean_change(side.images))
-        for side in (sample.reference, sample.quantized)
-    )
+    before, after = sample.both("changes", lambda side: mean_change(side.images))
     still = int((before == 0).sum())
     if still:
         raise Unmeasured(f"{still} of the {len(before)} 16-bit videos stand still: there is nothing to divide by")
@@ -250,57 +241,31 @@ def _video_distance(sample: Sample) -> Measured:
     network: Any = sample.networks.video_features
     if (sample.frames or 1) < VIDEO_FRAMES:
         raise Unmeasured(f"S3D reads at least {VIDEO_FRAMES} frames, the videos have {sample.frames}")
-    seen, device = sample.networks.seen, sample.networks.device
-    before, after = (
-        seen.get(side, "video features", lambda side=side: extract(side.images, network, device=device, batch_size=1))
-        for side in (sample.reference, sample.quantized)
+    device = sample.networks.device
+    before, after = sample.both(
+        "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
     found = fid(after, before, "16-bit videos")
-    note = "both sides share prompts and noise, so far below what two independent sets would give"
     how = f"{_fid_how(found, 'videos')}; FVD is defined with I3D and does not compare"
-    return Measured(_alone(found.value, found.n), notes=(note, found.bias.replace("images", "videos")), how=how)
-
-
-def _require_changes(sample: Sample) -> None:
-    if (sample.frames or 1) < 2:
-        raise Unmeasured("a video of one frame has no change in time")
-
-
-def _stack(values: Iterable[Tensor]) -> Tensor:
-    found = list(values)
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
+    return Measured(_alone(found.value, found.n), notes=(_SHARED, found.bias.replace("images", "videos")), how=how)
 
 
 def _ssim(sample: Sample) -> Measured:
     height, width = sample.reference.images[0].shape[-2:]
     window = perceptual.SSIM_WINDOW
-    if min(height, width) < window:
-        raise Unmeasured(f"its window is {window} pixels wide, the images are {width} x {height}")
     places = (height - window + 1) * (width - window + 1)
     images = sample.reference.images, sample.quantized.images
     notes = (f"an image of {width} x {height} has {places} places for the window",) if places < 1000 else ()
     return _paired(sample, perceptual.ssim(*images, sample.networks.device), notes=notes)
 
 
-def _latent_sqnr(sample: Sample) -> Measured:
-    return _paired(sample, sqnr(sample.reference.latents, sample.quantized.latents))
-
-
-def _latent_cosine(sample: Sample) -> Measured:
-    return _paired(sample, cosine(sample.reference.latents, sample.quantized.latents))
-
-
 def _feature_distance(sample: Sample) -> Measured:
-    before = sample.features(sample.reference.images, sample.reference)
-    after = sample.features(sample.quantized.images, sample.quantized)
+    before, after = _features(sample)
     values = by_video(perceptual.feature_distance(before.values, after.values), sample.frames)
     return _paired(sample, values, how=f"|f(b) - f(a)| / |f(a)|, {_through(before)}")
 
 
 def _lpips(sample: Sample) -> Measured:
-    height, width = sample.reference.images[0].shape[-2:]
-    if min(height, width) < perceptual.LPIPS_PIXELS:
-        raise Unmeasured(f"AlexNet needs {perceptual.LPIPS_PIXELS} pixels a side, the images are {width} x {height}")
     network: Any = sample.networks.lpips_network
     return _paired(sample, network.distance(sample.reference.images, sample.quantized.images))
 
@@ -316,9 +281,7 @@ def _fid(sample: Sample) -> Measured:
     label = sample.networks.reference_name
     before, after = _against_reference(sample, "FID", lambda side, reference: fid(side, reference, label))
     return Measured(
-        value=_alone(after.value, after.n),
-        baseline=_alone(before.value, before.n),
-        change=_alone(fid_difference(after, before), after.n),
+        **_of_sets(before.value, after.value, after.n),
         notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
         how=_fid_how(after, _seen(sample)),
     )
@@ -327,8 +290,7 @@ def _fid(sample: Sample) -> Measured:
 def _fid_to_16bit(sample: Sample) -> Measured:
     before, after = _sides(sample)
     found = fid(after, before, f"16-bit {_seen(sample)}")
-    note = "both sides share prompts and noise, so far below what two independent sets would give"
-    notes = (note, found.bias, *_frames_alike(sample))
+    notes = (_SHARED, found.bias, *_frames_alike(sample))
     return Measured(_alone(found.value, found.n), notes=notes, how=_fid_how(found, _seen(sample)))
 
 
@@ -347,9 +309,7 @@ def _fid_infinity(sample: Sample) -> Measured:
     if isinstance(_reference(sample), Moments):
         notes.append("the bias of the reference's own number of images stays in it")
     return Measured(
-        value=_alone(second.value, count),
-        baseline=_alone(first.value, count),
-        change=_alone(second.value - first.value, count),
+        **_of_sets(first.value, second.value, count),
         notes=tuple(notes),
         how=f"line over 1/N through {len(second.sizes)} subsets of {second.sizes[0]} to {count}, {_through(after)}; "
         f"to {sample.networks.reference_name}",
@@ -359,17 +319,13 @@ def _fid_infinity(sample: Sample) -> Measured:
 def _kid(sample: Sample) -> Measured:
     before, after = _against_reference(sample, "KID", distribution.kid)
     reference, features = _reference(sample), _sides(sample)[1]
-    others = len(reference.values) if isinstance(reference, Features) else reference.n
-    count = len(features.values)
     spread = (
         f"standard deviation {_KID_SCALE * after.sd:.3g} over {after.subsets} subsets of {after.subset_size} images"
     )
     return Measured(
-        value=_alone(_KID_SCALE * after.value, count),
-        baseline=_alone(_KID_SCALE * before.value, count),
-        change=_alone(_KID_SCALE * (after.value - before.value), count),
+        **_of_sets(before.value, after.value, features.n, _KID_SCALE),
         notes=(*(() if math.isnan(after.sd) else (spread,)), *_frames_alike(sample)),
-        how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {others} "
+        how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {reference.n} "
         f"{sample.networks.reference_name}",
     )
 
@@ -387,9 +343,7 @@ def _cmmd(sample: Sample) -> Measured:
     count = len(sample.quantized.items) * (sample.frames or 1)
     few = f"the estimator is biased upwards by a finite number of images: compare only at N = {count}"
     return Measured(
-        value=_alone(after, count),
-        baseline=_alone(before, count),
-        change=_alone(after - before, count),
+        **_of_sets(before, after, count),
         notes=(few, *_frames_alike(sample), *scorer.warnings),
         how=f"1000 × biased MMD², Gaussian kernel of sigma 10, CLIP {scorer.network} (published values: ViT-L-14-336); "
         f"to {len(real)} {networks.reference_name}",
@@ -403,11 +357,10 @@ def _clip_score(sample: Sample) -> Measured:
         scorer.align(by_video(sample.embeddings(side.images, scorer, side), sample.frames), sample.prompts)
         for side in (sample.reference, sample.quantized)
     )
-    count = f"{after.truncated} of {len(sample.prompts)}"
-    cut = f"{count} prompts are longer than the text encoder reads: their ends do not count"
-    notes = (*((cut,) if after.truncated else ()), *after.warnings)
-    how = f"100 × cosine of image and prompt, CLIP {after.network}"
-    return _scored(sample, before.scores, after.scores, notes, how)
+    cut, count = scorer.truncated(sample.prompts), len(sample.prompts)
+    note = f"{cut} of {count} prompts are longer than the text encoder reads: their ends do not count"
+    how = f"100 × cosine of image and prompt, CLIP {scorer.network}"
+    return _scored(sample, before, after, (*((note,) if cut else ()), *scorer.warnings), how)
 
 
 def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
@@ -415,9 +368,9 @@ def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
 
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
-        seen, device = sample.networks.seen, sample.networks.device
-        plugin = seen.get(offer, "plug-in", lambda: open_plugin(offer, device))
-        what, frames = f"scores by {offer.key}", sample.frames
+        networks = sample.networks
+        plugin = networks.seen.get(offer, "plug-in", lambda: open_plugin(offer, networks.device))
+        frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
         def score(side: Any) -> tuple[float, ...]:
@@ -425,10 +378,7 @@ def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
             found = scores(offer, plugin, images, prompts)
             return tuple(by_video(torch.tensor(found, dtype=torch.float64), frames).tolist())
 
-        before, after = (
-            seen.get(side, what, lambda side=side: score(side)) for side in (sample.reference, sample.quantized)
-        )
-        return _scored(sample, before, after)
+        return _scored(sample, *sample.both(f"scores by {offer.key}", score))
 
     return take
 
@@ -446,16 +396,13 @@ def _scored(
     return Measured(value, baseline, difference, after, change, notes, how)
 
 
-def _against_reference(
-    sample: Sample, what: str, measure: Callable[[Features, Any], _Distance]
-) -> tuple[_Distance, _Distance]:
+def _against_reference(sample: Sample, what: str, measure: Callable[[Features, Any], _Found]) -> tuple[_Found, _Found]:
     """A distance of either side to the reference; that of the 16-bit images is the same in every run."""
     reference = _reference(sample)
-    before, after = (
-        sample.networks.seen.get(side, f"{what} to {reference.digest}", lambda side=side: measure(side, reference))
-        for side in _sides(sample)
+    _sides(sample)  # which refuses too few images
+    return sample.both(
+        f"{what} to {reference.digest}", lambda side: measure(sample.features(side.images, side), reference)
     )
-    return before, after
 
 
 def _sides(sample: Sample) -> tuple[Features, Features]:
@@ -464,10 +411,12 @@ def _sides(sample: Sample) -> tuple[Features, Features]:
     count = len(sample.quantized.items) * (sample.frames or 1)
     if count < 2:
         raise Unmeasured(f"needs at least two images on either side, got {count}")
-    return (
-        sample.features(sample.reference.images, sample.reference),
-        sample.features(sample.quantized.images, sample.quantized),
-    )
+    return _features(sample)
+
+
+def _features(sample: Sample) -> tuple[Features, Features]:
+    before, after = (sample.features(side.images, side) for side in (sample.reference, sample.quantized))
+    return before, after
 
 
 def _reference(sample: Sample) -> Features | Moments:
@@ -499,6 +448,12 @@ def _require_whole(sample: Sample) -> None:
 def _alone(value: float, count: int) -> Interval:
     """One number about all images: it has no per-image values to take an interval of."""
     return Interval(value, math.nan, math.nan, count)
+
+
+def _of_sets(before: float, after: float, count: int, scale: float = 1) -> dict[str, Interval]:
+    """A figure of either side's images, and their difference."""
+    found = {"value": after, "baseline": before, "change": after - before}
+    return {name: _alone(scale * figure, count) for name, figure in found.items()}
 
 
 def _through(features: Features) -> str:
@@ -535,12 +490,13 @@ METRICS: dict[str, MetricRow] = {
     ),
     "worst_frame_psnr": MetricRow(
         *("PSNR of the worst frame", "dB", ".2f", "higher", "uint8, peak 255, least of each video's frames"),
-        _worst_frame_psnr,
+        lambda sample: _paired(sample, torch.stack([values.min() for values in sample.frame_psnr])),
         only_video=True,
     ),
     "temporal_psnr": MetricRow(
         *("Temporal PSNR", "dB", ".2f", "higher"),
-        *("of x[t + 1] - x[t], peak 255, all changes of a video together", _temporal_psnr),
+        "of x[t + 1] - x[t], peak 255, all changes of a video together",
+        lambda sample: _paired(sample, temporal_psnr(sample.reference.images, sample.quantized.images)),
         only_video=True,
     ),
     "flicker": MetricRow(
@@ -550,11 +506,13 @@ METRICS: dict[str, MetricRow] = {
     ),
     "latent_sqnr": MetricRow(
         *("SQNR of the final latents", "dB", ".2f", "higher"),
-        *("against the 16-bit latents, mean of per-image values", _latent_sqnr),
+        "against the 16-bit latents, mean of per-image values",
+        lambda sample: _paired(sample, sqnr(sample.reference.latents, sample.quantized.latents)),
     ),
     "latent_cosine": MetricRow(
         *("Cosine of the final latents", "", ".5f", "higher"),
-        *("to the 16-bit latents, mean of per-image values", _latent_cosine),
+        "to the 16-bit latents, mean of per-image values",
+        lambda sample: _paired(sample, cosine(sample.reference.latents, sample.quantized.latents)),
     ),
     "feature_distance": MetricRow(
         *("Feature distance to the 16-bit images", "", ".4f", "lower", "|f(b) - f(a)| / |f(a)|", _feature_distance),

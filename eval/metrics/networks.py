@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import sha256_file
+from fluxq.eval.images.generate import Lazy
 from fluxq.eval.metrics import distribution
 from fluxq.eval.metrics.alignment import ClipScorer, locate
 from fluxq.eval.metrics.distribution import FeatureNetwork, Features, Moments
@@ -27,6 +28,7 @@ from fluxq.eval.metrics.video import s3d
 DEFAULT_RESIZE = "clean"  # what tables of quantized diffusion models are made with
 
 _Found = TypeVar("_Found")
+_NO_CLIP = "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 _CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
 
@@ -166,11 +168,10 @@ def find_networks(
 def find_weights(key: str, folder: Path | None) -> Path | None:
     """The file of WEIGHTS[key] in `folder` or torch hub's checkpoints, checked; None if it is in neither."""
     row = WEIGHTS[key]
-    for place in _places(folder):
-        for name in row.files:
-            if (place / name).is_file():
-                check_weights(place / name, row)
-                return place / name
+    for path in (place / name for place in _places(folder) for name in row.files):
+        if path.is_file():
+            check_weights(path, row)
+            return path
     return None
 
 
@@ -202,35 +203,30 @@ def read_weights(path: Path, row: Weights) -> dict[str, Tensor]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-class ImageFiles(Sequence[Tensor]):
-    """The images in a folder as uint8 (3, H, W), in the order of their names, read when they are asked for."""
+def image_files(folder: Path) -> Lazy:
+    """The images in a folder as uint8 (3, H, W), in the order of their names; ValueError if it holds none."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
+    if not paths:
+        raise ValueError(f"{folder} holds no images; known are {', '.join(_IMAGE_SUFFIXES)}")
+    return Lazy(len(paths), lambda index: _read_image(paths[index]))
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
-        if not self.paths:
-            raise ValueError(f"{folder} holds no images; known are {', '.join(_IMAGE_SUFFIXES)}")
 
-    def __len__(self) -> int:
-        return len(self.paths)
+def _read_image(path: Path) -> Tensor:
+    from PIL import Image, UnidentifiedImageError
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            with Image.open(self.paths[index]) as image:
-                pixels = np.array(image.convert("RGB"))
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{self.paths[index]}: not a readable image ({error})") from None
-        return torch.from_numpy(pixels).permute(2, 0, 1)
+    try:
+        with Image.open(path) as image:
+            pixels = np.array(image.convert("RGB"))
+    except (OSError, UnidentifiedImageError) as error:
+        raise ValueError(f"{path}: not a readable image ({error})") from None
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _with_reference(networks: Networks, path: Path) -> Networks:
     if path.is_dir():
         return replace(
             networks,
-            reference_images=ImageFiles(path),
+            reference_images=image_files(path),
             reference_name=f"images of {path.name}",
             reference_statistics=None,
         )
@@ -263,31 +259,12 @@ def _no_features(networks: Networks) -> str | None:
     if networks.inception is not None and find_spec("torch_fidelity") is None:
         return "FID's Inception needs torch-fidelity: pip install 'fluxq[fid]'"
     if networks.inception is None and networks.feature_network is None:
-        cure = _cure(WEIGHTS["inception"], networks.weights)
-        return f"no feature network was given and FID's Inception is missing: {cure}"
+        return _no_file(networks, None, "inception", "no feature network was given and FID's Inception is missing")
     return None
 
 
-def _no_lpips(networks: Networks) -> str | None:
-    if networks.lpips is None:
-        return f"its AlexNet is missing: {_cure(WEIGHTS['lpips'], networks.weights)}"
-    return None
-
-
-def _no_video_features(networks: Networks) -> str | None:
-    if networks.video is None:
-        return f"no network that looks at whole videos was given: {_cure(WEIGHTS['video'], networks.weights)}"
-    return None
-
-
-def _no_clip(networks: Networks) -> str | None:
-    if networks.clip is None:
-        return "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
-    return None
-
-
-def _no_cmmd_clip(networks: Networks) -> str | None:
-    return None if networks.cmmd_clip else _no_clip(networks)
+def _no_file(networks: Networks, file: Path | None, key: str, said: str) -> str | None:
+    return None if file else f"{said}: {_cure(WEIGHTS[key], networks.weights)}"
 
 
 def _no_reference(networks: Networks) -> str | None:
@@ -314,10 +291,12 @@ def _no_reference_images(networks: Networks) -> str | None:
 # need -> why it is not there.
 NEEDS: dict[str, Callable[[Networks], str | None]] = {
     "features": _no_features,
-    "lpips": _no_lpips,
-    "video_features": _no_video_features,
-    "clip": _no_clip,
-    "cmmd_clip": _no_cmmd_clip,
+    "lpips": lambda networks: _no_file(networks, networks.lpips, "lpips", "its AlexNet is missing"),
+    "video_features": lambda networks: _no_file(
+        networks, networks.video, "video", "no network that looks at whole videos was given"
+    ),
+    "clip": lambda networks: None if networks.clip else _NO_CLIP,
+    "cmmd_clip": lambda networks: None if networks.cmmd_clip or networks.clip else _NO_CLIP,
     "reference": _no_reference,
     "reference_features": _no_reference_features,
     "reference_images": _no_reference_images,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxq.eval.metrics.distribution import Incomparable
 from fluxq.eval.metrics.fidelity import over_frames, per_frame
 
 SSIM_WINDOW = 11
@@ -24,7 +25,7 @@ def ssim(
 ) -> Tensor:
     """SSIM per pair of uint8 images (3, H, W), float64 (N,); 1 up to rounding for identical images; of videos the mean.
 
-    Raises ValueError for images smaller than the window: another window would be another metric.
+    Raises Incomparable for images smaller than the window: another window would be another metric.
     """
     where = device if torch.device(device).type == "cuda" else "cpu"  # in fp64, which others may not have
 
@@ -39,7 +40,7 @@ def structural_similarity(a: Tensor, b: Tensor) -> Tensor:
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     if min(a.shape[-2:]) < SSIM_WINDOW:
-        raise ValueError(f"SSIM looks through a window of {SSIM_WINDOW} pixels, the images are {_size(a)}")
+        raise Incomparable(f"its window is {SSIM_WINDOW} pixels wide, the images are {_size(a)}")
     found: Any = structural_similarity_index_measure(a.double()[None], b.double()[None], data_range=1.0)
     return found
 
@@ -75,7 +76,7 @@ class Lpips:
     @torch.no_grad()
     def _distance(self, a: Tensor, b: Tensor) -> Tensor:
         if min(a.shape[-2:]) < LPIPS_PIXELS:
-            raise ValueError(f"LPIPS's AlexNet needs {LPIPS_PIXELS} pixels a side, the images are {_size(a)}")
+            raise Incomparable(f"AlexNet needs {LPIPS_PIXELS} pixels a side, the images are {_size(a)}")
         batch = [_unit(image)[None].to(self.device) for image in (a, b)]
         return self.network(*batch, normalize=True).squeeze().cpu()
 

@@ -14,7 +14,7 @@ import io
 import math
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -33,23 +33,16 @@ _MOTION_FRAMES, _MOTION_PIXELS, _MOTION_QUALITY = 24, 192, 75  # of an animation
 _MOTION_MS = 125  # for which a frame of it stays
 
 
-class Images(Protocol):
-    """Parts of an image set that a wall needs."""
+def wall(reference: Any, quantized: Any, values: Sequence[float]) -> Wall:
+    """Worst, median and randomly drawn images or videos of two sets (as `generate.Generated`) of the same items.
 
-    @property
-    def images(self) -> Sequence[Tensor]: ...
-
-
-def wall(reference: Images, quantized: Images, values: Sequence[float], *, better: str = "higher") -> Wall:
-    """Worst, median and randomly drawn images or videos of two sets of the same items.
-
-    values: per image, what worst and median are chosen by; NaN is worst of all, an infinite one best. One gain for
-    all differences, so that they compare by eye. ValueError if counts or sizes differ, or there is nothing to show.
+    values: per image, what worst and median are chosen by; NaN is worst of all, an infinite one best. One gain for all
+    differences, so that they compare by eye. ValueError if counts or sizes differ, or there is nothing to show.
     """
     before, after = reference.images, quantized.images
     if not len(before) == len(after) == len(values) or not values:
         raise ValueError(f"a wall of {len(before)} and {len(after)} images by {len(values)} values: needs one of each")
-    groups = choose(values, better=better)
+    groups = choose(values)
     chosen = sorted({index for indices in groups.values() for index in indices})
     moving = {indices[0] for indices in groups.values()}
     pairs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -91,21 +84,16 @@ def wall(reference: Images, quantized: Images, values: Sequence[float], *, bette
     )
 
 
-def choose(values: Sequence[float], *, better: str = "higher", seed: int = 0) -> dict[str, list[int]]:
-    """Indices of the images to show: worst and median by their values, and some drawn by `seed` from all.
+def choose(values: Sequence[float]) -> dict[str, list[int]]:
+    """Indices of the images to show: worst and median by their values, and some drawn by a fixed seed from all.
 
     The draw depends on the number of images alone: several runs show the same ones. All are shown if there are few.
     """
-
-    def quality(index: int) -> float:
-        value = values[index]
-        return -math.inf if math.isnan(value) else value if better == "higher" else -value
-
-    order = sorted(range(len(values)), key=quality)
+    order = sorted(range(len(values)), key=lambda index: -math.inf if math.isnan(values[index]) else values[index])
     if len(order) <= 3 * _PER_GROUP:
         return {"all": order}
     middle = (len(order) - _PER_GROUP) // 2
-    drawn = random.Random(seed).sample(range(len(order)), _PER_GROUP)
+    drawn = random.Random(0).sample(range(len(order)), _PER_GROUP)
     return {"worst": order[:_PER_GROUP], "median": order[middle : middle + _PER_GROUP], "random": sorted(drawn)}
 
 

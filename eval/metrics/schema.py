@@ -129,6 +129,12 @@ class Image(Strict):
     changes: dict[str, float | None] = {}
     frame_psnr: tuple[float | None, ...] = ()
 
+    @property
+    def psnr(self) -> float:
+        """dB, infinite where it is identical, NaN where there is none."""
+        value = self.values.get("psnr")
+        return math.inf if self.identical else math.nan if value is None else value
+
 
 class Verdict(Strict):
     """Judgement of a run; see verdict.py. text: a sentence or two. more_images: about how many would decide.

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
 
-import torch
-
 Outcome = Literal["equivalent", "worse", "inconclusive"]
 
-_LEVEL = 0.95
+_LEVEL, _ALPHA = 0.95, 0.05
 _RESAMPLES = 9999
 _BATCH_VALUES = 1 << 18  # what stays in cache
 
@@ -97,34 +95,16 @@ def clustered_interval(
     return Interval(mean, float(low), float(high), n, infinite)
 
 
-def paired_interval(values: Sequence[float], resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
+def paired_interval(values: Sequence[float], resamples: int = _RESAMPLES) -> Interval:
     """As `clustered_interval`, for one image of each prompt."""
-    return clustered_interval(values, range(len(values)), resamples, seed)
+    return clustered_interval(values, range(len(values)), resamples)
 
 
-def within_item_intervals(conditions: Sequence[Sequence[float]]) -> list[Interval]:
-    """Means of several recipes on the same items, with intervals that leave out how items differ in general.
-
-    Some prompts are fragile under every recipe; that spread widens each recipe's own interval and says nothing
-    about their order. Each item's mean over the recipes is replaced by the grand mean and what remains widened
-    by sqrt(C / (C - 1)) (Cousineau 2005, corrected by Morey 2008). conditions: C lists of equal length, finite.
-    """
-    table = torch.tensor(conditions, dtype=torch.float64)  # (C, items)
-    if len(table) < 2 or not torch.isfinite(table).all():
-        raise ValueError("within-item intervals compare at least two recipes whose values are all finite")
-    means = table.mean(1, keepdim=True)
-    centred = table - table.mean(0) + table.mean() - means  # deviations from each recipe's mean, items alike
-    corrected = means + centred * math.sqrt(len(table) / (len(table) - 1))
-    return [paired_interval(row) for row in corrected.tolist()]
-
-
-def p_value(
-    differences: Sequence[float], prompts: Sequence[Hashable], resamples: int = _RESAMPLES, seed: int = 0
-) -> float:
+def p_value(differences: Sequence[float], prompts: Sequence[Hashable]) -> float:
     """Two-sided p of the hypothesis that paired per-image differences have mean 0.
 
     The bootstrap distribution of the mean, prompts resampled with their images, is shifted to 0; p is the share of it
-    that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / (resamples + 1).
+    that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / 10,000.
     Infinite differences are left out. NaN if any is NaN or fewer than two prompts remain.
     """
     _check_lengths(differences, prompts)
@@ -132,9 +112,9 @@ def p_value(
     if any(math.isnan(value) for value in differences) or len(sums) < 2:
         return math.nan
     mean = sum(sums) / sum(counts)
-    means = _bootstrap(sums, counts, resamples, seed, method="percentile").bootstrap_distribution
+    means = _bootstrap(sums, counts, _RESAMPLES, method="percentile").bootstrap_distribution
     as_far = int((abs(means - mean) >= abs(mean)).sum())
-    return (1 + as_far) / (1 + resamples)
+    return (1 + as_far) / (1 + _RESAMPLES)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -152,15 +132,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def decide(
-    cases: Sequence[Case],
-    prompts: Sequence[Hashable],
-    *,
-    alpha: float = 0.05,
-    resamples: int = _RESAMPLES,
-    seed: int = 0,
-) -> list[Decision]:
-    """Decide which means lie within their margins; a wrong decision among all cases has probability `alpha` at most.
+def decide(cases: Sequence[Case], prompts: Sequence[Hashable], resamples: int = _RESAMPLES) -> list[Decision]:
+    """Decide which means lie within their margins; a wrong decision among all has probability alpha = 5 % at most.
 
     Each of the k cases has two hypotheses that can be rejected, that its mean is outside and that it is within, and a
     one-sided test of half the interval's error does it. Holm's procedure over these 2k: intervals of level
@@ -171,11 +144,11 @@ def decide(
     decisions: dict[int, Decision] = {}
     while True:
         decided = sum(decision.outcome != "inconclusive" for decision in decisions.values())
-        level = 1 - 2 * alpha / (2 * len(cases) - decided) if cases else 1 - alpha
+        level = 1 - 2 * _ALPHA / (2 * len(cases) - decided) if cases else _LEVEL
         before = decided
         for index, case in enumerate(cases):
             if index not in decisions or decisions[index].outcome == "inconclusive":
-                interval = clustered_interval(case.values, prompts, resamples, seed, level)
+                interval = clustered_interval(case.values, prompts, resamples, level=level)
                 outcome = equivalence(interval, case.low, case.high)
                 is_open = outcome == "inconclusive"
                 more = more_images(case.values, prompts, case.low, case.high, level) if is_open else None
@@ -243,7 +216,7 @@ def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[li
     return [math.fsum(group) for group in groups.values()], [float(len(group)) for group in groups.values()]
 
 
-def _bootstrap(sums: list[float], counts: list[float], resamples: int, seed: int, **how: Any) -> Any:
+def _bootstrap(sums: list[float], counts: list[float], resamples: int, seed: int = 0, **how: Any) -> Any:
     from scipy.stats import bootstrap
 
     batch = max(1, _BATCH_VALUES // len(sums))

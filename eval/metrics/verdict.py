@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fluxq.eval.metrics.figures import figure, short, stated
-from fluxq.eval.metrics.schema import Estimate, Image, Item, Margin, Metric, Run, Verdict
+from fluxq.eval.metrics.schema import Estimate, Item, Margin, Metric, Run, Verdict
 from fluxq.eval.metrics.statistics import Case, Decision, Interval, decide, equivalence
 
 LEAST_PROMPTS = 30  # a bootstrap interval over fewer is narrower than it says
@@ -37,16 +37,25 @@ _UNPUBLISHED = "farther from 16 bit than its own noise, and nobody has published
 class Published:
     """Figures of the best published quantizer of a model against that model's own 16-bit images.
 
-    bits: of weights and activations. steps: denoising steps of each image. figures: metric -> value, or change against
-    16 bit for metrics that 16-bit images have too. source: where it was published, and over how many images.
+    bits: of weights and activations. steps: denoising steps of each image. source: where it was published, and over
+    how many images. psnr, lpips: None where they were not. clip_score, image_reward: changes against 16 bit.
     """
 
     model: str
     bits: int
     steps: int
     method: str
-    figures: Mapping[str, float]
     source: str
+    psnr: float | None
+    lpips: float | None
+    image_reward: float | None = None
+    clip_score: float | None = None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Metric -> what was published of it."""
+        found = {key: getattr(self, key) for key in ("psnr", "lpips", "image_reward", "clip_score")}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]:
@@ -77,7 +86,10 @@ def published(run: Run) -> list[Published]:
     """
     if run.noun == "video":
         return []
-    return [row for row in PUBLISHED if row.bits == _bits(run) and (run.drift is None or _is_few(row) == _has_few(run))]
+    rows = [row for row in PUBLISHED if row.bits == _bits(run)]
+    if run.drift is None:
+        return rows
+    return [row for row in rows if (row.steps <= FEW_STEPS) == (len(run.drift.steps) <= FEW_STEPS)]
 
 
 def reached(rows: Sequence[Published], key: str, better: str) -> float | None:
@@ -88,14 +100,6 @@ def reached(rows: Sequence[Published], key: str, better: str) -> float | None:
 
 def _bits(run: Run) -> int:
     return 4 if run.size.bits_per_quantized_weight < _FEW_BITS else 8
-
-
-def _has_few(run: Run) -> bool:
-    return run.drift is not None and len(run.drift.steps) <= FEW_STEPS
-
-
-def _is_few(row: Published) -> bool:
-    return row.steps <= FEW_STEPS
 
 
 def _with_margins(run: Run) -> Run:
@@ -141,16 +145,11 @@ def _ends(margin: Margin | None) -> tuple[float, float]:
 
 def _values(run: Run, key: str, margin: Margin) -> list[float]:
     """Per image; infinite where identical images have no finite value. Empty where there are none per image."""
-    rows = [_row(image, margin) for image in run.images]
-    if not all(key in row for row in rows):
+    rows = [(image, image.values if margin.on == "value" else image.changes) for image in run.images]
+    if not all(key in row for _, row in rows):
         return []
-    absent = [math.inf if image.identical else math.nan for image in run.images]
-    found = [row[key] for row in rows]
-    return [none if value is None else value for value, none in zip(found, absent, strict=True)]
-
-
-def _row(image: Image, margin: Margin) -> dict[str, float | None]:
-    return image.values if margin.on == "value" else image.changes
+    absent = {True: math.inf, False: math.nan}
+    return [absent[image.identical] if (value := row[key]) is None else value for image, row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,12 +239,9 @@ def _judged(run: Run, found: _Decided) -> Verdict:
         text = f"Undecided: {shown}; {_UNPUBLISHED}{undecided}.{_missing(run)}"
         return Verdict(outcome="inconclusive", text=text)
     needed = [more for key in found.undecided if (more := found.decisions[key].more_images) is not None]
-    text = f"Undecided{undecided.replace('; undecided', '', 1)}.{_missing(run)}" if undecided else _nothing(run)
+    what = undecided.replace("; undecided", "", 1) or ": no metric with a margin was measured"
+    text = f"Undecided{what}.{_missing(run)}"
     return Verdict(outcome="inconclusive", text=text, more_images=max(needed, default=None))
-
-
-def _nothing(run: Run) -> str:
-    return f"Undecided: no metric with a margin was measured.{_missing(run)}"
 
 
 def _is_noise(run: Run, found: _Decided) -> bool:
@@ -288,7 +284,7 @@ def _shown(run: Run, key: str) -> str:
     metric = run.metrics[key]
     on_change = metric.margin is not None and metric.margin.on == "change"
     figure = stated(_estimate(metric), metric.digits, metric.unit, "+" if on_change else "")
-    return f"{_short(metric)}{' change' if on_change else ''} {figure}"
+    return f"{short(metric.name)}{' change' if on_change else ''} {figure}"
 
 
 def _asked(run: Run, key: str) -> str:
@@ -318,15 +314,11 @@ def _missing(run: Run) -> str:
     """
     keys = [key for key in DECISIVE if key not in run.metrics or run.metrics[key].missing]
     names = [DECISIVE[key] for key in keys]
-    names += [_short(metric) for key, metric in run.metrics.items() if metric.missing and key not in DECISIVE]
+    names += [short(metric.name) for key, metric in run.metrics.items() if metric.missing and key not in DECISIVE]
     if not names:
         return ""
     listed = ", ".join(names[:_NAMED])
     return f" Not measured: {listed}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}."
-
-
-def _short(metric: Metric) -> str:
-    return short(metric.name)
 
 
 DECISIVE = {"psnr": "PSNR", "lpips": "LPIPS", "clip_score": "CLIP score"}
@@ -350,46 +342,14 @@ _FLUXDISTILL = "Mercity/FluxDistill, RESULTS.md, 512 prompts of MJHQ-30K at 512 
 _MODELOPT = "NVIDIA/TensorRT-Model-Optimizer@5a4242f, examples/diffusers/README.md, 1000 prompts"
 
 PUBLISHED = (
-    Published(
-        *("FLUX.1-dev", 8, 50, "INT W8A8, SVDQuant"),
-        {"psnr": 27.0, "lpips": 0.089, "image_reward": -0.005},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(
-        *("PixArt-Sigma", 8, 20, "INT W8A8, SVDQuant"),
-        {"psnr": 23.7, "lpips": 0.109, "image_reward": 0.011},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(
-        *("FLUX.1-schnell", 8, 4, "INT W8A8, SVDQuant"),
-        {"psnr": 22.9, "lpips": 0.120, "image_reward": 0.028},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(*("FLUX.2-klein-4B", 8, 4, "FP8 of its authors"), {"psnr": 23.02, "lpips": 0.0798}, _FLUXDISTILL),
-    Published(
-        *("FLUX.1-dev", 4, 50, "NVFP4, SVDQuant + GPTQ"),
-        {"psnr": 21.5, "lpips": 0.203, "image_reward": -0.008},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(*("FLUX.1-dev", 4, 30, "FP4, ModelOpt"), {"clip_score": -0.29, "image_reward": -0.022}, _MODELOPT),
-    Published(
-        *("SANA-1.6b", 4, 20, "NVFP4, SVDQuant + GPTQ"),
-        {"psnr": 19.0, "lpips": 0.176, "image_reward": -0.011},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(
-        *("PixArt-Sigma", 4, 20, "NVFP4, SVDQuant + GPTQ"),
-        {"psnr": 18.5, "lpips": 0.271, "image_reward": -0.004},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(
-        *("FLUX.1-schnell", 4, 4, "NVFP4, SVDQuant + GPTQ"),
-        {"psnr": 19.0, "lpips": 0.228, "image_reward": 0.028},
-        _DEEPCOMPRESSOR,
-    ),
-    Published(
-        *("FLUX.2-klein-4B", 4, 4, "NVFP4, SVD of rank 128, Nunchaku's kernel"),
-        {"psnr": 18.71, "lpips": 0.1668},
-        _FLUXDISTILL,
-    ),
+    Published("FLUX.1-dev", 8, 50, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 27.0, 0.089, -0.005),
+    Published("PixArt-Sigma", 8, 20, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 23.7, 0.109, 0.011),
+    Published("FLUX.1-schnell", 8, 4, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 22.9, 0.120, 0.028),
+    Published("FLUX.2-klein-4B", 8, 4, "FP8 of its authors", _FLUXDISTILL, 23.02, 0.0798),
+    Published("FLUX.1-dev", 4, 50, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 21.5, 0.203, -0.008),
+    Published("FLUX.1-dev", 4, 30, "FP4, ModelOpt", _MODELOPT, None, None, -0.022, clip_score=-0.29),
+    Published("SANA-1.6b", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.176, -0.011),
+    Published("PixArt-Sigma", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 18.5, 0.271, -0.004),
+    Published("FLUX.1-schnell", 4, 4, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.228, 0.028),
+    Published("FLUX.2-klein-4B", 4, 4, "NVFP4, SVD of rank 128, Nunchaku's kernel", _FLUXDISTILL, 18.71, 0.1668),
 )

@@ -16,13 +16,15 @@ publishes it, whose file holds tensors alone, where FVD looks through I3D. The t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxq.eval.metrics.distribution import FeatureNetwork
+from fluxq.eval.images.generate import Lazy
+from fluxq.eval.metrics.distribution import FeatureNetwork, Incomparable
 from fluxq.eval.metrics.fidelity import per_pair
 
 VIDEO_FRAMES = 14  # that S3D needs
@@ -31,7 +33,7 @@ VIDEO_FRAMES = 14  # that S3D needs
 def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
     """dB per pair of uint8 videos (F, 3, H, W), float64 (N,); infinite where both change alike.
 
-    Raises ValueError for videos of one frame.
+    Raises Incomparable for videos of one frame.
     """
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] 
 
 
 def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
-    """Mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), 0 to 255, float64 (N,); ValueError for one frame."""
+    """Mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), 0 to 255, float64 (N,); Incomparable for one frame."""
 
     def measure(video: Tensor) -> Tensor:
         _require_changes(video)
@@ -60,40 +62,19 @@ def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _require_changes(video: Tensor) -> None:
     if video.ndim != 4 or len(video) < 2:
-        raise ValueError(f"change in time is taken of videos of at least two frames, got {tuple(video.shape)}")
-
-
-class Frames(Sequence[Tensor]):
-    """All frames of a set of videos one after the other, uint8 (3, H, W) each; one video is held at a time."""
-
-    def __init__(self, videos: Sequence[Tensor] | Tensor, each: int) -> None:
-        self.videos, self.each = videos, each
-        self._at, self._held = -1, torch.empty(0)
-
-    def __len__(self) -> int:
-        return len(self.videos) * self.each
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        at, frame = divmod(index % len(self), self.each)
-        if at != self._at:
-            self._at, self._held = at, self.videos[at]
-        return self._held[frame]
+        raise Incomparable("a video of one frame has no change in time")
 
 
 def all_frames(images: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
-    """Return the pictures of a set for a network that looks at pictures: its images, or the frames of its videos."""
+    """Return the pictures of a set for a network that looks at pictures: its images, or the frames of its videos.
+
+    Frames come one after the other, uint8 (3, H, W) each; one video is held at a time.
+    """
     count = frames_in_each(images)
-    return images if count is None else Frames(images, count)
+    if count is None:
+        return images
+    video = lru_cache(maxsize=1)(images.__getitem__)
+    return Lazy(len(images) * count, lambda index: video(index // count)[index % count])
 
 
 def frames_in_each(images: Sequence[Tensor] | Tensor) -> int | None:

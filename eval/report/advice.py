@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fluxq.eval.metrics.figures import OUTCOMES, computed, size, stated
 from fluxq.eval.metrics.schema import Estimate, Report, Run, Speedup, in_words
@@ -36,9 +35,9 @@ def advice(report: Report) -> str:
         return _look(report, alike)
     undecided = [run for run in chosen if run.verdict.outcome == "inconclusive"]
     if undecided:
-        return f"Nothing says yet whether {_listed(undecided, 'or')} will do: {_more(undecided)}."
-    word = {run.name: OUTCOMES[run.verdict.outcome][1] for run in chosen}
-    return f"Do not use {_listed(chosen, 'or')}: {', '.join(dict.fromkeys(word.values()))}."
+        return f"Nothing says yet whether {_listed(undecided)} will do: {_more(undecided)}."
+    words = dict.fromkeys(OUTCOMES[run.verdict.outcome][1] for run in chosen)
+    return f"Do not use {_listed(chosen)}: {', '.join(words)}."
 
 
 def _by_checkpoint(report: Report) -> dict[str, list[Run]]:
@@ -94,14 +93,11 @@ def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
 def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
     """Return sentences on gains and costs of the closest and the fastest run, only where those were decided."""
     found = []
-    closer = [gain for run in good if run is not chosen and (gain := _closer(report, run, chosen)) is not None]
+    closer = [(gain, run) for run in good if run is not chosen and (gain := _closer(report, run, chosen)) is not None]
     if closer:
-        best = max(closer, key=lambda gain: gain.decibels.mean or 0.0)
-        more = resident(best.run) / resident(chosen) - 1
-        found.append(
-            f"{_named(best.run)} is closer to 16 bit, by {stated(best.decibels, '.1f', 'dB')} of PSNR, and takes "
-            f"{more:.0%} more memory"
-        )
+        gain, best = max(closer, key=lambda each: each[0].mean or 0.0)
+        by, more = stated(gain, ".1f", "dB"), resident(best) / resident(chosen) - 1
+        found.append(f"{_named(best)} is closer to 16 bit, by {by} of PSNR, and takes {more:.0%} more memory")
     gains = {run.name: gain for run in good if (gain := speed_up(run)) is not None}
     over = gains[chosen.name].over if chosen.name in gains else ""
     speeds = {name: gain.ratio for name, gain in gains.items() if gain.over == over and gain.ratio is not None}
@@ -114,13 +110,7 @@ def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class _Closer:
-    run: Run
-    decibels: Estimate
-
-
-def _closer(report: Report, run: Run, chosen: Run) -> _Closer | None:
+def _closer(report: Report, run: Run, chosen: Run) -> Estimate | None:
     """By how much a run's PSNR is higher, where the comparison of their images decided that it is."""
     for each in report.comparisons:
         if {each.first, each.second} != {run.name, chosen.name} or each.p_holm >= _ALPHA:
@@ -129,9 +119,8 @@ def _closer(report: Report, run: Run, chosen: Run) -> _Closer | None:
         mean, low, high = each.difference.mean, each.difference.low, each.difference.high
         if mean is None or low is None or high is None or sign * mean <= 0:
             return None
-        ends = sorted((sign * low, sign * high))
-        gain = each.difference.model_copy(update={"mean": sign * mean, "low": ends[0], "high": ends[1]})
-        return _Closer(run, gain)
+        low, high = sorted((sign * low, sign * high))
+        return each.difference.model_copy(update={"mean": sign * mean, "low": low, "high": high})
     return None
 
 
@@ -169,6 +158,6 @@ def _named(run: Run) -> str:
     return f"{run.checkpoint} ({computed(run.served)} here)"
 
 
-def _listed(runs: Sequence[Run], word: str) -> str:
-    names = [_named(run) for run in runs]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
+def _listed(runs: Sequence[Run]) -> str:
+    *others, last = [_named(run) for run in runs]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from fluxq.eval.metrics.figures import duration, plain, shape, share
+import altair as alt
+import vl_convert
+
+from fluxq.eval.metrics.figures import duration, plain, share
 from fluxq.eval.metrics.schema import (
     SPREAD,
     Curve,
@@ -27,9 +30,12 @@ from fluxq.eval.metrics.schema import (
     Speed,
     SpeedRow,
 )
+from fluxq.eval.report.summary import END, first_size, first_speed
 
+_Along = tuple[str, Sequence[dict[str, Any]], Curve]  # a run's name; the place of each value, its number first
 FLOOR = "noise floor"
 _WIDTH, _HEIGHT = 360, 240
+_ROW = 17  # of layers or blocks; a step in place of a height makes Vega-Lite warn of what it drops
 _MAX_DOTS = 300
 _MAX_LAYERS = 30
 _MAX_TEXT = 90
@@ -54,16 +60,22 @@ class Drawing:
     choices: Mapping[str, str] = field(default_factory=dict)
 
 
+@cache
 def javascript() -> str:
     """Vega, Vega-Lite and vega-embed as one script without external references, about 0.9 MB."""
-    return _bundle().replace("</script", "<\\/script")
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_vegalite())
+    return bundle.replace("</script", "<\\/script")
+
+
+def drawn(charts: Iterable[Drawing | None]) -> list[Drawing]:
+    """Return those that had something to draw."""
+    return [chart for chart in charts if chart is not None]
 
 
 def cost_charts(report: Report) -> list[Drawing]:
     """Quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
     metrics = _comparable(report.runs)
-    drawn = [_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()] if metrics else []
-    return [chart for chart in drawn if chart is not None]
+    return drawn(_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else []
 
 
 def image_chart(report: Report) -> Drawing | None:
@@ -71,19 +83,17 @@ def image_chart(report: Report) -> Drawing | None:
     rows = [row for run in report.runs for row in _ranked(run, report)]
     if not rows:
         return None
-    import altair as alt
-
     few, noun = len(rows) <= _MAX_DOTS, report.noun
     names = [run.name for run in report.runs]
     marks = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("rank:Q", title=f"{noun}s, worst to best (%)", scale=alt.Scale(domain=[0, 100], nice=False)),
         y=alt.Y("value:Q", title="PSNR, dB", scale=alt.Scale(zero=False)),
-        color=_run_colour(names),
+        color=_colour("run:N", names, legend=alt.Legend() if len(names) > 1 else None),
         tooltip=[_tip("run"), _tip("PSNR"), _tip("prompt"), _tip("seed")],
     )
     dots = marks.mark_point(filled=True, size=28 if few else 10, opacity=1)
     lines = marks.mark_line(strokeWidth=1.25, opacity=0.6).encode(tooltip=alt.value(None))
-    lost = len(report.runs) * len(report.items) - sum(_finite_values(run) for run in report.runs)
+    lost = sum(image.values.get("psnr") is None for run in report.runs for image in run.images)
     text = f"PSNR of every {noun} against the 16-bit model's, sorted, a line for each run."
     note = f"{lost} identical or broken {noun}s have no finite PSNR and are not drawn." if lost else ""
     return _drawing("images", f"PSNR of each {noun}", text, (lines + dots), note=note, wide=True)
@@ -91,36 +101,35 @@ def image_chart(report: Report) -> Drawing | None:
 
 def frame_chart(report: Report) -> Drawing | None:
     """PSNR along the frames of videos, with a line for each run and the noise floor dashed; None for images."""
-    shown = [(run.name, _Along(_numbered(run.frames), run.frames)) for run in report.runs if run.frames is not None]
+    shown = [
+        (run.name, [{"frame": frame} for frame in range(len(run.frames.values))], run.frames)
+        for run in report.runs
+        if run.frames is not None
+    ]
     return _curve_chart("frames", "frame", shown, wide=True) if shown else None
 
 
 def drift_charts(report: Report) -> list[Drawing]:
     """A chart for each curve along the denoising steps, with a line for each run and the noise floor dashed."""
-    drifting = [(run.name, run.drift) for run in report.runs if run.drift is not None]
-    keys = dict.fromkeys(key for _, drift in drifting for key in drift.curves)
-    shown = {
-        key: [(name, _Along(_steps(drift), drift.curves[key])) for name, drift in drifting if key in drift.curves]
-        for key in keys
-    }
-    charts = (_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
-    return [chart for chart in charts if chart is not None]
+    shown: dict[str, list[_Along]] = {}
+    for run in report.runs:
+        for key, curve in run.drift.curves.items() if run.drift else ():
+            shown.setdefault(key, []).append((run.name, _steps(run.drift), curve))
+    return drawn(_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
 
 
 def damage_charts(index: int, debug: Debug) -> list[Drawing]:
     """Of one run: what each block costs, and the local SQNR of its worst layers at each step."""
-    return [chart for chart in (_blocks_chart(index, debug), _layers_chart(index, debug)) if chart is not None]
+    return drawn((_blocks_chart(index, debug), _layers_chart(index, debug)))
 
 
 def stage_chart(index: int, speed: Speed) -> Drawing | None:
     """Draw the time of an image by stage, 16 bit and quantized, in every mode at the first size; None without times."""
-    timed = _first_size(speed)
+    timed = first_size(speed)
     rows = [row for each in timed for row in _stage_rows(each)]
     if not rows:
         return None
     noun = "image" if timed[0].frames is None else "video"
-    import altair as alt
-
     stages = [STEPS, *(name for name in ("text encoders", "VAE") if any(row["stage"] == name for row in rows))]
     chart = (
         alt.Chart(alt.Data(values=rows))
@@ -128,7 +137,7 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
         .encode(
             y=alt.Y("side:N", title=None, sort=None, axis=alt.Axis(labelLimit=180)),
             x=alt.X("seconds:Q", title=f"seconds per {noun} (p50)"),
-            color=alt.Color("stage:N", title=None, scale=alt.Scale(domain=stages, range=_palette(len(stages)))),
+            color=_colour("stage:N", stages),
             order=alt.Order("order:Q"),
             tooltip=[_tip("side"), _tip("stage"), _tip("time")],
         )
@@ -139,7 +148,7 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
         "Where the time goes",
         "; ".join(words) + ".",
         chart,
-        height=_rows({row["side"] for row in rows}, 26),
+        height=26 * len({row["side"] for row in rows}),
         wide=True,
     )
 
@@ -164,18 +173,6 @@ def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
     return [any(beats(other, point) for other in points) for point in points]
 
 
-def first_speed(speed: Speed | None, *, reference: bool, side: str = "") -> SpeedRow | None:
-    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of the baseline.
-
-    side: of the unquantized model only this one, "16-bit" or "fp32".
-    """
-    timed = [row for row in _first_size(speed) if row.is_reference == reference and END in row.stages]
-    over = side or next((each.over for each in speed.speedups if each.stage == END), "") if speed else ""
-    if reference and (side or any(row.side == over for row in timed)):
-        timed = [row for row in timed if row.side == over]
-    return min(timed, key=lambda row: row.stages[END].p50, default=None)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # quality against cost
 
@@ -189,14 +186,14 @@ def _bits(run: Run, reference: bool) -> float | None:
 
 def _seconds(run: Run, reference: bool) -> float | None:
     """None too where times spread by more than a speed-up may be given for."""
-    row = first_speed(run.speed, reference=reference, side=_SIXTEEN_BIT)
+    row = first_speed(run.speed, "16-bit" if reference else "")  # a CPU may compute the same sooner in fp32
     if row is None or row.stages[END].iqr > SPREAD * row.stages[END].p50:
         return None
     return row.stages[END].p50 / row.batch
 
 
 def _gigabytes(run: Run, reference: bool) -> float | None:
-    row = first_speed(run.speed, reference=reference, side=_SIXTEEN_BIT)
+    row = first_speed(run.speed, "16-bit" if reference else "")
     return row.peak_bytes / 1e9 if row and row.peak_bytes is not None else None
 
 
@@ -222,8 +219,6 @@ def _cost_chart(
     costs = {run.name: cost(run, False) for run in runs}
     if sum(value is not None for value in costs.values()) < 2:
         return None
-    import altair as alt
-
     before = next((value for run in runs if (value := cost(run, True)) is not None), None)
     points, floors, references = [], [], []
     for name, metric in metrics.items():
@@ -284,7 +279,7 @@ def _cost_chart(
     chart = alt.layer(*layers, title=alt.Title(text=heading)).add_params(metric)
     greyed = sorted({row["run"] for row in points if row["metric"] == first and row["front"] == "no"})
     note = f"Dominated by {names[first]}: {', '.join(greyed)}." if greyed else ""
-    choices = {name: names[name] for name in (first, *_rest(names, first))}
+    choices = {first: names[first]} | names
     return _drawing(
         f"cost-{key}", title, f"{names[first]} of each run against {axis}.", chart, note=note, choices=choices
     )
@@ -371,16 +366,8 @@ def _floor_rows(name: str, floor: Estimate | None) -> list[dict[str, Any]]:
     return [{"metric": name, "value": floor.mean, "low": low, "high": high, "remark": remark}]
 
 
-def _rest(names: Iterable[str], first: str) -> list[str]:
-    return [name for name in names if name != first]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # images and steps
-
-
-def _finite_values(run: Run) -> int:
-    return sum(image.values.get("psnr") is not None for image in run.images)
 
 
 def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
@@ -402,35 +389,23 @@ def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class _Along:
-    """A curve, and what rows say of the place of each of its values, its number first."""
-
-    places: tuple[dict[str, Any], ...]
-    curve: Curve
+def _steps(drift: Drift) -> list[dict[str, Any]]:
+    return [{"step": step, "sigma": f"{s:.3g}"} for step, s in zip(drift.steps, drift.sigmas, strict=True)]
 
 
-def _steps(drift: Drift) -> tuple[dict[str, Any], ...]:
-    return tuple({"step": step, "sigma": f"{s:.3g}"} for step, s in zip(drift.steps, drift.sigmas, strict=True))
-
-
-def _numbered(curve: Curve) -> tuple[dict[str, Any], ...]:
-    return tuple({"frame": frame} for frame in range(len(curve.values)))
-
-
-def _curve_chart(key: str, axis: str, curves: Sequence[tuple[str, _Along]], *, wide: bool = False) -> Drawing | None:
-    """curves: a run's name and what is drawn of it."""
-    import altair as alt
-
-    first, number = curves[0][1].curve, next(iter(curves[0][1].places[0]))
-    rows = [row for name, along in curves for row in _curve_rows(name, along, along.curve.values)]
-    floored = next((along for _, along in curves if along.curve.floor is not None), None)
-    if floored is not None:
-        rows += _curve_rows(FLOOR, floored, floored.curve.floor)
+def _curve_chart(key: str, axis: str, curves: Sequence[_Along], *, wide: bool = False) -> Drawing | None:
+    _, places, first = curves[0]
+    number = next(iter(places[0]))
+    rows = [row for name, places, curve in curves for row in _curve_rows(name, places, curve, curve.values)]
+    names = [name for name, _, _ in curves]
+    shown = names
+    for _, places, curve in curves:
+        if curve.floor is not None:
+            rows += _curve_rows(FLOOR, places, curve, curve.floor)
+            shown = [*names, FLOOR]
+            break
     if not rows:
         return None
-    names = [name for name, _ in curves]
-    shown = [*names, FLOOR] if floored is not None else names
     colours = [*_palette(len(names)), "var(--quiet)"][: len(shown)]
     dashes = [*([1, 0] for _ in names), [5, 4]][: len(shown)]
     base = alt.Chart(alt.Data(values=rows)).encode(
@@ -451,13 +426,15 @@ def _curve_chart(key: str, axis: str, curves: Sequence[tuple[str, _Along]], *, w
     dots = base.mark_point(filled=True, size=26, opacity=1).encode(
         y=y, tooltip=[_tip(name) for name in rows[0] if name not in ("value", "low", "high")]
     )
-    where = [f"{name} ends at {row['figure']}" for name in shown if (row := _last(rows, name)) is not None]
+    last = {row["run"]: row["figure"] for row in rows}
+    where = [f"{name} ends at {last[name]}" for name in shown if name in last]
     text = f"{first.how}. {'; '.join(where)}."
     return _drawing(key, first.name, text, band + line + dots, note=first.how, wide=wide)
 
 
-def _curve_rows(name: str, along: _Along, values: Iterable[Estimate] | None) -> list[dict[str, Any]]:
-    curve = along.curve
+def _curve_rows(
+    name: str, places: Sequence[dict[str, Any]], curve: Curve, values: Sequence[Estimate]
+) -> list[dict[str, Any]]:
     return [
         {
             "run": name,
@@ -467,13 +444,9 @@ def _curve_rows(name: str, along: _Along, values: Iterable[Estimate] | None) -> 
             "high": value.mean if value.high is None else value.high,
             "figure": f"{_words(value, curve.digits)} {curve.unit}".strip(),
         }
-        for place, value in zip(along.places, values or (), strict=True)
+        for place, value in zip(places, values, strict=True)
         if value.mean is not None
     ]
-
-
-def _last(rows: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    return next((row for row in reversed(rows) if row["run"] == name), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -496,24 +469,23 @@ def _blocks_chart(index: int, debug: Debug) -> Drawing | None:
     ]
     if not rows:
         return None
-    import altair as alt
-
     chart = (
         alt.Chart(alt.Data(values=rows))
         .mark_point(filled=True, size=60, opacity=1)
         .encode(
             y=alt.Y("block:N", title=None, sort=alt.SortField("order"), axis=alt.Axis(labelLimit=190, grid=True)),
             x=alt.X("share:Q", title="share of the final latents' error", axis=alt.Axis(format="%")),
-            color=alt.Color("what:N", title=None, scale=alt.Scale(domain=[ONLY, RESTORED], range=_palette(2))),
+            color=_colour("what:N", [ONLY, RESTORED]),
             shape=alt.Shape(
                 "what:N", title=None, scale=alt.Scale(domain=[ONLY, RESTORED], range=["circle", "diamond"])
             ),
             tooltip=[_tip("block"), _tip("text")],
         )
     )
-    worst = max((block for block in debug.blocks if block.damage is not None), key=_damage, default=None)
-    text = f"Blocks in the order in which they run. {worst.name} does most: {share(worst.damage)}." if worst else ""
-    return _drawing(f"blocks-{index}", "Damage by block", text, chart, note=text, height=_rows(debug.blocks))
+    damages = {block.name: block.damage for block in debug.blocks if block.damage is not None}
+    worst = max(damages, key=damages.__getitem__, default="")
+    text = f"Blocks in the order in which they run. {worst} does most: {share(damages[worst])}." if worst else ""
+    return _drawing(f"blocks-{index}", "Damage by block", text, chart, note=text, height=_ROW * len(debug.blocks))
 
 
 def _layers_chart(index: int, debug: Debug) -> Drawing | None:
@@ -533,8 +505,6 @@ def _layers_chart(index: int, debug: Debug) -> Drawing | None:
     ]
     if not rows:
         return None
-    import altair as alt
-
     chart = (
         alt.Chart(alt.Data(values=rows))
         .mark_rect(stroke="var(--paper)", strokeWidth=1)
@@ -550,7 +520,9 @@ def _layers_chart(index: int, debug: Debug) -> Drawing | None:
     lowest = min(rows, key=lambda row: row["sqnr"])
     note = f"The {len(shown)} worst layers, each fed with the 16-bit model's input; low is bad."
     text = f"{note} Lowest: {lowest['layer']} at step {lowest['step']}, {lowest['text']}."
-    return _drawing(f"layers-{index}", "Local error by layer and step", text, chart, note=note, height=_rows(shown))
+    return _drawing(
+        f"layers-{index}", "Local error by layer and step", text, chart, note=note, height=_ROW * len(shown)
+    )
 
 
 def _shared_component(layers: Sequence[LayerDamage]) -> str:
@@ -560,37 +532,21 @@ def _shared_component(layers: Sequence[LayerDamage]) -> str:
     return f"{found.pop()}." if len(found) == 1 and not numbered else ""
 
 
-def _damage(layer: LayerDamage) -> float:
-    return layer.damage or 0.0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # speed
-
-
-def _first_size(speed: Speed | None) -> list[SpeedRow]:
-    if speed is None or not speed.rows:
-        return []
-    first = speed.rows[0]
-    return [row for row in speed.rows if shape(row) == shape(first)]
 
 
 def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
     """Text encoders and VAE as timed; what end to end leaves is the steps, the scheduler and the rest of the call."""
     if END not in row.stages:
         return []
-    parts = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
-    parts[STEPS] = max(0.0, row.stages[END].p50 - sum(parts.values()))
+    whole = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
+    whole[STEPS] = max(0.0, row.stages[END].p50 - sum(whole.values()))
+    parts = {name: seconds / row.batch for name, seconds in whole.items()}
     side = f"{row.label}, {row.mode}"
     order = [STEPS, "text encoders", "VAE"]
     return [
-        {
-            "side": side,
-            "stage": name,
-            "order": order.index(name),
-            "seconds": s / row.batch,
-            "time": duration(s / row.batch),
-        }
+        {"side": side, "stage": name, "order": order.index(name), "seconds": s, "time": duration(s)}
         for name, s in parts.items()
     ]
 
@@ -626,8 +582,6 @@ def _shortened(value: Any) -> Any:
 
 
 def _svg(spec: dict[str, Any]) -> str:
-    import vl_convert
-
     return vl_convert.vegalite_to_svg(spec, vl_version=_vegalite())
 
 
@@ -638,41 +592,20 @@ def _own_ids(svg: str, key: str) -> str:
     return svg
 
 
-@cache
-def _bundle() -> str:
-    import vl_convert
-
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_vegalite())
-
-
 def _vegalite() -> str:
     """The version that altair writes, as vl-convert names it: "6.4" of "v6.4.1"."""
-    import altair
-
-    return ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 
-def _rows(shown: Collection[Any], each: int = 17) -> int:
-    """Height of a chart with a row for each; a step in its place makes Vega-Lite warn of what it drops."""
-    return each * len(shown)
-
-
-def _run_colour(names: Sequence[str]) -> Any:
-    import altair as alt
-
-    legend = alt.Legend() if len(names) > 1 else None
-    return alt.Color(
-        "run:N", title=None, legend=legend, scale=alt.Scale(domain=list(names), range=_palette(len(names)))
-    )
+def _colour(field: str, names: Sequence[str], **how: Any) -> alt.Color:
+    return alt.Color(field, title=None, scale=alt.Scale(domain=names, range=_palette(len(names))), **how)
 
 
 def _palette(count: int) -> list[str]:
     return [f"var(--c{index % _COLOURS})" for index in range(count)]
 
 
-def _tip(name: str) -> Any:
-    import altair as alt
-
+def _tip(name: str) -> alt.Tooltip:
     return alt.Tooltip(f"{name}:N", title=name)
 
 
@@ -685,8 +618,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
-END, STEPS = "end to end", "steps and the rest"
-_SIXTEEN_BIT = "16-bit"  # the side; a CPU may compute the same model sooner in fp32
+STEPS = "steps and the rest"
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 
 # key -> title, axis, digits, (run, whether of its 16-bit side) -> cost; None where it was not measured

@@ -13,7 +13,6 @@ from fluxq.eval.metrics.figures import (
     bits,
     both,
     computed,
-    count,
     duration,
     durations,
     figure,
@@ -23,9 +22,9 @@ from fluxq.eval.metrics.figures import (
     share,
     size,
 )
-from fluxq.eval.metrics.schema import Debug, Metric, Report, Run, Speed
+from fluxq.eval.metrics.schema import Debug, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
-from fluxq.eval.report.summary import speeds, summary, undebugged, untimed
+from fluxq.eval.report.summary import MetricRow, metric_rows, speeds, summary, undebugged, untimed
 
 _MAX_LAYERS = 10
 
@@ -54,7 +53,7 @@ def markdown(report: Report) -> str:
         *_unmeasured(report),
         "## Provenance",
         "",
-        *_table(("", ""), [(escaped(label), f"`{code(text)}`") for label, text in _provenance(report)]),
+        *_lines(("", ""), [(escaped(label), f"`{code(text)}`") for label, text in _provenance(report)]),
         "",
         "```sh",
         report.command.replace("```", "'''"),
@@ -90,32 +89,17 @@ def facts(run: Run) -> list[str]:
 
 def summary_table(report: Report) -> list[str]:
     """A row for each way to compute each checkpoint: what to decide by."""
-    head = (
-        "run",
-        "computed",
-        "verdict",
-        "PSNR, dB",
-        "on disk",
-        "in memory",
-        "bits per weight",
-        f"time per {report.noun}",
-        "speed",
-    )
+    head = ("run", "computed", "verdict", "PSNR, dB", "on disk", "in memory", "bits per weight")
     rows = [
         (
-            escaped(row.name),
-            escaped(row.computed),
-            escaped(row.verdict) or NONE,
-            both(row.psnr, ".2f"),
-            size(row.disk),
-            size(row.resident),
-            bits(row.bits, row.resident_bits),
-            f"{durations(row.seconds)}, {row.about_time}" if row.seconds else escaped(row.unmeasured),
-            f"{both(row.speed_up, '.2f')} × {escaped(row.over)}" if row.speed_up else NONE,
+            *(row.name, row.computed, row.verdict or NONE),
+            *(both(row.psnr, ".2f"), size(row.disk), size(row.resident), bits(row.bits, row.resident_bits)),
+            f"{durations(row.seconds)}, {row.about_time}" if row.seconds else row.unmeasured,
+            f"{both(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
         )
         for row in summary(report)
     ]
-    return _table(head, rows)
+    return _table((*head, f"time per {report.noun}", "speed"), rows)
 
 
 def _on_cpu(speed: Speed | None) -> str:
@@ -126,26 +110,23 @@ def _on_cpu(speed: Speed | None) -> str:
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
     """A row for each metric, a column for each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.metrics)
     made = f"{runs[0].noun}s" if runs else "images"
-    head = ("metric", "16-bit", *(escaped(run.name) for run in runs), "noise floor", made, "how it is measured")
-    return _table(head, [_metric_row([run.metrics.get(key) for run in runs]) for key in keys])
+    head = ("metric", "16-bit", *(run.name for run in runs), "noise floor", made, "how it is measured")
+    return _table(head, [_metric_row(row) for row in metric_rows(runs)])
 
 
-def _metric_row(cells: Sequence[Metric | None]) -> tuple[str, ...]:
-    found = [cell for cell in cells if cell is not None]
-    first = found[0]
-    arrow = "↑" if first.better == "higher" else "↓"
-    baseline = next((cell.baseline for cell in found if cell.baseline), None)
-    floor = next((cell.floor for cell in found if cell.floor), None)
-    hows = dict.fromkeys(text for cell in found if not cell.missing for text in (cell.how, *cell.notes))
+def _metric_row(row: MetricRow) -> tuple[str, ...]:
+    named = row.named
+    arrow = "↑" if named.better == "higher" else "↓"
+    measured = [cell for cell in row.cells if cell is not None and not cell.missing]
+    hows = dict.fromkeys(text for cell in measured for text in (cell.how, *cell.notes))
     return (
-        f"{escaped(first.name)}{f', {escaped(first.unit)}' if first.unit else ''} {arrow}",
-        both(baseline, first.digits),
-        *(_cell(cell) for cell in cells),
-        both(floor, first.digits),
-        count([cell.value for cell in found]),
-        escaped("; ".join(hows or [first.how])),
+        f"{named.name}{f', {named.unit}' if named.unit else ''} {arrow}",
+        both(row.baseline, named.digits),
+        *(_cell(cell) for cell in row.cells),
+        both(row.floor, named.digits),
+        row.count,
+        "; ".join(hows or [named.how]),
     )
 
 
@@ -153,7 +134,7 @@ def _cell(metric: Metric | None) -> str:
     if metric is None:
         return NONE
     if metric.missing:
-        return f"not measured: {escaped(metric.missing)}"
+        return f"not measured: {metric.missing}"
     value = metric.value
     text = both(value, metric.digits)
     if value is not None and value.infinite and value.mean is not None:
@@ -183,13 +164,7 @@ def _comparisons(report: Report) -> list[str]:
     if not report.comparisons:
         return []
     rows = [
-        (
-            escaped(each.first),
-            escaped(each.second),
-            both(each.difference, ".2f", "+"),
-            f"{each.p:.2g}",
-            f"{each.p_holm:.2g}",
-        )
+        (each.first, each.second, both(each.difference, ".2f", "+"), f"{each.p:.2g}", f"{each.p_holm:.2g}")
         for each in report.comparisons
     ]
     head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
@@ -203,9 +178,7 @@ def _drift(runs: Sequence[Run]) -> list[str]:
             middle = len(curve.values) // 2
             floor = figure(curve.floor[-1], curve.digits) if curve.floor else NONE
             picked = [figure(curve.values[i], curve.digits) for i in (0, middle, -1)]
-            rows.append(
-                (escaped(run.name), escaped(f"{curve.name}{f', {curve.unit}' if curve.unit else ''}"), *picked, floor)
-            )
+            rows.append((run.name, f"{curve.name}{f', {curve.unit}' if curve.unit else ''}", *picked, floor))
     if not rows:
         return []
     head = ("run", "curve", "first step", "middle", "last step", "noise floor, last")
@@ -215,35 +188,24 @@ def _drift(runs: Sequence[Run]) -> list[str]:
 def _speed(name: str, speed: Speed) -> list[str]:
     rows = []
     for row in speed.rows:
-        where = (escaped(row.label), row.mode, shape(row))
+        where = (row.label, row.mode, shape(row))
         if row.missing:
-            rows.append((*where, "", f"not measured: {escaped(row.missing)}", "", ""))
+            rows.append((*where, "", f"not measured: {row.missing}", "", ""))
             continue
-        peak = size(row.peak_bytes)
-        rows += [
-            (
-                *where,
-                escaped(stage),
-                f"{duration(t.p50)} / {duration(t.p95)}",
-                share(t.iqr / t.p50 if t.p50 else None),
-                peak,
-            )
-            for stage, t in row.stages.items()
-        ]
+        for stage, t in row.stages.items():
+            spread = share(t.iqr / t.p50 if t.p50 else None)
+            rows.append((*where, stage, f"{duration(t.p50)} / {duration(t.p95)}", spread, size(row.peak_bytes)))
     sizes = figures.sizes(speed)
     head = ("side", "mode", sizes, "stage", "p50 / p95", "IQR / p50", "peak memory")
     ratios = [
         (
-            escaped(each.stage),
-            escaped(each.mode),
-            shape(each),
-            escaped(each.baseline),
-            both(each.ratio, ".3g") if each.ratio else f"not given: {escaped(each.refused or '')}",
+            *(each.stage, each.mode, shape(each), each.baseline),
+            both(each.ratio, ".3g") if each.ratio else f"not given: {each.refused or ''}",
         )
         for each in speed.speedups
     ]
     cards = [
-        (escaped(card.side), f"{card.gigabytes} GB", size(card.needed), "fits" if card.fits else "does not fit")
+        (card.side, f"{card.gigabytes} GB", size(card.needed), "fits" if card.fits else "does not fit")
         for card in speed.cards
     ]
     return [
@@ -264,41 +226,28 @@ def _speed(name: str, speed: Speed) -> list[str]:
 def _debug(name: str, debug: Debug) -> list[str]:
     layers = [
         (
-            f"`{code(layer.name)}`",
-            escaped(layer.scheme),
-            share(layer.damage),
-            share(layer.gain),
-            _lowest(layer.local_sqnr_db),
+            *(f"`{code(layer.name)}`", escaped(layer.scheme), share(layer.damage), share(layer.gain)),
+            plain(min((value for value in layer.local_sqnr_db if value is not None), default=None), ".1f"),
         )
         for layer in debug.layers[:_MAX_LAYERS]
     ]
     head = ("layer", "stored as", "damage alone", "gone when kept in 16 bit", "lowest local SQNR, dB")
-    patch = debug.patch
-    patched = []
-    if patch is not None:
-        patched = [
-            f"A recipe that keeps {len(patch.layers)} of them in {escaped(patch.format)}:",
-            "",
-            "```yaml",
-            patch.recipe.rstrip().replace("```", "'''"),
-            "```",
-            "",
-        ]
     return [
         f"## Layers: {escaped(name)}",
         "",
         *(f"- {escaped(finding)}" for finding in debug.findings),
         "",
-        *_table(head, layers),
+        *_lines(head, layers),
         "",
         f"{about_shares(debug.layers[:_MAX_LAYERS])}.",
         "",
-        *patched,
+        *(_patch(debug.patch) if debug.patch else []),
     ]
 
 
-def _lowest(values: Iterable[float | None]) -> str:
-    return plain(min((value for value in values if value is not None), default=None), ".1f")
+def _patch(patch: Patch) -> list[str]:
+    opening = f"A recipe that keeps {len(patch.layers)} of them in {escaped(patch.format)}:"
+    return [opening, "", "```yaml", patch.recipe.rstrip().replace("```", "'''"), "```", ""]
 
 
 def _unmeasured(report: Report) -> list[str]:
@@ -308,19 +257,14 @@ def _unmeasured(report: Report) -> list[str]:
 
 
 def _provenance(report: Report) -> list[tuple[str, str]]:
-    shared = {
-        "made": report.created,
-        "licence of the base model": report.license,
-        **report.reference,
-        **report.provenance,
-    }
+    shared = {"made": report.created, "licence of the base model": report.license}
     call = ", ".join(f"{key}={value}" for key, value in report.call.items()) or "defaults"
     prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
     asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} {report.noun}s"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     own = {f"{run.checkpoint}: {label}": text for run in report.runs for label, text in run.provenance.items()}
     return [
-        *shared.items(),
+        *(shared | report.reference | report.provenance).items(),
         ("pipeline call", call),
         ("protocol", asked),
         ("prompts", prompts),
@@ -330,6 +274,11 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Of plain text."""
+    return _lines([*map(escaped, head)], [[*map(escaped, row)] for row in rows])
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
     return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 

@@ -21,15 +21,15 @@ from fluxq.base.files import write_text
 from fluxq.base.output import seal
 from fluxq.eval.debug.findings import about_shares
 from fluxq.eval.metrics import figures
-from fluxq.eval.metrics.schema import Comparison, Estimate, Image, Item, Metric, Picture, Report, Run
+from fluxq.eval.metrics.schema import Comparison, Estimate, Image, Item, Picture, Report, Run
 from fluxq.eval.metrics.statistics import clustered_interval, holm, p_value
 from fluxq.eval.metrics.verdict import with_verdicts
 from fluxq.eval.report.advice import advice
 from fluxq.eval.report.charts import (
-    Drawing,
     alike,
     cost_charts,
     damage_charts,
+    drawn,
     drift_charts,
     frame_chart,
     image_chart,
@@ -37,10 +37,9 @@ from fluxq.eval.report.charts import (
     stage_chart,
 )
 from fluxq.eval.report.markdown import facts, markdown
-from fluxq.eval.report.summary import speeds, summary, undebugged, untimed
+from fluxq.eval.report.summary import metric_rows, speeds, summary, undebugged, untimed
 from fluxq.eval.report.words import GLOSSARY
 
-COMPARED_BY = "psnr"
 _PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
 _TABLE_IMAGES = 200
 _LAYERS = 40  # of each run's table
@@ -118,31 +117,21 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     """
     prompts = [prompt for prompt, _ in items]
     whole = [run for run in runs if run.status != "broken"]
-    found: list[tuple[Run, Run, list[float], float]] = []
+    found = []
     for first, second in itertools.combinations(whole, 2):
         differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
         p = p_value(differences, prompts)
         if not math.isnan(p):
-            found.append((first, second, differences, p))
-    corrected = holm([p for *_, p in found])
+            difference = Estimate.of(clustered_interval(differences, prompts))
+            found.append({"first": first.name, "second": second.name, "difference": difference, "p": p})
+    corrected = holm([each["p"] for each in found])
     return tuple(
-        Comparison(
-            first=first.name,
-            second=second.name,
-            metric=COMPARED_BY,
-            difference=Estimate.of(clustered_interval(differences, prompts)),
-            p=p,
-            p_holm=p_holm,
-        )
-        for (first, second, differences, p), p_holm in zip(found, corrected, strict=True)
+        Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(found, corrected, strict=True)
     )
 
 
 def _difference(first: Image, second: Image) -> float:
-    a, b = (math.inf if image.identical else image.values.get(COMPARED_BY) for image in (first, second))
-    if a is None or b is None:
-        return math.nan
-    return 0.0 if a == b else a - b
+    return 0.0 if first.psnr == second.psnr else first.psnr - second.psnr
 
 
 def _require_same_reference(first: Report, other: Report) -> None:
@@ -166,13 +155,12 @@ def _require_same_reference(first: Report, other: Report) -> None:
 def _unlike(runs: Sequence[Run]) -> list[str]:
     """A warning for each metric that not all runs measured alike."""
     found = []
-    for key in dict.fromkeys(key for run in runs for key in run.metrics):
-        measured = [run.metrics[key] for run in runs if key in run.metrics and run.metrics[key].value is not None]
+    for row in metric_rows(runs):
+        measured = [cell for cell in row.cells if cell is not None and cell.value is not None]
         if not alike(measured):
-            hows = "; ".join(
-                dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
-            )
-            found.append(f"{measured[0].name} was not measured alike in all runs and does not compare: {hows}")
+            hows = dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
+            said = f"{measured[0].name} was not measured alike in all runs and does not compare"
+            found.append(f"{said}: {'; '.join(hows)}")
     return found
 
 
@@ -187,25 +175,6 @@ def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what the template is given besides the report
-
-
-@dataclass(frozen=True)
-class MetricRow:
-    """One metric over all runs; cells: in the order of the runs. baseline, floor: shared, of the first that has one."""
-
-    key: str
-    name: str
-    unit: str
-    digits: str
-    better: str
-    asked: tuple[str, ...]
-    how: tuple[str, ...]
-    baseline: Estimate | None
-    floor: Estimate | None
-    count: str
-    notes: tuple[str, ...]
-    missing: tuple[str, ...]
-    cells: tuple[Metric | None, ...]
 
 
 @dataclass(frozen=True)
@@ -243,22 +212,22 @@ def _page(report: Report) -> dict[str, Any]:
     timed = speeds(report)
     charts = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
-        "images": [chart for chart in (image_chart(report), frame_chart(report)) if chart is not None],
+        "images": drawn((image_chart(report), frame_chart(report))),
         "drift": drift_charts(report),
         "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
         "stages": [stage_chart(i, speed) for i, (_, speed) in enumerate(timed)],
     }
-    drawn = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
-    drawn += [chart for chart in charts["stages"] if chart is not None]
-    metrics = _metric_rows(runs)
+    shown = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
+    shown += drawn(charts["stages"])
+    metrics = metric_rows(runs)
     return {
         "advice": advice(report),
         "summary": summary(report),
         "sections": SECTIONS,
         "charts": charts,
-        "specs": {chart.key: chart.spec for chart in drawn},
-        "script": javascript() if drawn else "",
-        "choices": _choices(charts["cost"]),
+        "specs": {chart.key: chart.spec for chart in shown},
+        "script": javascript() if shown else "",
+        "choices": {key: name for chart in charts["cost"] for key, name in chart.choices.items()},
         "facts": [facts(run) for run in runs],
         "metrics": [row for row in metrics if row.count],
         "unmeasured": [row for row in metrics if row.missing],
@@ -278,43 +247,6 @@ def _page(report: Report) -> dict[str, Any]:
     }
 
 
-def _choices(charts: Sequence[Drawing]) -> dict[str, str]:
-    return {key: name for chart in charts for key, name in chart.choices.items()}
-
-
-def _metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
-    rows = []
-    for key in dict.fromkeys(key for run in runs for key in run.metrics):
-        cells = tuple(run.metrics.get(key) for run in runs)
-        found = [cell for cell in cells if cell is not None]
-        measured = [cell for cell in found if cell.value is not None] or found
-        rows.append(
-            MetricRow(
-                key=key,
-                name=found[0].name,
-                unit=found[0].unit,
-                digits=found[0].digits,
-                better=found[0].better,
-                asked=tuple(dict.fromkeys(_asked(cell) for cell in measured if cell.margin)),
-                how=tuple(dict.fromkeys(cell.how for cell in measured)),
-                baseline=next((cell.baseline for cell in found if cell.baseline), None),
-                floor=next((cell.floor for cell in found if cell.floor), None),
-                count=figures.count([cell.value for cell in found]),
-                notes=tuple(dict.fromkeys(note for cell in found for note in cell.notes)),
-                missing=tuple(dict.fromkeys(cell.missing for cell in found if cell.missing)),
-                cells=cells,
-            )
-        )
-    return rows
-
-
-def _asked(metric: Metric) -> str:
-    """Return what the verdict holds a metric against, in words; "" if it has no margin."""
-    if metric.margin is None:
-        return ""
-    return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
-
-
 def _pictures_kept(runs: Sequence[Run]) -> int:
     """Return the number of pictures of each group that fit on the page, 0 if not one of each fits."""
     walls = [run.wall for run in runs if run.wall is not None]
@@ -332,24 +264,21 @@ def _bytes(picture: Picture) -> int:
 
 def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
     """A row for each item that any run's wall holds in a group, with the pictures of all runs that have it."""
-    walls = {run.name: _pictures_of(run, kept) for run in report.runs}
-    groups: dict[str, list[int]] = {}
+    walls: dict[str, dict[int, Picture]] = {run.name: {} for run in report.runs}
+    groups: dict[str, dict[int, None]] = {}
     for run in report.runs:
         for name, pictures in (run.wall.groups if run.wall else {}).items():
-            groups.setdefault(name, []).extend(picture.index for picture in pictures[:kept])
+            for picture in pictures[:kept]:
+                walls[run.name][picture.index] = picture
+                groups.setdefault(name, {})[picture.index] = None
     found = []
     for name, indices in groups.items():
-        rows = [row for index in dict.fromkeys(indices) for row in _picture_rows(report, walls, index)]
+        rows = [row for index in indices for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
             title = PICTURE_GROUPS.get(name, name)
             found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
     return found
-
-
-def _pictures_of(run: Run, kept: int) -> dict[int, Picture]:
-    groups = run.wall.groups.values() if run.wall else ()
-    return {picture.index: picture for pictures in groups for picture in pictures[:kept]}
 
 
 def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:
@@ -371,14 +300,8 @@ def _has(shot: Shot, frames: tuple[int, ...], shown: Mapping[tuple[int, ...], st
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
     """Every image of every run, worst first by the first run; of very many, the worst."""
-
-    def quality(index: int) -> float:
-        image = report.runs[0].images[index]
-        value = image.values.get(COMPARED_BY)
-        return math.inf if image.identical else -math.inf if value is None else value
-
-    order = sorted(range(len(report.items)), key=quality)[:_TABLE_IMAGES] if report.runs else []
-    return [(report.items[index], [run.images[index] for run in report.runs]) for index in order]
+    rows = [(item, [run.images[index] for run in report.runs]) for index, item in enumerate(report.items)]
+    return sorted(rows, key=lambda row: -math.inf if math.isnan(row[1][0].psnr) else row[1][0].psnr)[:_TABLE_IMAGES]
 
 
 def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:

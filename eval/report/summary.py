@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fluxq.eval.metrics.figures import ARITHMETICS, OUTCOMES, computed, short, stated
-from fluxq.eval.metrics.schema import SPREAD, Estimate, Report, Run, Served, Speed, SpeedRow, Timed, in_words
-from fluxq.eval.report.charts import END, first_speed
+from fluxq.eval.metrics.figures import ARITHMETICS, OUTCOMES, computed, count, shape, short, stated
+from fluxq.eval.metrics.schema import SPREAD, Estimate, Metric, Report, Run, Served, Speed, SpeedRow, Timed, in_words
 
+END = "end to end"  # the stage
 MAIN = ("psnr", "lpips", "clip_score", "image_reward", "velocity_error")
 
 
@@ -32,10 +32,6 @@ class Row:
     name: str
     recipe: str
     computed: str
-    about: str
-    outcome: str
-    remark: str
-    psnr: Estimate | None
     disk: int
     resident: int
     bits: float
@@ -43,8 +39,12 @@ class Row:
     seconds: tuple[float, ...]
     spread: float
     mode: str
-    unmeasured: str
     peak: int | None
+    about: str = ""
+    outcome: str = ""
+    remark: str = ""
+    psnr: Estimate | None = None
+    unmeasured: str = "not measured"
     speed_up: Estimate | None = None
     over: str = "16 bit"
 
@@ -61,11 +61,58 @@ class Row:
 
 def summary(report: Report) -> list[Row]:
     """Return the 16-bit model, in fp32 too where that was timed, and every run and what was timed alone, in order."""
-    rows = [_sixteen_bit(report), *_in_fp32(report)] if report.runs else []
+    rows = _unquantized(report) if report.runs else []
     for checkpoint in dict.fromkeys(run.checkpoint for run in report.runs):
         rows += [_of_run(run, report) for run in report.runs if run.checkpoint == checkpoint]
         rows += [_of_timed(timed) for timed in report.timed if timed.checkpoint == checkpoint]
     return rows
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One metric over all runs; cells: in the order of the runs. baseline, floor: shared, of the first that has one.
+
+    named: any of the cells, for name, unit, digits and direction. asked, how, notes, missing: each different one once.
+    """
+
+    named: Metric
+    asked: tuple[str, ...]
+    how: tuple[str, ...]
+    baseline: Estimate | None
+    floor: Estimate | None
+    count: str
+    notes: tuple[str, ...]
+    missing: tuple[str, ...]
+    cells: tuple[Metric | None, ...]
+
+
+def metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
+    """Return a row for each metric that any run has."""
+    keys = dict.fromkeys(key for run in runs for key in run.metrics)
+    return [_metric_row([run.metrics.get(key) for run in runs]) for key in keys]
+
+
+def _metric_row(cells: Sequence[Metric | None]) -> MetricRow:
+    found = [cell for cell in cells if cell is not None]
+    measured = [cell for cell in found if cell.value is not None] or found
+    return MetricRow(
+        named=found[0],
+        asked=tuple(dict.fromkeys(_asked(cell) for cell in measured if cell.margin)),
+        how=tuple(dict.fromkeys(cell.how for cell in measured)),
+        baseline=next((cell.baseline for cell in found if cell.baseline), None),
+        floor=next((cell.floor for cell in found if cell.floor), None),
+        count=count([cell.value for cell in found]),
+        notes=tuple(dict.fromkeys(note for cell in found for note in cell.notes)),
+        missing=tuple(dict.fromkeys(cell.missing for cell in found if cell.missing)),
+        cells=tuple(cells),
+    )
+
+
+def _asked(metric: Metric) -> str:
+    """Return what the verdict holds a metric against, in words; "" if it has no margin."""
+    if metric.margin is None:
+        return ""
+    return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
 
 
 def untimed(report: Report) -> list[str]:
@@ -86,99 +133,109 @@ def speeds(report: Report) -> list[tuple[str, Speed]]:
     return [*of_runs, *((timed.name, timed.speed) for timed in report.timed)]
 
 
-def _sixteen_bit(report: Report) -> Row:
-    first = report.runs[0]
-    psnr = next((run.metrics["psnr"].floor for run in report.runs if "psnr" in run.metrics), None)
-    return Row(
+def first_speed(speed: Speed | None, side: str = "") -> SpeedRow | None:
+    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of an unquantized side.
+
+    side: "16-bit" or "fp32", "" for the quantized one.
+    """
+    rows = [row for row in first_size(speed) if END in row.stages and row.is_reference == bool(side)]
+    timed = [row for row in rows if row.side == side] if side else rows
+    return min(timed, key=lambda row: row.stages[END].p50, default=None)
+
+
+def first_size(speed: Speed | None) -> list[SpeedRow]:
+    """Return the rows of the size that was timed first."""
+    return [row for row in speed.rows if shape(row) == shape(speed.rows[0])] if speed else []
+
+
+def _unquantized(report: Report) -> list[Row]:
+    """The 16-bit model, and in fp32 where that was timed: CPUs may compute sooner with it."""
+    size = report.runs[0].size.bytes_before
+    in_16_bit = Row(
         name="16 bit",
         recipe=report.model,
         computed=report.reference.get("dtype", "16 bit"),
         about="the model that everything is held against; its PSNR is of two runs of it",
-        outcome="",
-        remark="",
-        psnr=psnr,
-        disk=first.size.bytes_before,
-        resident=first.size.bytes_before,
+        psnr=next((run.metrics["psnr"].floor for run in report.runs if "psnr" in run.metrics), None),
+        disk=size,
+        resident=size,
         bits=16.0,
         resident_bits=16.0,
-        **_times_of(_timed_in(report, "16-bit")),
+        **_times(_timed_in(report, "16-bit")),
     )
-
-
-def _in_fp32(report: Report) -> list[Row]:
-    """On CPUs that may compute sooner with it; none where nobody timed it."""
-    timed, size = _timed_in(report, "fp32"), report.runs[0].size
+    timed = _timed_in(report, "fp32")
     if not timed:
-        return []
-    row = Row(
+        return [in_16_bit]
+    in_fp32 = Row(
         name="fp32",
         recipe=report.model,
         computed="float32",
-        about="",
-        outcome="",
-        remark="",
-        psnr=None,
-        disk=size.bytes_before,
-        resident=2 * size.bytes_before,
+        disk=size,
+        resident=2 * size,
         bits=16.0,
         resident_bits=32.0,
-        **_times_of(timed),
+        **_times(timed),
     )
-    return [row]
+    return [in_16_bit, in_fp32]
 
 
 def _timed_in(report: Report, side: str) -> list[SpeedRow]:
     """Return the fastest row of an unquantized side in each bench that timed it."""
-    found = (first_speed(speed, reference=True, side=side) for _, speed in speeds(report))
+    found = (first_speed(speed, side) for _, speed in speeds(report))
     return [row for row in found if row is not None]
 
 
-def _times_of(timed: Sequence[SpeedRow]) -> dict[str, Any]:
+def _times(timed: Sequence[SpeedRow]) -> dict[str, Any]:
     return {
-        "seconds": tuple(_seconds(row) for row in timed),
+        "seconds": tuple(row.stages[END].p50 / row.batch for row in timed),
         "spread": max(map(_spread, timed), default=0.0),
         "mode": ", ".join(dict.fromkeys(row.mode for row in timed)),
-        "unmeasured": "not measured",
         "peak": max((row.peak_bytes for row in timed if row.peak_bytes is not None), default=None),
     }
 
 
+def _spread(row: SpeedRow) -> float:
+    times = row.stages[END]
+    return times.iqr / times.p50 if times.p50 else 0.0
+
+
 def _of_run(run: Run, report: Report) -> Row:
-    served = run.in_memory
-    return Row(
-        name=run.name,
-        recipe=run.recipe,
-        computed=computed(served, run.backend),
-        about=_about(served),
+    return _quantized(
+        run,
+        run.in_memory,
+        computed=computed(run.in_memory, run.backend),
         outcome=run.verdict.outcome,
-        remark="",
         psnr=run.metrics["psnr"].value if "psnr" in run.metrics else None,
-        disk=run.size.bytes_after,
-        resident=served.resident_bytes if served else run.size.bytes_after,
-        bits=run.size.bits_per_weight,
-        resident_bits=served.bits_per_weight if served else run.size.bits_per_weight,
-        **_times(run.speed),
         unmeasured=_why_not(run, report),
     )
 
 
 def _of_timed(timed: Timed) -> Row:
     served = timed.speed.served
+    remark = f"quality not measured: {command_for(timed)}"
+    return _quantized(timed, served, computed=computed(served), remark=remark)
+
+
+def _quantized(of: Run | Timed, served: Served | None, **said: Any) -> Row:
     return Row(
-        name=timed.name,
-        recipe=timed.recipe,
-        computed=computed(served),
-        about=_about(served),
-        outcome="",
-        remark=f"quality not measured: {command_for(timed)}",
-        psnr=None,
-        disk=timed.size.bytes_after,
-        resident=served.resident_bytes if served else timed.size.bytes_after,
-        bits=timed.size.bits_per_weight,
-        resident_bits=served.bits_per_weight if served else timed.size.bits_per_weight,
-        **_times(timed.speed),
-        unmeasured="not measured",
+        name=of.name,
+        recipe=of.recipe,
+        about=ARITHMETICS[served.arithmetic][1] if served and served.arithmetic in ARITHMETICS else "",
+        disk=of.size.bytes_after,
+        resident=served.resident_bytes if served else of.size.bytes_after,
+        bits=of.size.bits_per_weight,
+        resident_bits=served.bits_per_weight if served else of.size.bits_per_weight,
+        **_times_and_gain(of.speed),
+        **said,
     )
+
+
+def _times_and_gain(speed: Speed | None) -> dict[str, Any]:
+    row = first_speed(speed)
+    if speed is None or row is None:
+        return _times(())
+    ratios = [each for each in speed.speedups if each.stage == END and each.mode == row.mode and each.ratio is not None]
+    return _times([row]) | ({"speed_up": ratios[0].ratio, "over": in_words(ratios[0].over)} if ratios else {})
 
 
 def figures_of(run: Run) -> list[str]:
@@ -208,34 +265,8 @@ def command_for(timed: Timed) -> str:
     return f"fluxq eval {shlex.quote(timed.checkpoint)} --backends {backends}"
 
 
-def _about(served: Served | None) -> str:
-    return ARITHMETICS[served.arithmetic][1] if served and served.arithmetic in ARITHMETICS else ""
-
-
 def _why_not(run: Run, report: Report) -> str:
     """Return why a run has no times: "timed as" another run of the same checkpoint, or "not measured"."""
-    others = [name for name, speed in _timed_of(run.checkpoint, report) if speed is not run.speed]
+    timed = [each for each in (*report.runs, *report.timed) if each.checkpoint == run.checkpoint and each.speed]
+    others = [each.name for each in timed if each.speed is not run.speed]
     return f"timed as {others[0]}" if others else "not measured"
-
-
-def _timed_of(checkpoint: str, report: Report) -> list[tuple[str, Speed | None]]:
-    runs = [(run.name, run.speed) for run in report.runs if run.checkpoint == checkpoint and run.speed]
-    return [*runs, *((timed.name, timed.speed) for timed in report.timed if timed.checkpoint == checkpoint)]
-
-
-def _times(speed: Speed | None) -> dict[str, Any]:
-    row = first_speed(speed, reference=False)
-    if speed is None or row is None:
-        return {"seconds": (), "spread": 0.0, "mode": "", "peak": None}
-    ratios = [each for each in speed.speedups if each.stage == END and each.mode == row.mode and each.ratio is not None]
-    said = {"speed_up": ratios[0].ratio, "over": in_words(ratios[0].over)} if ratios else {}
-    return {"seconds": (_seconds(row),), "spread": _spread(row), "mode": row.mode, "peak": row.peak_bytes, **said}
-
-
-def _seconds(row: SpeedRow) -> float:
-    return row.stages[END].p50 / row.batch
-
-
-def _spread(row: SpeedRow) -> float:
-    times = row.stages[END]
-    return times.iqr / times.p50 if times.p50 else 0.0

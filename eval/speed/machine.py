@@ -8,66 +8,63 @@ from __future__ import annotations
 
 import gc
 import platform
+import subprocess
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fluxq.base.console import first_line
 from fluxq.base.processor import cpu_name, instructions
-from fluxq.eval.speed import timing
 
 # Reasons for lowered clocks, of `Machine.slowdowns`. A power limit is where large products usually run.
 POWER_LIMIT = "the power limit"
 THERMAL, HARDWARE = "its temperature", "a hardware slowdown"
 
 
-class Machine(Protocol):
-    """A device and its clock. about: in words, for people."""
+class Machine:
+    """A device and its clock: the one on the wall, of a device that nobody else knows anything about."""
 
-    device: torch.device
-    about: str
+    def __init__(self, device: torch.device, about: str) -> None:
+        self.device, self.about = device, about  # about: in words, for people
 
     def mark(self) -> Any:
         """This point of the work that was given to the device."""
-        ...
+        return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
         """Between two marks that `wait` has waited for."""
-        ...
+        return end - start
 
     def wait(self) -> None:
         """Until all work is done."""
-        ...
 
     def allocated(self) -> int | None:
         """Bytes of the device's memory in use by this process's tensors; None where nobody counts them."""
-        ...
+        return None
 
     def peak(self) -> int | None:
         """The most that `allocated` was since `reset_peak`."""
-        ...
+        return None
 
     def reset_peak(self) -> None:
         """Begin anew."""
-        ...
 
     def release(self) -> None:
         """Give memory back that no tensor uses."""
-        ...
 
     def joules(self) -> float | None:
         """Energy that the device has used since some moment."""
-        ...
+        return None
 
     def slowdowns(self) -> frozenset[str]:
         """Return the reasons for lowered clocks, now: of POWER_LIMIT, THERMAL and HARDWARE."""
-        ...
+        return frozenset()
 
     def conditions(self) -> dict[str, str]:
         """Return the conditions that times depend on, as they are now."""
-        ...
+        return {}
 
 
 def machine_of(device: str) -> Machine:
@@ -80,43 +77,15 @@ def machine_of(device: str) -> Machine:
     return Cpu()
 
 
-class Cpu:
+class Cpu(Machine):
     """The processor that this process runs on."""
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
-        self.about = (
+        super().__init__(
+            torch.device("cpu"),
             f"a CPU ({cpu_name()}, {instructions()}, {torch.get_num_threads()} of its threads); this says nothing of "
-            "how fast it is on a GPU"
+            "how fast it is on a GPU",
         )
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def wait(self) -> None:
-        pass
-
-    def allocated(self) -> None:
-        return None
-
-    def peak(self) -> None:
-        return None
-
-    def reset_peak(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    def joules(self) -> None:
-        return None
-
-    def slowdowns(self) -> frozenset[str]:
-        return frozenset()
 
     def conditions(self) -> dict[str, str]:
         """Of memory only the process's peak is known: with Python, libraries and all pipelines that it has held."""
@@ -126,12 +95,12 @@ class Cpu:
         return found | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
 
 
-class Gpu:
+class Gpu(Machine):
     """A CUDA or ROCm device."""
 
     def __init__(self, device: torch.device, nvml: Any = None) -> None:
-        self.device = torch.device("cuda", device.index or 0)
-        self.about = torch.cuda.get_device_name(self.device)
+        device = torch.device("cuda", device.index or 0)
+        super().__init__(device, torch.cuda.get_device_name(device))
         self.sensors = Sensors(str(torch.cuda.get_device_properties(self.device).uuid), nvml)
 
     def mark(self) -> torch.cuda.Event:
@@ -165,9 +134,41 @@ class Gpu:
         return self.sensors.slowdowns()
 
     def conditions(self) -> dict[str, str]:
-        found = {name: str(value) for name, value in timing.describe(self.device).items()}
+        found = {name: str(value) for name, value in describe(self.device).items()}
         found["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
         return found | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what a timing depends on: GPU, driver, clocks and power as they are now, and versions."""
+    import triton
+
+    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    if device.type != "cuda":
+        return {"gpu": "none", **found}
+    properties = torch.cuda.get_device_properties(device)
+    found = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **found}
+    return found | _query(device.index or 0)
+
+
+def _query(index: int) -> dict[str, str]:
+    """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
+    fields = (
+        "driver_version",
+        "clocks.sm",
+        "clocks.mem",
+        "clocks.max.sm",
+        "power.limit",
+        "power.draw",
+        "temperature.gpu",
+    )
+    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    return dict(zip(fields, values, strict=True)) if done.returncode == 0 and len(values) == len(fields) else {}
 
 
 class Sensors:

@@ -7,6 +7,7 @@ another, so each evaluation and each timing carries what it was taken of, and on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from fluxq.base.files import sha256_json
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
 from fluxq.eval.metrics.schema import Served
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.recipes.computing import attention_of
 from fluxq.runtime.layout import ROW_SCALE
 
@@ -31,19 +32,16 @@ def served(pipe: Any, device: str | torch.device) -> Served | None:
     layers = quantized_layers(pipe)
     if not layers:
         return None
-    computed = {name: _computed(layer, torch.device(device)) for name, layer in layers.items()}
+    said = {name: (str(layer.scheme), _instead(layer, torch.device(device))) for name, layer in layers.items()}
+    computed = {name: ", ".join(filter(None, words)) for name, words in said.items()}
     parts = quantized_parts(pipe)
     attention = {name: attention_of(part) for name, part in parts.items()}
-    bits = weights = 0
-    for _, layer in _linears(pipe):
-        n, k = linear_size(layer)
-        bits += 8 * sum(tensor.nbytes for tensor in _of_weight(layer))
-        weights += n * k
+    bits = 8 * sum(tensor.nbytes for layer in _linears(pipe) for tensor in _of_weight(layer))
     return Served(
         arithmetic=_arithmetic(layers.values(), torch.device(device)),
         layers=dict(Counter(computed.values())),
         digest=sha256_json([computed, attention]),
-        bits_per_weight=bits / weights,
+        bits_per_weight=bits / sum(math.prod(linear_size(layer)) for layer in _linears(pipe)),
         resident_bytes=model_bytes(parts),
         pipeline_bytes=model_bytes(pipe.components),
         beside=", ".join(dict.fromkeys(map(_beside, layers.values()))).strip(", "),
@@ -53,7 +51,7 @@ def served(pipe: Any, device: str | torch.device) -> Served | None:
 def stored_bits(pipe: Any) -> tuple[float, int]:
     """Return (bits, weights): what a checkpoint stores for all Linears of the quantized components, and how many."""
     bits = weights = 0
-    for _, layer in _linears(pipe):
+    for layer in _linears(pipe):
         n, k = linear_size(layer)
         bits += layer.bits_per_weight * n * k if isinstance(layer, QuantLinear) else 16 * n * k
         weights += n * k
@@ -63,7 +61,7 @@ def stored_bits(pipe: Any) -> tuple[float, int]:
 def quantized_parts(pipe: Any) -> dict[str, nn.Module]:
     """Return the components that hold a quantized layer, by name."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    return {name: part for name, part in parts.items() if any(isinstance(m, QuantLinear) for m in part.modules())}
+    return {name: part for name, part in parts.items() if quant_layers(part)}
 
 
 def model_bytes(components: Mapping[str, Any]) -> int:
@@ -73,32 +71,22 @@ def model_bytes(components: Mapping[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _computed(layer: QuantLinear, device: torch.device) -> str:
-    """The scheme that a layer computes with, and what the device rounds its input to where that is another format."""
-    return ", ".join(filter(None, (str(layer.scheme), _instead(layer, device))))
-
-
 def _instead(layer: QuantLinear, device: torch.device) -> str:
     """Return what the device rounds a layer's input to, where that is not what its scheme says; else empty."""
-    own, rounded = _activations(layer), _rounded_to(layer, device)
+    if device.type != "cuda" or find_spec("triton") is None:
+        return ""
+    rounded = rounded_to(layer, device, _MANY_TOKENS, layer.compute_dtype)
+    own = layer.scheme.activations.name if layer.scheme.activations else None
     return "" if rounded == own else f"activations in {rounded or '16 bit'}"
 
 
-def _rounded_to(layer: QuantLinear, device: torch.device) -> str | None:
-    """The format of the activations in the product that a device has for a layer; the torch reference has all."""
-    own = _activations(layer)
-    if device.type != "cuda" or find_spec("triton") is None:
-        return own
-    from fluxq.kernels.chips import chip_of
+def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: torch.dtype) -> str | None:
+    """The format of the activations in the product that a GPU has for a layer; the torch reference has all."""
+    from fluxq.kernels.chips import chip_of  # needs Triton
     from fluxq.kernels.dispatch import choose
 
-    shape = layer.out_features, layer.in_features
-    row_scale = getattr(layer, ROW_SCALE, None) is not None
-    return choose(layer.scheme, chip_of(device), _MANY_TOKENS, *shape, layer.compute_dtype, row_scale).activations
-
-
-def _activations(layer: QuantLinear) -> str | None:
-    return layer.scheme.activations.name if layer.scheme.activations else None
+    shape = tokens, layer.out_features, layer.in_features
+    return choose(layer.scheme, chip_of(device), *shape, dtype, layer.stored(ROW_SCALE) is not None).activations
 
 
 def _arithmetic(layers: Iterable[QuantLinear], device: torch.device) -> str:
@@ -135,8 +123,6 @@ def _of_weight(layer: nn.Module) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def _linears(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    """(`component.path`, layer) of every Linear of the quantized components."""
-    for component, part in quantized_parts(pipe).items():
-        for path, layer in linears_of(part).items():
-            yield f"{component}.{path}", layer
+def _linears(pipe: Any) -> list[nn.Module]:
+    """Every Linear of the quantized components."""
+    return [layer for part in quantized_parts(pipe).values() for layer in linears_of(part).values()]

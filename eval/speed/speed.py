@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
@@ -148,6 +148,7 @@ class Opened:
     name: str
     is_reference: bool
     has_cache: bool
+    is_fp32: bool = False
     pipe: Any = None
     missing: str | None = None
     load_seconds: float = 0.0
@@ -155,7 +156,6 @@ class Opened:
     resident_bytes: int = 0
     served: Served | None = None
     size: tuple[int, ...] = (0, 0)
-    is_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,24 +228,15 @@ def _baselines(plain: Sequence[Entry], stage: str, over_fp32: bool) -> list[Entr
 
 
 def _speedup(entry: Entry, best: Entry | None, stage: str) -> Speedup:
-    speedup = Speedup(
-        side=entry.opened.name,
-        stage=stage,
-        mode=entry.mode,
-        batch=entry.setting.batch,
-        height=entry.setting.height,
-        width=entry.setting.width,
-        frames=entry.setting.frames,
-    )
+    said: dict[str, Any] = {"side": entry.opened.name, "stage": stage, "mode": entry.mode, **asdict(entry.setting)}
     if best is None:
-        return speedup.model_copy(update={"refused": "the 16-bit side was not timed: its rows say why"})
-    speedup = speedup.model_copy(update={"over": best.opened.name, "against": best.mode})
+        return Speedup(**said, refused="the 16-bit side was not timed: its rows say why")
+    said |= {"over": best.opened.name, "against": best.mode}
     refused = _why_not(entry, best, stage)
     if refused:
-        return speedup.model_copy(update={"refused": refused})
+        return Speedup(**said, refused=refused)
     pairs = zip(best.times(stage).values, entry.times(stage).values, strict=True)
-    ratio = Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs]))
-    return speedup.model_copy(update={"ratio": ratio})
+    return Speedup(**said, ratio=Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs])))
 
 
 def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
@@ -286,8 +277,8 @@ class _Bench:
             _import_classes(side)
         for index in reversed(range(len(sides))):
             side = sides[index]
-            opened = Opened(side.name, index < references, getattr(side, "cache", None) is not None)
-            opened.is_fp32 = opened.is_reference and index > 0 and getattr(side, "dtype", None) == "float32"
+            is_fp32 = 0 < index < references and getattr(side, "dtype", None) == "float32"
+            opened = Opened(side.name, index < references, getattr(side, "cache", None) is not None, is_fp32)
             if not self._load(opened, side, size) and self._make_room(opened):
                 self._load(opened, side, size)
             self.opened.insert(0, opened)
@@ -340,7 +331,8 @@ class _Bench:
             opened.load_seconds = self.machine.seconds(start, loaded)
             opened.first_seconds = self.machine.seconds(start, end)
             opened.resident_bytes, opened.served = model_bytes(pipe.components), served(pipe, self.device)
-            opened.size = _size_of(output)
+            first = pictures(output)[0]
+            opened.size = (*first.shape[-2:], *first.shape[:-3])
         self.machine.release()
         return opened.missing is None
 
@@ -513,14 +505,6 @@ def _installed(pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
             setattr(pipe, name, model)
 
 
-def _eager(model: nn.Module) -> nn.Module:
-    return model
-
-
-def _compiled(model: nn.Module) -> Any:
-    return torch.compile(model, dynamic=False)
-
-
 def _graphed(model: nn.Module) -> Any:
     """Each call replays a graph, whose output the next replay writes over: the pipeline gets a copy."""
     graphed: Any = torch.compile(model, mode="reduce-overhead", dynamic=False)
@@ -582,33 +566,29 @@ def _plan_of(component: str, model: nn.Module) -> Plan:
 
 
 def _row(entry: Entry, bench: _Bench) -> SpeedRow:
-    setting, opened = entry.setting, entry.opened
-    row = SpeedRow(
-        side=opened.name,
-        is_reference=opened.is_reference,
-        mode=entry.mode,  # pyright: ignore[reportArgumentType]
-        batch=setting.batch,
-        height=setting.height,
-        width=setting.width,
-        frames=setting.frames,
-        resident_bytes=opened.resident_bytes or None,
-        missing=entry.missing,
-    )
+    opened = entry.opened
+    said: dict[str, Any] = {
+        "side": opened.name,
+        "is_reference": opened.is_reference,
+        "mode": entry.mode,
+        **asdict(entry.setting),
+        "resident_bytes": opened.resident_bytes or None,
+        "missing": entry.missing,
+    }
     if not entry.rounds:
-        return row
+        return SpeedRow(**said)
     stages = {stage: entry.times(stage) for stage in entry.stages}
     joules = [each.joules for each in entry.rounds if each.joules]
     peak = _at_peak(entry, bench)
-    return row.model_copy(
-        update={
-            "stages": stages,
-            "peak_bytes": entry.peak_bytes,
-            "compile_seconds": max(0.0, entry.warm_seconds - stages[WHOLE].p50) if entry.mode != "eager" else None,
-            "energy_joules": sum(joules) / (len(entry.rounds) * setting.batch) if joules else None,
-            "flops": peak[0] if peak else None,
-            "roofline_share": peak[1] / stages[STEP].p50 if peak else None,
-            "slowed_by": tuple(sorted(entry.slowdowns)),
-        }
+    return SpeedRow(
+        **said,
+        stages=stages,
+        peak_bytes=entry.peak_bytes,
+        compile_seconds=max(0.0, entry.warm_seconds - stages[WHOLE].p50) if entry.mode != "eager" else None,
+        energy_joules=sum(joules) / (len(entry.rounds) * entry.setting.batch) if joules else None,
+        flops=peak[0] if peak else None,
+        roofline_share=peak[1] / stages[STEP].p50 if peak else None,
+        slowed_by=tuple(sorted(entry.slowdowns)),
     )
 
 
@@ -623,23 +603,14 @@ def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
 def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
     """The least peak that was seen; on a CPU the weights alone."""
     peaks = [row for row in rows if row.side == opened.name and row.peak_bytes is not None]
+    needed, basis = opened.resident_bytes, "weights alone; what computing takes comes on top"
     if peaks:
         row = min(peaks, key=lambda each: each.peak_bytes or 0)
-        needed = row.peak_bytes or 0
-        basis = f"peak of {asked(row)}, {row.mode}"
-    else:
-        needed, basis = opened.resident_bytes, "weights alone; what computing takes comes on top"
-    if not needed:
-        return []
+        needed, basis = row.peak_bytes or 0, f"peak of {asked(row)}, {row.mode}"
+    fits = {gigabytes: needed + CONTEXT <= gigabytes * GIB for gigabytes in CARDS if needed}
     return [
-        Card(
-            side=opened.name,
-            gigabytes=gigabytes,
-            needed=needed,
-            fits=needed + CONTEXT <= gigabytes * GIB,
-            basis=basis,
-        )
-        for gigabytes in CARDS
+        Card(side=opened.name, gigabytes=gigabytes, needed=needed, fits=each, basis=basis)
+        for gigabytes, each in fits.items()
     ]
 
 
@@ -656,20 +627,18 @@ def _warnings(rows: Sequence[SpeedRow], bench: _Bench) -> Iterator[str]:
 
 def _conditions(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     """Return the conditions at both ends: one value where it did not change, else the first and the last."""
-    found = {}
-    for name in {**before, **after}:
-        first, last = before.get(name, "unknown"), after.get(name, "unknown")
-        found[name] = first if first == last else f"{first} before, {last} after"
-    return found
+    ends = {name: (before.get(name, "unknown"), after.get(name, "unknown")) for name in {**before, **after}}
+    return {name: a if a == b else f"{a} before, {b} after" for name, (a, b) in ends.items()}
 
 
 def _baseline(opened: Sequence[Opened], over_fp32: bool) -> dict[str, str]:
     """Return what speed-ups are over, where more than one side is unquantized; else empty."""
-    timed = {each.is_fp32: each for each in opened if each.is_reference and each.pipe is not None}
-    if len([each for each in opened if each.is_reference]) < 2:
+    references = [each for each in opened if each.is_reference]
+    timed = [each for each in references if each.pipe is not None]
+    if len(references) < 2 or not timed:
         return {}
     if len(timed) < 2:
-        return {"baseline": f"{next(iter(timed.values())).name}, the only one that could be timed"} if timed else {}
+        return {"baseline": f"{timed[0].name}, the only one that could be timed"}
     if over_fp32:
         return {"baseline": f"fp32, with 16 bit beside it: {instructions()} multiplies bf16 by itself"}
     return {"baseline": f"the faster of fp32 and 16 bit on {instructions()}"}
@@ -685,12 +654,6 @@ def _import_classes(side: Any) -> None:
     for entry in entries:
         if isinstance(entry, list) and entry[0] in ("diffusers", "transformers"):
             getattr(import_module(entry[0]), entry[1])
-
-
-def _size_of(output: Any) -> tuple[int, ...]:
-    """Height and width of what was made, and frames of a video."""
-    first = pictures(output)[0]
-    return (*first.shape[-2:], *first.shape[:-3])
 
 
 def _out_of_memory(problem: BaseException) -> str | None:
@@ -721,9 +684,9 @@ def _check(sides: Sequence[Any], prompts: Sequence[str], timing: Timing) -> None
 
 
 # Mode -> what it makes of a transformer.
-MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "eager": _eager,
-    "compiled": _compiled,
+MODES: dict[str, Callable[[nn.Module], Any]] = {
+    "eager": lambda model: model,
+    "compiled": lambda model: torch.compile(model, dynamic=False),
     "cuda graph": _graphed,
     "captured": _captured,
 }

@@ -9,10 +9,10 @@ import torch
 import triton
 from click.testing import CliRunner
 
-from benchmarks.kernels import bench, report, workloads
+from benchmarks.kernels import bench, report, timing, workloads
 from benchmarks.kernels.report import GOALS, Figures
 from benchmarks.kernels.workloads import BASELINE, Case
-from fluxq.eval.speed import timing
+from fluxq.eval.speed.machine import describe
 from fluxq.kernels import dispatch
 from fluxq.kernels.tiles import NoTile
 from fluxq.recipes.formats import Scheme
@@ -145,7 +145,7 @@ def test_a_gpu_times_graphs():
     a = torch.randn(256, 256, device="cuda")
     times = timing.measure({"a": [lambda: a @ a] * 2, "b": [lambda: a + a]}, torch.device("cuda"), repeats=5)
     assert all(0 < t.low <= t.us <= t.high for t in times.values())
-    assert timing.describe(torch.device("cuda"))["gpu"] == torch.cuda.get_device_name()
+    assert describe(torch.device("cuda"))["gpu"] == torch.cuda.get_device_name()
 
 
 def test_peaks_are_of_what_the_library_multiplies():

@@ -380,7 +380,7 @@ def test_without_time_a_stage_is_not_begun(dry) -> None:
 
 
 def test_a_stage_that_needs_more_than_its_share_leaves_it_to_the_next(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(session.timing, "describe", lambda device: {})
+    monkeypatch.setattr(session, "describe", lambda device: {})
     (tmp_path / "stages").mkdir()
     shares = []
     stages = [

@@ -11,12 +11,12 @@ from fluxq.eval.report.charts import (
     damage_charts,
     dominated,
     drift_charts,
-    first_speed,
     frame_chart,
     image_chart,
     javascript,
     stage_chart,
 )
+from fluxq.eval.report.summary import first_speed
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
 
 def test_time_is_of_the_fastest_mode_per_image(three, no_svg):
     run = three.runs[0]
-    fastest = first_speed(run.speed, reference=False)
+    fastest = first_speed(run.speed)
     assert fastest.mode == "compiled"
     batched = run.speed.model_copy(
         update={"rows": tuple(row.model_copy(update={"batch": 4}) for row in run.speed.rows)}

@@ -19,7 +19,6 @@ from fluxq.eval.metrics.distribution import (
     cmmd,
     extract,
     fid,
-    fid_difference,
     fid_infinity,
     frechet_distance,
     inception,
@@ -146,23 +145,6 @@ def test_result_names_what_it_depends_on():
     assert "compare only at N = 20" in result.bias
 
 
-def test_B3_unlike_values_are_not_subtracted():
-    first = fid(*(seen(x) for x in np.random.default_rng(6).normal(size=(2, 20, 4))), "held-out images")
-    assert fid_difference(replace(first, value=first.value + 1.5), first) == pytest.approx(1.5)
-    changes = {
-        "n": 21,
-        "n_reference": 19,
-        "network": "inception",
-        "features": 5,
-        "variant": "uint8 input, clean resize to 299 x 299",
-        "reference": "16-bit images",
-        "reference_digest": "other images",
-    }
-    for field, value in changes.items():
-        with pytest.raises(Incomparable, match=f"{field} is "):
-            fid_difference(first, replace(first, **{field: value}))
-
-
 @pytest.mark.parametrize("field", ["network", "variant", "extractor"])
 def test_B3_features_made_in_different_ways_have_no_distance(field):
     values = np.random.default_rng(6).normal(size=(20, 4))
@@ -188,7 +170,7 @@ def test_B1_fid_at_infinity_undoes_the_bias():
     exact = Moments(torch.from_numpy(shift), torch.diag(torch.from_numpy(sd**2)), None, None, None, "")
     assert fid_infinity(a, exact).value == pytest.approx(truth, abs=0.05)
     with pytest.raises(Incomparable, match="more than 256 images a side, got 200"):
-        fid_infinity(a.subset(torch.arange(200)), b)
+        fid_infinity(replace(a, values=a.values[:200]), b)
 
 
 def test_K1_kernel_distance_by_hand():

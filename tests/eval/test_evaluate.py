@@ -148,9 +148,9 @@ def test_runs_of_one_evaluation_show_the_same_images(sides):
         noise = torch.randint(-2, 3, images.shape, generator=draw)
         noise[strong] *= 25
         made = (images.int() + noise).clamp(0, 255).to(torch.uint8)
-        return Generated(many, made, torch.ones(20, 4), torch.ones(20, dtype=torch.bool), 1.0, "cpu")
+        return Generated(many, made, torch.ones(20, 4), torch.ones(20, dtype=torch.bool))
 
-    reference = Generated(many, images, torch.ones(20, 4), torch.ones(20, dtype=torch.bool), 1.0, "cpu")
+    reference = Generated(many, images, torch.ones(20, 4), torch.ones(20, dtype=torch.bool))
     first, second = measure(reference, noisy(4), noisy(11), keys=("psnr",))
     shown = [
         {name: [picture.index for picture in pictures] for name, pictures in run.wall.groups.items()}

@@ -57,7 +57,7 @@ def test_images_are_the_pipelines_own_in_any_batch_size(pipe):
     made = generate(pipe, items, CALL, batch_size=2)
     assert made.images.shape == (3, 3, 16, 16) and made.images.dtype == torch.uint8
     assert made.latents.dtype == torch.float32 and len(made.latents) == 3
-    assert made.finite.all() and made.seconds > 0 and made.items == tuple(items) and made.device == "cpu"
+    assert made.finite.all() and made.items == tuple(items)
     for index, (prompt, seed) in enumerate(items):
         alone = pipe([prompt], generator=torch.Generator("cpu").manual_seed(seed), output_type="pil", **CALL).images[0]
         pixels = torch.frombuffer(bytearray(alone.tobytes()), dtype=torch.uint8).view(16, 16, 3).permute(2, 0, 1)

@@ -33,7 +33,7 @@ def some(images, seed=0, finite=None):
     latents = images.float() / 255 + 0.01 * seed
     items = tuple((tiny.PROMPTS[index // 2], 7 + index % 2) for index in range(len(images)))
     finite = torch.ones(len(images), dtype=torch.bool) if finite is None else finite
-    return Generated(items, images, latents, finite, 1.0, "cpu")
+    return Generated(items, images, latents, finite)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from fluxq.eval.metrics import networks as module
 from fluxq.eval.metrics.distribution import Moments
 from fluxq.eval.metrics.networks import (
     WEIGHTS,
-    ImageFiles,
     Networks,
     Seen,
     fetch_weights,
@@ -133,7 +132,7 @@ def test_reference_images_are_read_one_by_one(tmp_path):
         Image.fromarray(each).save(folder / f"{index}.png")
     (folder / "notes.txt").write_text("no image")
     images = find_networks(Networks(), fid_reference=folder).reference_images
-    assert isinstance(images, ImageFiles) and len(images) == 3
+    assert len(images) == 3
     assert torch.equal(images[1], torch.from_numpy(pixels[1]).permute(2, 0, 1)) and len(images[:2]) == 2
     assert find_networks(Networks(), fid_reference=folder).reference_name == "images of real"
     (folder / "1.png").write_bytes(b"torn")

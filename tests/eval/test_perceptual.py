@@ -40,7 +40,7 @@ def test_ssim_is_per_image_and_equals_torchmetrics():
 
 def test_ssim_of_images_smaller_than_its_window_is_refused():
     assert ssim(images(1, 11), images(1, 11)).tolist() == [1.0]
-    with pytest.raises(ValueError, match="window of 11 pixels, the images are 10 x 10"):
+    with pytest.raises(ValueError, match="window is 11 pixels wide, the images are 10 x 10"):
         ssim(images(1, 10), images(1, 10))
 
 

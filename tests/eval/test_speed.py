@@ -13,10 +13,11 @@ from fluxq import tiny
 from fluxq.base.processor import Instructions
 from fluxq.commands import show
 from fluxq.eval.images.sides import Side
-from fluxq.eval.report import charts, markdown
+from fluxq.eval.report import markdown
 from fluxq.eval.report.report import render
+from fluxq.eval.report.summary import first_speed
 from fluxq.eval.speed import speed
-from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu, Machine
 from fluxq.eval.speed.speed import (
     STEP,
     TEXT,
@@ -40,11 +41,11 @@ CALL = {"height": 8, "width": 8, "num_inference_steps": 4}
 GIB = 2**30
 
 
-class FakeMachine:
+class FakeMachine(Machine):
     """A machine whose clock only moves when a fake module computes. pace: how much slower than it could be."""
 
     def __init__(self, kind="cpu"):
-        self.device, self.about = torch.device(kind), "a fake"
+        super().__init__(torch.device(kind), "a fake")
         self.now, self.pace, self.spent = 0.0, 1.0, 0.0
         self.used = self.most = 0
         self.reasons = frozenset()
@@ -56,12 +57,6 @@ class FakeMachine:
 
     def mark(self):
         return self.now
-
-    def seconds(self, start, end):
-        return end - start
-
-    def wait(self):
-        pass
 
     def allocated(self):
         return self.used if self.device.type == "cuda" else None
@@ -75,9 +70,6 @@ class FakeMachine:
     def take(self, number):
         self.used += number
         self.most = max(self.most, self.used)
-
-    def release(self):
-        pass
 
     def joules(self):
         return self.spent
@@ -338,8 +330,7 @@ def test_pages_and_the_terminal_name_the_baseline_and_the_instructions(monkeypat
     run = report.runs[0].model_copy(update={"speed": found})
     first = next(fact for fact in markdown.facts(run) if "end to end" in fact)
     assert first.endswith("times as fast as fp32 end to end, eager, on a CPU with AVX512 (VNNI, BF16)")
-    assert charts.first_speed(found, reference=True).side == "fp32"
-    assert charts.first_speed(found, reference=True, side="16-bit").side == "16-bit"
+    assert first_speed(found, "16-bit").side == "16-bit"
     text = "\n".join(markdown._speed("a", found))
     assert "| fp32 (eager) |" in text and "| 16 bit (eager) |" in text
     page = render(report.model_copy(update={"runs": (run,)}))

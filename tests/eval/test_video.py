@@ -22,7 +22,7 @@ from fluxq.eval.metrics.metrics import METRICS, Sample, Unmeasured, metric_rows,
 from fluxq.eval.metrics.networks import WEIGHTS, Networks, find_networks
 from fluxq.eval.metrics.pictures import wall
 from fluxq.eval.metrics.schema import Size
-from fluxq.eval.metrics.video import VIDEO_FRAMES, Frames, all_frames, by_video, mean_change, temporal_psnr
+from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, mean_change, temporal_psnr
 
 COUNT, FRAMES, SIDE = 4, 9, 16
 WHITE = 255**2
@@ -37,7 +37,7 @@ def videos(seed: int = 0, count: int = COUNT) -> torch.Tensor:
 def some(made: torch.Tensor, finite: torch.Tensor | None = None) -> Generated:
     items = tuple((tiny.PROMPTS[index], 7) for index in range(len(made)))
     whole = torch.ones(len(made), dtype=torch.bool) if finite is None else finite
-    return Generated(items, made, made.float() / 255, whole, 1.0, "cpu")
+    return Generated(items, made, made.float() / 255, whole)
 
 
 def plus(made: torch.Tensor, error: torch.Tensor | int) -> torch.Tensor:
@@ -168,7 +168,7 @@ def networks() -> Networks:
 def test_frames_are_all_of_them_in_order():
     made = videos()
     seen = all_frames(made)
-    assert isinstance(seen, Frames) and len(seen) == COUNT * FRAMES
+    assert len(seen) == COUNT * FRAMES
     assert all(torch.equal(seen[v * FRAMES + f], made[v, f]) for v in (2, 0, 3) for f in (0, 8))
     assert torch.equal(torch.stack(seen[7:11]), made.flatten(0, 1)[7:11]) and torch.equal(seen[-1], made[-1, -1])
     with pytest.raises(IndexError):

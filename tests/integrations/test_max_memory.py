@@ -291,7 +291,6 @@ def every(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def pictures(pipe: Any) -> tuple[Tensor, Tensor]:
     made = generate(pipe, [("a red cube", 1), ("a dog", 2)], resolve_model("tiny").generation_defaults)
-    assert made.device == "cpu"
     return made.images, made.latents
 
 

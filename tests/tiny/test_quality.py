@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tiny_quality import within_item_intervals
 from fluxq import tiny
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.eval.images.generate import generate, items_for
 from fluxq.eval.metrics.fidelity import fidelity
-from fluxq.eval.metrics.statistics import paired_interval, within_item_intervals
+from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.recipes.recipe import shipped_recipes
 
 COMMITTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))
@@ -76,7 +77,7 @@ def test_paired_psnr_orders_the_formats(checkpoint: Callable[[str], Path]) -> No
     psnr = []
     for name in ORDER:
         images = generate(load_pipeline(ModelFolder(name, checkpoint(name))), items, tiny.CALL_KWARGS)
-        psnr.append(torch.tensor(fidelity(reference, images).psnr_db).reshape(SEEDS, PROMPTS).mean(0).tolist())
+        psnr.append(torch.tensor(fidelity(reference, images)[0]).reshape(SEEDS, PROMPTS).mean(0).tolist())
     for better, worse in pairwise(psnr):
         upper, lower = within_item_intervals([better, worse])
         assert upper.low > lower.high

@@ -256,7 +256,7 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
     on_start: called with a forecast when all that was asked for is known to be possible. Before that, ValueError is
     raised for a metric, backend or gate that cannot be had.
     """
-    from fluxq.eval.images.executor import Work, cpu_threads, ensure_images, open_engine
+    from fluxq.eval.images.executor import Work, ensure_images, one_thread, open_engine
     from fluxq.eval.metrics.drift import floor_attention
     from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
     from fluxq.eval.report.report import compare_runs
@@ -286,7 +286,7 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
     same = _same_images(sides, sets)
     shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
-    with cpu_threads(torch.device(options.device).type, 1):  # as the images were made: equal bits from every engine
+    with one_thread(torch.device(options.device).type):  # as the images were made: equal bits from every engine
         floor = measure_floor(reference, again, keys, networks)
         drifts, served = _opened(asked, list(shown), floor_side, batch, floor_batch)
         runs = measure_runs(

@@ -480,11 +480,11 @@ def _check(part: Path, job: Job, reference: Generated) -> Check:
     if job.recipe.steps and any(plan.steps for plan in job.plans):
         KeptSteps(pipe, job.recipe.steps, job.weights, {})
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
-    agreement = fidelity.fidelity(reference, images)
+    psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
     measured = {
-        "psnr": paired_interval(agreement.psnr_db).mean,
-        "latent_sqnr": paired_interval(agreement.latent_sqnr_db).mean,
+        "psnr": paired_interval(psnr_db).mean,
+        "latent_sqnr": paired_interval(latent_sqnr_db).mean,
     }
     flat = fidelity.flat_images(reference, images)
     gates, for_eval = split_gates(job.recipe.gates, measured)
@@ -496,7 +496,7 @@ def _check(part: Path, job: Job, reference: Generated) -> Check:
         steps=number_of_steps(pipe, job.call),
         finite=finite,
         flat=flat,
-        psnr_db=[_rounded(value) for value in agreement.psnr_db],
+        psnr_db=[_rounded(value) for value in psnr_db],
         mean_psnr_db=_rounded(measured["psnr"]),
         mean_latent_sqnr_db=_rounded(measured["latent_sqnr"]),
         gates=gates,

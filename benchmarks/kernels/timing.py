@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,35 +144,3 @@ def _fp8_product(size: int, device: torch.device) -> Call:
 def _int8_product(size: int, device: torch.device) -> Call:
     a, b = (torch.randn(size, size, device=device).mul(40).clamp(-127, 127).to(torch.int8) for _ in range(2))
     return lambda: torch._int_mm(a, b.t())
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """Return what a timing depends on: GPU, driver, clocks and power as they are now, and versions."""
-    import triton
-
-    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    if device.type != "cuda":
-        return {"gpu": "none", **found}
-    properties = torch.cuda.get_device_properties(device)
-    found = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **found}
-    return found | _query(device.index or 0)
-
-
-def _query(index: int) -> dict[str, str]:
-    """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
-    fields = (
-        "driver_version",
-        "clocks.sm",
-        "clocks.mem",
-        "clocks.max.sm",
-        "power.limit",
-        "power.draw",
-        "temperature.gpu",
-    )
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = [value.strip() for value in done.stdout.strip().split(",")]
-    return dict(zip(fields, values, strict=True)) if done.returncode == 0 and len(values) == len(fields) else {}
