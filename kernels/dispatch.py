@@ -23,9 +23,8 @@ import torch
 import triton
 
 from fluxq.base.console import logger
-from fluxq.kernels.aot import Row, accepted_files
+from fluxq.kernels.accepted import PROVEN, Row, accepted_files, minor
 from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.interpreter import PROVEN
 from fluxq.kernels.weight_only_matmul.kernel import LARGEST_GEMV
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
@@ -180,7 +179,7 @@ def table() -> Iterator[tuple[str, str, dict[str, Offer]]]:
 @functools.cache
 def compiled_with() -> str:
     """The Triton version whose accepted rows count here: this one's, or the newest that there are rows of."""
-    here = ".".join(triton.__version__.split(".")[:2])
+    here = minor(triton.__version__)
     if here in PROVEN:
         return here
     newest = max(PROVEN, key=lambda version: tuple(map(int, version.split("."))))

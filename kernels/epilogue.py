@@ -123,13 +123,3 @@ def gelu_tanh(v):
     """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u))."""
     u = 0.7978845608028654 * (v + 0.044715 * v * v * v)
     return tl.div_rn(v, 1.0 + tl.exp(-2.0 * u))
-
-
-def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a Cell, the argument types and the constants of what follows: a bias, or `fused` all that may, to bf16."""
-    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
-    optional = dict.fromkeys(("h", "up", "gate", "residual"), "*bf16")
-    constants = {"GELU": fused, "BLOCK_R": 32}
-    if fused:
-        return arguments | optional, constants
-    return arguments, constants | dict.fromkeys(optional)

@@ -5,7 +5,7 @@ Each file is a list of rows, the first that fits is taken:
     {"format": "fp8", "chips": ["sm_90"], "max_m": 64, "tile": {"m": 64, "n": 128, …}, "measured": "NVIDIA H200"}
 
 chips: names of chips.CHIPS; left out, the row is for every chip. max_m: the largest M it is for; left out, every M.
-measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills (aot.py).
+measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-from fluxq.kernels.chips import CHIPS
 
 
 @dataclass(frozen=True)
@@ -108,19 +106,6 @@ def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
         )
         for row in rows
     )
-
-
-def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
-    """Each tile that `find_tile` can return for a format, with the chips it is returned for: what CELLS compile."""
-    found: dict[Tile | MatmulTile, tuple[str, ...]] = {}
-    for chip in CHIPS:
-        covered = 0.0  # the largest M for which an earlier row is taken
-        for row in tuned_rows(kernel):
-            limit = float("inf") if row.max_m is None else row.max_m
-            if row.fits(format, chip, 1) and limit > covered:
-                covered = limit
-                found[row.tile] = tuple(dict.fromkeys((*found.get(row.tile, ()), chip)))
-    return found
 
 
 def cdiv(size: int, tile: int) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import workloads
+from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.on_gpu import launching_on
 from benchmarks.kernels.tune import DRY_CHIP
 from fluxq.base.console import first_line
@@ -32,7 +33,6 @@ from fluxq.kernels.attention import kernel as attention
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.producers import Rounding, RoundingTensors
 from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
 from fluxq.kernels.reencode.kernel import reencode

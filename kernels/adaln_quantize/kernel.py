@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import (
     magnitude_bits,
@@ -32,13 +31,13 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
+from fluxq.kernels.dequantize.kernel import as_bytes, check_tile
 from fluxq.kernels.norms import NORMS, NormTensors
 from fluxq.kernels.producers import Rounding, check_steps
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, Format, find_format
+from fluxq.kernels.tiles import Tile, cdiv
+from fluxq.recipes.formats import Format, find_format
 
 
 def adaln_quantize(
@@ -298,59 +297,3 @@ def normed(n, weight, scale, columns, mask, D, eps, NORM: tl.constexpr):
             v = rounded(v, scale)
         v = v * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     return rounded(v, scale)
-
-
-TYPES = {
-    **dict.fromkeys(("x", "branch", "gate", "scale", "shift", "new"), "*bf16"),
-    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
-    **dict.fromkeys(("D", "stride_x", "stride_branch", "stride_gate", "stride_scale", "stride_shift"), "i32:16"),
-    **dict.fromkeys(("M", "tokens", "stride_step"), "i32"),
-    "eps": "fp32",
-}
-PLAIN = {"smooth": None, "mean": None, "HADAMARD": 0}
-FUSED = {"HADAMARD": 7}
-
-
-def _cells(width: str, format: str, what: str = "", **constants: Any) -> list[Cell]:
-    """bf16 rows behind a gated residual, as in a transformer block; what, constants: how a cell differs."""
-    types = TYPES | {"codes": "*i8" if format == "int8" else "*u8", "step": "*u8"}
-    held = {"weight": None, "NORM": "layer", "FORMAT": format, "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
-    held |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
-    if format:
-        row = FORMATS[format]
-        held |= {"ELEMENT": row.element.name, "LARGEST": row.element.max, "GROUP": row.group_size}
-        types["step"] = "*u8" if row.group_size else "*fp32"
-    else:
-        types["codes"] = "*bf16"
-        held["step"] = None
-    if format != "nvfp4":
-        held["global_scale"] = None
-    held |= constants
-    return [
-        Cell(
-            adaln_quantize_kernel,
-            f"{format or '16bit'}{what} {width}",
-            {name: types[name] for name in adaln_quantize_kernel.arg_names if name in types and name not in held},
-            held | {"ROWS": tile.rows, "COLUMNS": tile.columns},
-            {"num_warps": tile.warps} | EXACT,
-            max_registers=MAX_REGISTERS,
-            targets=chips,
-        )
-        for tile, chips in distinct_tiles("adaln_quantize", width).items()
-        if isinstance(tile, Tile)
-    ]
-
-
-CELLS = (
-    *_cells("4096", "", **PLAIN),
-    *_cells("4096", "int8", **PLAIN),
-    *_cells("4096", "fp8", **PLAIN),
-    *_cells("4096", "fp8_tensor", **PLAIN, SCALE_GIVEN=True),
-    *_cells("4096", "mxfp8", **PLAIN, SWIZZLED=True),
-    *_cells("4096", "mxfp4", " fused", **FUSED, SWIZZLED=True),
-    *_cells("4096", "nvfp4", **PLAIN, SWIZZLED=True, SCALE_GIVEN=True),
-    *_cells("4096", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
-    *_cells("2048", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
-    *_cells("8192", "fp8", " fused", **FUSED),
-    *_cells("8192", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
-)

@@ -12,19 +12,15 @@ exponent's bias, and that is an exact multiplication by a power of two, subnorma
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.devices import KERNEL_FORMATS
-from fluxq.recipes.formats import FORMATS, Format
+from fluxq.kernels.tiles import Tile, cdiv
+from fluxq.recipes.formats import Format
 
 
 def dequantize(
@@ -265,37 +261,3 @@ def decode_e8m0(byte):
     bits = tl.where(byte == 0, 1 << 22, byte << 23)
     value = bits.to(tl.float32, bitcast=True)
     return tl.where(byte == 255, float("nan"), value)
-
-
-def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a Cell, the argument types and the constants of a weight in `format`, as `dequantize` passes them."""
-    types = {"int8": "*i8", "fp32": "*fp32", "bf16": "*bf16"}  # the others are read as bytes
-    arguments = {"codes": types.get(format.element.name, "*u8"), "scale": types.get(format.scale, "*u8")}
-    arguments |= {"stride_scale": "i32", "stride_global": "i32"}
-    constants = {"ELEMENT": format.element.name, "SCALE": format.scale, "GROUP": format.group_size}
-    constants["TWO_LEVEL"] = format.two_level
-    if format.two_level:
-        return arguments | {"global_scale": "*fp32"}, constants
-    return arguments, constants | {"global_scale": None}
-
-
-def _cell(format: Format, tile: Tile, chips: tuple[str, ...]) -> Cell:
-    """Weights in `format` to bfloat16."""
-    arguments, constants = stored_arguments(format)
-    return Cell(
-        dequantize_kernel,
-        format.name,
-        arguments | {"y": "*bf16", "N": "i32", "K": "i32:16"},
-        constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=chips,
-    )
-
-
-MAX_REGISTERS = 128  # of a memory-bound kernel: with more, too few warps fit on a chip to hide its loads
-CELLS = tuple(
-    _cell(FORMATS[name], tile, chips)
-    for name in KERNEL_FORMATS
-    for tile, chips in distinct_tiles("dequantize", name).items()
-)

@@ -17,21 +17,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import amax_scale, encode, magnitude_bits, nan_unless_finite
 from fluxq.kernels.dequantize.kernel import (
-    MAX_REGISTERS,
     as_bytes,
     check_stored,
     check_tile,
     load_codes,
     load_scales,
-    stored_arguments,
     times_groups,
 )
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv
 from fluxq.recipes.formats import FORMATS
 
 TARGETS = ("int8", "fp8")
@@ -132,28 +129,3 @@ def eight_bit_multiplier(multiplier, inverse):
     """Return the factor that makes 8-bit codes of codes: so few bits that the product is exact; 0 for NaN."""
     m = (multiplier * inverse).to(tl.bfloat16).to(tl.float32)
     return tl.where(m == m, m, 0.0)
-
-
-def _cell(pair: str, tile: Tile, chips: tuple[str, ...]) -> Cell:
-    """ "nvfp4-int8": weights in nvfp4 to int8 rows."""
-    source, target = (FORMATS[name] for name in pair.split("-"))
-    arguments, constants = stored_arguments(source)
-    arguments |= {"row_codes": "*i8" if target.name == "int8" else "*u8", "row_scale": "*fp32"}
-    constants |= {"TARGET": target.element.name, "LARGEST": target.element.max}
-    return Cell(
-        reencode_kernel,
-        pair,
-        arguments | {"N": "i32", "K": "i32:16"},
-        constants | {"TILES": 6, "ROWS": tile.rows, "COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=chips,
-    )
-
-
-CELLS = tuple(
-    _cell(f"{source}-{target}", tile, chips)
-    for source in ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4")
-    for target in TARGETS
-    for tile, chips in distinct_tiles("reencode", f"{source}-{target}").items()
-)

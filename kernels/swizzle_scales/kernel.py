@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes
+from fluxq.kernels.dequantize.kernel import as_bytes
 from fluxq.kernels.tensor import check_block_scales, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv
 
 TILE_ROWS = 128  # of the layout
 
@@ -66,18 +65,3 @@ def swizzle_scales_kernel(
     W = tl.cdiv(G, 4)
     tiles = tl.program_id(0).to(tl.int64) * W + wide
     tl.store(flat + tiles * 512 + place % 512, value, mask=wide < W)
-
-
-def _cell(tile: Tile, chips: tuple[str, ...]) -> Cell:
-    return Cell(
-        swizzle_scales_kernel,
-        "8bit",
-        {"scale": "*u8", "flat": "*u8", "N": "i32", "G": "i32"},
-        {"COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=chips,
-    )
-
-
-CELLS = tuple(_cell(tile, chips) for tile, chips in distinct_tiles("swizzle_scales", "8bit").items())

@@ -21,23 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import (
     as_bytes,
     check_stored,
     decode_scale,
-    stored_arguments,
     times_groups,
     unpack_words,
     word_unit,
 )
-from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.epilogue import NOTHING, Epilogue, finish
 from fluxq.kernels.reencode.kernel import eight_bit_multiplier
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
-from fluxq.recipes.formats import find_format
+from fluxq.kernels.tiles import MatmulTile, cdiv
 
 WEIGHTS = ("nvfp4", "mxfp4", "int4", "int4_g128")
 ACTIVATIONS = ("int8", "fp8")
@@ -211,37 +208,3 @@ def to_fp8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constex
     The product has at most 11 bits: a chip that converts by way of fp16 rounds but once, too.
     """
     return times_groups(code, m, GROUP, ROWS, COLUMNS).to(tl.float8e4nv)
-
-
-def _cell(pair: str, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
-    """ "nvfp4-int8": weights in nvfp4, activations in int8, everything that may follow."""
-    weights, activations = (find_format(name) for name in pair.split("-"))
-    stored, constants = stored_arguments(weights)
-    del stored["codes"]
-    following, more = cell_arguments(fused=True)
-    x = {
-        "words": "*i32",
-        "x": "*i8" if activations.name == "int8" else "*fp8e4nv",
-        "x_scale": "*fp32",
-        "row_scale": "*fp32",
-    }
-    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
-    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m}
-    how = {"INTEGER": activations.name == "int8", "EVEN_K": True, "ACC_SPLIT": tile.acc_split}
-    return Cell(
-        w4a8_matmul_kernel,
-        f"{pair} {tile.m}x{tile.n}x{tile.k}" + f" split {tile.acc_split}" * bool(tile.acc_split),
-        x | stored | sizes | following,
-        constants | more | blocks | how,
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core=activations.name,
-        targets=chips,
-    )
-
-
-CELLS = tuple(
-    _cell(f"{weights}-{activations}", tile, chips)
-    for weights in WEIGHTS
-    for activations in ACTIVATIONS
-    for tile, chips in distinct_tiles("w4a8_matmul", f"{weights}-{activations}").items()
-)

@@ -22,26 +22,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import (
-    MAX_REGISTERS,
     as_bytes,
     check_stored,
     check_tile,
     decode_scale,
-    stored_arguments,
     times_groups,
     unpack_codes,
     unpack_words,
     word_unit,
 )
-from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, finish
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
-from fluxq.recipes.devices import KERNEL_FORMATS
-from fluxq.recipes.formats import find_format
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv
 
 LARGEST_GEMV = 16  # tokens
 FUSED = {"enable_fp_fusion": True}  # gemv promises a bound, no bits: multiply-adds may round once
@@ -275,40 +270,3 @@ def weight_only_gemv_kernel(
 def add_to_token(acc, part, token: tl.constexpr, BLOCK_M: tl.constexpr):
     """acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
     return acc + tl.where((tl.arange(0, BLOCK_M) == token)[:, None], part[None, :], 0.0)
-
-
-def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
-    """bf16 tokens, everything that may follow a matmul, a bias after one token's."""
-    stored, constants = stored_arguments(find_format(format))
-    gemv = isinstance(tile, Tile)
-    following, more = cell_arguments(fused=not gemv)
-    arguments = {"x": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored | following
-    constants |= more
-    if gemv:
-        del arguments["M"], arguments["codes"]
-        arguments["words"] = "*i32"
-        return Cell(
-            weight_only_gemv_kernel,
-            f"{format} {tile.rows}x{tile.columns} gemv",
-            arguments,
-            constants | {"M": 1, "BLOCK_M": 1, "ROWS": tile.rows, "COLUMNS": tile.columns},
-            {"num_warps": tile.warps} | FUSED,
-            max_registers=MAX_REGISTERS,
-            targets=chips,
-        )
-    return Cell(
-        weight_only_matmul_kernel,
-        f"{format} {tile.m}x{tile.n}x{tile.k}",
-        arguments,
-        constants | {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m, "EVEN_K": True},
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core="bf16",
-        targets=chips,
-    )
-
-
-CELLS = tuple(
-    _cell(name, tile, chips)
-    for name in (*KERNEL_FORMATS, "int4_g128")
-    for tile, chips in distinct_tiles("weight_only_matmul", name).items()
-)

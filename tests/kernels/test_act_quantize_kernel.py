@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels.interpreter import interpreting
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.producers import ACTS, GATED, PRODUCED
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tiles import Tile

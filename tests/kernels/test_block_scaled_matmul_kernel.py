@@ -18,10 +18,10 @@ from rounding import steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import encode, ops, products
 from fluxq.kernels.block_scaled_matmul import kernel as block_scaled_matmul
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile

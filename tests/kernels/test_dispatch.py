@@ -13,12 +13,12 @@ from rounding import norm_packed
 from rounding import packed as packed_steps
 from torch import Tensor
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
-from fluxq.kernels import device, dispatch, launch, norms, ops, producers, products
+from fluxq.kernels import accepted, device, dispatch, launch, norms, ops, producers, products
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.dispatch import KERNELS, Offer, choose
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.reencode.op import row_scales
@@ -141,12 +141,10 @@ def fresh_rows():
 
 
 def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, fresh_rows):
-    from fluxq.kernels import aot
-
     good = {"kernel": "k", "format": "fp8 128x128", "target": "sm_90", "ok": True, "spills": 0}
     bad = good | {"format": "fp8 128x128 fused", "ok": False, "reason": "9 spills"}
-    monkeypatch.setattr(aot, "EXPECTED", tmp_path)
-    version = aot._minor(dispatch.triton.__version__)
+    monkeypatch.setattr(accepted, "COMPILED", tmp_path)
+    version = accepted.minor(dispatch.triton.__version__)
     for rows, expected in (
         ([good], Offer("native")),
         ([good, bad], Offer(None, "9 spills")),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
 import fluxq
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.base.linears import channels_last, is_linear, is_pixelwise, linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
@@ -20,7 +21,6 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.debug.trace import Health, Local, Outputs, Seen
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.tensor import QuantizedTensor

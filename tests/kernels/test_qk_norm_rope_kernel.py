@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import norms
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.qk_norm_rope import kernel as qk_norm_rope
 from fluxq.kernels.tiles import Tile
 

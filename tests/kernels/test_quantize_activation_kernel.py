@@ -16,9 +16,9 @@ from rounding import packed, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import encode, ops, producers
 from fluxq.kernels.dequantize import kernel as dequantize
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.producers import PRODUCED
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales

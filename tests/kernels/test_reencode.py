@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels.interpreter import interpreting
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.reencode import kernel as kernels
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzle_scales

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import tensor
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.swizzle_scales import kernel as kernels
 from fluxq.kernels.tiles import Tile, find_memory_tile
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import ops
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.reencode import kernel as reencode
 from fluxq.kernels.reencode import op as reference
 from fluxq.kernels.scaled_matmul import kernel as scaled_matmul

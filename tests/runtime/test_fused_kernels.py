@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fluxq
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import launch, norms, ops, producers, products
 from fluxq.kernels.attention import kernel as attention_kernels
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.op import Operands
 from fluxq.kernels.chips import chip_of
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.quantize_activation import kernel as producer
 from fluxq.kernels.reencode.op import reencode, stored_matrix
