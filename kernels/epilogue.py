@@ -13,6 +13,7 @@ A matmul's wrapper takes an `Epilogue`, its kernel ends in `finish`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import check_tensor
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.op import Op
+from fluxq.kernels.packing import unpack
+from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.recipes.formats import find_format
 
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,6 +83,34 @@ class Epilogue:
 
 
 NOTHING = Epilogue()
+
+
+def launch_product(
+    op: Op,
+    multiply: Callable[..., Tensor],
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    formats: str,
+    gelu: bool,
+    dtype: torch.dtype,
+    *,
+    chip: str,
+    plain: bool = False,
+) -> Tensor:
+    """The launch of an op of products.py. multiply: of its kernel, takes (x, w, row_scale, epilogue, chip).
+
+    plain: x is no codes.
+    """
+    given, names = unpack(ProductTensors, tensors, formats)
+    require(op.name, names, chip)
+    weights, _, activations = names.partition("-")
+    w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights))
+    left: Tensor | QuantizedTensor = x
+    if not plain:
+        left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
+    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
+    epilogue = Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
+    return multiply(left, w, given.row_scale, epilogue, chip)
 
 
 @triton.jit

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,19 @@ def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
     raise NoTile(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
 
 
-def find_matmul_tile(kernel: str, format: str, chip: str, m: int) -> MatmulTile:
-    """`find_tile` of a matmul."""
+def find_matmul_tile(kernel: str, format: str, chip: str, m: int, codes: Tensor | None = None) -> MatmulTile:
+    """`find_tile` of a matmul; without the copy engine where rows of the weight's codes are not at 16 bytes each."""
     tile = find_tile(kernel, format, chip, m)
     if not isinstance(tile, MatmulTile):
         raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is none of a matmul")
+    if tile.descriptors and codes is not None and not rows_are_at(codes, 16):
+        return replace(tile, descriptors=False)
     return tile
+
+
+def rows_are_at(codes: Tensor, multiple: int) -> bool:
+    """Tell whether each row of codes begins at a multiple of so many bytes."""
+    return codes.shape[1] % multiple == 0 and codes.data_ptr() % multiple == 0
 
 
 def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:

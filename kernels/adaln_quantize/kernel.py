@@ -1,4 +1,4 @@
-"""Gated residual, norm, modulation and quantization in one launch, as `adaln_quantize` in kernels/norms.py has them.
+"""Gated residual, norm, modulation and quantization in one launch, as the reference in op.py has them.
 
     n = x + gate · branch                            where a branch is given; n is written too
     v = norm(n) · (1 + scale) + shift                norm: LayerNorm (n - mean) · r, or RMSNorm n · r
@@ -15,6 +15,7 @@ held whole; its mean is subtracted before squares are added up, so that nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import (
     magnitude_bits,
@@ -32,11 +34,13 @@ from fluxq.kernels.codes import (
     transform_tile,
 )
 from fluxq.kernels.dequantize.kernel import as_bytes, check_tile
-from fluxq.kernels.norms import NORMS, NormTensors
-from fluxq.kernels.producers import Rounding, check_steps
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.packing import unpack
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
+from fluxq.kernels.quantize_activation.kernel import returned
+from fluxq.kernels.quantize_activation.op import Rounding, check_steps
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import Format, find_format
 
 
@@ -104,6 +108,19 @@ def adaln_quantize(
         **EXACT,
     )
     return out, new
+
+
+def launch(
+    x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float, *, chip: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    given, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    require(OP.name, how.format or "16bit", chip)
+    tile = find_memory_tile(OP.file, tuned_name(x.shape[-1]), chip, x.shape[0])
+    q, new = adaln_quantize(x, given, how, norm=norm, eps=eps, tile=tile)
+    nothing = x.new_empty(0)
+    codes = (q, nothing, nothing) if isinstance(q, Tensor) else returned(q, given.input_scale)
+    return *codes, nothing if new is None else new
 
 
 def tuned_name(d: int) -> str:

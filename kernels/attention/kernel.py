@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fluxq.kernels import dispatch
 from fluxq.kernels.attention import op as reference
-from fluxq.kernels.attention.op import KEY_BLOCK, P_EXPONENT, QUERY_BLOCK, Operands
+from fluxq.kernels.attention.op import KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands
 from fluxq.kernels.checks import EXACT, check_device
 from fluxq.kernels.codes import encode, magnitude_bits, row_step
 from fluxq.kernels.dequantize.kernel import as_bytes
 from fluxq.kernels.scaled_matmul.kernel import add_product
-from fluxq.kernels.tiles import MatmulTile, Tile, cdiv
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
 
 HEAD_SIZES = (64, 128)
 
@@ -43,6 +44,24 @@ def attention_fp8(
         raise ValueError(f"attention_fp8: q {(*q.shape,)} is empty, so there is nothing to launch; return it")
     operands = quantize_operands(q, k, v, tile=quantize_tile)
     return attend(operands, q.shape[1], k.shape[1], reference.logit_scale(q, scale), q.dtype, tile=tile)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -> Tensor:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    reference.check_attention(q, k, v)
+    if not q.numel():
+        return q.new_empty(q.shape)
+    d = str(q.shape[3])
+    offered = dispatch.offer(OP.name, d, chip)
+    if not offered.how:
+        raise ValueError(
+            f"attention_fp8: no kernel for heads of {d} elements on {chip} ({offered.reason}); compute attention in "
+            "16 bit: fluxq.set_attention(model, '16bit')"
+        )
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    tile = find_matmul_tile(OP.file, d, chip, q.shape[1])
+    quantize_tile = find_memory_tile(OP.file, f"quantize {d}", chip, q.shape[1])
+    return attention_fp8(q, k, v, scale, tile=tile, quantize_tile=quantize_tile)
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operands:

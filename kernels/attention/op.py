@@ -36,12 +36,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.encode import block_scale, decode, encode
+from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast
 from fluxq.recipes.computing import Attention
 from fluxq.recipes.formats import FORMATS
 
+OP = Op("attention_fp8", ("64", "128"), "native", folder="attention")  # formats are sizes of heads
 QUERY_BLOCK = 128  # tokens of a head that share a scale
 KEY_BLOCK = 128  # and that share a running maximum: the numbers of keys of the kernel's tiles
 P_EXPONENT = 8.0  # p is stored times 2^8
@@ -86,7 +87,7 @@ def _(q, k, v, scale):
     return q.new_empty(q.shape)
 
 
-launches_on_gpu(attention_fp8=attention_fp8)
+launches_on_gpu(OP.name, attention_fp8)
 
 
 def attention_of(model: nn.Module) -> Attention:

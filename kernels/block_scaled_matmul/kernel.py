@@ -4,8 +4,8 @@
     v = (v · x_scale_2) · w_scale_2                       nvfp4: the global scales
 
 What follows: kernels/epilogue.py. Only for chips whose matrix units take block scales: Blackwell, and AMD's CDNA 4 for
-the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference is block_scaled_matmul in
-kernels/products.py, which decodes both matrices: products of codes and scales are exact in both, sums differ in order.
+the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference
+decodes both matrices: products of codes and scales are exact in both, sums differ in order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
@@ -15,21 +15,21 @@ kernels/products.py, which decodes both matrices: products of codes and scales a
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fluxq.kernels.block_scaled_matmul.op import OP
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import check_stored
-from fluxq.kernels.epilogue import NOTHING, Epilogue
+from fluxq.kernels.epilogue import NOTHING, Epilogue, launch_product
 from fluxq.kernels.scaled_matmul.kernel import check_copyable, finish_tile, grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
-from fluxq.kernels.tiles import MatmulTile, cdiv
+from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
 from fluxq.recipes.formats import Format
-
-SUPPORTED = ("nvfp4", "mxfp8", "mxfp4")
 
 
 def block_scaled_matmul(
@@ -88,11 +88,20 @@ def block_scaled_matmul(
     return arguments["y"]
 
 
+def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
+    """`block_scaled_matmul` with the tile that was tuned for the chip."""
+    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
+    return block_scaled_matmul(x, w, epilogue=epilogue, tile=tile)
+
+
+launch = partial(launch_product, OP, multiply)
+
+
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> None:
     (m, k), name = x.shape, "block_scaled_matmul"
-    if x.format != w.format or x.format.name not in SUPPORTED:
+    if x.format != w.format or x.format.name not in OP.formats:
         raise ValueError(
-            f"{name}: x is {x.format.name} and w {w.format.name}, expected both to be one of {', '.join(SUPPORTED)}; "
+            f"{name}: x is {x.format.name} and w {w.format.name}, expected both to be one of {', '.join(OP.formats)}; "
             "re-encode the weight, or dequantize both"
         )
     if m == 0:

@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.dequantize.op import OP
+from fluxq.kernels.dispatch import require
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.kernels.tiles import Tile, cdiv
-from fluxq.recipes.formats import Format
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.recipes.formats import Format, find_format
 
 
 def dequantize(
@@ -61,6 +63,15 @@ def dequantize(
         **EXACT,
     )
     return out
+
+
+def launch(
+    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype, *, chip: str
+) -> Tensor:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, format, chip)
+    q = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(format))
+    return dequantize(q, dtype, tile=find_memory_tile(OP.file, format, chip, w.shape[0]))
 
 
 def check_stored(q: QuantizedTensor, name: str) -> None:

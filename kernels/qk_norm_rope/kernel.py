@@ -1,5 +1,5 @@
-"""Query and key heads through RMSNorm and rotary position embedding in one launch, as `qk_norm_rope` in
-kernels/norms.py computes them.
+"""Query and key heads through RMSNorm and rotary position embedding in one launch, as the reference
+in op.py computes them.
 
     r = 1 / √(mean(x²) + eps)            of each head
     v = x · r · weight                   rounded to x's dtype
@@ -15,14 +15,18 @@ these sums are exact, all of them are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.norms import RopeTensors
-from fluxq.kernels.tiles import Tile
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.packing import unpack
+from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors
+from fluxq.kernels.tiles import Tile, find_memory_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -74,6 +78,33 @@ def qk_norm_rope(
         **EXACT,
     )
     return q_out, k_out
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    tensors: Sequence[Tensor],
+    names: str,
+    eps: float,
+    interleaved: bool,
+    round_before_weight: bool,
+    position: int,
+    *,
+    chip: str,
+) -> tuple[Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, "16bit", chip)
+    tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
+    return qk_norm_rope(
+        q,
+        k,
+        unpack(RopeTensors, tensors, names)[0],
+        eps=eps,
+        interleaved=interleaved,
+        round_before_weight=round_before_weight,
+        position=position,
+        tile=tile,
+    )
 
 
 def tuned_name(d: int) -> str:

@@ -1,4 +1,4 @@
-"""Activations to codes and scales on the GPU, byte for byte what the references in kernels/producers.py compute.
+"""Activations to codes and scales on the GPU, byte for byte what the reference in op.py computes.
 
     a = x, or act(x)                              gelu(x) in either form, silu(x1) · x2, x1 · silu(x2) for x = (x1, x2)
     a = (beside, a)                               of a row's columns the first D are another matrix's
@@ -19,6 +19,8 @@ two launches, unless its scale is given. What becomes of v is in kernels/codes.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -35,10 +37,20 @@ from fluxq.kernels.codes import (
     transform_tile,
 )
 from fluxq.kernels.dequantize.kernel import as_bytes, check_tile
+from fluxq.kernels.dispatch import require
 from fluxq.kernels.epilogue import gelu_tanh
-from fluxq.kernels.producers import ACTS, GATED, Rounding, RoundingTensors, check_beside, check_steps
+from fluxq.kernels.packing import unpack
+from fluxq.kernels.quantize_activation.op import (
+    ACTS,
+    GATED,
+    OP,
+    Rounding,
+    RoundingTensors,
+    check_beside,
+    check_steps,
+)
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import Format, find_format
 
 LARGEST_RANK = 128  # one tile of `down` holds every rank
@@ -75,6 +87,32 @@ def quantize_activation(
     out = QuantizedTensor(codes, scale, global_scale, (m, k), row)
     quantize_into(out, x, tensors, how, h=h, tile=tile)
     return out, h
+
+
+def quantize_tuned(
+    x: Tensor, tensors: RoundingTensors, how: Rounding, chip: str
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """`quantize_activation` with the tile that was tuned for the chip."""
+    name = tuned_name(find_format(how.format), tensors.input_scale, tensors.down, tensors.beside)
+    return quantize_activation(x, tensors, how, tile=find_memory_tile(OP.file, name, chip, x.shape[0]))
+
+
+def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    require(OP.name, how.format if given.down is None else "down", chip)
+    if given.beside is not None:
+        require(OP.name, f"{how.format}-beside", chip)
+    q, h = quantize_tuned(x, given, how, chip)
+    return *returned(q, given.input_scale), x.new_empty(0) if h is None else h
+
+
+def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale, global scale); what was given is not returned: an op's results may not alias its arguments."""
+    nothing = torch.empty(0, dtype=torch.float32, device=q.codes.device)
+    given = input_scale is not None
+    scale = nothing if given and not q.format.two_level else q.scale
+    return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
 
 
 def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import amax_scale, encode, magnitude_bits, nan_unless_finite
@@ -27,11 +28,11 @@ from fluxq.kernels.dequantize.kernel import (
     load_scales,
     times_groups,
 )
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.reencode.op import OP, find_target
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.kernels.tiles import Tile, cdiv
-from fluxq.recipes.formats import FORMATS
-
-TARGETS = ("int8", "fp8")
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.recipes.formats import find_format
 
 
 def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTensor | None = None) -> QuantizedTensor:
@@ -39,9 +40,7 @@ def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTenso
 
     tile: its columns a multiple of w's group. Raises ValueError for what does not fit.
     """
-    if format not in TARGETS:
-        raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
-    target, (n, k), device = FORMATS[format], w.shape, w.codes.device
+    target, (n, k), device = find_target(format), w.shape, w.codes.device
     check_stored(w, "reencode: w")
     check_tile("reencode", tile, w.format)
     (codes_shape, codes_dtype), (scale_shape, scale_dtype) = stored_shapes(target, n, k).values()
@@ -75,6 +74,16 @@ def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTenso
         **EXACT,
     )
     return out
+
+
+def launch(
+    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str, *, chip: str
+) -> tuple[Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, f"{source}-{target}", chip)
+    tile = find_memory_tile(OP.file, f"{source}-{target}", chip, w.shape[0])
+    q = reencode(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)), target, tile=tile)
+    return q.codes, q.scale
 
 
 @triton.jit

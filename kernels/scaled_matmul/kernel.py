@@ -12,6 +12,8 @@ follows is in kernels/epilogue.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxq.kernels.checks import EXACT, check_device
 from fluxq.kernels.dequantize.kernel import check_stored
-from fluxq.kernels.epilogue import NOTHING, Epilogue, finish
+from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
+from fluxq.kernels.scaled_matmul.op import OP
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, cdiv
+from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
 
 
 def scaled_matmul(
@@ -72,6 +75,15 @@ def scaled_matmul(
         constants["EVEN_K"] = k % tile.k == 0
         scaled_matmul_kernel[tiles,](x.codes, w.codes, **arguments, **constants, **options)
     return arguments["y"]
+
+
+def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
+    """`scaled_matmul` with the tile that was tuned for the chip."""
+    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
+    return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
+
+
+launch = partial(launch_product, OP, multiply)
 
 
 def check_copyable(name: str, **codes: Tensor) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import as_bytes
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.swizzle_scales.op import OP
 from fluxq.kernels.tensor import check_block_scales, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 
 TILE_ROWS = 128  # of the layout
 
@@ -46,6 +48,12 @@ def swizzle_scales(scale: Tensor, *, tile: Tile, out: Tensor | None = None) -> T
         as_bytes(scale), as_bytes(out), rows, groups, COLUMNS=tile.columns, num_warps=tile.warps, **EXACT
     )
     return out
+
+
+def launch(scale: Tensor, *, chip: str) -> Tensor:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, "8bit", chip)
+    return swizzle_scales(scale, tile=find_memory_tile(OP.file, "8bit", chip, scale.shape[0]))
 
 
 @triton.jit

@@ -16,6 +16,8 @@ where fp16 keeps its bits, and for int8 one multiply-add both scales and rounds.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -30,14 +32,12 @@ from fluxq.kernels.dequantize.kernel import (
     unpack_words,
     word_unit,
 )
-from fluxq.kernels.epilogue import NOTHING, Epilogue, finish
+from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
 from fluxq.kernels.reencode.kernel import eight_bit_multiplier
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, cdiv
-
-WEIGHTS = ("nvfp4", "mxfp4", "int4", "int4_g128")
-ACTIVATIONS = ("int8", "fp8")
+from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
+from fluxq.kernels.w4a8_matmul.op import ACTIVATIONS, OP, WEIGHTS
 
 
 def w4a8_matmul(
@@ -88,6 +88,15 @@ def w4a8_matmul(
         **EXACT,
     )
     return arguments["y"]
+
+
+def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, epilogue: Epilogue, chip: str) -> Tensor:
+    """`w4a8_matmul` with the tile that was tuned for the chip."""
+    tile = find_matmul_tile(OP.file, f"{w.format.name}-{x.format.name}", chip, x.shape[0], w.codes)
+    return w4a8_matmul(x, w, row_scale, epilogue=epilogue, tile=tile)
+
+
+launch = partial(launch_product, OP, multiply)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, tile: MatmulTile) -> None:

@@ -17,6 +17,8 @@ multiplied in fp32 with each token.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -33,12 +35,12 @@ from fluxq.kernels.dequantize.kernel import (
     unpack_words,
     word_unit,
 )
-from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, finish
+from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, finish, launch_product
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, Tile, cdiv
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_tile, rows_are_at
+from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV, OP
 
-LARGEST_GEMV = 16  # tokens
 FUSED = {"enable_fp_fusion": True}  # gemv promises a bound, no bits: multiply-adds may round once
 
 
@@ -93,6 +95,22 @@ def weight_only_matmul(
             **EXACT,
         )
     return arguments["y"]
+
+
+def multiply(x: Tensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
+    """`weight_only_matmul` with the tile that was tuned for the chip; float32 takes that of one token, which is exact.
+
+    That form reads words of 4 bytes: where rows of codes are at no multiple of those, few tokens are taken for many.
+    """
+    m = x.shape[0]
+    if not rows_are_at(w.codes, 4):
+        m = LARGEST_GEMV + 1
+    elif x.dtype == torch.float32 and m <= LARGEST_GEMV:
+        m = 1
+    return weight_only_matmul(x, w, epilogue=epilogue, tile=find_tile(OP.file, w.format.name, chip, m))
+
+
+launch = partial(launch_product, OP, multiply, plain=True)
 
 
 def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.kernels.producers import ACTS, GATED, PRODUCED
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
+from fluxq.kernels.quantize_activation.op import ACTS, GATED, PRODUCED
 from fluxq.kernels.tiles import Tile
 
 

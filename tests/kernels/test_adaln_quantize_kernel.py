@@ -20,8 +20,8 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.kernels import norms
 from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
+from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile
@@ -115,8 +115,8 @@ def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
 
 def separate_layers(tensors: dict[str, Tensor], norm: str) -> tuple[Tensor, Tensor | None]:
     """v and n as the torch reference composes them."""
-    given = norms.NormTensors(**{name: tensor for name, tensor in tensors.items() if name != "x"})
-    return norms.modulated_norm(tensors["x"], given, norm, EPS)
+    given = adaln.NormTensors(**{name: tensor for name, tensor in tensors.items() if name != "x"})
+    return adaln.modulated_norm(tensors["x"], given, norm, EPS)
 
 
 def expected_v(n: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None, norm: str) -> Tensor:
@@ -228,7 +228,7 @@ def check_fused(
         assert_same_bits(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8), name)
 
 
-@pytest.mark.parametrize("norm", norms.NORMS)
+@pytest.mark.parametrize("norm", adaln.NORMS)
 @pytest.mark.parametrize(
     ("dtype", "modulation"),
     [
@@ -245,7 +245,7 @@ def test_bits_are_those_of_separate_layers(dtype: torch.dtype, modulation: torch
 
 
 @pytest.mark.parametrize("without", [("weight",), ("branch", "gate"), ("branch", "gate", "weight")])
-@pytest.mark.parametrize("norm", norms.NORMS)
+@pytest.mark.parametrize("norm", adaln.NORMS)
 def test_what_is_optional_may_be_left_out(without: tuple[str, ...], norm: str) -> None:
     check_v(adaln_quantize, norm=norm, without=without)
 
@@ -284,7 +284,7 @@ def test_other_types_of_x_are_composed_alike(format: str, dtype: torch.dtype) ->
         ("mxfp8", {"swizzled": True, "tile": TALL}),
         ("mxfp4", {"swizzled": True, "m": 130, "images": 2, "tile": TALL}),
         ("nvfp4", {"swizzled": True, "mean": True, "tile": TALL}),
-        *((name, {"spoilt": True, "norm": norm}) for name in FORMATS_MADE for norm in norms.NORMS),
+        *((name, {"spoilt": True, "norm": norm}) for name in FORMATS_MADE for norm in adaln.NORMS),
     ],
     ids=str,
 )

@@ -19,9 +19,12 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.kernels import encode, ops, products
+from fluxq.kernels import encode, ops
 from fluxq.kernels.block_scaled_matmul import kernel as block_scaled_matmul
+from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul as reference
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.packing import pack
+from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile
@@ -177,8 +180,8 @@ def test_sums_that_fp32_holds_are_exact_and_those_of_the_reference(format: str) 
     q, w = pairs
     y = block_scaled_matmul.block_scaled_matmul(q, w, epilogue=Epilogue(dtype=FP32), tile=TILE)
     assert torch.equal(y.double(), decoded(q) @ decoded(w).T)
-    given = products.ProductTensors(w.codes, w.scale, q.scale, w.global_scale, q.global_scale)
-    assert torch.equal(y, products.block_scaled_matmul(q.codes, *given.packed(format), False, FP32))
+    given = ProductTensors(w.codes, w.scale, q.scale, w.global_scale, q.global_scale)
+    assert torch.equal(y, reference(q.codes, *pack(given, format), False, FP32))
 
 
 def test_a_block_of_nan_reaches_its_row_and_no_other() -> None:

@@ -22,6 +22,7 @@ from fluxq.eval.debug.trace import Health, Local, Outputs, Seen
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.packing import pack
 from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
@@ -483,7 +484,7 @@ def test_kernels_take_rows_that_are_no_multiple_of_64(scheme, chip, k):
     parsed = Scheme.parse(scheme)
     w = QuantizedTensor.quantize(torch.randn(16, k, generator=noise) / 16, parsed.weights)
     x = torch.randn(3, k, generator=noise).bfloat16()
-    operands = (x, *ops.LinearTensors(w.codes, w.scale, w.global_scale).packed(scheme))
+    operands = (x, *pack(ops.LinearTensors(w.codes, w.scale, w.global_scale), scheme))
     with interpreting():
         found = launch.quantized_linear(*operands, chip=chip)
     want = ops.quantized_linear(*operands).float()

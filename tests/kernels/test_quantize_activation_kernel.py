@@ -17,10 +17,11 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.kernels import encode, ops, producers
+from fluxq.kernels import encode, ops
 from fluxq.kernels.dequantize import kernel as dequantize
-from fluxq.kernels.producers import PRODUCED
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
+from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.quantize_activation.op import PRODUCED
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
 from fluxq.kernels.tiles import Tile
 from fluxq.recipes.devices import KERNEL_FORMATS
@@ -182,7 +183,7 @@ def check_steps(
     beside: that many columns are another matrix's, which is part of a wider one.
     """
     k, row = 640, FORMATS[format]
-    x, left = awkward(m, (k - beside) * (1 + (act in producers.GATED)), dtype), awkward(m, 2 * beside + 1, dtype)
+    x, left = awkward(m, (k - beside) * (1 + (act in quantizer.GATED)), dtype), awkward(m, 2 * beside + 1, dtype)
     if rank or format == "fp8_tensor":  # one NaN would be everything, and sums are not to overflow
         x, left = (t.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4) for t in (x, left))
     left = left[:, :beside]
@@ -194,7 +195,7 @@ def check_steps(
     a = torch.cat([left, kernels.activate(x, act, tile=TILE) if act else x], dim=1)
     options: dict = {"input_scale": given_scale, "smooth": smooth, "mean": mean}
     options |= {"hadamard": hadamard, "four_over_six": four_over_six, "swizzled": swizzled}
-    expected = producers.quantize_activation(a, *packed(format, **options))
+    expected = quantizer.quantize_activation(a, *packed(format, **options))
     out = buffers(format, m, k, given_scale if row.two_level else None, expected[1].numel() if swizzled else 0)
     if given and not row.two_level:
         assert given_scale is not None
@@ -232,7 +233,7 @@ def check_order_of_sums(kernels: ModuleType) -> None:
     """Neighbours first: 2^24 + 1 loses the 1, which would come back if 2^24 - 2^24 were first."""
     x, one = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0]).repeat(3, 16), torch.ones(3, 1)
     q, _ = kernels.quantize_activation(x, *steps("fp8", input_scale=one, hadamard=64), tile=TILE)
-    codes, *_ = producers.quantize_activation(x, *packed("fp8", input_scale=one, hadamard=64))
+    codes, *_ = quantizer.quantize_activation(x, *packed("fp8", input_scale=one, hadamard=64))
     assert_equal_values(q.codes.float(), codes.float())
 
 
@@ -338,7 +339,7 @@ def test_mxfp4_chooses_the_exponent_of_the_reference_in_many_blocks() -> None:
 def test_four_over_six_chooses_the_scale_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     q, _ = quantize_activation.quantize_activation(x, *steps("nvfp4", four_over_six=True), tile=Tile(64, 512, 4))
-    codes, scale, global_scale, _ = producers.quantize_activation(x, *packed("nvfp4", four_over_six=True))
+    codes, scale, global_scale, _ = quantizer.quantize_activation(x, *packed("nvfp4", four_over_six=True))
     assert_same_bytes(q, QuantizedTensor(codes, scale, global_scale, q.shape, q.format))
 
 

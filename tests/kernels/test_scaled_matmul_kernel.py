@@ -18,6 +18,7 @@ from triton.runtime.errors import InterpreterError
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import ops
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.packing import pack
 from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile
@@ -61,7 +62,7 @@ def check_int8(kernels: ModuleType, m: int, n: int, k: int, tile: MatmulTile = T
     x, q, w, bias = operands("int8", m, n, k)
     out = beside.guarded(m, n, dtype=torch.float32)
     kernels.scaled_matmul(q, w, epilogue=Epilogue(bias=bias, dtype=torch.float32), tile=tile, out=out)
-    expected = ops.quantized_linear(x, *ops.LinearTensors(w.codes, w.scale, bias=bias).packed("int8-int8"))
+    expected = ops.quantized_linear(x, *pack(ops.LinearTensors(w.codes, w.scale, bias=bias), "int8-int8"))
     assert_within(out, expected, torch.zeros_like(expected), tile)
     beside.assert_guards_untouched(out)
 

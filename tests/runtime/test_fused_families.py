@@ -452,7 +452,7 @@ def test_the_kernels_take_what_the_forms_give_them(name: str, scheme: str) -> No
             kernel = func._schema.name.removeprefix("fluxq::")
             if func.namespace != "fluxq" or kernel == "quantized_linear":
                 return func(*args, **(kwargs or {}))
-            return launch.ON_GPU[kernel](*args, chip="sm_89")
+            return launch.launcher(kernel)(*args, chip="sm_89")
 
     model = quantized(scheme, torch.float32, name)
     fluxq.optimize(model)

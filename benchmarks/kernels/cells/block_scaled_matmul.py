@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles
-from fluxq.kernels.block_scaled_matmul.kernel import SUPPORTED, block_scaled_matmul_kernel
+from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul_kernel
+from fluxq.kernels.block_scaled_matmul.op import OP
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.tiles import MatmulTile
 from fluxq.recipes.formats import FORMATS, Format
@@ -41,7 +42,7 @@ def _cell(format: Format, tile: MatmulTile, targets: tuple[str, ...], *, swizzle
 
 CELLS = tuple(
     _cell(FORMATS[name], tile, targets, swizzled=swizzled)
-    for name in SUPPORTED
+    for name in OP.formats
     for tile, targets in distinct_tiles("block_scaled_matmul", name).items()
     for swizzled in ((False, True) if tile.m % 128 == 0 else (False,))
 )

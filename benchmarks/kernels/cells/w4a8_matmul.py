@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles, stored_arguments
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.tiles import MatmulTile
-from fluxq.kernels.w4a8_matmul.kernel import ACTIVATIONS, WEIGHTS, w4a8_matmul_kernel
+from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul_kernel
+from fluxq.kernels.w4a8_matmul.op import ACTIVATIONS, WEIGHTS
 from fluxq.recipes.formats import find_format
 
 

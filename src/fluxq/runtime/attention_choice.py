@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
-from fluxq.kernels.attention.op import BACKEND, FLOATS, attention_fp8
+from fluxq.kernels.attention.op import BACKEND, FLOATS, OP, attention_fp8
 from fluxq.recipes.patterns import matches
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _lacks(head_size: int, device: torch.device) -> str:
         from fluxq.kernels.dispatch import offer
 
         chip = chip_of(device)
-        offered = offer("attention_fp8", str(head_size), chip)
+        offered = offer(OP.name, str(head_size), chip)
         why = "" if offered.how else f"no kernel for heads of {head_size} elements on {chip} ({offered.reason})"
     if why and is_strict():
         raise ValueError(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fluxq.kernels import encode, ops
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.packing import pack
 from fluxq.kernels.pointwise import QuantPointwise
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Format, Scheme
@@ -126,7 +127,7 @@ class RowParallel(nn.Module):
         _require_no_gradient(x)
         part = self.part
         given = part.tensors._replace(input_scale=self._input_scale(x))
-        y = ops.quantized_linear(x.float(), *given.packed(part.scheme))
+        y = ops.quantized_linear(x.float(), *pack(given, part.scheme))
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 
