@@ -66,7 +66,7 @@ def added_error(w: QuantizedTensor | Tensor, target: QuantizedTensor) -> float:
     return (target.dequantize().double() - plain).norm().item() / size if size else 0.0
 
 
-def choosefind_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGETS) -> tuple[str, dict[str, float]]:
+def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGETS) -> tuple[str, dict[str, float]]:
     """The candidate that adds the least error to w, the first of equals, and what each adds.
 
     w: as stored, or the plain matrix (N, K) that `QuantLinear.merged` gives.
