@@ -43,7 +43,7 @@ def sibling(name: str) -> ModuleType:
 
 matmul = sibling("test_scaled_matmul_kernel")
 beside = matmul.beside
-SUPPORTED = block_scaled_matmul.SUPPORTED
+SUPPORTED = block_scaled_matmul.OP.formats
 TILE = MatmulTile(m=32, n=32, k=64, warps=4, stages=3, group_m=2)
 LARGE = MatmulTile(m=128, n=128, k=128, warps=8, stages=3, group_m=2)
 SHAPES = [(1, 33, 64), (5, 64, 96), (17, 130, 160), (130, 70, 128)]  # (M, N, K): tails of every axis, 5 tiles of rows
