@@ -49,8 +49,8 @@ class Epilogue:
     residual: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
 
-    def arguments(self, name: str, m: int, n: int, device: torch.device, out: Tensor | None) -> dict[str, Any]:
-        """The arguments of a kernel that `finish` takes, by name; "y" is `out`, or a new tensor (M, N).
+    def arguments(self, name: str, m: int, n: int, device: torch.device) -> dict[str, Any]:
+        """The arguments of a kernel that `finish` takes, by name; "y" is a new tensor (M, N).
 
         name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
         """
@@ -74,9 +74,7 @@ class Epilogue:
             check_tensor(f"{name}: gate", self.gate, (images, n), FLOATS, device)
         if self.dtype not in FLOATS:
             raise ValueError(f"{name}: dtype is {self.dtype}, expected bfloat16, float16 or float32")
-        if out is None:
-            out = torch.empty(m, n, dtype=self.dtype, device=device)
-        check_tensor(f"{name}: out", out, (m, n), (self.dtype,), device)
+        out = torch.empty(m, n, dtype=self.dtype, device=device)
         tensors = {"bias": self.bias, "h": h, "up": up, "gate": self.gate, "residual": self.residual, "y": out}
         sizes = {"R": rank, "tokens": m // images}
         return tensors | sizes | {"GELU": self.gelu, "BLOCK_R": max(16, triton.next_power_of_2(rank))}

@@ -37,9 +37,9 @@ from fluxq.kernels.dequantize.kernel import as_bytes, check_tile
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.packing import unpack
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
-from fluxq.kernels.quantize_activation.kernel import returned
+from fluxq.kernels.quantize_activation.kernel import new_codes, returned
 from fluxq.kernels.quantize_activation.op import Rounding, check_steps
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
+from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
 from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import Format, find_format
 
@@ -54,50 +54,31 @@ def adaln_quantize(
     The steps are as `quantize_activation` takes them; fp8_tensor needs its scale given, for no program here sees all
     rows. tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
     """
-    scale, shift, branch, gate, weight, input_scale, smooth, mean = tensors
+    scale, shift, branch, gate, _, input_scale, *_ = tensors
     row, swizzled = find_format(how.format) if how.format else None, how.swizzled
     _check_layers(x, tensors, norm, tile)
     _check_rounding(x, row, tensors, how, tile)
     check_device("adaln_quantize", x.device)
     m, d = x.shape
     new = None if branch is None else torch.empty(m, d, dtype=x.dtype, device=x.device)
-    per_row = 0  # whether each row has its own scale
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors._asdict().items() if name != "input_scale"}
+    given |= {"x": x, "new": new, "M": m, "D": d, "tokens": m // scale.shape[0], "eps": eps, "NORM": norm}
+    given |= {"stride_x": x.stride(0), "stride_scale": scale.stride(0), "stride_shift": shift.stride(0)}
+    given |= {"stride_branch": 0 if branch is None else branch.stride(0)}
+    given |= {"stride_gate": 0 if gate is None else gate.stride(0)}
     if row is None:
-        out = codes = torch.empty(m, d, dtype=x.dtype, device=x.device)
-        step = global_scale = None
-        constants: dict[str, Any] = {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+        out = torch.empty(m, d, dtype=x.dtype, device=x.device)
+        given |= {"codes": out, "step": None, "global_scale": None, "stride_step": 0}
+        given |= {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
     else:
-        out = _allocate(row, m, d, input_scale, swizzled, x.device)
-        codes, step, global_scale = as_bytes(out.codes), as_bytes(out.scale), out.global_scale
-        per_row = int((step if global_scale is None else global_scale).ndim > 0)
-        constants = {"FORMAT": row.name, "ELEMENT": row.element.name, "LARGEST": row.element.max}
-        constants["GROUP"] = row.group_size
+        out = new_codes("adaln_quantize", x, d, input_scale, how)
+        per_row = out.scale if out.global_scale is None else out.global_scale  # where each row has its own scale
+        given |= {"codes": as_bytes(out.codes), "step": as_bytes(out.scale), "global_scale": out.global_scale}
+        given |= {"stride_step": int(per_row.ndim > 0), "FORMAT": row.name, "GROUP": row.group_size}
+        given |= {"ELEMENT": row.element.name, "LARGEST": row.element.max}
     rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
     adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
-        x,
-        branch,
-        gate,
-        scale,
-        shift,
-        weight,
-        smooth,
-        mean,
-        new,
-        codes,
-        step,
-        global_scale,
-        m,
-        d,
-        m // scale.shape[0],
-        x.stride(0),
-        0 if branch is None else branch.stride(0),
-        0 if gate is None else gate.stride(0),
-        scale.stride(0),
-        shift.stride(0),
-        per_row,
-        eps,
-        NORM=norm,
-        **constants,
+        **given,
         HADAMARD=how.hadamard.bit_length() - 1 if how.hadamard else 0,
         SCALE_GIVEN=input_scale is not None,
         FOUR_OVER_SIX=how.four_over_six,
@@ -126,22 +107,6 @@ def launch(
 def tuned_name(d: int) -> str:
     """Return the name in kernels/tuned of the tile for rows of d, whatever the format: its columns."""
     return str(max(2048, triton.next_power_of_2(d)))
-
-
-def _allocate(
-    format: Format, m: int, d: int, input_scale: Tensor | None, swizzled: bool, device: torch.device
-) -> QuantizedTensor:
-    """The tensors to fill; a given scale takes its place among them."""
-    (codes, codes_dtype), (step, step_dtype) = list(stored_shapes(format, m, d).values())[:2]
-    if swizzled:
-        step = (swizzled_size(m, d // format.group_size),)
-    scales = torch.empty(step, dtype=step_dtype, device=device)
-    global_scale = None
-    if format.two_level:
-        global_scale = torch.empty(m, 1, device=device, dtype=torch.float32) if input_scale is None else input_scale
-    elif input_scale is not None:
-        scales = input_scale.reshape(step)
-    return QuantizedTensor(torch.empty(codes, dtype=codes_dtype, device=device), scales, global_scale, (m, d), format)
 
 
 def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> None:
@@ -207,16 +172,10 @@ def _check_rounding(x: Tensor, format: Format | None, tensors: NormTensors, how:
     for what, vector in (("smooth", smooth), ("mean", mean)):
         if vector is not None:
             check_tensor(f"{name}: {what}", vector, (d,), (torch.float32,), x.device)
-    if input_scale is None:
-        if format.block[0] == 0:
-            raise ValueError(
-                f"{name}: {format.name} needs an input_scale (): calibrate it, or quantize v in a pass of its own"
-            )
-        return
-    if format.scale == "e8m0":
-        raise ValueError(f"{name}: {format.name} takes its scales from each block; give no input_scale")
-    of_all = format.block[0] == 0 or (format.two_level and input_scale.ndim == 0)
-    check_tensor(f"{name}: input_scale", input_scale, () if of_all else (m, 1), (torch.float32,), x.device)
+    if input_scale is None and format.block[0] == 0:
+        raise ValueError(
+            f"{name}: {format.name} needs an input_scale (): calibrate it, or quantize v in a pass of its own"
+        )
 
 
 @triton.jit

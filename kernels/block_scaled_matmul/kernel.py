@@ -38,19 +38,18 @@ def block_scaled_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) times w (N, K), both nvfp4, mxfp8 or mxfp4; returns (M, N) of the epilogue's dtype.
 
     Block scales of both are (rows, G), or of both flat in the 128x4 layout, as `swizzle_scales` makes it; the tile's m
-    and n are then multiples of 128, and its k of 4 groups. Global scales are (), that of x also (M, 1). out (M, N):
-    written instead of a new tensor. Raises ValueError for operands that do not fit.
+    and n are then multiples of 128, and its k of 4 groups. Global scales are (), that of x also (M, 1). Raises
+    ValueError for operands that do not fit.
     """
     (m, k), n, device, row = x.shape, w.shape[0], x.codes.device, x.format
     swizzled = x.scale.ndim == 1
     _check_operands(x, w, swizzled)
     _check_tile(tile, x.format, swizzled)
-    arguments = epilogue.arguments("block_scaled_matmul", m, n, device, out)
+    arguments = epilogue.arguments("block_scaled_matmul", m, n, device)
     left, right = x.codes, w.codes
     if tile.descriptors:
         check_copyable("block_scaled_matmul", x=left, w=right)

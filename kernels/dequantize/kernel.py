@@ -25,10 +25,8 @@ from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import Format, find_format
 
 
-def dequantize(
-    q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile, out: Tensor | None = None
-) -> Tensor:
-    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16; written to `out` if that is given.
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile) -> Tensor:
+    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16.
 
     tile: its columns a multiple of the format's group. Raises ValueError for tensors that are not as stored.
     """
@@ -38,9 +36,7 @@ def dequantize(
         raise ValueError(f"dequantize: dtype is {dtype}, expected float32, bfloat16 or float16")
     check_tile("dequantize", tile, q.format)
     check_stored(q, "dequantize")
-    if out is None:
-        out = torch.empty(n, k, dtype=dtype, device=q.codes.device)
-    check_tensor("dequantize: out", out, (n, k), (dtype,), q.codes.device)
+    out = torch.empty(n, k, dtype=dtype, device=q.codes.device)
     check_device("dequantize", q.codes.device)
     per_token = q.global_scale is not None and q.global_scale.ndim == 2
     grid = (cdiv(n, tile.rows), cdiv(k, tile.columns))

@@ -20,6 +20,7 @@ two launches, unless its scale is given. What becomes of v is in kernels/codes.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -69,24 +70,75 @@ def quantize_activation(
     tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
     Raises ValueError for input that the kernels do not take.
     """
-    name, row, input_scale = "quantize_activation", find_format(how.format), tensors.input_scale
-    m, k = _check_rows(name, x, row, how.act, tensors.beside)
+    name, row, hadamard, swizzled = "quantize_activation", find_format(how.format), how.hadamard, how.swizzled
+    input_scale, smooth, mean, down, beside = tensors
+    m, k = _check_rows(name, x, row, how.act, beside)
     check_steps(name, k, row, how)
-    shapes = _shapes(row, m, k, how.swizzled)
-    codes, scale = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in list(shapes.values())[:2])
-    global_scale = None
-    if row.two_level:
-        global_scale = x.new_empty(m, 1, dtype=torch.float32) if input_scale is None else input_scale
-    elif input_scale is not None:
-        if row.group_size:
-            raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
-        shape = () if row.block[0] == 0 else (m, 1)
-        check_tensor(f"{name}: input_scale", input_scale, shape, (torch.float32,), x.device)
-        scale = input_scale.reshape(scale.shape)
-    h = None if tensors.down is None else tensors.down.new_empty(m, tensors.down.shape[0])
-    out = QuantizedTensor(codes, scale, global_scale, (m, k), row)
-    quantize_into(out, x, tensors, how, h=h, tile=tile)
+    out = new_codes(name, x, k, input_scale, how)
+    for what, vector in (("smooth", smooth), ("mean", mean)):
+        if vector is not None:
+            check_tensor(f"{name}: {what}", vector, (k,), (torch.float32,), x.device)
+    rank = _check_down(name, x, k, down)
+    h = None if down is None else torch.empty(m, rank, dtype=down.dtype, device=x.device)
+    _check_tile(name, tile, row, hadamard, rank, swizzled)
+    check_device(name, x.device)
+    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
+    read: dict[str, Any] = {"x": x, "beside": beside, "smooth": smooth, "mean": mean, "M": m, "K": k, "D": d}
+    read |= {"stride_x": x.stride(0), "stride_beside": stride_beside}
+    read |= {"ACT": how.act, "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    read |= {
+        "TILES": cdiv(k, tile.columns),
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "num_warps": tile.warps,
+    } | EXACT
+    product = {"down": down, "h": h, "R": rank, "BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
+    programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
+    if row.group_size:
+        _launch_blocks(out, programs, how, input_scale is not None, read | product)
+    else:
+        _launch_rows(out, programs, input_scale is not None, read, product)
     return out, h
+
+
+def _launch_rows(
+    out: QuantizedTensor, programs: int, scale_given: bool, read: dict[str, Any], product: dict[str, Any]
+) -> None:
+    row, amax = out.format, None
+    if row.block[0] == 0 and not scale_given:
+        amax = torch.zeros((), dtype=torch.int32, device=out.codes.device)
+        tensor_amax_kernel[(programs,)](amax=amax, **read)
+    quantize_rows_kernel[(programs,)](
+        codes=as_bytes(out.codes),
+        scale=out.scale,
+        amax=amax,
+        stride_scale=row.block[0],
+        ELEMENT=row.element.name,
+        LARGEST=row.element.max,
+        SCALE_GIVEN=scale_given,
+        **read,
+        **product,
+    )
+
+
+def _launch_blocks(
+    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, given: dict[str, Any]
+) -> None:
+    # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
+    own_global = out.format.two_level and not scale_given
+    per_token = out.global_scale is not None and out.global_scale.ndim == 2
+    quantize_blocks_kernel[(programs, 1 if own_global or given["R"] else given["TILES"])](
+        codes=as_bytes(out.codes),
+        scale=as_bytes(out.scale),
+        global_scale=out.global_scale,
+        stride_global=int(per_token),
+        FORMAT=out.format.name,
+        GROUP=out.format.group_size,
+        OWN_GLOBAL=own_global,
+        FOUR_OVER_SIX=how.four_over_six,
+        SWIZZLED=how.swizzled,
+        **given,
+    )
 
 
 def quantize_tuned(
@@ -115,16 +167,14 @@ def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Te
     return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
 
 
-def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round; written to `out` if given.
+def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
+    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round.
 
     x is (M, K) for gelu and gelu_tanh, and (M, 2K) for silu_mul, silu(first half) · second half, and for mul_silu,
     first half · silu(second half).
     """
     m, k = _check_rows("activate", x, None, act)
-    if out is None:
-        out = x.new_empty(m, k)
-    check_tensor("activate: out", out, (m, k), (x.dtype,), x.device)
+    out = torch.empty(m, k, dtype=x.dtype, device=x.device)
     check_device("activate", x.device)
     grid = (cdiv(m, tile.rows), cdiv(k, tile.columns))
     activate_kernel[grid](
@@ -140,99 +190,6 @@ def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None, 
 
 def tile_name(format: Format, down: bool, beside: bool, own_global: bool) -> str:
     return "down " * down + format.name + "-beside" * beside + " own global" * own_global
-
-
-def quantize_into(
-    out: QuantizedTensor, x: Tensor, tensors: RoundingTensors, how: Rounding, *, h: Tensor | None = None, tile: Tile
-) -> None:
-    """Quantize x, or act(x), into the tensors of `out`, and its product with down^T into h (M, R), all contiguous.
-
-    With an input_scale, `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
-    The others are as `quantize_activation` takes them; it raises the same errors.
-    """
-    name = "quantize_activation"
-    row, hadamard, swizzled, scale_given = out.format, how.hadamard, how.swizzled, tensors.input_scale is not None
-    beside, smooth, mean, down = tensors.beside, tensors.smooth, tensors.mean, tensors.down
-    group = row.group_size
-    m, k = _check_rows(name, x, row, how.act, beside)
-    check_steps(name, k, row, how)
-    _check_output(name, out, x, (m, k), scale_given, swizzled)
-    for what, vector in (("smooth", smooth), ("mean", mean)):
-        if vector is not None:
-            check_tensor(f"{name}: {what}", vector, (k,), (torch.float32,), x.device)
-    rank = _check_down(name, x, (m, k), down, h)
-    _check_tile(name, tile, row, hadamard, rank, swizzled)
-    check_device(name, x.device)
-    tiles = cdiv(k, tile.columns)
-    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
-    what = {"ACT": how.act, "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
-    size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
-    options = {"num_warps": tile.warps} | EXACT
-    programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
-    block_r = {"BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
-    if not group:
-        amax = None
-        if row.block[0] == 0 and not scale_given:
-            amax = torch.zeros((), dtype=torch.int32, device=x.device)
-            tensor_amax_kernel[(programs,)](
-                x, beside, smooth, mean, amax, m, k, d, x.stride(0), stride_beside, **what, **size, **options
-            )
-        quantize_rows_kernel[(programs,)](
-            x,
-            beside,
-            smooth,
-            mean,
-            down,
-            as_bytes(out.codes),
-            out.scale,
-            amax,
-            h,
-            m,
-            k,
-            d,
-            rank,
-            x.stride(0),
-            stride_beside,
-            row.block[0],
-            **what,
-            ELEMENT=row.element.name,
-            LARGEST=row.element.max,
-            SCALE_GIVEN=scale_given,
-            **size,
-            **block_r,
-            **options,
-        )
-        return
-    # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
-    own_global = row.two_level and not scale_given
-    per_token = out.global_scale is not None and out.global_scale.ndim == 2
-    quantize_blocks_kernel[(programs, 1 if own_global or rank else tiles)](
-        x,
-        beside,
-        smooth,
-        mean,
-        down,
-        as_bytes(out.codes),
-        as_bytes(out.scale),
-        out.global_scale,
-        h,
-        m,
-        k,
-        d,
-        rank,
-        x.stride(0),
-        stride_beside,
-        int(per_token),
-        **what,
-        FORMAT=row.name,
-        GROUP=group,
-        OWN_GLOBAL=own_global,
-        FOUR_OVER_SIX=how.four_over_six,
-        SWIZZLED=swizzled,
-        **size,
-        **block_r,
-        **options,
-    )
 
 
 def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: Tensor | None = None) -> tuple[int, int]:
@@ -261,11 +218,9 @@ def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: T
     return m, k
 
 
-def _check_down(name: str, x: Tensor, shape: tuple[int, int], down: Tensor | None, h: Tensor | None) -> int:
+def _check_down(name: str, x: Tensor, k: int, down: Tensor | None) -> int:
     """The rank of `down`, 0 for none."""
     if down is None:
-        if h is not None:
-            raise ValueError(f"{name}: h is given but `down` is not: give both or neither")
         return 0
     rank = down.shape[0] if down.ndim == 2 else 0
     if not 1 <= rank <= LARGEST_RANK:
@@ -274,10 +229,7 @@ def _check_down(name: str, x: Tensor, shape: tuple[int, int], down: Tensor | Non
             "multiply by a larger one in a pass of its own"
         )
     dtypes = _FLOATS[:2] if x.dtype == torch.float32 else (x.dtype,)
-    check_tensor(f"{name}: down", down, (rank, shape[1]), dtypes, x.device)
-    if h is None:
-        raise ValueError(f"{name}: `down` is given but no h to write to: give both or neither")
-    check_tensor(f"{name}: h", h, (shape[0], rank), (down.dtype,), x.device)
+    check_tensor(f"{name}: down", down, (rank, k), dtypes, x.device)
     return rank
 
 
@@ -294,29 +246,28 @@ def _check_tile(name: str, tile: Tile, format: Format, hadamard: int, rank: int,
         raise ValueError(f"{name}: tile.rows is {tile.rows}, expected at least 16 for a product with `down`")
 
 
-def _shapes(format: Format, m: int, k: int, swizzled: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    shapes = stored_shapes(format, m, k)
-    if swizzled:
-        shapes["weight_scale"] = (swizzled_size(m, k // format.group_size),), shapes["weight_scale"][1]
-    return shapes
+def new_codes(name: str, x: Tensor, k: int, input_scale: Tensor | None, how: Rounding) -> QuantizedTensor:
+    """Tensors for the codes (M, K) of x (M, …) to be written to; a scale that is given takes its place among them.
 
-
-def _check_output(
-    name: str, out: QuantizedTensor, x: Tensor, shape: tuple[int, int], scale_given: bool, swizzled: bool
-) -> None:
-    row = out.format
-    if out.shape != shape:
-        raise ValueError(f"{name}: out is for a matrix {out.shape}, x is {shape}")
-    if scale_given and row.scale == "e8m0":
-        raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
-    names = {"weight": "codes", "weight_scale": "scale", "weight_scale_2": "global scale"}
-    tensors = out.tensors()
-    for part, (expected, dtype) in _shapes(row, *shape, swizzled).items():
-        if part not in tensors:
-            raise ValueError(f"{name}: {row.name} needs a global scale, out has none")
-        if part == "weight_scale_2" and not (scale_given and tensors[part].ndim == 0):
-            expected = (shape[0], 1)
-        check_tensor(f"{name}: {names[part]}", tensors[part], expected, (dtype,), x.device)
+    name: of the kernel, for errors. Raises ValueError for a scale that does not fit.
+    """
+    row, m, device = find_format(how.format), x.shape[0], x.device
+    (codes_shape, codes_dtype), (shape, dtype) = list(stored_shapes(row, m, k).values())[:2]
+    if how.swizzled:
+        shape = (swizzled_size(m, k // row.group_size),)
+    codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
+    scale = torch.empty(shape, dtype=dtype, device=device)
+    global_scale = None
+    if input_scale is not None:
+        if row.scale == "e8m0":
+            raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
+        is_of_all = row.block[0] == 0 or (row.two_level and input_scale.ndim == 0)
+        check_tensor(f"{name}: input_scale", input_scale, () if is_of_all else (m, 1), (torch.float32,), device)
+    if row.two_level:
+        global_scale = torch.empty(m, 1, dtype=torch.float32, device=device) if input_scale is None else input_scale
+    elif input_scale is not None:
+        scale = input_scale.reshape(shape)
+    return QuantizedTensor(codes, scale, global_scale, (m, k), row)
 
 
 @triton.jit

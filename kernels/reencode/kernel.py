@@ -13,12 +13,11 @@ encodes. `eight_bit_multiplier` is the middle line; kernels/w4a8_matmul uses it 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, check_device
 from fluxq.kernels.codes import amax_scale, encode, magnitude_bits, nan_unless_finite
 from fluxq.kernels.dequantize.kernel import (
     as_bytes,
@@ -30,25 +29,20 @@ from fluxq.kernels.dequantize.kernel import (
 )
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.reencode.op import OP, find_target
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import find_format
 
 
-def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """w (N, K) in "int8" or "fp8" with a scale per row, written into the tensors of `out` if that is given.
+def reencode(w: QuantizedTensor, format: str, *, tile: Tile) -> QuantizedTensor:
+    """w (N, K) in "int8" or "fp8" with a scale per row.
 
     tile: its columns a multiple of w's group. Raises ValueError for what does not fit.
     """
     target, (n, k), device = find_target(format), w.shape, w.codes.device
     check_stored(w, "reencode: w")
     check_tile("reencode", tile, w.format)
-    (codes_shape, codes_dtype), (scale_shape, scale_dtype) = stored_shapes(target, n, k).values()
-    if out is None:
-        codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
-        out = QuantizedTensor(codes, torch.empty(scale_shape, dtype=scale_dtype, device=device), None, (n, k), target)
-    check_tensor("reencode: out codes", out.codes, codes_shape, (codes_dtype,), device)
-    check_tensor("reencode: out scale", out.scale, scale_shape, (scale_dtype,), device)
+    out = QuantizedTensor.empty(target, n, k, None, device)
     check_device("reencode", device)
     group = w.format.group_size
     reencode_kernel[(cdiv(n, tile.rows),)](

@@ -34,12 +34,10 @@ def scaled_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) times w (N, K), both int8 or both fp8; returns (M, N) of the epilogue's dtype.
 
-    Scales are one for each row or, for fp8, () for all. out (M, N): written instead of a new tensor. Raises ValueError
-    for operands that do not fit.
+    Scales are one for each row or, for fp8, () for all. Raises ValueError for operands that do not fit.
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w)
@@ -48,7 +46,7 @@ def scaled_matmul(
             f"scaled_matmul: tile.unit_scales is for fp8 and k in multiples of 32, not for {x.format.name} at "
             f"{tile.k}: take a tile without"
         )
-    arguments = epilogue.arguments("scaled_matmul", m, n, device, out)
+    arguments = epilogue.arguments("scaled_matmul", m, n, device)
     if tile.descriptors:
         check_copyable("scaled_matmul", x=x.codes, w=w.codes)
     check_device("scaled_matmul", device)

@@ -26,8 +26,8 @@ from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 TILE_ROWS = 128  # of the layout
 
 
-def swizzle_scales(scale: Tensor, *, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """Block scales (rows, G) of one byte each, flat in the 128x4 layout; written to `out` if that is given.
+def swizzle_scales(scale: Tensor, *, tile: Tile) -> Tensor:
+    """Block scales (rows, G) of one byte each, flat in the 128x4 layout.
 
     tile: of 128 rows and a multiple of 4 columns. Raises ValueError for what does not fit.
     """
@@ -39,9 +39,7 @@ def swizzle_scales(scale: Tensor, *, tile: Tile, out: Tensor | None = None) -> T
         )
     (rows, groups), size = scale.shape, swizzled_size(*scale.shape)
     check_tensor("swizzle_scales: scale", scale, (rows, groups), (scale.dtype,), scale.device)
-    if out is None:
-        out = torch.empty(size, dtype=scale.dtype, device=scale.device)
-    check_tensor("swizzle_scales: out", out, (size,), (scale.dtype,), scale.device)
+    out = torch.empty(size, dtype=scale.dtype, device=scale.device)
     check_device("swizzle_scales", scale.device)
     grid = (cdiv(rows, TILE_ROWS), cdiv(groups, tile.columns))
     swizzle_scales_kernel[grid](

@@ -47,7 +47,6 @@ def w4a8_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K), int8 or fp8 with a scale per row, times w (N, K), nvfp4, mxfp4 or int4; returns (M, N).
 
@@ -56,7 +55,7 @@ def w4a8_matmul(
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w, row_scale, tile)
-    arguments = epilogue.arguments("w4a8_matmul", m, n, device, out)
+    arguments = epilogue.arguments("w4a8_matmul", m, n, device)
     check_device("w4a8_matmul", device)
     group = w.format.group_size
     w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](

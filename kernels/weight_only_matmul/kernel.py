@@ -50,7 +50,6 @@ def weight_only_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile | Tile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) times w (N, K) of any format; returns (M, N) of the epilogue's dtype.
 
@@ -61,7 +60,7 @@ def weight_only_matmul(
     gemv = isinstance(tile, Tile)
     _check_operands(x, w, tile)
     (m, k), n = x.shape, w.shape[0]
-    arguments = epilogue.arguments(name, m, n, x.device, out)
+    arguments = epilogue.arguments(name, m, n, x.device)
     check_device(name, x.device)
     arguments |= {
         "x": x,

@@ -5,16 +5,15 @@ Each check takes the kernel file as an argument: the tests hand it the real one,
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from poison import poisoned
 from rounding import norm_steps, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -31,7 +30,6 @@ TILE = Tile(rows=4, columns=512, warps=4)
 TALL = Tile(rows=64, columns=512, warps=4)  # fewer programs for the rows that pad the 128x4 layout
 D = 352  # 11 blocks of 32, 22 of 16: neither the tile's columns nor the 128x4 layout's 4 groups
 EPS = 1e-6
-POISON = 0xA5
 FORMATS_MADE = ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinity and NaN are among x
 
@@ -40,24 +38,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 def on_the_interpreter():
     with interpreting():
         yield
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """New tensors hold poison, between 64 poisoned bytes on either side that must stay."""
-    made: list[Tensor] = []
-    empty = torch.empty
-
-    def guarded(*shape: Any, **options: Any) -> Tensor:
-        wanted = empty(*shape, **options | {"device": "meta"})
-        whole = torch.full((wanted.nbytes + 128,), POISON, dtype=torch.uint8)
-        made.append(whole)
-        return whole[64 : wanted.nbytes + 64].view(wanted.dtype).reshape(wanted.shape)
-
-    with mock.patch.object(torch, "empty", guarded):
-        yield
-    for whole in made:
-        assert (whole[:64] == POISON).all() and (whole[-64:] == POISON).all(), "guard bytes differ"
 
 
 def layers(
