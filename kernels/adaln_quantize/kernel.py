@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     magnitude_bits,
     quantize_blocks_tile,
@@ -33,7 +33,6 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
-from fluxq.kernels.dequantize.kernel import as_bytes, check_tile
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.packing import unpack
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded

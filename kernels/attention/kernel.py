@@ -21,9 +21,8 @@ from torch import Tensor
 from fluxq.kernels import dispatch
 from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands
-from fluxq.kernels.checks import EXACT, check_device
+from fluxq.kernels.checks import EXACT, as_bytes, check_device
 from fluxq.kernels.codes import encode, magnitude_bits, row_step
-from fluxq.kernels.dequantize.kernel import as_bytes
 from fluxq.kernels.scaled_matmul.kernel import add_product
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxq.kernels.block_scaled_matmul.op import OP
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import check_stored
+from fluxq.kernels.checks import EXACT, check_codes, check_device, check_fit, check_tensor
 from fluxq.kernels.epilogue import NOTHING, Epilogue, launch_product
 from fluxq.kernels.scaled_matmul.kernel import check_copyable, finish_tile, grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
@@ -97,27 +96,25 @@ launch = partial(launch_product, OP, multiply)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> None:
-    (m, k), name = x.shape, "block_scaled_matmul"
+    name = "block_scaled_matmul"
     if x.format != w.format or x.format.name not in OP.formats:
         raise ValueError(
             f"{name}: x is {x.format.name} and w {w.format.name}, expected both to be one of {', '.join(OP.formats)}; "
             "re-encode the weight, or dequantize both"
         )
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w.shape[1] != k:
-        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
     if swizzled != (w.scale.ndim == 1):
         raise ValueError(f"{name}: scales of x are {x.scale.ndim}-D and of w {w.scale.ndim}-D: swizzle both or neither")
-    for part, q in (("x", x), ("w", w)):
-        if swizzled:
-            size = swizzled_size(q.shape[0], k // q.format.group_size)
-            check_tensor(f"{name}: {part}: weight_scale", q.scale, (size,), (q.scale.dtype,), x.codes.device)
-            plain = q.scale.new_empty(q.shape[0], k // q.format.group_size)
-            q = dataclasses.replace(q, scale=plain)
-        check_stored(q, f"{name}: {part}")
-    if x.codes.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
+    check_fit(name, x.shape, w.shape)
+    if swizzled:
+        x, w = (_with_plain_scale(f"{name}: {part}", q) for part, q in (("x", x), ("w", w)))
+    check_codes(name, x, w)
+
+
+def _with_plain_scale(name: str, q: QuantizedTensor) -> QuantizedTensor:
+    """The same with some scales (rows, G), for checks; ValueError unless its own can be such scales swizzled."""
+    rows, groups = q.shape[0], q.shape[1] // q.format.group_size
+    check_tensor(f"{name}: weight_scale", q.scale, (swizzled_size(rows, groups),), (q.scale.dtype,), q.codes.device)
+    return dataclasses.replace(q, scale=q.scale.new_empty(rows, groups))
 
 
 def _check_tile(tile: MatmulTile, format: Format, swizzled: bool) -> None:

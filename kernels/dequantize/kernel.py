@@ -12,17 +12,19 @@ exponent's bias, and that is an exact multiplication by a power of two, subnorma
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_stored, check_tile
 from fluxq.kernels.dequantize.op import OP
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
-from fluxq.recipes.formats import Format, find_format
+from fluxq.recipes.formats import find_format
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile) -> Tensor:
@@ -31,33 +33,15 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: 
     tile: its columns a multiple of the format's group. Raises ValueError for tensors that are not as stored.
     """
     n, k = q.shape
-    group = q.format.group_size
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dequantize: dtype is {dtype}, expected float32, bfloat16 or float16")
     check_tile("dequantize", tile, q.format)
     check_stored(q, "dequantize")
     out = torch.empty(n, k, dtype=dtype, device=q.codes.device)
     check_device("dequantize", q.codes.device)
-    per_token = q.global_scale is not None and q.global_scale.ndim == 2
     grid = (cdiv(n, tile.rows), cdiv(k, tile.columns))
-    dequantize_kernel[grid](
-        as_bytes(q.codes),
-        as_bytes(q.scale),
-        q.global_scale,
-        out,
-        n,
-        k,
-        0 if q.scale.ndim == 0 else k // group if group else 1,
-        int(per_token),
-        ELEMENT=q.format.element.name,
-        SCALE=q.format.scale,
-        GROUP=group,
-        TWO_LEVEL=q.format.two_level,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.warps,
-        **EXACT,
-    )
+    sizes = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+    dequantize_kernel[grid](codes=as_bytes(q.codes), y=out, **stored_arguments(q), **sizes, **EXACT)
     return out
 
 
@@ -70,27 +54,19 @@ def launch(
     return dequantize(q, dtype, tile=find_memory_tile(OP.file, format, chip, w.shape[0]))
 
 
-def check_stored(q: QuantizedTensor, name: str) -> None:
-    """Raise ValueError unless q's tensors have the shapes and types that its format stores, on one device."""
-    n, k = q.shape
-    q.format.check_shape(n, k, name)
-    for part, tensor in q.tensors().items():
-        shape, dtype = stored_shapes(q.format, n, k)[part]
-        if part == "weight_scale_2" and tensor.ndim == 2:
-            shape = (n, 1)  # a global scale for each token
-        check_tensor(f"{name}: {part}", tensor, shape, (dtype,), q.codes.device)
-
-
-def check_tile(name: str, tile: Tile, format: Format) -> None:
-    """Raise ValueError if a tile's edge would lie within a block or a byte."""
-    unit = format.group_size or (2 if format.element.bits == 4 else 1)
-    if tile.columns % unit:
-        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of {format.name}'s {unit}")
-
-
-def as_bytes(stored: Tensor) -> Tensor:
-    """The same memory, with fp8 read as bytes."""
-    return stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored
+def stored_arguments(q: QuantizedTensor) -> dict[str, Any]:
+    """The arguments by which kernels read a matrix as it is stored, but for its codes."""
+    k, group = q.shape[1], q.format.group_size
+    return {
+        "scale": as_bytes(q.scale),
+        "global_scale": q.global_scale,
+        "stride_scale": 0 if q.scale.ndim == 0 else k // group if group else 1,
+        "stride_global": int(q.global_scale is not None and q.global_scale.ndim == 2),
+        "ELEMENT": q.format.element.name,
+        "SCALE": q.format.scale,
+        "GROUP": group,
+        "TWO_LEVEL": q.format.two_level,
+    }
 
 
 @triton.jit

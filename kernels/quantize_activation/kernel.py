@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     computed_once,
     magnitude_bits,
@@ -37,7 +37,6 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
-from fluxq.kernels.dequantize.kernel import as_bytes, check_tile
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.epilogue import gelu_tanh
 from fluxq.kernels.packing import unpack

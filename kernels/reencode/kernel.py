@@ -17,16 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_stored, check_tile
 from fluxq.kernels.codes import amax_scale, encode, magnitude_bits, nan_unless_finite
-from fluxq.kernels.dequantize.kernel import (
-    as_bytes,
-    check_stored,
-    check_tile,
-    load_codes,
-    load_scales,
-    times_groups,
-)
+from fluxq.kernels.dequantize.kernel import load_codes, load_scales, stored_arguments, times_groups
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.reencode.op import OP, find_target
 from fluxq.kernels.tensor import QuantizedTensor
@@ -44,27 +37,19 @@ def reencode(w: QuantizedTensor, format: str, *, tile: Tile) -> QuantizedTensor:
     check_tile("reencode", tile, w.format)
     out = QuantizedTensor.empty(target, n, k, None, device)
     check_device("reencode", device)
-    group = w.format.group_size
     reencode_kernel[(cdiv(n, tile.rows),)](
-        as_bytes(w.codes),
-        as_bytes(w.scale),
-        w.global_scale,
-        as_bytes(out.codes),
-        out.scale,
-        n,
-        k,
-        0 if w.scale.ndim == 0 else k // group if group else 1,
-        int(w.global_scale is not None and w.global_scale.ndim == 2),
-        ELEMENT=w.format.element.name,
-        SCALE=w.format.scale,
-        GROUP=group,
-        TWO_LEVEL=w.format.two_level,
+        codes=as_bytes(w.codes),
+        row_codes=as_bytes(out.codes),
+        row_scale=out.scale,
+        N=n,
+        K=k,
         TARGET=target.element.name,
         LARGEST=target.element.max,
         TILES=cdiv(k, tile.columns),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
+        **stored_arguments(w),
         **EXACT,
     )
     return out

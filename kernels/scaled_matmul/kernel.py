@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fluxq.kernels.checks import EXACT, check_device
-from fluxq.kernels.dequantize.kernel import check_stored
+from fluxq.kernels.checks import EXACT, check_codes, check_device
 from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
 from fluxq.kernels.scaled_matmul.op import OP
 from fluxq.kernels.tensor import QuantizedTensor
@@ -101,25 +100,14 @@ def processors(device: torch.device) -> int:
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
-    (m, k), name = x.shape, "scaled_matmul"
+    name = "scaled_matmul"
     both = {x.format.name, w.format.name}
     if both != {"int8"} and not both <= {"fp8", "fp8_tensor"}:
         raise ValueError(
             f"{name}: x is {x.format.name} and w {w.format.name}, expected both int8 or both fp8; "
             "re-encode the weight, or dequantize both"
         )
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w.shape[1] != k:
-        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
-    if x.format.name == "int8" and k >= 2**17:
-        raise ValueError(
-            f"{name}: K is {k}, expected less than 131072, or int32 sums can overflow: split K, or use fp8"
-        )
-    check_stored(x, f"{name}: x")
-    check_stored(w, f"{name}: w")
-    if x.codes.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
+    check_codes(name, x, w)
 
 
 @triton.jit

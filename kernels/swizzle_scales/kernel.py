@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import as_bytes
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.swizzle_scales.op import OP
 from fluxq.kernels.tensor import check_block_scales, swizzled_size

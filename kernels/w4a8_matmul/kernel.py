@@ -23,15 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import (
-    as_bytes,
-    check_stored,
-    decode_scale,
-    times_groups,
-    unpack_words,
-    word_unit,
-)
+from fluxq.kernels.checks import EXACT, check_codes, check_device, check_tensor
+from fluxq.kernels.dequantize.kernel import decode_scale, stored_arguments, times_groups, unpack_words, word_unit
 from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
 from fluxq.kernels.reencode.kernel import eight_bit_multiplier
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
@@ -57,23 +50,14 @@ def w4a8_matmul(
     _check_operands(x, w, row_scale, tile)
     arguments = epilogue.arguments("w4a8_matmul", m, n, device)
     check_device("w4a8_matmul", device)
-    group = w.format.group_size
     w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
-        x.codes,
-        w.codes.view(torch.int32),
-        as_bytes(w.scale),
-        w.global_scale,
-        x.scale,
-        row_scale,
+        x=x.codes,
+        words=w.codes.view(torch.int32),
+        x_scale=x.scale,
+        row_scale=row_scale,
         M=m,
         N=n,
         K=k,
-        stride_scale=k // group,
-        stride_global=int(w.global_scale is not None and w.global_scale.ndim == 2),
-        ELEMENT=w.format.element.name,
-        SCALE=w.format.scale,
-        GROUP=group,
-        TWO_LEVEL=w.format.two_level,
         INTEGER=x.format.name == "int8",
         EVEN_K=k % tile.k == 0,
         ACC_SPLIT=tile.acc_split,
@@ -83,6 +67,7 @@ def w4a8_matmul(
         GROUP_M=tile.group_m,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **stored_arguments(w),
         **arguments,
         **EXACT,
     )
@@ -99,27 +84,16 @@ launch = partial(launch_product, OP, multiply)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, tile: MatmulTile) -> None:
-    (m, k), (n, w_k), name = x.shape, w.shape, "w4a8_matmul"
+    name = "w4a8_matmul"
     if x.format.name not in ACTIVATIONS or w.format.name not in WEIGHTS:
         raise ValueError(
             f"{name}: x is {x.format.name} and w {w.format.name}, expected x in {' or '.join(ACTIVATIONS)} and w in "
             f"{', '.join(WEIGHTS)}; 8-bit weights are for scaled_matmul"
         )
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w_k != k:
-        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
-    if x.format.name == "int8" and k >= 2**17:
-        raise ValueError(
-            f"{name}: K is {k}, expected less than 131072, or int32 sums can overflow: split K, or use fp8"
-        )
+    check_codes(name, x, w)
     if tile.k % w.format.group_size:
         raise ValueError(f"{name}: tile.k is {tile.k}, expected a multiple of {w.format.name}'s {w.format.group_size}")
-    check_stored(x, f"{name}: x")
-    check_stored(w, f"{name}: w")
-    if x.codes.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
-    check_tensor(f"{name}: row_scale", row_scale, (n,), (torch.float32,), x.codes.device)
+    check_tensor(f"{name}: row_scale", row_scale, w.shape[:1], (torch.float32,), x.codes.device)
 
 
 @triton.jit

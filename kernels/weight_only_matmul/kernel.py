@@ -24,12 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import (
+from fluxq.kernels.checks import (
+    EXACT,
     as_bytes,
+    check_device,
+    check_fit,
+    check_same_device,
     check_stored,
+    check_tensor,
     check_tile,
+)
+from fluxq.kernels.dequantize.kernel import (
     decode_scale,
+    stored_arguments,
     times_groups,
     unpack_codes,
     unpack_words,
@@ -56,27 +63,13 @@ def weight_only_matmul(
     tile: a MatmulTile multiplies on matrix units and takes x in bfloat16 or float16. A Tile, of rows of w and columns
     of K, is the form for up to 16 tokens, which takes float32 too. Raises ValueError for operands that do not fit.
     """
-    name, group = "weight_only_matmul", w.format.group_size
+    name = "weight_only_matmul"
     gemv = isinstance(tile, Tile)
     _check_operands(x, w, tile)
     (m, k), n = x.shape, w.shape[0]
     arguments = epilogue.arguments(name, m, n, x.device)
     check_device(name, x.device)
-    arguments |= {
-        "x": x,
-        "scale": as_bytes(w.scale),
-        "global_scale": w.global_scale,
-        "M": m,
-        "N": n,
-        "K": k,
-        "stride_scale": 0 if w.scale.ndim == 0 else k // group if group else 1,
-        "stride_global": int(w.global_scale is not None and w.global_scale.ndim == 2),
-        "ELEMENT": w.format.element.name,
-        "SCALE": w.format.scale,
-        "GROUP": group,
-        "TWO_LEVEL": w.format.two_level,
-        "num_warps": tile.warps,
-    }
+    arguments |= stored_arguments(w) | {"x": x, "M": m, "N": n, "K": k, "num_warps": tile.warps}
     if gemv:
         sizes = {"BLOCK_M": triton.next_power_of_2(m), "ROWS": tile.rows, "COLUMNS": tile.columns}
         words = w.codes.view(torch.int32)
@@ -116,11 +109,8 @@ def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> N
     name = "weight_only_matmul"
     if x.ndim != 2:
         raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, K)")
-    (m, k), w_k = x.shape, w.shape[1]
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w_k != k:
-        raise ValueError(f"{name}: x (M, K) = {(m, k)} does not fit w (N, K) = {w.shape}: K differs")
+    m, k = x.shape
+    check_fit(name, (m, k), w.shape)
     if isinstance(tile, Tile):
         check_tensor(f"{name}: x", x, (m, k), FLOATS, x.device)
         check_tile(name, tile, w.format)
@@ -134,8 +124,7 @@ def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> N
         check_tensor(f"{name}: x", x, (m, k), FLOATS[:2], x.device)
         check_tile(name, Tile(tile.n, tile.k, tile.warps), w.format)
     check_stored(w, f"{name}: w")
-    if x.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.device} and w on {w.codes.device}: move one of them")
+    check_same_device(name, x, w.codes)
 
 
 @triton.jit
