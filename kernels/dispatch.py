@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -168,13 +167,6 @@ def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int
     row = timed[ranked[0].implementation]
     measured = f"{row['us']:.0f} us measured on {row['gpu']} at M, N, K = {', '.join(map(str, nearest))}"
     return replace(ranked[0], reason=f"{ranked[0].reason}; {measured}")
-
-
-def table() -> Iterator[tuple[str, str, dict[str, Offer]]]:
-    """(op, format, chip -> Offer) of all ops: the table in kernels/README.md."""
-    for op in OPS.values():
-        for name in op.formats:
-            yield op.name, name, {chip: offer(op.name, name, chip) for chip in CHIPS}
 
 
 @functools.cache

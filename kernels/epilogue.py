@@ -13,7 +13,7 @@ A matmul's wrapper takes an `Epilogue`, its kernel ends in `finish`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ NOTHING = Epilogue()
 
 def launch_product(
     op: Op,
-    multiply: Callable[..., Tensor],
     x: Tensor,
     tensors: Sequence[Tensor],
     formats: str,
@@ -95,10 +94,7 @@ def launch_product(
     chip: str,
     plain: bool = False,
 ) -> Tensor:
-    """The launch of an op of products.py. multiply: of its kernel, takes (x, w, row_scale, epilogue, chip).
-
-    plain: x is no codes.
-    """
+    """The launch of an op of products.py, by the `multiply` of its kernel's file. plain: x is no codes."""
     given, names = unpack(ProductTensors, tensors, formats)
     require(op.name, names, chip)
     weights, _, activations = names.partition("-")
@@ -108,7 +104,7 @@ def launch_product(
         left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
     low_rank = None if given.h is None or given.up is None else (given.h, given.up)
     epilogue = Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
-    return multiply(left, w, given.row_scale, epilogue, chip)
+    return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: 
     return block_scaled_matmul(x, w, epilogue=epilogue, tile=tile)
 
 
-launch = partial(launch_product, OP, multiply)
+launch = partial(launch_product, OP)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> None:

@@ -16,6 +16,7 @@ these sums are exact, all of them are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -80,31 +81,12 @@ def qk_norm_rope(
     return q_out, k_out
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    tensors: Sequence[Tensor],
-    names: str,
-    eps: float,
-    interleaved: bool,
-    round_before_weight: bool,
-    position: int,
-    *,
-    chip: str,
-) -> tuple[Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel."""
+def launch(q: Tensor, k: Tensor, tensors: Sequence[Tensor], names: str, *how: Any, chip: str) -> tuple[Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel. how: the op's other arguments."""
     require(OP.name, "16bit", chip)
     tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
-    return qk_norm_rope(
-        q,
-        k,
-        unpack(RopeTensors, tensors, names)[0],
-        eps=eps,
-        interleaved=interleaved,
-        round_before_weight=round_before_weight,
-        position=position,
-        tile=tile,
-    )
+    named = dict(zip(("eps", "interleaved", "round_before_weight", "position"), how, strict=True))
+    return qk_norm_rope(q, k, unpack(RopeTensors, tensors, names)[0], **named, tile=tile)
 
 
 def tuned_name(d: int) -> str:

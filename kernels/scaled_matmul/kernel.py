@@ -80,7 +80,7 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: 
     return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
 
 
-launch = partial(launch_product, OP, multiply)
+launch = partial(launch_product, OP)
 
 
 def check_copyable(name: str, **codes: Tensor) -> None:

@@ -80,7 +80,7 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, epilogue
     return w4a8_matmul(x, w, row_scale, epilogue=epilogue, tile=tile)
 
 
-launch = partial(launch_product, OP, multiply)
+launch = partial(launch_product, OP)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, tile: MatmulTile) -> None:

@@ -13,6 +13,7 @@ from rounding import norm_packed
 from rounding import packed as packed_steps
 from torch import Tensor
 
+from benchmarks.kernels import report
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
 from fluxq.kernels import accepted, dispatch, launch, ops
@@ -298,7 +299,7 @@ def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, mon
 
 
 def test_the_table_covers_every_kernel_and_chip() -> None:
-    rows = list(dispatch.table())
+    rows = list(report.offered())
     assert {(op, name) for op, name, _ in rows} == {(op, name) for op, formats in ALL.items() for name in formats}
     for op, name, chips in rows:
         assert chips.keys() == CHIPS.keys()

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -472,7 +471,7 @@ def run(script: str, folder, **environment: str) -> str:
         [sys.executable, str(file)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

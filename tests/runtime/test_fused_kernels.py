@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attention_bounds import bounds
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -350,10 +351,10 @@ def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -
 
 
 def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
-    """Within the bound that kernels/attention/op.py states for the codes that the kernel makes, head by head."""
+    """Within the bound that attention_bounds.py states for the codes that the kernel makes, head by head."""
     operands = kernels.quantized_heads(q, k, v)
     how = q.shape[1], k.shape[1], attention.logit_scale(q, scale), q.dtype
-    exact, bound = attention.bounds(operands, *how)
+    exact, bound = bounds(operands, *how)
     matmul = find_matmul_tile("attention", str(q.shape[3]), kernels.chip or chip_of(torch.device("cuda")), q.shape[1])
     for image, head in itertools.product(range(q.shape[0]), range(q.shape[2])):
         y, expected, within = (t[image, :, head] for t in (found, exact, bound))

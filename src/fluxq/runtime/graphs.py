@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from fluxq.base.console import first_line, logger
+from fluxq.kernels.quantize_activation.op import Rounding
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.modulation import HoistedModulation
 from fluxq.runtime.steps import is_captured, why_not_captured
@@ -530,7 +531,7 @@ def _kept(value: Any, device: torch.device) -> Any:
         return tuple(_kept(each, device) for each in value)
     if isinstance(value, set):
         return set(value)
-    by_value = isinstance(value, (*_VALUES, Scheme)) or type(value).__eq__ is object.__eq__
+    by_value = isinstance(value, (*_VALUES, Scheme, Rounding)) or type(value).__eq__ is object.__eq__
     return value if by_value else _Same(value)
 
 
