@@ -1,8 +1,8 @@
 """Attention with fp8 codes on the GPU: q, k and v to codes, then one pass over all keys for each tile of queries.
 
 Formulas, roundings and layouts are those of kernels/attention/op.py. Codes and scales are the reference's bytes for the
-means of k that the kernels find, which differ in the order of their sums; o is within the bound of tests/attention_bounds.py. Logits
-and weights never leave the processor.
+means of k that the kernels find, which differ in the order of their sums; o is within the bound that
+tests/attention_bounds.py states. Logits and weights never leave the processor.
 
 The bound takes sums of fp8 products to be fp32's. Hopper's matrix units hold fewer bits: with `acc_split` that is so
 for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's.
