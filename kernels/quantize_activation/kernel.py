@@ -306,25 +306,9 @@ def quantize_rows_kernel(
         step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
     else:
         bits, product = scan_rows(
-            x,
-            beside,
-            smooth,
-            mean,
-            down,
-            rows,
-            M,
-            K,
-            D,
-            R,
-            stride_x,
-            stride_beside,
-            ACT,
-            HADAMARD,
-            TILES,
-            ROWS,
-            COLUMNS,
-            BLOCK_R,
-        )
+            x, beside, smooth, mean, down, rows, M, K, D, R,
+            stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
+        )  # fmt: skip
         step = row_step(bits, LARGEST)
     if not OWN_AMAX:
         product = tl.zeros((ROWS, BLOCK_R), tl.float32)
@@ -381,25 +365,9 @@ def quantize_blocks_kernel(
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     if OWN_GLOBAL:
         bits, product = scan_rows(
-            x,
-            beside,
-            smooth,
-            mean,
-            down,
-            rows,
-            M,
-            K,
-            D,
-            R,
-            stride_x,
-            stride_beside,
-            ACT,
-            HADAMARD,
-            TILES,
-            ROWS,
-            COLUMNS,
-            BLOCK_R,
-        )
+            x, beside, smooth, mean, down, rows, M, K, D, R,
+            stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
+        )  # fmt: skip
         g = row_global(bits, FOUR_OVER_SIX)
     elif FORMAT == "nvfp4":
         g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
@@ -439,25 +407,9 @@ def tensor_amax_kernel(
     """amax = bits of the largest |v| of all rows. A maximum of integers is the same in every order of its programs."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     bits, _ = scan_rows(
-        x,
-        beside,
-        smooth,
-        mean,
-        None,
-        rows,
-        M,
-        K,
-        D,
-        0,
-        stride_x,
-        stride_beside,
-        ACT,
-        HADAMARD,
-        TILES,
-        ROWS,
-        COLUMNS,
-        1,
-    )
+        x, beside, smooth, mean, None, rows, M, K, D, 0,
+        stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, 1,
+    )  # fmt: skip
     tl.atomic_max(amax, tl.max(tl.where(rows < M, bits, 0), 0))
 
 
