@@ -82,7 +82,7 @@ def _steps_before(
     x: Tensor, scheme: Scheme, activations: str | None, given: ops.LinearTensors
 ) -> tuple[Tensor, Tensor | None, tuple[RoundingTensors, Rounding]]:
     """(what the quantizer takes, or the product itself where nothing is quantized; t; what the quantizer has to do)."""
-    mean, smooth = (None if vector is None else vector.float() for vector in (given.mean, given.smooth))
+    mean, smooth = ops.fp32(given.mean), ops.fp32(given.smooth)
     swizzled = activations is not None and bool(FORMATS[activations].group_size) and given.weight_scale.ndim == 1
     how = Rounding(activations or "", "", scheme.hadamard, scheme.four_over_six, swizzled)
     basis, t = given.basis, None

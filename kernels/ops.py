@@ -97,14 +97,14 @@ def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
     if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):
-        steps = functools.partial(_transform_rows, smooth=_fp32(smooth), mean=_fp32(mean), hadamard=parsed.hadamard)
+        steps = functools.partial(_transform_rows, smooth=fp32(smooth), mean=fp32(mean), hadamard=parsed.hadamard)
     else:
         z, t = transformed(rows, parsed, mean, smooth, basis)
     if multiplies_codes(w.format, parsed.activations):
         y = _int8_linear(z, w, input_scale, given.bias, steps)
     else:
         z = _through(z, parsed, input_scale, steps)
-        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, _fp32(given.bias))
+        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, fp32(given.bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
@@ -182,7 +182,7 @@ def transformed(
     """
     if not scheme.is_transformed:
         return x, None
-    z, t = transform(x, _fp32(smooth), _fp32(mean), 0), None
+    z, t = transform(x, fp32(smooth), fp32(mean), 0), None
     if basis is not None:
         t = F.linear(z.to(x.dtype), basis.to(x.dtype))
         z -= t.float() @ basis.float()
@@ -371,8 +371,9 @@ def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
     return a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0
 
 
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+def fp32(tensor: Tensor | None) -> Tensor | None:
+    """The same in fp32, if it is there."""
+    return None if tensor is None else tensor.float()
 
 
 def multiplies_codes(weights: Format, activations: Format | None) -> bool:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.kernels.op import Op, launches_on_gpu
-from fluxq.kernels.ops import no_autocast, scaled_int8_product
+from fluxq.kernels.ops import fp32, no_autocast, scaled_int8_product
 from fluxq.kernels.packing import unpack
 from fluxq.kernels.reencode.op import reencode
 from fluxq.kernels.tensor import QuantizedTensor
@@ -67,7 +67,7 @@ def product_op(op: Op, weights: tuple[str, ...], activations: tuple[str, ...] = 
             if activations:
                 w = reencode(w, x_format.name, given.row_scale)
             if plain:
-                return _finish(F.linear(x.float(), w.operand(), _fp32(given.bias)), given, gelu, dtype)
+                return _finish(F.linear(x.float(), w.operand(), fp32(given.bias)), given, gelu, dtype)
             left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, x_format).unswizzled()
             return _finish(_product(left, w, given.bias), given, gelu, dtype)
 
@@ -95,11 +95,7 @@ def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Ten
         return x.codes.new_zeros(0, w.shape[0], dtype=torch.float32)
     if x.format.name == "int8":
         return scaled_int8_product(x, w, bias)
-    return F.linear(x.dequantize(), w.operand(), _fp32(bias))
-
-
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+    return F.linear(x.dequantize(), w.operand(), fp32(bias))
 
 
 def _finish(value: Tensor, given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:

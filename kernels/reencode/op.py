@@ -61,7 +61,7 @@ def row_scales(w: QuantizedTensor, format: str) -> Tensor:
 
 def added_error(w: QuantizedTensor | Tensor, target: QuantizedTensor) -> float:
     """|target - w| / |w|, Frobenius norms: what re-encoding adds to the error that w has already; 0 for zeros."""
-    plain = _plain(w).double()
+    plain = (w if isinstance(w, Tensor) else w.dequantize()).double()
     size = plain.norm().item()
     return (target.dequantize().double() - plain).norm().item() / size if size else 0.0
 
@@ -106,7 +106,3 @@ def find_target(format: str) -> Format:
     if format not in TARGETS:
         raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
     return FORMATS[format]
-
-
-def _plain(w: QuantizedTensor | Tensor) -> Tensor:
-    return w.float() if isinstance(w, Tensor) else w.dequantize()

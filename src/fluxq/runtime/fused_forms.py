@@ -23,6 +23,7 @@ from fluxq.kernels import all_ops
 from fluxq.kernels.adaln_quantize.op import NormTensors, adaln_quantize
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.op import Op
+from fluxq.kernels.ops import fp32
 from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
@@ -391,12 +392,8 @@ def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
 
 def _vectors(layer: QuantLinear) -> RoundingTensors:
     """The vectors and scale that calibration found of a layer's input."""
-    smooth, mean = getattr(layer, "pre_quant_scale", None), getattr(layer, "pre_quant_mean", None)
-    return RoundingTensors(
-        layer.stored("input_scale") if layer.scheme.static_input else None,
-        None if smooth is None else smooth.float(),
-        None if mean is None else mean.float(),
-    )
+    smooth, mean = (fp32(getattr(layer, name, None)) for name in ("pre_quant_scale", "pre_quant_mean"))
+    return RoundingTensors(layer.stored("input_scale") if layer.scheme.static_input else None, smooth, mean)
 
 
 def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
