@@ -392,7 +392,8 @@ def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
 
 def _vectors(layer: QuantLinear) -> RoundingTensors:
     """The vectors and scale that calibration found of a layer's input."""
-    smooth, mean = (fp32(getattr(layer, name, None)) for name in ("pre_quant_scale", "pre_quant_mean"))
+    smooth = fp32(getattr(layer, "pre_quant_scale", None))
+    mean = fp32(getattr(layer, "pre_quant_mean", None))
     return RoundingTensors(layer.stored("input_scale") if layer.scheme.static_input else None, smooth, mean)
 
 
