@@ -19,7 +19,7 @@ from fluxq.base.tensors import TensorFile
 from fluxq.kernels import ops
 from fluxq.kernels.encode import SCALE_DTYPES
 from fluxq.kernels.packing import pack
-from fluxq.kernels.quantize_activation.op import Rounding
+from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
 from fluxq.kernels.transforms import rotate
 from fluxq.recipes.formats import Scheme
@@ -100,6 +100,13 @@ class QuantLinear(nn.Linear):
         self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if has_bias else None)
 
     @property
+    def rounding_tensors(self) -> RoundingTensors:
+        """The scale and vectors that calibration found of its input, for these steps."""
+        input_scale = self.stored("input_scale") if self.scheme.static_input else None
+        smooth, mean = self._parameters.get("pre_quant_scale"), self._parameters.get("pre_quant_mean")
+        return RoundingTensors(input_scale, ops.fp32(smooth), ops.fp32(mean))
+
+    @property
     def scheme(self) -> Scheme:
         """The present scheme. What ops take of it is made once, when it is set."""
         return self._scheme
@@ -156,10 +163,11 @@ class QuantLinear(nn.Linear):
 
         What a loader must not cast travels, and codes of text encoders stay, as integers of the same bits.
         """
-        tensor = getattr(self, name, None)
+        tensor = self._parameters.get(name)  # a module's attributes take long to look up, and most are not there
         if tensor is None or name not in self.stored_names:
             return tensor
-        return tensor.view(stored_dtype(self.scheme, name))
+        dtype = stored_dtype(self.scheme, name)
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     @property
     def stored_scheme(self) -> Scheme:
@@ -292,25 +300,29 @@ class QuantLinear(nn.Linear):
     @property
     def rounding(self) -> Rounding:
         """The steps from its input to codes, as the ops that quantize take them."""
-        is_swizzled = bool(self.scheme.weights.group_size) and self.get_parameter("weight_scale").ndim == 1
-        return self._roundings[is_swizzled]
+        scale = self._parameters["weight_scale"]
+        return self._roundings[bool(self._scheme.weights.group_size) and scale is not None and scale.ndim == 1]
 
     @property
     def tensors(self) -> ops.LinearTensors:
         """The tensors that the layer stores, as its op names them."""
-        a, b = self.low_rank or (None, None)
         weight: Any = self.stored("weight")
         scale: Any = self.stored("weight_scale")
+        a, b = self.low_rank or (None, None)
+        mean, smooth, basis, out = map(self._parameters.get, TRANSFORMS)
         return ops.LinearTensors(
             weight,
             scale,
             self.stored("weight_scale_2"),
             self.stored("input_scale") if self.scheme.static_input else None,
-            self.bias,
+            self._parameters["bias"],
             a,
             b,
             self.stored("weight_row_scale"),
-            *(getattr(self, name, None) for name in TRANSFORMS),
+            mean,
+            smooth,
+            basis,
+            out,
             self.stored("weight_decoded"),
         )
 

@@ -27,6 +27,8 @@ NAMED_ELSEWHERE = {
     "fluxq.runtime.optimize": {"quantize_activation"},
     "fluxq.runtime.layout": {"reencode", "swizzle_scales"},
     "fluxq.runtime.attention_choice": {"attention_fp8"},
+    # Of what a layer holds, its steps to codes are compared by value.
+    "fluxq.runtime.graphs": {"quantize_activation"},
 }
 
 

@@ -23,11 +23,10 @@ from fluxq.kernels import all_ops
 from fluxq.kernels.adaln_quantize.op import NormTensors, adaln_quantize
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.op import Op
-from fluxq.kernels.ops import fp32
 from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
-from fluxq.kernels.quantize_activation.op import ACTS, Rounding, RoundingTensors, quantize_activation
+from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activation
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
 from fluxq.runtime.fused_calls import Given
@@ -221,7 +220,7 @@ def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: N
     v = _tokens(x)
     if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
         first_taker = next(iter(takers.values()))
-        input_scale, smooth, mean, *_ = _vectors(first_taker)
+        input_scale, smooth, mean, *_ = first_taker.rounding_tensors
         given = given._replace(input_scale=input_scale, smooth=smooth, mean=mean)
         packed = pack(given, first_taker.rounding)
         codes, *scales, n = adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
@@ -390,13 +389,6 @@ def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
     return layer.rounding, scheme.static_input, scheme.center, scheme.smooth
 
 
-def _vectors(layer: QuantLinear) -> RoundingTensors:
-    """The vectors and scale that calibration found of a layer's input."""
-    smooth = fp32(getattr(layer, "pre_quant_scale", None))
-    mean = fp32(getattr(layer, "pre_quant_mean", None))
-    return RoundingTensors(layer.stored("input_scale") if layer.scheme.static_input else None, smooth, mean)
-
-
 def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
     """A layer's own forward of x (M, K), in the shape (B, S, K) that diffusers gives it: (M, N)."""
     return _tokens(layer(x.unflatten(0, (images, -1))))
@@ -404,14 +396,14 @@ def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
 
 def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
     """x (M, K) in a layer's format."""
-    codes, *scales, _ = quantize_activation(x, *pack(_vectors(layer), layer.rounding))
+    codes, *scales, _ = quantize_activation(x, *pack(layer.rounding_tensors, layer.rounding))
     return _codes(layer, codes, *scales)
 
 
 def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
     """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    given = _vectors(layer)._replace(down=down, beside=attended)
+    given = layer.rounding_tensors._replace(down=down, beside=attended)
     codes, *scales, h = quantize_activation(up, *pack(given, replace(layer.rounding, act=act)))
     return _codes(layer, codes, *scales), None if down is None else h
 
