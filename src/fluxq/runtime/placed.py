@@ -1,4 +1,4 @@
-"""What is put into a pipeline for a while, and taken out again."""
+"""Things that are put into a pipeline for a while, and taken out again."""
 
 from __future__ import annotations
 
