@@ -5,7 +5,7 @@ large that the sum's last bit is the code's last bit. Maxima are taken of the bi
 NaN > infinity > every number. Sums that choose a scale have one order on every chip.
 
 In what follows `tile` counts tiles of COLUMNS columns, and `rows` (ROWS,) are int64. What they must equal is in
-kernels/encode.py and kernels/producers.py.
+kernels/encode.py and quantize_activation/op.py.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false

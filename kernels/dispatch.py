@@ -6,8 +6,9 @@
     anything else                                 weight_only_matmul: activations keep their 16 bit
 
 Of a scheme's candidates the first that is offered on the chip is taken: kernels/compiled says where a kernel runs on
-the right matrix unit without spilling, KERNELS what each is for. Timings in kernels/measured.json, where there are any
-of that chip, decide between candidates of one arithmetic. Nothing is tuned or compiled here: see `fluxq warmup`.
+the right matrix unit without spilling, the `OP` of its folder what it is for. Timings in kernels/measured.json, where
+there are any of that chip, decide between candidates of one arithmetic. Nothing is tuned or compiled here: see
+`fluxq warmup`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,32 +23,19 @@ import torch
 import triton
 
 from fluxq.base.console import logger
-from fluxq.kernels.aot import Row, accepted_files
+from fluxq.kernels.accepted import PROVEN, Row, accepted_files, minor
+from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
 from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.interpreter import PROVEN
-from fluxq.kernels.weight_only_matmul.kernel import LARGEST_GEMV
+from fluxq.kernels.op import Op
+from fluxq.kernels.ops import INT_MM, TORCH
+from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """The kernel of a torch.library op. file: where it is. formats: what its tuned tiles are called by.
-
-    how: "native" multiplies codes on matrix units of their own kind, "decode" turns them into another type first,
-    "memory" moves data and multiplies little. elsewhere: why there are no tiles for some chips.
-    """
-
-    op: str
-    file: str
-    formats: tuple[str, ...]
-    how: str
-    elsewhere: str = ""
-
-
-@dataclass(frozen=True)
 class Offer:
-    """Offer of a kernel for a format on a chip. how: as in Kernel, None where it is not offered; reason: why not."""
+    """Offer of a kernel for a format on a chip. how: as in Op, None where it is not offered; reason: why not."""
 
     how: str | None
     reason: str = ""
@@ -71,7 +58,7 @@ class Choice:
 @functools.cache
 def offer(op: str, format: str, chip: str) -> Offer:
     """Return the offer of an op's kernel on a chip, by the accepted rows of this Triton version."""
-    row = kernel_row(op)
+    row = OPS[op]
     if format in FORMATS and format not in KERNEL_FORMATS:
         return Offer(None, f"no kernel was written for {format}")
     if format not in row.formats:
@@ -83,6 +70,16 @@ def offer(op: str, format: str, chip: str) -> Offer:
         return Offer(None, row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}")
     bad = next((found for found in rows if not found.ok), None)
     return Offer(row.how) if bad is None else Offer(None, bad.reason or "it did not compile")
+
+
+def require(op: str, format: str, chip: str) -> None:
+    """Raise ValueError unless a chip is offered an op's kernel for a format."""
+    found = offer(op, format, chip)
+    if not found.how:
+        raise ValueError(
+            f"{op}: no kernel for {format} on {chip} ({found.reason}); encode the operands anew with fluxq.prepare, or "
+            "compute with their dequantized form"
+        )
 
 
 @functools.lru_cache(4096)
@@ -97,12 +94,13 @@ def choose(
     refused: list[str] = []
     for candidate in _candidates(scheme, row_scale):
         why_not = _why_not(candidate, scheme, chip, m, n, k, dtype)
-        if not why_not and (not offered or candidate.activations == offered[0].activations):
-            offered.append(candidate)  # what comes later with other activations is another arithmetic
+        choice = candidate[0]
+        if not why_not and (not offered or choice.activations == offered[0].activations):
+            offered.append(choice)  # what comes later with other activations is another arithmetic
         elif not offered:
-            refused.append(f"not {candidate.implementation}: {why_not}")
+            refused.append(f"not {choice.implementation}: {why_not}")
     if not offered:
-        return Choice("torch reference", _own(scheme), "; ".join(refused), fallback=True)
+        return Choice(TORCH, _own(scheme), "; ".join(refused), fallback=True)
     best = _fastest(offered, scheme, chip, m, n, k)
     is_fallback = best.activations != _own(scheme)
     return replace(best, reason="; ".join([best.reason, *refused]), fallback=is_fallback)
@@ -112,45 +110,46 @@ def _own(scheme: Scheme) -> str | None:
     return scheme.activations.name if scheme.activations else None
 
 
-def _candidates(scheme: Scheme, row_scale: bool) -> list[Choice]:
-    """In the order of preference; launch.py runs them."""
+def _candidates(scheme: Scheme, row_scale: bool) -> list[tuple[Choice, Op, str]]:
+    """(choice, op and format that have to be offered for it) in the order of preference; launch.py computes them."""
     weights, activations = scheme.weights.name, _own(scheme)
     found = []
     if weights == activations == "fp8":
-        found.append(Choice("F.scaled_mm", "fp8", "the library's product with a scale per row"))
-    if weights == activations and weights in kernel_row("scaled_matmul").formats:
-        found.append(Choice("scaled_matmul", weights, f"{weights} matrix units"))
+        choice = Choice(SCALED_MM, "fp8", "the library's product with a scale per row")
+        found.append((choice, OPS["quantize_activation"], "fp8"))
+    if product := product_of(weights, activations, row_scale):
+        native = f"{weights} matrix units"
+        decoded = f"4-bit weights become {activations} in the kernel"
+        found.append((Choice(product[0].name, activations, decoded if row_scale else native), *product))
     if weights == activations == "int8":
-        found.append(Choice("torch._int_mm", "int8", "the library's exact integer product"))
-    if weights == activations and weights in kernel_row("block_scaled_matmul").formats:
-        found.append(Choice("block_scaled_matmul", weights, f"{weights} matrix units"))
-    if row_scale and f"{weights}-{activations}" in kernel_row("w4a8_matmul").formats:
-        found.append(Choice("w4a8_matmul", activations, f"4-bit weights become {activations} in the kernel"))
-    found.append(Choice("weight_only_matmul", None, "weights are decoded in the kernel, activations keep 16 bit"))
-    return found
+        choice = Choice(INT_MM, "int8", "the library's exact integer product")
+        found.append((choice, OPS["quantize_activation"], "int8"))
+    last = Choice(WEIGHT_ONLY_MATMUL.name, None, "weights are decoded in the kernel, activations keep 16 bit")
+    return [*found, (last, WEIGHT_ONLY_MATMUL, weights)]
 
 
-def _why_not(candidate: Choice, scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> str:
+def _why_not(
+    candidate: tuple[Choice, Op, str], scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype
+) -> str:
     """Return the reason why a candidate cannot serve; empty if it can."""
-    if candidate.implementation == "weight_only_matmul" and dtype == torch.float32:
+    choice, op, name = candidate
+    if op is WEIGHT_ONLY_MATMUL and dtype == torch.float32:
         row_bytes = k * scheme.weights.element.bits // 8
         if m > LARGEST_GEMV or row_bytes % 4:
             return "matrix units would round float32 activations"
-    if candidate.implementation in ("F.scaled_mm", "torch._int_mm"):
-        quantizer = offer("quantize_activation", str(candidate.activations), chip)
-        if not quantizer.how:
-            return f"activations cannot be quantized there: {quantizer.reason}"
-    if candidate.implementation == "F.scaled_mm":
-        if chip not in ("sm_90", "sm_100", "sm_103"):  # cuBLASLt's scales per row begin with Hopper
-            return f"the library has no fp8 product with a scale per row for {chip}"
-        if dtype != torch.bfloat16:
-            return "the library's product with a scale per row is bfloat16 only"
-        return "" if n % 16 == 0 and k % 16 == 0 else f"N and K must be multiples of 16, they are {n} and {k}"
-    if candidate.implementation == "torch._int_mm":
+    offered = offer(op.name, name, chip)
+    if choice.implementation == op.name:
+        return offered.reason
+    if not offered.how:
+        return f"activations cannot be quantized there: {offered.reason}"
+    if choice.implementation == INT_MM:
         fits = chip.startswith("sm_") and m > 16 and n % 8 == 0 and k % 8 == 0
         return "" if fits else "only for CUDA, more than 16 tokens, and N and K in multiples of 8"
-    decoded_to = f"-{candidate.activations}" if candidate.implementation == "w4a8_matmul" else ""
-    return offer(candidate.implementation, scheme.weights.name + decoded_to, chip).reason
+    if chip not in ("sm_90", "sm_100", "sm_103"):  # cuBLASLt's scales per row begin with Hopper
+        return f"the library has no fp8 product with a scale per row for {chip}"
+    if dtype != torch.bfloat16:
+        return "the library's product with a scale per row is bfloat16 only"
+    return "" if n % 16 == 0 and k % 16 == 0 else f"N and K must be multiples of 16, they are {n} and {k}"
 
 
 def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int, k: int) -> Choice:
@@ -170,26 +169,15 @@ def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int
     return replace(ranked[0], reason=f"{ranked[0].reason}; {measured}")
 
 
-def table() -> Iterator[tuple[str, str, dict[str, Offer]]]:
-    """(op, format, chip -> Offer) of everything in KERNELS: the table in kernels/README.md."""
-    for kernel in KERNELS:
-        for name in kernel.formats:
-            yield kernel.op, name, {chip: offer(kernel.op, name, chip) for chip in CHIPS}
-
-
 @functools.cache
 def compiled_with() -> str:
     """The Triton version whose accepted rows count here: this one's, or the newest that there are rows of."""
-    here = ".".join(triton.__version__.split(".")[:2])
+    here = minor(triton.__version__)
     if here in PROVEN:
         return here
     newest = max(PROVEN, key=lambda version: tuple(map(int, version.split("."))))
     logger.warning("kernels were never compiled with Triton %s: what runs where is taken from Triton %s", here, newest)
     return newest
-
-
-def kernel_row(op: str) -> Kernel:
-    return next(row for row in KERNELS if row.op == op)
 
 
 @functools.cache
@@ -207,40 +195,6 @@ def _measured() -> tuple[dict, ...]:
     return tuple(json.loads(MEASURED.read_text(encoding="utf-8"))) if MEASURED.exists() else ()
 
 
+SCALED_MM = "F.scaled_mm"  # the library's, beside INT_MM
 SWIZZLED = ("sm_100", "sm_103")  # whose matrix units read scales from memory of their own, a 128x4 block at a time
 MEASURED = Path(__file__).parent / "measured.json"
-_PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
-KERNELS = (
-    Kernel(
-        "quantize_activation",
-        "quantize_activation",
-        (*_PRODUCED, "down", "16bit", *(f"{name}-beside" for name in _PRODUCED)),
-        "memory",
-    ),
-    Kernel("adaln_quantize", "adaln_quantize", (*_PRODUCED, "16bit"), "memory"),
-    Kernel("qk_norm_rope", "qk_norm_rope", ("16bit",), "memory"),
-    Kernel("attention_fp8", "attention", ("64", "128"), "native"),
-    Kernel("scaled_matmul", "scaled_matmul", ("int8", "fp8", "fp8_tensor"), "native"),
-    Kernel(
-        "block_scaled_matmul",
-        "block_scaled_matmul",
-        ("nvfp4", "mxfp8", "mxfp4"),
-        "native",
-        elsewhere="no matrix unit there takes block scales of this format",
-    ),
-    Kernel(
-        "w4a8_matmul",
-        "w4a8_matmul",
-        tuple(f"{w}-{a}" for w in ("nvfp4", "mxfp4", "int4", "int4_g128") for a in ("int8", "fp8")),
-        "decode",
-    ),
-    Kernel("weight_only_matmul", "weight_only_matmul", (*KERNEL_FORMATS, "int4_g128"), "decode"),
-    Kernel("dequantize", "dequantize", KERNEL_FORMATS, "memory"),
-    Kernel(
-        "reencode",
-        "reencode",
-        (*(f"{w}-{t}" for w in ("nvfp4", "mxfp4", "mxfp8", "int4") for t in ("int8", "fp8")), "fp8-int8"),
-        "memory",
-    ),
-    Kernel("swizzle_scales", "swizzle_scales", ("8bit",), "memory"),
-)

@@ -13,6 +13,7 @@ A matmul's wrapper takes an `Epilogue`, its kernel ends in `finish`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import check_tensor
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.op import Op
+from fluxq.kernels.packing import unpack
+from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.recipes.formats import find_format
 
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,8 +49,8 @@ class Epilogue:
     residual: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
 
-    def arguments(self, name: str, m: int, n: int, device: torch.device, out: Tensor | None) -> dict[str, Any]:
-        """The arguments of a kernel that `finish` takes, by name; "y" is `out`, or a new tensor (M, N).
+    def arguments(self, name: str, m: int, n: int, device: torch.device) -> dict[str, Any]:
+        """The arguments of a kernel that `finish` takes, by name; "y" is a new tensor (M, N).
 
         name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
         """
@@ -67,15 +74,37 @@ class Epilogue:
             check_tensor(f"{name}: gate", self.gate, (images, n), FLOATS, device)
         if self.dtype not in FLOATS:
             raise ValueError(f"{name}: dtype is {self.dtype}, expected bfloat16, float16 or float32")
-        if out is None:
-            out = torch.empty(m, n, dtype=self.dtype, device=device)
-        check_tensor(f"{name}: out", out, (m, n), (self.dtype,), device)
+        out = torch.empty(m, n, dtype=self.dtype, device=device)
         tensors = {"bias": self.bias, "h": h, "up": up, "gate": self.gate, "residual": self.residual, "y": out}
         sizes = {"R": rank, "tokens": m // images}
         return tensors | sizes | {"GELU": self.gelu, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
 
 
 NOTHING = Epilogue()
+
+
+def launch_product(
+    op: Op,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    formats: str,
+    gelu: bool,
+    dtype: torch.dtype,
+    *,
+    chip: str,
+    plain: bool = False,
+) -> Tensor:
+    """The launch of an op of products.py, by the `multiply` of its kernel's file. plain: x is no codes."""
+    given, names = unpack(ProductTensors, tensors, formats)
+    require(op.name, names, chip)
+    weights, _, activations = names.partition("-")
+    w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights))
+    left: Tensor | QuantizedTensor = x
+    if not plain:
+        left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
+    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
+    epilogue = Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
+    return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
 
 
 @triton.jit
@@ -123,13 +152,3 @@ def gelu_tanh(v):
     """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u))."""
     u = 0.7978845608028654 * (v + 0.044715 * v * v * v)
     return tl.div_rn(v, 1.0 + tl.exp(-2.0 * u))
-
-
-def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a Cell, the argument types and the constants of what follows: a bias, or `fused` all that may, to bf16."""
-    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
-    optional = dict.fromkeys(("h", "up", "gate", "residual"), "*bf16")
-    constants = {"GELU": fused, "BLOCK_R": 32}
-    if fused:
-        return arguments | optional, constants
-    return arguments, constants | dict.fromkeys(optional)

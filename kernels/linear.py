@@ -6,6 +6,7 @@ Parameter, never a buffer: accelerate's disk offload leaves buffers behind on th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from fluxq.base.tensors import TensorFile
 from fluxq.kernels import ops
 from fluxq.kernels.encode import SCALE_DTYPES
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, unswizzle_scales
+from fluxq.kernels.packing import pack
+from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
 from fluxq.kernels.transforms import rotate
 from fluxq.recipes.formats import Scheme
 
@@ -96,6 +99,22 @@ class QuantLinear(nn.Linear):
         has_bias = bias or scheme.center  # centering moves W mean into it
         self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype)) if has_bias else None)
 
+    @property
+    def rounding_tensors(self) -> RoundingTensors:
+        """The scale and vectors that calibration found of its input, for these steps."""
+        input_scale = self.stored("input_scale") if self.scheme.static_input else None
+        smooth, mean = self._parameters.get("pre_quant_scale"), self._parameters.get("pre_quant_mean")
+        return RoundingTensors(input_scale, ops.fp32(smooth), ops.fp32(mean))
+
+    @property
+    def scheme(self) -> Scheme:
+        """The present scheme. What ops take of it is made once, when it is set."""
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self._scheme, self._scheme_text, self._roundings = scheme, str(scheme), _roundings(scheme)
+
     @classmethod
     def from_quantized(
         cls,
@@ -144,10 +163,11 @@ class QuantLinear(nn.Linear):
 
         What a loader must not cast travels, and codes of text encoders stay, as integers of the same bits.
         """
-        tensor = getattr(self, name, None)
+        tensor = self._parameters.get(name)  # a module's attributes take long to look up, and most are not there
         if tensor is None or name not in self.stored_names:
             return tensor
-        return tensor.view(stored_dtype(self.scheme, name))
+        dtype = stored_dtype(self.scheme, name)
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     @property
     def stored_scheme(self) -> Scheme:
@@ -164,9 +184,7 @@ class QuantLinear(nn.Linear):
         codes, scale = self.weight.data, self.get_parameter("weight_scale").data
         codes = codes.view(stored_dtype(self.scheme, "weight"))
         scale = scale.view(stored_dtype(self.scheme, "weight_scale"))
-        if scale.ndim == 1 and self.scheme.weights.group_size:
-            scale = unswizzle_scales(scale, self.out_features, self.in_features // self.scheme.weights.group_size)
-        return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights)
+        return QuantizedTensor(codes, scale, self.stored("weight_scale_2"), shape, self.scheme.weights).unswizzled()
 
     @property
     def low_rank(self) -> tuple[Tensor, Tensor] | None:
@@ -277,25 +295,35 @@ class QuantLinear(nn.Linear):
     @property
     def operands(self) -> tuple[list[Tensor], str]:
         """The arguments of `fluxq::quantized_linear` beside x."""
-        return self.tensors.packed(self.scheme)
+        return pack(self.tensors, self._scheme_text)
+
+    @property
+    def rounding(self) -> Rounding:
+        """The steps from its input to codes, as the ops that quantize take them."""
+        scale = self._parameters["weight_scale"]
+        return self._roundings[bool(self._scheme.weights.group_size) and scale is not None and scale.ndim == 1]
 
     @property
     def tensors(self) -> ops.LinearTensors:
         """The tensors that the layer stores, as its op names them."""
-        a, b = self.low_rank or (None, None)
         weight: Any = self.stored("weight")
         scale: Any = self.stored("weight_scale")
+        a, b = self.low_rank or (None, None)
+        mean, smooth, basis, out = map(self._parameters.get, TRANSFORMS)
         return ops.LinearTensors(
             weight,
             scale,
             self.stored("weight_scale_2"),
             self.stored("input_scale") if self.scheme.static_input else None,
-            self.bias,
+            self._parameters["bias"],
             a,
             b,
             self.stored("weight_row_scale"),
-            *(getattr(self, name, None) for name in TRANSFORMS),
-            decoded=self.stored("weight_decoded"),
+            mean,
+            smooth,
+            basis,
+            out,
+            self.stored("weight_decoded"),
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:
@@ -339,6 +367,14 @@ class QuantLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scheme={self.scheme}"
+
+
+@functools.lru_cache(1024)
+def _roundings(scheme: Scheme) -> tuple[Rounding, Rounding]:
+    """Steps to codes whose block scales are (M, G), and swizzled."""
+    name = scheme.activations.name if scheme.activations else ""
+    plain = Rounding(name, "", scheme.hadamard, scheme.four_over_six)
+    return plain, replace(plain, swizzled=True)
 
 
 def stored_dtype(scheme: Scheme, name: str) -> torch.dtype:

@@ -1,6 +1,7 @@
-"""Every torch.library op of fluxq with its torch reference; device code registers faster forms of them.
+"""The torch.library op that every quantized layer calls, with its torch reference; all_ops.py lists the
+others.
 
-The reference of a quantized Linear, y = x W^T + b with x (…, K) and W (N, K); z is x, or what steps of its scheme make:
+A quantized Linear is y = x W^T + b with x (…, K) and W (N, K); z is x, or what steps of its scheme make:
 
     int8 weights and activations   y = (float(zq · wq^T) · z_scale) · w_scale + b   exact integer product
     every other scheme             y = F.linear(dequantize(z), dequantize(W), b)    fp32
@@ -33,10 +34,10 @@ from torch import Tensor
 
 from fluxq.base import memory
 from fluxq.kernels import encode
-from fluxq.kernels.device import launches_on_gpu
-from fluxq.kernels.packing import names_in, pack, unpack
+from fluxq.kernels.op import launches_on_gpu
+from fluxq.kernels.packing import read, unpack
 from fluxq.kernels.reencode.op import reencode
-from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks, unswizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 
@@ -69,25 +70,12 @@ class LinearTensors(NamedTuple):
         """(mean, smooth, basis, out)."""
         return self.mean, self.smooth, self.basis, self.out
 
-    def packed(self, scheme: Scheme | str) -> tuple[list[Tensor], str]:
-        """(tensors, scheme) as the op takes them."""
-        return pack(self, scheme)
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], scheme: str) -> tuple[LinearTensors, Scheme]:
-        """Take apart what `packed` made."""
-        given, text = unpack(cls, tensors, scheme)
-        return given, _parsed(text)
-
-
-_parsed = functools.lru_cache(1024)(Scheme.parse)
-
 
 @torch.library.custom_op("fluxq::quantized_linear", mutates_args=())
 def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
 
-    tensors, scheme: as `LinearTensors.packed` makes them.
+    tensors, scheme: of `pack(LinearTensors(…), scheme)`.
     """
     with no_autocast(x):
         return quantized_linear_reference(x, tensors, scheme)
@@ -95,13 +83,12 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tenso
 
 def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """The torch form of the op, for every device."""
-    given, parsed = LinearTensors.of(tensors, scheme)
-    weight, weight_scale, weight_scale_2, input_scale, bias, lora_a, lora_b, row_scale, *_ = given
-    mean, smooth, basis, out = given.steps
+    given, parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    input_scale, row_scale, (mean, smooth, basis, out) = given.input_scale, given.row_scale, given.steps
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    w = stored_weight(weight, weight_scale, weight_scale_2, parsed.weights)
+    w = QuantizedTensor.stored(*given[:3], parsed.weights).unswizzled()
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
     check_steps_given(parsed, given)
@@ -110,19 +97,19 @@ def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
     if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):
-        steps = functools.partial(_transform_rows, smooth=_fp32(smooth), mean=_fp32(mean), hadamard=parsed.hadamard)
+        steps = functools.partial(_transform_rows, smooth=fp32(smooth), mean=fp32(mean), hadamard=parsed.hadamard)
     else:
         z, t = transformed(rows, parsed, mean, smooth, basis)
     if multiplies_codes(w.format, parsed.activations):
-        y = _int8_linear(z, w, input_scale, bias, steps)
+        y = _int8_linear(z, w, input_scale, given.bias, steps)
     else:
         z = _through(z, parsed, input_scale, steps)
-        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, _fp32(bias))
+        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, fp32(given.bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
-    if lora_a is not None and lora_b is not None:
-        y += F.linear(F.linear(rows, lora_a.to(x.dtype)), lora_b.to(x.dtype))
+    if given.lora_a is not None and given.lora_b is not None:
+        y += F.linear(F.linear(rows, given.lora_a.to(x.dtype)), given.lora_b.to(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -131,13 +118,13 @@ def _(x, tensors, scheme):
     return x.new_empty(*x.shape[:-1], tensors[0].shape[0])
 
 
-launches_on_gpu(quantized_linear=quantized_linear)
+launches_on_gpu("quantized_linear", quantized_linear)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
     _, tensors, scheme = inputs
-    ctx.names = names_in(scheme)[1]
-    given, ctx.parsed = LinearTensors.of(tensors, scheme)
+    ctx.names = read(scheme)[1]
+    given, ctx.parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
     ctx.save_for_backward(*given._replace(input_scale=None, bias=None, row_scale=None, mean=None))
 
 
@@ -145,7 +132,7 @@ def _backward(ctx, grad):
     """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
     given, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
     lora_a, lora_b, decoded, (_, smooth, basis, out) = given.lora_a, given.lora_b, given.decoded, given.steps
-    w = stored_weight(given.weight, given.weight_scale, given.weight_scale_2, scheme.weights)
+    w = QuantizedTensor.stored(*given[:3], scheme.weights).unswizzled()
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
@@ -195,7 +182,7 @@ def transformed(
     """
     if not scheme.is_transformed:
         return x, None
-    z, t = transform(x, _fp32(smooth), _fp32(mean), 0), None
+    z, t = transform(x, fp32(smooth), fp32(mean), 0), None
     if basis is not None:
         t = F.linear(z.to(x.dtype), basis.to(x.dtype))
         z -= t.float() @ basis.float()
@@ -279,17 +266,6 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     device = x.device.type
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_on else nullcontext()
-
-
-def stored_weight(weight: Tensor, scale: Tensor | None, global_scale: Tensor | None, format: Format) -> QuantizedTensor:
-    """An op's tensors as one matrix (N, K); 4-bit codes are two to a byte, block scales may be swizzled."""
-    if scale is None:
-        raise ValueError(f"codes of {format.name} need a scale")
-    n, columns = weight.shape
-    k = columns * 8 // format.element.bits
-    if format.group_size and scale.ndim == 1:
-        scale = unswizzle_scales(scale, n, k // format.group_size)
-    return QuantizedTensor(weight, scale, global_scale, (n, k), format)
 
 
 def _rounds_by_row(scheme: Scheme, input_scale: Tensor | None) -> bool:
@@ -395,8 +371,9 @@ def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
     return a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0
 
 
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+def fp32(tensor: Tensor | None) -> Tensor | None:
+    """The same in fp32, if it is there."""
+    return None if tensor is None else tensor.float()
 
 
 def multiplies_codes(weights: Format, activations: Format | None) -> bool:
@@ -407,7 +384,7 @@ def multiplies_codes(weights: Format, activations: Format | None) -> bool:
 def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
     """Return the implementation of `quantized_linear` for a scheme and a type of device ("cpu", …), and why."""
     if not multiplies_codes(scheme.weights, scheme.activations):
-        return "torch reference", f"no kernel for {device_type}" + " without Triton" * (device_type == "cuda")
+        return TORCH, f"no kernel for {device_type}" + " without Triton" * (device_type == "cuda")
     if not int_mm_is_exact(device_type):
         cpu = device_type == "cpu"
         why = "this CPU's int8 dot product saturates" if cpu else f"no torch._int_mm for {device_type}"
@@ -421,5 +398,5 @@ def implementation(scheme: Scheme, device_type: str) -> tuple[str, str]:
     return faster, f"faster of two that are exact: ({m}, {k}) by ({n}, {k}) took {INT_MM} {whole}, {COLUMNS} {columns}"
 
 
-INT_MM, COLUMNS = "torch._int_mm", "fp32 products of 1024 columns"
+TORCH, INT_MM, COLUMNS = "torch reference", "torch._int_mm", "fp32 products of 1024 columns"
 _TIMED, _ROUNDS = (32, 64, 1024), 5  # M, N and K of the product that is timed, and how often

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 Named = TypeVar("Named", bound=tuple)  # a NamedTuple of tensors, None for those that are not there
+How = TypeVar("How")
 
 
-def pack(named: Any, text: object) -> tuple[list[Tensor], str]:
-    """Return the tensors of a NamedTuple that are there, and the text with their names behind it."""
-    names = [name for name, tensor in zip(named._fields, named, strict=True) if tensor is not None]
-    return [tensor for tensor in named if tensor is not None], f"{text} {','.join(names)}"
+def pack(named: Any, text: object = "") -> tuple[list[Tensor], str]:
+    """(tensors, text) as an op takes them: those of a NamedTuple that are there, and the text with their names."""
+    there = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
+    return [*there.values()], f"{text} {','.join(there)}"
 
 
-def unpack(kind: type[Named], tensors: Sequence[Tensor], text: str) -> tuple[Named, str]:
-    """Take apart what `pack` made of a NamedTuple of this kind: (the tuple, the text before the names)."""
-    before, names = names_in(text)
+def unpack(
+    kind: type[Named], tensors: Sequence[Tensor], text: str, parse: Callable[[str], How] = str
+) -> tuple[Named, How]:
+    """Take apart what `pack` made of a NamedTuple of this kind: (the tuple, what `parse` makes of the text)."""
+    before, names = read(text, parse)
     given: dict[str, Any] = dict(zip(names, tensors, strict=True))
     return kind(**given), before
 
 
 @functools.lru_cache(1024)
-def names_in(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text before the names, and the names."""
+def read(text: str, parse: Callable[[str], How] = str) -> tuple[How, tuple[str, ...]]:
+    """(what `parse` makes of the text before the names, the names)."""
     before, _, names = text.rpartition(" ")
-    return before, tuple(filter(None, names.split(",")))
+    return parse(before), tuple(filter(None, names.split(",")))

@@ -9,7 +9,7 @@ The arithmetic lives in encode.py, what a format is in recipes/formats.py; this 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -71,6 +71,25 @@ class QuantizedTensor:
         if not encode.all_finite(done.scale, row):
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
         return done
+
+    @classmethod
+    def stored(
+        cls, codes: Tensor, scale: Tensor | None, global_scale: Tensor | None, format: Format
+    ) -> QuantizedTensor:
+        """The tensors of an op as one matrix: 4-bit codes are two to a byte, block scales may be swizzled."""
+        if scale is None:
+            raise ValueError(f"codes of {format.name} need a scale")
+        if format.two_level and global_scale is None:
+            raise ValueError(f"{format.name} needs a global scale, w_scale_2 is None")
+        n, columns = codes.shape
+        return cls(codes, scale, global_scale, (n, columns * 8 // format.element.bits), format)
+
+    def unswizzled(self) -> QuantizedTensor:
+        """The same with block scales (N, G), in whatever order they were."""
+        group = self.format.group_size
+        if not group or self.scale.ndim == 2:
+            return self
+        return replace(self, scale=unswizzle_scales(self.scale, self.shape[0], self.shape[1] // group))
 
     @classmethod
     def empty(

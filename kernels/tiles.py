@@ -5,17 +5,17 @@ Each file is a list of rows, the first that fits is taken:
     {"format": "fp8", "chips": ["sm_90"], "max_m": 64, "tile": {"m": 64, "n": 128, …}, "measured": "NVIDIA H200"}
 
 chips: names of chips.CHIPS; left out, the row is for every chip. max_m: the largest M it is for; left out, every M.
-measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills (aot.py).
+measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fluxq.kernels.chips import CHIPS
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,19 @@ def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
     raise NoTile(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
 
 
-def find_matmul_tile(kernel: str, format: str, chip: str, m: int) -> MatmulTile:
-    """`find_tile` of a matmul."""
+def find_matmul_tile(kernel: str, format: str, chip: str, m: int, codes: Tensor | None = None) -> MatmulTile:
+    """`find_tile` of a matmul; without the copy engine where rows of the weight's codes are not at 16 bytes each."""
     tile = find_tile(kernel, format, chip, m)
     if not isinstance(tile, MatmulTile):
         raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is none of a matmul")
+    if tile.descriptors and codes is not None and not rows_are_at(codes, 16):
+        return replace(tile, descriptors=False)
     return tile
+
+
+def rows_are_at(codes: Tensor, multiple: int) -> bool:
+    """Tell whether each row of codes begins at a multiple of so many bytes."""
+    return codes.shape[1] % multiple == 0 and codes.data_ptr() % multiple == 0
 
 
 def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
@@ -108,19 +115,6 @@ def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
         )
         for row in rows
     )
-
-
-def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
-    """Each tile that `find_tile` can return for a format, with the chips it is returned for: what CELLS compile."""
-    found: dict[Tile | MatmulTile, tuple[str, ...]] = {}
-    for chip in CHIPS:
-        covered = 0.0  # the largest M for which an earlier row is taken
-        for row in tuned_rows(kernel):
-            limit = float("inf") if row.max_m is None else row.max_m
-            if row.fits(format, chip, 1) and limit > covered:
-                covered = limit
-                found[row.tile] = tuple(dict.fromkeys((*found.get(row.tile, ()), chip)))
-    return found
 
 
 def cdiv(size: int, tile: int) -> int:

@@ -57,7 +57,7 @@ class Stream:
     through, one after another, to become shift, scale and gate of the attention, then of the feed-forward; none where
     a call brings these. norm: LayerNorm before the attention, qkv: the Linears behind it, q_norm, k_norm: RMSNorm of
     each head. out: after the attention; None in a block after which the stream ends. second_norm: LayerNorm before the
-    feed-forward, of which `up` is the first Linear, then `act`, a row of ACTS in kernels/producers.py, then `down`.
+    feed-forward, of which `up` is the first Linear, then `act`, a row of ACTS of `quantize_activation`, then `down`.
     Where out, second_norm and up are empty, the Linears of qkv make what the activation reads too, and `down` reads
     attention and feed-forward side by side. clipped: fp16 is kept from overflowing in the end.
     """

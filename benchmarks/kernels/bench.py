@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from benchmarks.kernels import timing, workloads
+from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.report import KIND, README, report, with_tables
 from benchmarks.kernels.tune import tuned_from
 from benchmarks.kernels.workloads import Case, Shape
@@ -36,7 +37,6 @@ from fluxq.base.files import write_json, write_text
 from fluxq.base.processor import commit, versions
 from fluxq.eval.speed.machine import describe
 from fluxq.kernels.chips import chip_of
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import NoTile

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.kernels.workloads import ATTENTIONS, BASELINE, FLUX_STEP, LAYERS, PRODUCTS, Case, Shape
 from fluxq.kernels import dispatch
+from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.chips import CHIPS
 
 KIND = "fluxq kernels on a GPU"  # of result files
@@ -276,7 +277,7 @@ def offered_table() -> str:
     """
     lines: dict[tuple[str, ...], list[str]] = {}
     refused: dict[tuple[str, str, str], list[str]] = {}  # (op, reason, chips) -> formats
-    for op, name, offers in dispatch.table():
+    for op, name, offers in offered():
         lines.setdefault((op, *(offers[chip].how or "-" for chip in CHIPS)), []).append(name)
         reasons: dict[str, list[str]] = {}
         for chip, found in offers.items():
@@ -288,6 +289,13 @@ def offered_table() -> str:
     table += [f"| {op} | {', '.join(names)} | {' | '.join(hows)} |" for (op, *hows), names in lines.items()]
     why = [f"- `{op}` {', '.join(names)} on {chips}: {reason}" for (op, reason, chips), names in refused.items()]
     return "\n".join([*table, "", "Not offered:", "", *why])
+
+
+def offered() -> Iterator[tuple[str, str, dict[str, dispatch.Offer]]]:
+    """(op, format, chip -> Offer) of all ops."""
+    for op in OPS.values():
+        for name in op.formats:
+            yield op.name, name, {chip: dispatch.offer(op.name, name, chip) for chip in CHIPS}
 
 
 def _in_short(reason: str) -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import workloads
+from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.on_gpu import launching_on
 from benchmarks.kernels.tune import DRY_CHIP
 from fluxq.base.console import first_line
@@ -32,9 +33,8 @@ from fluxq.kernels.attention import kernel as attention
 from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.producers import Rounding, RoundingTensors
 from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
+from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.reencode.kernel import reencode
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
@@ -203,7 +203,7 @@ def canonical(result: Any) -> list[Tensor]:
         return as_bytes(torch.where(result.isnan(), torch.nan, result))
     if isinstance(result, tuple):
         return [part for tensor in result for part in canonical(tensor)]
-    plain = ops.stored_weight(result.codes, result.scale, result.global_scale, result.format)
+    plain = result.unswizzled()
     unspecified = plain.dequantize().isnan().reshape(*result.codes.shape, -1).any(-1)
     codes = torch.where(unspecified, 0, result.codes.view(torch.uint8))
     scales = [scale.float() for scale in (result.scale, result.global_scale) if scale is not None]

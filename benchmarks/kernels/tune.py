@@ -5,7 +5,7 @@
     python -m benchmarks.kernels.tune write --folder tuned timed.json         the best of them in front of kernels/tuned
 
 SEARCHES are the candidates. One is tried only on chips where its kernel is offered. It is fit if its results are right
-and every cell of it, but those that are not offered with any tile, is `ok` as kernels/aot.py judges: no spills, shared
+and every cell of it, but those that are not offered with any tile, is `ok` as aot.py judges: no spills, shared
 memory and registers within the chip's, the right matrix instruction. Trying needs no GPU to itself: many processes
 share one, and one that fails takes no other with it.
 """
@@ -27,14 +27,14 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.kernels import timing, workloads
+from benchmarks.kernels import aot, timing, workloads
+from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.eval.speed.machine import describe
-from fluxq.kernels import aot, tiles
+from fluxq.kernels import tiles
 from fluxq.kernels.chips import chip_of
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, find_tile, tuned_rows
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
@@ -187,9 +187,9 @@ def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torc
 
 def _cells(kernel: str) -> tuple[aot.Cell, ...]:
     """A kernel's cells with the tiles of now, from a copy: the module that others use keeps its own."""
-    spec = find_spec(f"fluxq.kernels.{kernel}.kernel")
+    spec = find_spec(f"benchmarks.kernels.cells.{kernel}")
     if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"fluxq.kernels.{kernel}.kernel")
+        raise ModuleNotFoundError(f"benchmarks.kernels.cells.{kernel}")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.CELLS

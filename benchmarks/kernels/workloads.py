@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.kernels import dispatch, launch, norms, ops, producers
+from fluxq.kernels import dispatch, launch, ops
+from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.adaln_quantize.kernel import adaln_quantize
 from fluxq.kernels.adaln_quantize.kernel import tuned_name as adaln_tile_name
 from fluxq.kernels.attention import op as attention
@@ -23,9 +24,13 @@ from fluxq.kernels.attention.kernel import attention_fp8
 from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.packing import pack
+from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.qk_norm_rope.kernel import qk_norm_rope
 from fluxq.kernels.qk_norm_rope.kernel import tuned_name as qk_tile_name
-from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
+from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.quantize_activation.kernel import quantize_activation, quantize_tuned, tuned_name
+from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.reencode import op as reencoding
 from fluxq.kernels.reencode.kernel import reencode
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
@@ -46,7 +51,7 @@ class Case:
     """op: "linear" takes 16-bit activations, with quantization and bias; "matmul" takes codes; the others are kernels.
 
     scheme: of a Linear or product, as recipes spell it; of other kernels the format, "16bit" for none. implementation:
-    a name in launch.LAUNCH, "F.linear", or the kernel. shared: Linears of one input, which is quantized once.
+    an op, a library's product, "F.linear", or the kernel. shared: Linears of one input, which is quantized once.
     """
 
     op: str
@@ -118,12 +123,14 @@ def _linear(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
         if case.implementation == "F.linear":
             return [F.linear(x, w, bias) for w, _ in layers]
         if case.shared > 1 and activations:
-            q = launch.quantize_rows(x, activations.name, None, chip)
+            q, _ = quantize_tuned(x, RoundingTensors(), Rounding(activations.name), chip)
             return [MATMULS[case.implementation](q, w, row_scale, bias, chip)() for w, row_scale in layers]
         choice = dispatch.Choice(case.implementation, activations and activations.name, "")
-        (w, row_scale), run = layers[0], launch.LAUNCH[case.implementation]
+        w, row_scale = layers[0]
         given = ops.LinearTensors(w.codes, w.scale, w.global_scale, bias=bias, row_scale=row_scale)
-        return run(x, w, choice, given, None, chip)
+        swizzled = bool(activations and activations.group_size) and w.scale.ndim == 1
+        steps = RoundingTensors(), Rounding(activations.name if activations else "", swizzled=swizzled)
+        return launch.computed(choice, x, w, given, None, steps, chip)
 
     def expected() -> Tensor:
         seen = _quantized(x, activations.name).dequantize() if activations else x.float()
@@ -156,18 +163,18 @@ def _matmul(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
 
 def _scaled(q: QuantizedTensor, w: QuantizedTensor, row_scale: Any, bias: Tensor, chip: str) -> Callable[[], Tensor]:
-    tile = launch.matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
+    tile = find_matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
     return lambda: scaled_matmul(q, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 
 def _block_scaled(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
-    tile = launch.matmul_tile("block_scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
+    tile = find_matmul_tile("block_scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
     return lambda: block_scaled_matmul(q, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 
 def _w4a8(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
     name = f"{w.format.name}-{q.format.name}"
-    tile = launch.matmul_tile("w4a8_matmul", name, chip, q.shape[0], w.codes)
+    tile = find_matmul_tile("w4a8_matmul", name, chip, q.shape[0], w.codes)
     return lambda: w4a8_matmul(q, w, row_scale, epilogue=Epilogue(bias=bias), tile=tile)
 
 
@@ -217,7 +224,7 @@ def _multiplied(w: Any, row_scale: Tensor | None, activations: Format | None) ->
         return w.float()
     if row_scale is not None and activations is not None:
         return reencoding.reencode(w, activations.name, row_scale).dequantize()
-    return ops.stored_weight(w.codes, w.scale, w.global_scale, w.format).dequantize()
+    return w.unswizzled().dequantize()
 
 
 def _products(
@@ -244,12 +251,12 @@ def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
     tile = _plain_tile("quantize_activation", tuned_name(row, given, None), chip, m)
 
     def expected() -> Tensor:
-        a = producers.ACTS[act](x) if act else x
+        a = quantizer.ACTS[act](x) if act else x
         return ops.quantize_activation(a, row, given).dequantize()
 
     def call() -> QuantizedTensor:
-        how = producers.Rounding(row.name, act)
-        return quantize_activation(x, producers.RoundingTensors(given), how, tile=tile)[0]
+        how = Rounding(row.name, act)
+        return quantize_activation(x, RoundingTensors(given), how, tile=tile)[0]
 
     return Work(call, expected, 0.0, _size(x, call()), None)
 
@@ -260,13 +267,13 @@ def _adaln(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     x, branch = _normal(m, d, device=device), _normal(m, d, device=device)
     scale, shift, gate = (_normal(1, d, device=device) for _ in range(3))
     tile = _plain_tile("adaln_quantize", adaln_tile_name(d), chip, m)
-    given, how = norms.NormTensors(scale, shift, branch, gate), producers.Rounding(row.name if row else "")
+    given, how = adaln.NormTensors(scale, shift, branch, gate), Rounding(row.name if row else "")
 
     def call() -> tuple[Any, Tensor | None]:
         return adaln_quantize(x, given, how, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        v, n = norms.modulated_norm(x, given, "layer", 1e-6)
+        v, n = adaln.modulated_norm(x, given, "layer", 1e-6)
         return as_matrix([v if row is None else ops.quantize_activation(v, row), n])
 
     return Work(call, expected, 0.0, _size(x, branch, scale, shift, gate, call()), None)
@@ -281,13 +288,13 @@ def _qk(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     angle = torch.randn(m, d, device=device)
     cos, sin = angle.cos(), angle.sin()
     tile = _plain_tile("qk_norm_rope", qk_tile_name(d), chip, m)
-    given = norms.RopeTensors(cos, sin, *weights)
+    given = rope.RopeTensors(cos, sin, *weights)
 
     def call() -> tuple[Tensor, Tensor]:
         return qk_norm_rope(q, k, given, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        return as_matrix(norms.qk_norm_rope(q, k, *given.packed(), 1e-6, True, False, 0))
+        return as_matrix(rope.qk_norm_rope(q, k, *pack(given), 1e-6, True, False, 0))
 
     return Work(call, expected, 0.0, _size(q, k, *weights, cos, sin, call()), None)
 

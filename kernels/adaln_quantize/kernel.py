@@ -1,4 +1,4 @@
-"""Gated residual, norm, modulation and quantization in one launch, as `adaln_quantize` in kernels/norms.py has them.
+"""Gated residual, norm, modulation and quantization in one launch, as the reference in op.py has them.
 
     n = x + gate · branch                            where a branch is given; n is written too
     v = norm(n) · (1 + scale) + shift                norm: LayerNorm (n - mean) · r, or RMSNorm n · r
@@ -15,6 +15,7 @@ held whole; its mean is subtracted before squares are added up, so that nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     magnitude_bits,
     quantize_blocks_tile,
@@ -32,13 +33,14 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
-from fluxq.kernels.norms import NORMS, NormTensors
-from fluxq.kernels.producers import Rounding, check_steps
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.packing import unpack
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, Format, find_format
+from fluxq.kernels.quantize_activation.kernel import new_codes, returned
+from fluxq.kernels.quantize_activation.op import Rounding, check_steps
+from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.recipes.formats import Format, find_format
 
 
 def adaln_quantize(
@@ -51,50 +53,31 @@ def adaln_quantize(
     The steps are as `quantize_activation` takes them; fp8_tensor needs its scale given, for no program here sees all
     rows. tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
     """
-    scale, shift, branch, gate, weight, input_scale, smooth, mean = tensors
+    scale, shift, branch, gate, _, input_scale, *_ = tensors
     row, swizzled = find_format(how.format) if how.format else None, how.swizzled
     _check_layers(x, tensors, norm, tile)
     _check_rounding(x, row, tensors, how, tile)
     check_device("adaln_quantize", x.device)
     m, d = x.shape
     new = None if branch is None else torch.empty(m, d, dtype=x.dtype, device=x.device)
-    per_row = 0  # whether each row has its own scale
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors._asdict().items() if name != "input_scale"}
+    given |= {"x": x, "new": new, "M": m, "D": d, "tokens": m // scale.shape[0], "eps": eps, "NORM": norm}
+    given |= {"stride_x": x.stride(0), "stride_scale": scale.stride(0), "stride_shift": shift.stride(0)}
+    given |= {"stride_branch": 0 if branch is None else branch.stride(0)}
+    given |= {"stride_gate": 0 if gate is None else gate.stride(0)}
     if row is None:
-        out = codes = torch.empty(m, d, dtype=x.dtype, device=x.device)
-        step = global_scale = None
-        constants: dict[str, Any] = {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+        out = torch.empty(m, d, dtype=x.dtype, device=x.device)
+        given |= {"codes": out, "step": None, "global_scale": None, "stride_step": 0}
+        given |= {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
     else:
-        out = _allocate(row, m, d, input_scale, swizzled, x.device)
-        codes, step, global_scale = as_bytes(out.codes), as_bytes(out.scale), out.global_scale
-        per_row = int((step if global_scale is None else global_scale).ndim > 0)
-        constants = {"FORMAT": row.name, "ELEMENT": row.element.name, "LARGEST": row.element.max}
-        constants["GROUP"] = row.group_size
+        out = new_codes("adaln_quantize", x, d, input_scale, how)
+        per_row = out.scale if out.global_scale is None else out.global_scale  # where each row has its own scale
+        given |= {"codes": as_bytes(out.codes), "step": as_bytes(out.scale), "global_scale": out.global_scale}
+        given |= {"stride_step": int(per_row.ndim > 0), "FORMAT": row.name, "GROUP": row.group_size}
+        given |= {"ELEMENT": row.element.name, "LARGEST": row.element.max}
     rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
     adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
-        x,
-        branch,
-        gate,
-        scale,
-        shift,
-        weight,
-        smooth,
-        mean,
-        new,
-        codes,
-        step,
-        global_scale,
-        m,
-        d,
-        m // scale.shape[0],
-        x.stride(0),
-        0 if branch is None else branch.stride(0),
-        0 if gate is None else gate.stride(0),
-        scale.stride(0),
-        shift.stride(0),
-        per_row,
-        eps,
-        NORM=norm,
-        **constants,
+        **given,
         HADAMARD=how.hadamard.bit_length() - 1 if how.hadamard else 0,
         SCALE_GIVEN=input_scale is not None,
         FOUR_OVER_SIX=how.four_over_six,
@@ -107,25 +90,22 @@ def adaln_quantize(
     return out, new
 
 
+def launch(
+    x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float, *, chip: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    given, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    require(OP.name, how.format or "16bit", chip)
+    tile = find_memory_tile(OP.file, tuned_name(x.shape[-1]), chip, x.shape[0])
+    q, new = adaln_quantize(x, given, how, norm=norm, eps=eps, tile=tile)
+    nothing = x.new_empty(0)
+    codes = (q, nothing, nothing) if isinstance(q, Tensor) else returned(q, given.input_scale)
+    return *codes, nothing if new is None else new
+
+
 def tuned_name(d: int) -> str:
     """Return the name in kernels/tuned of the tile for rows of d, whatever the format: its columns."""
     return str(max(2048, triton.next_power_of_2(d)))
-
-
-def _allocate(
-    format: Format, m: int, d: int, input_scale: Tensor | None, swizzled: bool, device: torch.device
-) -> QuantizedTensor:
-    """The tensors to fill; a given scale takes its place among them."""
-    (codes, codes_dtype), (step, step_dtype) = list(stored_shapes(format, m, d).values())[:2]
-    if swizzled:
-        step = (swizzled_size(m, d // format.group_size),)
-    scales = torch.empty(step, dtype=step_dtype, device=device)
-    global_scale = None
-    if format.two_level:
-        global_scale = torch.empty(m, 1, device=device, dtype=torch.float32) if input_scale is None else input_scale
-    elif input_scale is not None:
-        scales = input_scale.reshape(step)
-    return QuantizedTensor(torch.empty(codes, dtype=codes_dtype, device=device), scales, global_scale, (m, d), format)
 
 
 def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> None:
@@ -191,16 +171,10 @@ def _check_rounding(x: Tensor, format: Format | None, tensors: NormTensors, how:
     for what, vector in (("smooth", smooth), ("mean", mean)):
         if vector is not None:
             check_tensor(f"{name}: {what}", vector, (d,), (torch.float32,), x.device)
-    if input_scale is None:
-        if format.block[0] == 0:
-            raise ValueError(
-                f"{name}: {format.name} needs an input_scale (): calibrate it, or quantize v in a pass of its own"
-            )
-        return
-    if format.scale == "e8m0":
-        raise ValueError(f"{name}: {format.name} takes its scales from each block; give no input_scale")
-    of_all = format.block[0] == 0 or (format.two_level and input_scale.ndim == 0)
-    check_tensor(f"{name}: input_scale", input_scale, () if of_all else (m, 1), (torch.float32,), x.device)
+    if input_scale is None and format.block[0] == 0:
+        raise ValueError(
+            f"{name}: {format.name} needs an input_scale (): calibrate it, or quantize v in a pass of its own"
+        )
 
 
 @triton.jit
@@ -298,59 +272,3 @@ def normed(n, weight, scale, columns, mask, D, eps, NORM: tl.constexpr):
             v = rounded(v, scale)
         v = v * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     return rounded(v, scale)
-
-
-TYPES = {
-    **dict.fromkeys(("x", "branch", "gate", "scale", "shift", "new"), "*bf16"),
-    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
-    **dict.fromkeys(("D", "stride_x", "stride_branch", "stride_gate", "stride_scale", "stride_shift"), "i32:16"),
-    **dict.fromkeys(("M", "tokens", "stride_step"), "i32"),
-    "eps": "fp32",
-}
-PLAIN = {"smooth": None, "mean": None, "HADAMARD": 0}
-FUSED = {"HADAMARD": 7}
-
-
-def _cells(width: str, format: str, what: str = "", **constants: Any) -> list[Cell]:
-    """bf16 rows behind a gated residual, as in a transformer block; what, constants: how a cell differs."""
-    types = TYPES | {"codes": "*i8" if format == "int8" else "*u8", "step": "*u8"}
-    held = {"weight": None, "NORM": "layer", "FORMAT": format, "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
-    held |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
-    if format:
-        row = FORMATS[format]
-        held |= {"ELEMENT": row.element.name, "LARGEST": row.element.max, "GROUP": row.group_size}
-        types["step"] = "*u8" if row.group_size else "*fp32"
-    else:
-        types["codes"] = "*bf16"
-        held["step"] = None
-    if format != "nvfp4":
-        held["global_scale"] = None
-    held |= constants
-    return [
-        Cell(
-            adaln_quantize_kernel,
-            f"{format or '16bit'}{what} {width}",
-            {name: types[name] for name in adaln_quantize_kernel.arg_names if name in types and name not in held},
-            held | {"ROWS": tile.rows, "COLUMNS": tile.columns},
-            {"num_warps": tile.warps} | EXACT,
-            max_registers=MAX_REGISTERS,
-            targets=chips,
-        )
-        for tile, chips in distinct_tiles("adaln_quantize", width).items()
-        if isinstance(tile, Tile)
-    ]
-
-
-CELLS = (
-    *_cells("4096", "", **PLAIN),
-    *_cells("4096", "int8", **PLAIN),
-    *_cells("4096", "fp8", **PLAIN),
-    *_cells("4096", "fp8_tensor", **PLAIN, SCALE_GIVEN=True),
-    *_cells("4096", "mxfp8", **PLAIN, SWIZZLED=True),
-    *_cells("4096", "mxfp4", " fused", **FUSED, SWIZZLED=True),
-    *_cells("4096", "nvfp4", **PLAIN, SWIZZLED=True, SCALE_GIVEN=True),
-    *_cells("4096", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
-    *_cells("2048", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
-    *_cells("8192", "fp8", " fused", **FUSED),
-    *_cells("8192", "nvfp4", " fused", **FUSED, SWIZZLED=True, FOUR_OVER_SIX=True),
-)

@@ -1,8 +1,8 @@
 """Attention with fp8 codes on the GPU: q, k and v to codes, then one pass over all keys for each tile of queries.
 
 Formulas, roundings and layouts are those of kernels/attention/op.py. Codes and scales are the reference's bytes for the
-means of k that the kernels find, which differ in the order of their sums; o is within the bound stated there. Logits
-and weights never leave the processor.
+means of k that the kernels find, which differ in the order of their sums; o is within the bound that
+tests/attention_bounds.py states. Logits and weights never leave the processor.
 
 The bound takes sums of fp8 products to be fp32's. Hopper's matrix units hold fewer bits: with `acc_split` that is so
 for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's.
@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fluxq.kernels import dispatch
 from fluxq.kernels.attention import op as reference
-from fluxq.kernels.attention.op import KEY_BLOCK, P_EXPONENT, QUERY_BLOCK, Operands
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device
+from fluxq.kernels.attention.op import KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands
+from fluxq.kernels.checks import EXACT, as_bytes, check_device
 from fluxq.kernels.codes import encode, magnitude_bits, row_step
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes
 from fluxq.kernels.scaled_matmul.kernel import add_product
-from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
 
 HEAD_SIZES = (64, 128)
 
@@ -44,6 +43,24 @@ def attention_fp8(
         raise ValueError(f"attention_fp8: q {(*q.shape,)} is empty, so there is nothing to launch; return it")
     operands = quantize_operands(q, k, v, tile=quantize_tile)
     return attend(operands, q.shape[1], k.shape[1], reference.logit_scale(q, scale), q.dtype, tile=tile)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -> Tensor:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    reference.check_attention(q, k, v)
+    if not q.numel():
+        return q.new_empty(q.shape)
+    d = str(q.shape[3])
+    offered = dispatch.offer(OP.name, d, chip)
+    if not offered.how:
+        raise ValueError(
+            f"attention_fp8: no kernel for heads of {d} elements on {chip} ({offered.reason}); compute attention in "
+            "16 bit: fluxq.set_attention(model, '16bit')"
+        )
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    tile = find_matmul_tile(OP.file, d, chip, q.shape[1])
+    quantize_tile = find_memory_tile(OP.file, f"quantize {d}", chip, q.shape[1])
+    return attention_fp8(q, k, v, scale, tile=tile, quantize_tile=quantize_tile)
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operands:
@@ -114,7 +131,7 @@ def attend(
         h,
         log2_scale,
         EVEN_KEYS=keys % tile.n == 0,
-        **_constants(tile),
+        **constants_of(tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **EXACT,
@@ -122,7 +139,7 @@ def attend(
     return o
 
 
-def _constants(tile: MatmulTile) -> dict[str, int | float | bool]:
+def constants_of(tile: MatmulTile) -> dict[str, int | float | bool]:
     return {
         "ACC_SPLIT": tile.acc_split,
         "UNIT_SCALES": tile.unit_scales,
@@ -314,63 +331,3 @@ def attention_fp8_kernel(
 
 
 CHANNELS = 32  # that one program takes statistics of: 64 bytes of a token
-_STRIDES = {"stride_b": "i32:16", "stride_s": "i32:16", "stride_h": "i32:16"}
-
-
-def _attention_cell(d: str, tile: MatmulTile, chips: tuple[str, ...], *, even: bool) -> Cell:
-    """One head size, with or without a last block of keys that is not full."""
-    how = f" split {tile.acc_split}" * bool(tile.acc_split) + " unit scales" * tile.unit_scales
-    return Cell(
-        attention_fp8_kernel,
-        f"{d} {tile.m}x{tile.n}" + how + " ragged" * (not even),
-        dict.fromkeys(("q", "k", "v"), "*fp8e4nv")
-        | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
-        | {"o": "*bf16", "S": "i32", "SKV": "i32:16" if even else "i32", "H": "i32", "log2_scale": "fp32"},
-        {"EVEN_KEYS": even} | _constants(tile),
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core="mxfp8" if tile.unit_scales else "fp8",
-        targets=chips,
-    )
-
-
-def _quantize_cells(d: str, tile: Tile, chips: tuple[str, ...]) -> list[Cell]:
-    constants = {"D": int(d), "ROWS": tile.rows}
-    sizes = {"S": "i32", "H": "i32"}
-    both = {f"stride_{x}{axis}": "i32:16" for x in "kv" for axis in "bsh"}
-    statistics = {"k": "*bf16", "v": "*bf16", "mean": "*fp32", "scale": "*fp32"} | sizes | both
-    tokens = {"x": "*bf16", "mean": "*fp32", "codes": "*u8", "scale": "*fp32"} | sizes | _STRIDES
-    values = {"v": "*bf16", "scale": "*fp32", "codes": "*u8", "padded": "i32:16"} | sizes | _STRIDES
-    return [
-        Cell(
-            kernel,
-            f"{d} quantize",
-            arguments,
-            constants | more,
-            {"num_warps": tile.warps} | EXACT,
-            max_registers=MAX_REGISTERS,
-            targets=chips,
-        )
-        for kernel, arguments, more in (
-            (key_statistics_kernel, statistics, {"CHANNELS": CHANNELS}),
-            (quantize_tokens_kernel, tokens, {"BLOCK": KEY_BLOCK}),
-            (quantize_values_kernel, values, {}),
-        )
-    ]
-
-
-CELLS = (
-    *(
-        _attention_cell(d, tile, chips, even=even)
-        for d in ("64", "128")
-        for tile, chips in distinct_tiles("attention", d).items()
-        if isinstance(tile, MatmulTile)
-        for even in (True, False)
-    ),
-    *(
-        cell
-        for d in ("64", "128")
-        for tile, chips in distinct_tiles("attention", f"quantize {d}").items()
-        if isinstance(tile, Tile)
-        for cell in _quantize_cells(d, tile, chips)
-    ),
-)

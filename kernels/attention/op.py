@@ -19,12 +19,8 @@ reaches 448: the factor 256 puts all but its smallest values among E4M3's normal
 none of them.
 
 Rounded are, once each: the codes; t and its factors, p, sum, acc and o in fp32; p to E4M3; o to q's dtype. The order in
-which fp32 sums are added up is left open, and so are the last bits of 2^x. With codes given, o therefore has no bits to
-compare but a bound for each element: if fp32 makes p wrong by a relative δ at most, then
-
-    E4M3(p (1 - δ)) <= E4M3(p computed) <= E4M3(p (1 + δ))        because rounding is monotone
-
-and o lies between the sums that these two make, but for the rounding of sum, acc and o: `bounds` computes them.
+which fp32 sums are added up is left open, and so are the last bits of 2^x: with codes given, o has no bits to compare
+but a bound, which tests/attention_bounds.py states.
 """
 
 from __future__ import annotations
@@ -36,11 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.kernels.device import launches_on_gpu
 from fluxq.kernels.encode import block_scale, decode, encode
+from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast
 from fluxq.recipes.formats import FORMATS
 
+OP = Op("attention_fp8", ("64", "128"), "native", folder="attention")  # formats are sizes of heads
 QUERY_BLOCK = 128  # tokens of a head that share a scale
 KEY_BLOCK = 128  # and that share a running maximum: the numbers of keys of the kernel's tiles
 P_EXPONENT = 8.0  # p is stored times 2^8
@@ -84,7 +81,7 @@ def _(q, k, v, scale):
     return q.new_empty(q.shape)
 
 
-launches_on_gpu(attention_fp8=attention_fp8)
+launches_on_gpu(OP.name, attention_fp8)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -166,44 +163,6 @@ def attend(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
         highest = new
     o = acc / total * operands.v_scale[:, :, None]
     return o.to(dtype).transpose(1, 2).contiguous()
-
-
-def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(o, largest error) in float64, (B, S, H, D) both: what fp32 in any order can make of these codes, in dtype.
-
-    With u = 2^-24, the rounding of fp32, and m the running maximum of a key's block:
-
-        e = |factor| · D · u · Σ|q k| + 4u |t|                   error of t: a sum of D exact products, and factors
-        δ = ln 2 · (e + max e + 2u (|t - m| + 8)) + 2^-21        relative error of p: t, m, two sums, 2^x itself
-        ε = 2 · (blocks · (2^-21 + max e) + keys · u)            of the corrections' product, and of sums over keys
-
-    A key adds a number in 2^(m - last m) · [E4M3(p (1 - δ)), E4M3(p (1 + δ))] · v to acc; sum and acc are wrong by ε.
-    Matrix units that hold fewer bits than fp32 are outside.
-    """
-    u = 2.0**-24
-    q, k, v = (x.double() for x in (operands.q[:, :, :queries], operands.k[:, :, :keys], operands.v[..., :keys].mT))
-    q_scale = operands.q_scale.double().repeat_interleave(QUERY_BLOCK, 2)[:, :, :queries, None]
-    k_scale = operands.k_scale.double().repeat_interleave(KEY_BLOCK, 2)[:, :, None, :keys]
-    factor = log2_scale * q_scale * k_scale  # (B, H, S, Skv), as all that follows
-    t = factor * (q @ k.mT)
-    e = factor.abs() * q.shape[-1] * u * (q.abs() @ k.abs().mT) + 4 * u * t.abs()
-    worst = e.amax(-1, keepdim=True)
-    blocks = -(-keys // KEY_BLOCK)
-    m = torch.stack([t[..., : (block + 1) * KEY_BLOCK].amax(-1) for block in range(blocks)], -1)
-    last, m = m[..., -1:], m.repeat_interleave(KEY_BLOCK, -1)[..., :keys]
-    p = torch.exp2(t - m + P_EXPONENT)
-    delta = math.log(2) * (e + worst + 2 * u * ((t - m).abs() + P_EXPONENT)) + 2.0**-21
-    low, high = (decode(encode((p * side).float(), _FP8.element), _FP8.element) for side in (1 - delta, 1 + delta))
-    weight = torch.exp2(m - last)
-    total = (weight * p).sum(-1, keepdim=True)
-    middle, half = weight * (low + high).double() / 2, weight * (high - low).double() / 2
-    scale = operands.v_scale.double()[:, :, None]
-    o = middle @ v / total * scale
-    epsilon = 2 * (blocks * (2.0**-21 + worst) + keys * u)
-    error = (half @ v.abs() + epsilon * ((middle + half) @ v.abs())) / total * scale
-    rounding = torch.finfo(dtype)
-    error += rounding.eps / 2 * (o.abs() + error) + rounding.smallest_normal * rounding.eps
-    return o.transpose(1, 2), error.transpose(1, 2)
 
 
 def _padded(values: Tensor, block: int) -> Tensor:

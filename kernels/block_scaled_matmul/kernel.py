@@ -4,8 +4,8 @@
     v = (v · x_scale_2) · w_scale_2                       nvfp4: the global scales
 
 What follows: kernels/epilogue.py. Only for chips whose matrix units take block scales: Blackwell, and AMD's CDNA 4 for
-the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference is block_scaled_matmul in
-kernels/products.py, which decodes both matrices: products of codes and scales are exact in both, sums differ in order.
+the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference
+decodes both matrices: products of codes and scales are exact in both, sums differ in order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
@@ -15,22 +15,20 @@ kernels/products.py, which decodes both matrices: products of codes and scales a
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import check_stored
-from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments
+from fluxq.kernels.block_scaled_matmul.op import OP
+from fluxq.kernels.checks import EXACT, check_codes, check_device, check_fit, check_tensor
+from fluxq.kernels.epilogue import NOTHING, Epilogue, launch_product
 from fluxq.kernels.scaled_matmul.kernel import check_copyable, finish_tile, grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
-from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, Format
-
-SUPPORTED = ("nvfp4", "mxfp8", "mxfp4")
+from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
+from fluxq.recipes.formats import Format
 
 
 def block_scaled_matmul(
@@ -39,19 +37,18 @@ def block_scaled_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) times w (N, K), both nvfp4, mxfp8 or mxfp4; returns (M, N) of the epilogue's dtype.
 
     Block scales of both are (rows, G), or of both flat in the 128x4 layout, as `swizzle_scales` makes it; the tile's m
-    and n are then multiples of 128, and its k of 4 groups. Global scales are (), that of x also (M, 1). out (M, N):
-    written instead of a new tensor. Raises ValueError for operands that do not fit.
+    and n are then multiples of 128, and its k of 4 groups. Global scales are (), that of x also (M, 1). Raises
+    ValueError for operands that do not fit.
     """
     (m, k), n, device, row = x.shape, w.shape[0], x.codes.device, x.format
     swizzled = x.scale.ndim == 1
     _check_operands(x, w, swizzled)
     _check_tile(tile, x.format, swizzled)
-    arguments = epilogue.arguments("block_scaled_matmul", m, n, device, out)
+    arguments = epilogue.arguments("block_scaled_matmul", m, n, device)
     left, right = x.codes, w.codes
     if tile.descriptors:
         check_copyable("block_scaled_matmul", x=left, w=right)
@@ -89,28 +86,35 @@ def block_scaled_matmul(
     return arguments["y"]
 
 
+def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
+    """`block_scaled_matmul` with the tile that was tuned for the chip."""
+    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
+    return block_scaled_matmul(x, w, epilogue=epilogue, tile=tile)
+
+
+launch = partial(launch_product, OP)
+
+
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> None:
-    (m, k), name = x.shape, "block_scaled_matmul"
-    if x.format != w.format or x.format.name not in SUPPORTED:
+    name = "block_scaled_matmul"
+    if x.format != w.format or x.format.name not in OP.formats:
         raise ValueError(
-            f"{name}: x is {x.format.name} and w {w.format.name}, expected both to be one of {', '.join(SUPPORTED)}; "
+            f"{name}: x is {x.format.name} and w {w.format.name}, expected both to be one of {', '.join(OP.formats)}; "
             "re-encode the weight, or dequantize both"
         )
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w.shape[1] != k:
-        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
     if swizzled != (w.scale.ndim == 1):
         raise ValueError(f"{name}: scales of x are {x.scale.ndim}-D and of w {w.scale.ndim}-D: swizzle both or neither")
-    for part, q in (("x", x), ("w", w)):
-        if swizzled:
-            size = swizzled_size(q.shape[0], k // q.format.group_size)
-            check_tensor(f"{name}: {part}: weight_scale", q.scale, (size,), (q.scale.dtype,), x.codes.device)
-            plain = q.scale.new_empty(q.shape[0], k // q.format.group_size)
-            q = dataclasses.replace(q, scale=plain)
-        check_stored(q, f"{name}: {part}")
-    if x.codes.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
+    check_fit(name, x.shape, w.shape)
+    if swizzled:
+        x, w = (_with_plain_scale(f"{name}: {part}", q) for part, q in (("x", x), ("w", w)))
+    check_codes(name, x, w)
+
+
+def _with_plain_scale(name: str, q: QuantizedTensor) -> QuantizedTensor:
+    """The same with some scales (rows, G), for checks; ValueError unless its own can be such scales swizzled."""
+    rows, groups = q.shape[0], q.shape[1] // q.format.group_size
+    check_tensor(f"{name}: weight_scale", q.scale, (swizzled_size(rows, groups),), (q.scale.dtype,), q.codes.device)
+    return dataclasses.replace(q, scale=q.scale.new_empty(rows, groups))
 
 
 def _check_tile(tile: MatmulTile, format: Format, swizzled: bool) -> None:
@@ -221,41 +225,3 @@ def load_scales(
         return tl.reshape(tl.permute(blocks, (0, 3, 2, 1, 4)), (BLOCK, GROUPS))
     else:
         return load_codes(scale, tile, start, ROWS_ALL, G, EVEN_K, BLOCK, GROUPS)
-
-
-def _cell(format: Format, tile: MatmulTile, targets: tuple[str, ...], *, swizzled: bool) -> Cell:
-    """With everything that may follow at once."""
-    code = "fp8e4nv" if format.element.name == "e4m3" else "u8"
-    scale = "*fp8e4nv" if format.scale == "e4m3" else "*u8"
-    columns = tile.k * format.element.bits // 8
-    following, constants = cell_arguments(fused=True)
-    arguments = {
-        part: f"tensordesc<{code}[{rows}, {columns}]>" if tile.descriptors else f"*{code}"
-        for part, rows in (("x", tile.m), ("w", tile.n))
-    }
-    arguments |= {"x_scale": scale, "w_scale": scale, "M": "i32", "N": "i32:16", "K": "i32:16"} | following
-    constants |= {"ELEMENT": format.element.name, "GROUP": format.group_size, "SWIZZLED": swizzled, "EVEN_K": True}
-    constants |= {"DESCRIPTORS": tile.descriptors, "HALVES": tile.halves, "GROUP_M": tile.group_m}
-    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    if format.two_level:
-        arguments |= {"x_scale_2": "*fp32", "w_scale_2": "*fp32", "stride_x_scale_2": "i32"}
-    else:
-        constants |= {"x_scale_2": None, "w_scale_2": None, "stride_x_scale_2": 0}
-    how = " descriptors" * tile.descriptors + " swizzled" * swizzled
-    return Cell(
-        block_scaled_matmul_kernel,
-        f"{format.name} {tile.m}x{tile.n}x{tile.k}{how} fused",
-        arguments,
-        constants,
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core=format.name,
-        targets=targets,
-    )
-
-
-CELLS = tuple(
-    _cell(FORMATS[name], tile, targets, swizzled=swizzled)
-    for name in SUPPORTED
-    for tile, targets in distinct_tiles("block_scaled_matmul", name).items()
-    for swizzled in ((False, True) if tile.m % 128 == 0 else (False,))
-)

@@ -19,75 +19,54 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.devices import KERNEL_FORMATS
-from fluxq.recipes.formats import FORMATS, Format
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_stored, check_tile
+from fluxq.kernels.dequantize.op import OP
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.recipes.formats import find_format
 
 
-def dequantize(
-    q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile, out: Tensor | None = None
-) -> Tensor:
-    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16; written to `out` if that is given.
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile) -> Tensor:
+    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16.
 
     tile: its columns a multiple of the format's group. Raises ValueError for tensors that are not as stored.
     """
     n, k = q.shape
-    group = q.format.group_size
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dequantize: dtype is {dtype}, expected float32, bfloat16 or float16")
     check_tile("dequantize", tile, q.format)
     check_stored(q, "dequantize")
-    if out is None:
-        out = torch.empty(n, k, dtype=dtype, device=q.codes.device)
-    check_tensor("dequantize: out", out, (n, k), (dtype,), q.codes.device)
+    out = torch.empty(n, k, dtype=dtype, device=q.codes.device)
     check_device("dequantize", q.codes.device)
-    per_token = q.global_scale is not None and q.global_scale.ndim == 2
     grid = (cdiv(n, tile.rows), cdiv(k, tile.columns))
-    dequantize_kernel[grid](
-        as_bytes(q.codes),
-        as_bytes(q.scale),
-        q.global_scale,
-        out,
-        n,
-        k,
-        0 if q.scale.ndim == 0 else k // group if group else 1,
-        int(per_token),
-        ELEMENT=q.format.element.name,
-        SCALE=q.format.scale,
-        GROUP=group,
-        TWO_LEVEL=q.format.two_level,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.warps,
-        **EXACT,
-    )
+    sizes = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+    dequantize_kernel[grid](codes=as_bytes(q.codes), y=out, **stored_arguments(q), **sizes, **EXACT)
     return out
 
 
-def check_stored(q: QuantizedTensor, name: str) -> None:
-    """Raise ValueError unless q's tensors have the shapes and types that its format stores, on one device."""
-    n, k = q.shape
-    q.format.check_shape(n, k, name)
-    for part, tensor in q.tensors().items():
-        shape, dtype = stored_shapes(q.format, n, k)[part]
-        if part == "weight_scale_2" and tensor.ndim == 2:
-            shape = (n, 1)  # a global scale for each token
-        check_tensor(f"{name}: {part}", tensor, shape, (dtype,), q.codes.device)
+def launch(
+    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype, *, chip: str
+) -> Tensor:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, format, chip)
+    q = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(format))
+    return dequantize(q, dtype, tile=find_memory_tile(OP.file, format, chip, w.shape[0]))
 
 
-def check_tile(name: str, tile: Tile, format: Format) -> None:
-    """Raise ValueError if a tile's edge would lie within a block or a byte."""
-    unit = format.group_size or (2 if format.element.bits == 4 else 1)
-    if tile.columns % unit:
-        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a multiple of {format.name}'s {unit}")
-
-
-def as_bytes(stored: Tensor) -> Tensor:
-    """The same memory, with fp8 read as bytes."""
-    return stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored
+def stored_arguments(q: QuantizedTensor) -> dict[str, Any]:
+    """The arguments by which kernels read a matrix as it is stored, but for its codes."""
+    k, group = q.shape[1], q.format.group_size
+    return {
+        "scale": as_bytes(q.scale),
+        "global_scale": q.global_scale,
+        "stride_scale": 0 if q.scale.ndim == 0 else k // group if group else 1,
+        "stride_global": int(q.global_scale is not None and q.global_scale.ndim == 2),
+        "ELEMENT": q.format.element.name,
+        "SCALE": q.format.scale,
+        "GROUP": group,
+        "TWO_LEVEL": q.format.two_level,
+    }
 
 
 @triton.jit
@@ -265,37 +244,3 @@ def decode_e8m0(byte):
     bits = tl.where(byte == 0, 1 << 22, byte << 23)
     value = bits.to(tl.float32, bitcast=True)
     return tl.where(byte == 255, float("nan"), value)
-
-
-def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a Cell, the argument types and the constants of a weight in `format`, as `dequantize` passes them."""
-    types = {"int8": "*i8", "fp32": "*fp32", "bf16": "*bf16"}  # the others are read as bytes
-    arguments = {"codes": types.get(format.element.name, "*u8"), "scale": types.get(format.scale, "*u8")}
-    arguments |= {"stride_scale": "i32", "stride_global": "i32"}
-    constants = {"ELEMENT": format.element.name, "SCALE": format.scale, "GROUP": format.group_size}
-    constants["TWO_LEVEL"] = format.two_level
-    if format.two_level:
-        return arguments | {"global_scale": "*fp32"}, constants
-    return arguments, constants | {"global_scale": None}
-
-
-def _cell(format: Format, tile: Tile, chips: tuple[str, ...]) -> Cell:
-    """Weights in `format` to bfloat16."""
-    arguments, constants = stored_arguments(format)
-    return Cell(
-        dequantize_kernel,
-        format.name,
-        arguments | {"y": "*bf16", "N": "i32", "K": "i32:16"},
-        constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=chips,
-    )
-
-
-MAX_REGISTERS = 128  # of a memory-bound kernel: with more, too few warps fit on a chip to hide its loads
-CELLS = tuple(
-    _cell(FORMATS[name], tile, chips)
-    for name in KERNEL_FORMATS
-    for tile, chips in distinct_tiles("dequantize", name).items()
-)

@@ -1,5 +1,5 @@
-"""Query and key heads through RMSNorm and rotary position embedding in one launch, as `qk_norm_rope` in
-kernels/norms.py computes them.
+"""Query and key heads through RMSNorm and rotary position embedding in one launch, as the reference
+in op.py computes them.
 
     r = 1 / √(mean(x²) + eps)            of each head
     v = x · r · weight                   rounded to x's dtype
@@ -15,16 +15,19 @@ these sums are exact, all of them are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS
-from fluxq.kernels.norms import RopeTensors
-from fluxq.kernels.tiles import Tile, distinct_tiles
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.packing import unpack
+from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors
+from fluxq.kernels.tiles import Tile, find_memory_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,6 +79,14 @@ def qk_norm_rope(
         **EXACT,
     )
     return q_out, k_out
+
+
+def launch(q: Tensor, k: Tensor, tensors: Sequence[Tensor], names: str, *how: Any, chip: str) -> tuple[Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel. how: the op's other arguments."""
+    require(OP.name, "16bit", chip)
+    tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
+    named = dict(zip(("eps", "interleaved", "round_before_weight", "position"), how, strict=True))
+    return qk_norm_rope(q, k, unpack(RopeTensors, tensors, names)[0], **named, tile=tile)
 
 
 def tuned_name(d: int) -> str:
@@ -240,27 +251,3 @@ def store_pairs(
         mask = row_mask[:, None] & (columns < D // 2)[None, :]
         tl.store(y[:, None] + columns[None, :], a.to(dtype), mask=mask)
         tl.store(y[:, None] + D // 2 + columns[None, :], b.to(dtype), mask=mask)
-
-
-def _cell(d: str, tile: Tile, targets: tuple[str, ...], *, interleaved: bool) -> Cell:
-    """bf16 heads of d elements, with weights, as Flux has them."""
-    pointers = dict.fromkeys(("q", "k", "q_weight", "k_weight", "q_out", "k_out"), "*bf16")
-    strides = {f"stride_{x}{axis}": "i32:16" for x in "qk" for axis in "bsh"}
-    sizes = {"S": "i32", "H": "i32", "HK": "i32", "position": "i32", "eps": "fp32"}
-    constants = {"D": int(d), "INTERLEAVED": interleaved, "ROUND_BEFORE_WEIGHT": False}
-    return Cell(
-        qk_norm_rope_kernel,
-        f"16bit {d} " + ("neighbours" if interleaved else "halves"),
-        pointers | {"cos": "*fp32", "sin": "*fp32"} | sizes | strides,
-        constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=targets,
-    )
-
-
-CELLS = tuple(
-    _cell(d, tile, chips, interleaved=interleaved)
-    for d, interleaved in (("64", True), ("128", True), ("128", False), ("256", True))
-    for tile, chips in distinct_tiles("qk_norm_rope", d).items()
-)

@@ -1,4 +1,4 @@
-"""Activations to codes and scales on the GPU, byte for byte what the references in kernels/producers.py compute.
+"""Activations to codes and scales on the GPU, byte for byte what the reference in op.py computes.
 
     a = x, or act(x)                              gelu(x) in either form, silu(x1) · x2, x1 · silu(x2) for x = (x1, x2)
     a = (beside, a)                               of a row's columns the first D are another matrix's
@@ -19,6 +19,7 @@ two launches, unless its scale is given. What becomes of v is in kernels/codes.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     computed_once,
     magnitude_bits,
@@ -37,12 +37,21 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes, check_tile
+from fluxq.kernels.dispatch import require
 from fluxq.kernels.epilogue import gelu_tanh
-from fluxq.kernels.producers import ACTS, GATED, Rounding, RoundingTensors, check_beside, check_steps
+from fluxq.kernels.packing import unpack
+from fluxq.kernels.quantize_activation.op import (
+    ACTS,
+    GATED,
+    OP,
+    Rounding,
+    RoundingTensors,
+    check_beside,
+    check_steps,
+)
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS, Format, find_format
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.recipes.formats import Format, find_format
 
 LARGEST_RANK = 128  # one tile of `down` holds every rank
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,36 +69,111 @@ def quantize_activation(
     tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
     Raises ValueError for input that the kernels do not take.
     """
-    name, row, input_scale = "quantize_activation", find_format(how.format), tensors.input_scale
-    m, k = _check_rows(name, x, row, how.act, tensors.beside)
+    name, row, hadamard, swizzled = "quantize_activation", find_format(how.format), how.hadamard, how.swizzled
+    input_scale, smooth, mean, down, beside = tensors
+    m, k = _check_rows(name, x, row, how.act, beside)
     check_steps(name, k, row, how)
-    shapes = _shapes(row, m, k, how.swizzled)
-    codes, scale = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in list(shapes.values())[:2])
-    global_scale = None
-    if row.two_level:
-        global_scale = x.new_empty(m, 1, dtype=torch.float32) if input_scale is None else input_scale
-    elif input_scale is not None:
-        if row.group_size:
-            raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
-        shape = () if row.block[0] == 0 else (m, 1)
-        check_tensor(f"{name}: input_scale", input_scale, shape, (torch.float32,), x.device)
-        scale = input_scale.reshape(scale.shape)
-    h = None if tensors.down is None else tensors.down.new_empty(m, tensors.down.shape[0])
-    out = QuantizedTensor(codes, scale, global_scale, (m, k), row)
-    quantize_into(out, x, tensors, how, h=h, tile=tile)
+    out = new_codes(name, x, k, input_scale, how)
+    for what, vector in (("smooth", smooth), ("mean", mean)):
+        if vector is not None:
+            check_tensor(f"{name}: {what}", vector, (k,), (torch.float32,), x.device)
+    rank = _check_down(name, x, k, down)
+    h = None if down is None else torch.empty(m, rank, dtype=down.dtype, device=x.device)
+    _check_tile(name, tile, row, hadamard, rank, swizzled)
+    check_device(name, x.device)
+    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
+    read: dict[str, Any] = {"x": x, "beside": beside, "smooth": smooth, "mean": mean, "M": m, "K": k, "D": d}
+    read |= {"stride_x": x.stride(0), "stride_beside": stride_beside}
+    read |= {"ACT": how.act, "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    read |= {
+        "TILES": cdiv(k, tile.columns),
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "num_warps": tile.warps,
+    } | EXACT
+    product = {"down": down, "h": h, "R": rank, "BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
+    programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
+    if row.group_size:
+        _launch_blocks(out, programs, how, input_scale is not None, read | product)
+    else:
+        _launch_rows(out, programs, input_scale is not None, read, product)
     return out, h
 
 
-def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round; written to `out` if given.
+def _launch_rows(
+    out: QuantizedTensor, programs: int, scale_given: bool, read: dict[str, Any], product: dict[str, Any]
+) -> None:
+    row, amax = out.format, None
+    if row.block[0] == 0 and not scale_given:
+        amax = torch.zeros((), dtype=torch.int32, device=out.codes.device)
+        tensor_amax_kernel[(programs,)](amax=amax, **read)
+    quantize_rows_kernel[(programs,)](
+        codes=as_bytes(out.codes),
+        scale=out.scale,
+        amax=amax,
+        stride_scale=row.block[0],
+        ELEMENT=row.element.name,
+        LARGEST=row.element.max,
+        SCALE_GIVEN=scale_given,
+        **read,
+        **product,
+    )
+
+
+def _launch_blocks(
+    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, given: dict[str, Any]
+) -> None:
+    # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
+    own_global = out.format.two_level and not scale_given
+    per_token = out.global_scale is not None and out.global_scale.ndim == 2
+    quantize_blocks_kernel[(programs, 1 if own_global or given["R"] else given["TILES"])](
+        codes=as_bytes(out.codes),
+        scale=as_bytes(out.scale),
+        global_scale=out.global_scale,
+        stride_global=int(per_token),
+        FORMAT=out.format.name,
+        GROUP=out.format.group_size,
+        OWN_GLOBAL=own_global,
+        FOUR_OVER_SIX=how.four_over_six,
+        SWIZZLED=how.swizzled,
+        **given,
+    )
+
+
+def quantize_tuned(
+    x: Tensor, tensors: RoundingTensors, how: Rounding, chip: str
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """`quantize_activation` with the tile that was tuned for the chip."""
+    name = tuned_name(find_format(how.format), tensors.input_scale, tensors.down, tensors.beside)
+    return quantize_activation(x, tensors, how, tile=find_memory_tile(OP.file, name, chip, x.shape[0]))
+
+
+def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    require(OP.name, how.format if given.down is None else "down", chip)
+    if given.beside is not None:
+        require(OP.name, f"{how.format}-beside", chip)
+    q, h = quantize_tuned(x, given, how, chip)
+    return *returned(q, given.input_scale), x.new_empty(0) if h is None else h
+
+
+def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale, global scale); what was given is not returned: an op's results may not alias its arguments."""
+    nothing = torch.empty(0, dtype=torch.float32, device=q.codes.device)
+    given = input_scale is not None
+    scale = nothing if given and not q.format.two_level else q.scale
+    return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
+
+
+def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
+    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round.
 
     x is (M, K) for gelu and gelu_tanh, and (M, 2K) for silu_mul, silu(first half) · second half, and for mul_silu,
     first half · silu(second half).
     """
     m, k = _check_rows("activate", x, None, act)
-    if out is None:
-        out = x.new_empty(m, k)
-    check_tensor("activate: out", out, (m, k), (x.dtype,), x.device)
+    out = torch.empty(m, k, dtype=x.dtype, device=x.device)
     check_device("activate", x.device)
     grid = (cdiv(m, tile.rows), cdiv(k, tile.columns))
     activate_kernel[grid](
@@ -100,104 +184,11 @@ def activate(x: Tensor, act: str, *, tile: Tile, out: Tensor | None = None) -> T
 
 def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None, beside: Tensor | None = None) -> str:
     """Return the name in kernels/tuned of the tile for these arguments: whole rows and products want other tiles."""
-    return _tuned_name(format, down is not None, beside is not None, format.two_level and input_scale is None)
+    return tile_name(format, down is not None, beside is not None, format.two_level and input_scale is None)
 
 
-def _tuned_name(format: Format, down: bool, beside: bool, own_global: bool) -> str:
+def tile_name(format: Format, down: bool, beside: bool, own_global: bool) -> str:
     return "down " * down + format.name + "-beside" * beside + " own global" * own_global
-
-
-def quantize_into(
-    out: QuantizedTensor, x: Tensor, tensors: RoundingTensors, how: Rounding, *, h: Tensor | None = None, tile: Tile
-) -> None:
-    """Quantize x, or act(x), into the tensors of `out`, and its product with down^T into h (M, R), all contiguous.
-
-    With an input_scale, `out.scale` of fp8 and int8, and `out.global_scale` of nvfp4, are read instead of written.
-    The others are as `quantize_activation` takes them; it raises the same errors.
-    """
-    name = "quantize_activation"
-    row, hadamard, swizzled, scale_given = out.format, how.hadamard, how.swizzled, tensors.input_scale is not None
-    beside, smooth, mean, down = tensors.beside, tensors.smooth, tensors.mean, tensors.down
-    group = row.group_size
-    m, k = _check_rows(name, x, row, how.act, beside)
-    check_steps(name, k, row, how)
-    _check_output(name, out, x, (m, k), scale_given, swizzled)
-    for what, vector in (("smooth", smooth), ("mean", mean)):
-        if vector is not None:
-            check_tensor(f"{name}: {what}", vector, (k,), (torch.float32,), x.device)
-    rank = _check_down(name, x, (m, k), down, h)
-    _check_tile(name, tile, row, hadamard, rank, swizzled)
-    check_device(name, x.device)
-    tiles = cdiv(k, tile.columns)
-    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
-    what = {"ACT": how.act, "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
-    size = {"TILES": tiles, "ROWS": tile.rows, "COLUMNS": tile.columns}
-    options = {"num_warps": tile.warps} | EXACT
-    programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
-    block_r = {"BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
-    if not group:
-        amax = None
-        if row.block[0] == 0 and not scale_given:
-            amax = torch.zeros((), dtype=torch.int32, device=x.device)
-            tensor_amax_kernel[(programs,)](
-                x, beside, smooth, mean, amax, m, k, d, x.stride(0), stride_beside, **what, **size, **options
-            )
-        quantize_rows_kernel[(programs,)](
-            x,
-            beside,
-            smooth,
-            mean,
-            down,
-            as_bytes(out.codes),
-            out.scale,
-            amax,
-            h,
-            m,
-            k,
-            d,
-            rank,
-            x.stride(0),
-            stride_beside,
-            row.block[0],
-            **what,
-            ELEMENT=row.element.name,
-            LARGEST=row.element.max,
-            SCALE_GIVEN=scale_given,
-            **size,
-            **block_r,
-            **options,
-        )
-        return
-    # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
-    own_global = row.two_level and not scale_given
-    per_token = out.global_scale is not None and out.global_scale.ndim == 2
-    quantize_blocks_kernel[(programs, 1 if own_global or rank else tiles)](
-        x,
-        beside,
-        smooth,
-        mean,
-        down,
-        as_bytes(out.codes),
-        as_bytes(out.scale),
-        out.global_scale,
-        h,
-        m,
-        k,
-        d,
-        rank,
-        x.stride(0),
-        stride_beside,
-        int(per_token),
-        **what,
-        FORMAT=row.name,
-        GROUP=group,
-        OWN_GLOBAL=own_global,
-        FOUR_OVER_SIX=how.four_over_six,
-        SWIZZLED=swizzled,
-        **size,
-        **block_r,
-        **options,
-    )
 
 
 def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: Tensor | None = None) -> tuple[int, int]:
@@ -226,11 +217,9 @@ def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: T
     return m, k
 
 
-def _check_down(name: str, x: Tensor, shape: tuple[int, int], down: Tensor | None, h: Tensor | None) -> int:
+def _check_down(name: str, x: Tensor, k: int, down: Tensor | None) -> int:
     """The rank of `down`, 0 for none."""
     if down is None:
-        if h is not None:
-            raise ValueError(f"{name}: h is given but `down` is not: give both or neither")
         return 0
     rank = down.shape[0] if down.ndim == 2 else 0
     if not 1 <= rank <= LARGEST_RANK:
@@ -239,10 +228,7 @@ def _check_down(name: str, x: Tensor, shape: tuple[int, int], down: Tensor | Non
             "multiply by a larger one in a pass of its own"
         )
     dtypes = _FLOATS[:2] if x.dtype == torch.float32 else (x.dtype,)
-    check_tensor(f"{name}: down", down, (rank, shape[1]), dtypes, x.device)
-    if h is None:
-        raise ValueError(f"{name}: `down` is given but no h to write to: give both or neither")
-    check_tensor(f"{name}: h", h, (shape[0], rank), (down.dtype,), x.device)
+    check_tensor(f"{name}: down", down, (rank, k), dtypes, x.device)
     return rank
 
 
@@ -259,29 +245,28 @@ def _check_tile(name: str, tile: Tile, format: Format, hadamard: int, rank: int,
         raise ValueError(f"{name}: tile.rows is {tile.rows}, expected at least 16 for a product with `down`")
 
 
-def _shapes(format: Format, m: int, k: int, swizzled: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    shapes = stored_shapes(format, m, k)
-    if swizzled:
-        shapes["weight_scale"] = (swizzled_size(m, k // format.group_size),), shapes["weight_scale"][1]
-    return shapes
+def new_codes(name: str, x: Tensor, k: int, input_scale: Tensor | None, how: Rounding) -> QuantizedTensor:
+    """Tensors for the codes (M, K) of x (M, …) to be written to; a scale that is given takes its place among them.
 
-
-def _check_output(
-    name: str, out: QuantizedTensor, x: Tensor, shape: tuple[int, int], scale_given: bool, swizzled: bool
-) -> None:
-    row = out.format
-    if out.shape != shape:
-        raise ValueError(f"{name}: out is for a matrix {out.shape}, x is {shape}")
-    if scale_given and row.scale == "e8m0":
-        raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
-    names = {"weight": "codes", "weight_scale": "scale", "weight_scale_2": "global scale"}
-    tensors = out.tensors()
-    for part, (expected, dtype) in _shapes(row, *shape, swizzled).items():
-        if part not in tensors:
-            raise ValueError(f"{name}: {row.name} needs a global scale, out has none")
-        if part == "weight_scale_2" and not (scale_given and tensors[part].ndim == 0):
-            expected = (shape[0], 1)
-        check_tensor(f"{name}: {names[part]}", tensors[part], expected, (dtype,), x.device)
+    name: of the kernel, for errors. Raises ValueError for a scale that does not fit.
+    """
+    row, m, device = find_format(how.format), x.shape[0], x.device
+    (codes_shape, codes_dtype), (shape, dtype) = list(stored_shapes(row, m, k).values())[:2]
+    if how.swizzled:
+        shape = (swizzled_size(m, k // row.group_size),)
+    codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
+    scale = torch.empty(shape, dtype=dtype, device=device)
+    global_scale = None
+    if input_scale is not None:
+        if row.scale == "e8m0":
+            raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
+        is_of_all = row.block[0] == 0 or (row.two_level and input_scale.ndim == 0)
+        check_tensor(f"{name}: input_scale", input_scale, () if is_of_all else (m, 1), (torch.float32,), device)
+    if row.two_level:
+        global_scale = torch.empty(m, 1, dtype=torch.float32, device=device) if input_scale is None else input_scale
+    elif input_scale is not None:
+        scale = input_scale.reshape(shape)
+    return QuantizedTensor(codes, scale, global_scale, (m, k), row)
 
 
 @triton.jit
@@ -321,25 +306,9 @@ def quantize_rows_kernel(
         step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
     else:
         bits, product = scan_rows(
-            x,
-            beside,
-            smooth,
-            mean,
-            down,
-            rows,
-            M,
-            K,
-            D,
-            R,
-            stride_x,
-            stride_beside,
-            ACT,
-            HADAMARD,
-            TILES,
-            ROWS,
-            COLUMNS,
-            BLOCK_R,
-        )
+            x, beside, smooth, mean, down, rows, M, K, D, R,
+            stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
+        )  # fmt: skip
         step = row_step(bits, LARGEST)
     if not OWN_AMAX:
         product = tl.zeros((ROWS, BLOCK_R), tl.float32)
@@ -396,25 +365,9 @@ def quantize_blocks_kernel(
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     if OWN_GLOBAL:
         bits, product = scan_rows(
-            x,
-            beside,
-            smooth,
-            mean,
-            down,
-            rows,
-            M,
-            K,
-            D,
-            R,
-            stride_x,
-            stride_beside,
-            ACT,
-            HADAMARD,
-            TILES,
-            ROWS,
-            COLUMNS,
-            BLOCK_R,
-        )
+            x, beside, smooth, mean, down, rows, M, K, D, R,
+            stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
+        )  # fmt: skip
         g = row_global(bits, FOUR_OVER_SIX)
     elif FORMAT == "nvfp4":
         g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
@@ -454,25 +407,9 @@ def tensor_amax_kernel(
     """amax = bits of the largest |v| of all rows. A maximum of integers is the same in every order of its programs."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     bits, _ = scan_rows(
-        x,
-        beside,
-        smooth,
-        mean,
-        None,
-        rows,
-        M,
-        K,
-        D,
-        0,
-        stride_x,
-        stride_beside,
-        ACT,
-        HADAMARD,
-        TILES,
-        ROWS,
-        COLUMNS,
-        1,
-    )
+        x, beside, smooth, mean, None, rows, M, K, D, 0,
+        stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, 1,
+    )  # fmt: skip
     tl.atomic_max(amax, tl.max(tl.where(rows < M, bits, 0), 0))
 
 
@@ -594,88 +531,3 @@ def store_product(product, h, rows, M, R, BLOCK_R: tl.constexpr):
     ranks = tl.arange(0, BLOCK_R)
     mask = (rows < M)[:, None] & (ranks < R)[None, :]
     tl.store(h + rows[:, None] * R + ranks[None, :], product.to(h.dtype.element_ty), mask=mask)
-
-
-_TYPES = {
-    **dict.fromkeys(("x", "beside", "y", "down", "h"), "*bf16"),
-    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
-    **dict.fromkeys(("K", "D", "R", "stride_x", "stride_beside"), "i32:16"),
-    **dict.fromkeys(("M", "stride_scale", "stride_global"), "i32"),
-    "amax": "*i32",
-}
-_NO_DOWN = {"down": None, "h": None, "BLOCK_R": 1}
-_PLAIN = {"beside": None, "smooth": None, "mean": None, "ACT": "", "HADAMARD": 0} | _NO_DOWN
-_FUSED = {"beside": None, "ACT": "gelu_tanh", "HADAMARD": 7} | _NO_DOWN
-_DOWN = {"beside": None, "ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
-_BESIDE = {"ACT": "silu_mul", "HADAMARD": 7} | _NO_DOWN
-_BESIDE_DOWN = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
-
-
-def _row_cells(name: str, what: str = "", tiles: int = 1, **constants: Any) -> list[Cell]:
-    """Rows of an 8-bit format, of so many tiles each."""
-    row = FORMATS[name]
-    types = {"codes": "*i8" if row.element.name == "int8" else "*u8", "scale": "*fp32"}
-    held = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
-    if row.block[0]:
-        held |= {"amax": None, "stride_scale": 1}
-    return _cells(quantize_rows_kernel, name, what, types, held | constants)
-
-
-def _block_cells(name: str, what: str = "", **constants: Any) -> list[Cell]:
-    """Blocks, of which nvfp4's are swizzled; constants: what differs from tiles that stand alone."""
-    row = FORMATS[name]
-    held = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
-    held |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
-    if not row.two_level:
-        held |= {"global_scale": None, "stride_global": 0}
-    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, held | constants)
-
-
-def _cells(kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any]) -> list[Cell]:
-    """A cell for each tile of kernels/tuned; `what` tells it from other cells of the format."""
-    down, beside = constants.get("BLOCK_R", 1) > 1, "beside" in kernel.arg_names and "beside" not in constants
-    tuned = name
-    if name in FORMATS:
-        tuned = _tuned_name(FORMATS[name], down, beside, constants.get("OWN_GLOBAL", False))
-    constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
-    types = {argument: kind for argument, kind in (_TYPES | types).items() if argument in kernel.arg_names}
-    return [
-        Cell(
-            kernel,
-            tuned + what,
-            {argument: kind for argument, kind in types.items() if argument not in constants},
-            constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
-            {"num_warps": tile.warps} | EXACT,
-            max_registers=MAX_REGISTERS,
-            tensor_core="bf16" if down else None,
-            targets=chips,
-        )
-        for tile, chips in distinct_tiles("quantize_activation", tuned).items()
-        if isinstance(tile, Tile)
-    ]
-
-
-CELLS = (
-    *_row_cells("int8", **_PLAIN),
-    *_row_cells("int8", " fused", 4, **_FUSED),
-    *_row_cells("int8", "", 24, **_DOWN),
-    *_row_cells("fp8", **_PLAIN),
-    *_row_cells("fp8_tensor", "", 4, **_FUSED),
-    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _FUSED | {"TILES": 4}),
-    *_block_cells("mxfp8", **_PLAIN),
-    *_block_cells("mxfp4", **_FUSED),
-    *_block_cells("nvfp4", **_PLAIN),
-    *_block_cells("nvfp4", " fused", **_FUSED, FOUR_OVER_SIX=True),
-    *_block_cells("nvfp4", "", **_FUSED, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
-    *_block_cells("nvfp4", "", **_DOWN, FOUR_OVER_SIX=True, TILES=24),
-    *_block_cells("nvfp4", "", **_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=24),
-    *(cell for name in ("int8", "fp8", "fp8_tensor") for cell in _row_cells(name, "", 4, **_BESIDE)),
-    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _BESIDE | {"TILES": 4}),
-    *(cell for name in ("mxfp8", "mxfp4") for cell in _block_cells(name, **_BESIDE, SWIZZLED=True)),
-    *_block_cells("nvfp4", **_BESIDE, FOUR_OVER_SIX=True),
-    *_block_cells("nvfp4", **_BESIDE, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
-    *_row_cells("int8", "", 120, **_BESIDE_DOWN),
-    *_block_cells("nvfp4", **_BESIDE_DOWN, FOUR_OVER_SIX=True, TILES=120),
-    *_block_cells("nvfp4", **_BESIDE_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=120),
-    *_cells(activate_kernel, "16bit", "", {}, {"ACT": "silu_mul"}),
-)

@@ -13,71 +13,56 @@ encodes. `eight_bit_multiplier` is the middle line; kernels/w4a8_matmul uses it 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_stored, check_tile
 from fluxq.kernels.codes import amax_scale, encode, magnitude_bits, nan_unless_finite
-from fluxq.kernels.dequantize.kernel import (
-    MAX_REGISTERS,
-    as_bytes,
-    check_stored,
-    check_tile,
-    load_codes,
-    load_scales,
-    stored_arguments,
-    times_groups,
-)
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
-from fluxq.recipes.formats import FORMATS
-
-TARGETS = ("int8", "fp8")
+from fluxq.kernels.dequantize.kernel import load_codes, load_scales, stored_arguments, times_groups
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.reencode.op import OP, find_target
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.recipes.formats import find_format
 
 
-def reencode(w: QuantizedTensor, format: str, *, tile: Tile, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """w (N, K) in "int8" or "fp8" with a scale per row, written into the tensors of `out` if that is given.
+def reencode(w: QuantizedTensor, format: str, *, tile: Tile) -> QuantizedTensor:
+    """w (N, K) in "int8" or "fp8" with a scale per row.
 
     tile: its columns a multiple of w's group. Raises ValueError for what does not fit.
     """
-    if format not in TARGETS:
-        raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
-    target, (n, k), device = FORMATS[format], w.shape, w.codes.device
+    target, (n, k), device = find_target(format), w.shape, w.codes.device
     check_stored(w, "reencode: w")
     check_tile("reencode", tile, w.format)
-    (codes_shape, codes_dtype), (scale_shape, scale_dtype) = stored_shapes(target, n, k).values()
-    if out is None:
-        codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
-        out = QuantizedTensor(codes, torch.empty(scale_shape, dtype=scale_dtype, device=device), None, (n, k), target)
-    check_tensor("reencode: out codes", out.codes, codes_shape, (codes_dtype,), device)
-    check_tensor("reencode: out scale", out.scale, scale_shape, (scale_dtype,), device)
+    out = QuantizedTensor.empty(target, n, k, None, device)
     check_device("reencode", device)
-    group = w.format.group_size
     reencode_kernel[(cdiv(n, tile.rows),)](
-        as_bytes(w.codes),
-        as_bytes(w.scale),
-        w.global_scale,
-        as_bytes(out.codes),
-        out.scale,
-        n,
-        k,
-        0 if w.scale.ndim == 0 else k // group if group else 1,
-        int(w.global_scale is not None and w.global_scale.ndim == 2),
-        ELEMENT=w.format.element.name,
-        SCALE=w.format.scale,
-        GROUP=group,
-        TWO_LEVEL=w.format.two_level,
+        codes=as_bytes(w.codes),
+        row_codes=as_bytes(out.codes),
+        row_scale=out.scale,
+        N=n,
+        K=k,
         TARGET=target.element.name,
         LARGEST=target.element.max,
         TILES=cdiv(k, tile.columns),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
+        **stored_arguments(w),
         **EXACT,
     )
     return out
+
+
+def launch(
+    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str, *, chip: str
+) -> tuple[Tensor, Tensor]:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, f"{source}-{target}", chip)
+    tile = find_memory_tile(OP.file, f"{source}-{target}", chip, w.shape[0])
+    q = reencode(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)), target, tile=tile)
+    return q.codes, q.scale
 
 
 @triton.jit
@@ -132,28 +117,3 @@ def eight_bit_multiplier(multiplier, inverse):
     """Return the factor that makes 8-bit codes of codes: so few bits that the product is exact; 0 for NaN."""
     m = (multiplier * inverse).to(tl.bfloat16).to(tl.float32)
     return tl.where(m == m, m, 0.0)
-
-
-def _cell(pair: str, tile: Tile, chips: tuple[str, ...]) -> Cell:
-    """ "nvfp4-int8": weights in nvfp4 to int8 rows."""
-    source, target = (FORMATS[name] for name in pair.split("-"))
-    arguments, constants = stored_arguments(source)
-    arguments |= {"row_codes": "*i8" if target.name == "int8" else "*u8", "row_scale": "*fp32"}
-    constants |= {"TARGET": target.element.name, "LARGEST": target.element.max}
-    return Cell(
-        reencode_kernel,
-        pair,
-        arguments | {"N": "i32", "K": "i32:16"},
-        constants | {"TILES": 6, "ROWS": tile.rows, "COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=chips,
-    )
-
-
-CELLS = tuple(
-    _cell(f"{source}-{target}", tile, chips)
-    for source in ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4")
-    for target in TARGETS
-    for tile, chips in distinct_tiles("reencode", f"{source}-{target}").items()
-)

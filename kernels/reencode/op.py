@@ -20,11 +20,16 @@ import torch
 from torch import Tensor
 
 from fluxq.kernels import encode
-from fluxq.kernels.device import launches_on_gpu
-from fluxq.kernels.tensor import QuantizedTensor, check_block_scales, stored_shapes, swizzle_scales, swizzled_size
+from fluxq.kernels.op import Op, launches_on_gpu
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Format, find_format
 
 TARGETS = ("int8", "fp8")
+OP = Op(
+    "reencode",
+    (*(f"{source}-{target}" for source in ("nvfp4", "mxfp4", "mxfp8", "int4") for target in TARGETS), "fp8-int8"),
+    "memory",
+)
 
 
 def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -> QuantizedTensor:
@@ -33,7 +38,7 @@ def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -
     row_scale (N,) fp32: what `row_scales` gives for w, if it is known already. A row that holds NaN or infinity gets
     scale NaN, so that it decodes to NaN throughout.
     """
-    target = _target(format)
+    target = find_target(format)
     scale = row_scales(w, format) if row_scale is None else row_scale
     n, k = w.shape
     if scale.dtype != torch.float32 or scale.shape != (n,):
@@ -51,12 +56,12 @@ def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -
 
 def row_scales(w: QuantizedTensor, format: str) -> Tensor:
     """The scale (N,) fp32 of each row of w in "int8" or "fp8": amax / largest, 1 for a row of zeros."""
-    return encode.block_scale(w.dequantize().unsqueeze(1), _target(format), None).squeeze(1)
+    return encode.block_scale(w.dequantize().unsqueeze(1), find_target(format), None).squeeze(1)
 
 
 def added_error(w: QuantizedTensor | Tensor, target: QuantizedTensor) -> float:
     """|target - w| / |w|, Frobenius norms: what re-encoding adds to the error that w has already; 0 for zeros."""
-    plain = _plain(w).double()
+    plain = (w if isinstance(w, Tensor) else w.dequantize()).double()
     size = plain.norm().item()
     return (target.dequantize().double() - plain).norm().item() / size if size else 0.0
 
@@ -70,7 +75,7 @@ def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGE
         raise ValueError(f"choose_target: no candidates, expected some of {', '.join(TARGETS)}")
     errors = {}
     for name in candidates:
-        _target(name)
+        find_target(name)
         target = QuantizedTensor.quantize(w, name) if isinstance(w, Tensor) else reencode(w, name)
         errors[name] = added_error(w, target)
     return min(errors, key=lambda name: errors[name]), errors
@@ -81,58 +86,23 @@ def reencode_op(
     w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str
 ) -> tuple[Tensor, Tensor]:
     """Codes (N, K) and scales (N,) of `reencode`, for weight tensors stored as `source`."""
-    q = reencode(stored_matrix(w, w_scale, w_scale_2, source), target)
+    q = reencode(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)), target)
     return q.codes, q.scale
 
 
 @reencode_op.register_fake
 def _(w, w_scale, w_scale_2, source, target):
-    n, k = stored_matrix(w, w_scale, w_scale_2, source).shape
-    stored = stored_shapes(_target(target), n, k).values()
+    n, k = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)).shape
+    stored = stored_shapes(find_target(target), n, k).values()
     codes, scale = (w.new_empty(shape, dtype=dtype) for shape, dtype in stored)
     return codes, scale
 
 
-@torch.library.custom_op("fluxq::dequantize", mutates_args=())
-def dequantize_op(w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype) -> Tensor:
-    """The matrix (N, K) that weight tensors stored as `format` stand for."""
-    return stored_matrix(w, w_scale, w_scale_2, format).dequantize(dtype)
+launches_on_gpu(OP.name, reencode_op)
 
 
-@dequantize_op.register_fake
-def _(w, w_scale, w_scale_2, format, dtype):
-    return w.new_empty(stored_matrix(w, w_scale, w_scale_2, format).shape, dtype=dtype)
-
-
-@torch.library.custom_op("fluxq::swizzle_scales", mutates_args=())
-def swizzle_scales_op(scale: Tensor) -> Tensor:
-    """Block scales (rows, G), of one byte each, flat in the order that Blackwell's matrix units read."""
-    return swizzle_scales(scale)
-
-
-@swizzle_scales_op.register_fake
-def _(scale):
-    check_block_scales(scale)
-    return scale.new_empty(swizzled_size(*scale.shape))
-
-
-launches_on_gpu(reencode=reencode_op, dequantize=dequantize_op, swizzle_scales=swizzle_scales_op)
-
-
-def stored_matrix(w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str) -> QuantizedTensor:
-    """Weight tensors of an op as one matrix; 4-bit codes are two to a byte."""
-    row = find_format(format)
-    if row.two_level and w_scale_2 is None:
-        raise ValueError(f"{format} needs a global scale, w_scale_2 is None")
-    n, columns = w.shape
-    return QuantizedTensor(w, w_scale, w_scale_2, (n, columns * 8 // row.element.bits), row)
-
-
-def _target(format: str) -> Format:
+def find_target(format: str) -> Format:
+    """The format of that name; ValueError unless weights are encoded anew in it."""
     if format not in TARGETS:
         raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
     return FORMATS[format]
-
-
-def _plain(w: QuantizedTensor | Tensor) -> Tensor:
-    return w.float() if isinstance(w, Tensor) else w.dequantize()

@@ -12,18 +12,19 @@ follows is in kernels/epilogue.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device
-from fluxq.kernels.dequantize.kernel import check_stored
-from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.checks import EXACT, check_codes, check_device
+from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
+from fluxq.kernels.scaled_matmul.op import OP
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
+from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
 
 
 def scaled_matmul(
@@ -32,12 +33,10 @@ def scaled_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) times w (N, K), both int8 or both fp8; returns (M, N) of the epilogue's dtype.
 
-    Scales are one for each row or, for fp8, () for all. out (M, N): written instead of a new tensor. Raises ValueError
-    for operands that do not fit.
+    Scales are one for each row or, for fp8, () for all. Raises ValueError for operands that do not fit.
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w)
@@ -46,7 +45,7 @@ def scaled_matmul(
             f"scaled_matmul: tile.unit_scales is for fp8 and k in multiples of 32, not for {x.format.name} at "
             f"{tile.k}: take a tile without"
         )
-    arguments = epilogue.arguments("scaled_matmul", m, n, device, out)
+    arguments = epilogue.arguments("scaled_matmul", m, n, device)
     if tile.descriptors:
         check_copyable("scaled_matmul", x=x.codes, w=w.codes)
     check_device("scaled_matmul", device)
@@ -75,6 +74,15 @@ def scaled_matmul(
     return arguments["y"]
 
 
+def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
+    """`scaled_matmul` with the tile that was tuned for the chip."""
+    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
+    return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
+
+
+launch = partial(launch_product, OP)
+
+
 def check_copyable(name: str, **codes: Tensor) -> None:
     """Raise ValueError unless the copy engine can fetch tiles of these matrices."""
     for part, tensor in codes.items():
@@ -92,25 +100,14 @@ def processors(device: torch.device) -> int:
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
-    (m, k), name = x.shape, "scaled_matmul"
+    name = "scaled_matmul"
     both = {x.format.name, w.format.name}
     if both != {"int8"} and not both <= {"fp8", "fp8_tensor"}:
         raise ValueError(
             f"{name}: x is {x.format.name} and w {w.format.name}, expected both int8 or both fp8; "
             "re-encode the weight, or dequantize both"
         )
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w.shape[1] != k:
-        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
-    if x.format.name == "int8" and k >= 2**17:
-        raise ValueError(
-            f"{name}: K is {k}, expected less than 131072, or int32 sums can overflow: split K, or use fp8"
-        )
-    check_stored(x, f"{name}: x")
-    check_stored(w, f"{name}: w")
-    if x.codes.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
+    check_codes(name, x, w)
 
 
 @triton.jit
@@ -264,44 +261,3 @@ def grouped_tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     first = program // in_group * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
     return first + program % in_group % height, program % in_group // height
-
-
-def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: bool) -> Cell:
-    """8-bit codes with only a bias, or `fused` with everything that may follow at once."""
-    code = "i8" if format == "int8" else "fp8e4nv"
-    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
-    following, constants = cell_arguments(fused=fused)
-    constants |= {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "UNIT_SCALES": tile.unit_scales}
-    constants |= {"HALVES": tile.halves, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    constants |= {"GROUP_M": tile.group_m}
-    strides = ("stride_x_scale", "stride_w_scale")
-    if format == "fp8_tensor":
-        sizes |= dict.fromkeys(strides, "i32")
-    else:
-        constants |= dict.fromkeys(strides, 1)
-    if tile.descriptors:
-        kernel = scaled_matmul_descriptors_kernel
-        codes = {part: f"tensordesc<{code}[{rows}, {tile.k}]>" for part, rows in (("x", tile.m), ("w", tile.n))}
-    else:
-        kernel = scaled_matmul_kernel
-        codes = dict.fromkeys(("x", "w"), f"*{code}")
-        constants["EVEN_K"] = True
-    how = " descriptors" * tile.descriptors + f" split {tile.acc_split}" * bool(tile.acc_split)
-    return Cell(
-        kernel,
-        f"{format} {tile.m}x{tile.n}x{tile.k}" + how + " unit scales" * tile.unit_scales + " fused" * fused,
-        codes | {"x_scale": "*fp32", "w_scale": "*fp32"} | sizes | following,
-        constants,
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core="int8" if format == "int8" else "mxfp8" if tile.unit_scales else "fp8",
-        targets=targets,
-    )
-
-
-CELLS = tuple(
-    _cell(name, tile, targets, fused=fused)
-    for name in ("int8", "fp8", "fp8_tensor")
-    for tile, targets in distinct_tiles("scaled_matmul", name).items()
-    # The hardest to fit is what matters; the plain one is compiled once for each large tile of a format's own codes.
-    for fused in ((False, True) if tile.m >= 128 and name != "fp8_tensor" else (True,))
-)

@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import MAX_REGISTERS, as_bytes
+from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor
+from fluxq.kernels.dispatch import require
+from fluxq.kernels.swizzle_scales.op import OP
 from fluxq.kernels.tensor import check_block_scales, swizzled_size
-from fluxq.kernels.tiles import Tile, cdiv, distinct_tiles
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 
 TILE_ROWS = 128  # of the layout
 
 
-def swizzle_scales(scale: Tensor, *, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """Block scales (rows, G) of one byte each, flat in the 128x4 layout; written to `out` if that is given.
+def swizzle_scales(scale: Tensor, *, tile: Tile) -> Tensor:
+    """Block scales (rows, G) of one byte each, flat in the 128x4 layout.
 
     tile: of 128 rows and a multiple of 4 columns. Raises ValueError for what does not fit.
     """
@@ -38,15 +38,19 @@ def swizzle_scales(scale: Tensor, *, tile: Tile, out: Tensor | None = None) -> T
         )
     (rows, groups), size = scale.shape, swizzled_size(*scale.shape)
     check_tensor("swizzle_scales: scale", scale, (rows, groups), (scale.dtype,), scale.device)
-    if out is None:
-        out = torch.empty(size, dtype=scale.dtype, device=scale.device)
-    check_tensor("swizzle_scales: out", out, (size,), (scale.dtype,), scale.device)
+    out = torch.empty(size, dtype=scale.dtype, device=scale.device)
     check_device("swizzle_scales", scale.device)
     grid = (cdiv(rows, TILE_ROWS), cdiv(groups, tile.columns))
     swizzle_scales_kernel[grid](
         as_bytes(scale), as_bytes(out), rows, groups, COLUMNS=tile.columns, num_warps=tile.warps, **EXACT
     )
     return out
+
+
+def launch(scale: Tensor, *, chip: str) -> Tensor:
+    """The op's, on this chip; ValueError where it has no kernel."""
+    require(OP.name, "8bit", chip)
+    return swizzle_scales(scale, tile=find_memory_tile(OP.file, "8bit", chip, scale.shape[0]))
 
 
 @triton.jit
@@ -66,18 +70,3 @@ def swizzle_scales_kernel(
     W = tl.cdiv(G, 4)
     tiles = tl.program_id(0).to(tl.int64) * W + wide
     tl.store(flat + tiles * 512 + place % 512, value, mask=wide < W)
-
-
-def _cell(tile: Tile, chips: tuple[str, ...]) -> Cell:
-    return Cell(
-        swizzle_scales_kernel,
-        "8bit",
-        {"scale": "*u8", "flat": "*u8", "N": "i32", "G": "i32"},
-        {"COLUMNS": tile.columns},
-        {"num_warps": tile.warps} | EXACT,
-        max_registers=MAX_REGISTERS,
-        targets=chips,
-    )
-
-
-CELLS = tuple(_cell(tile, chips) for tile, chips in distinct_tiles("swizzle_scales", "8bit").items())

@@ -16,31 +16,21 @@ where fp16 keeps its bits, and for int8 one multiply-add both scales and rounds.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import (
-    as_bytes,
-    check_stored,
-    decode_scale,
-    stored_arguments,
-    times_groups,
-    unpack_words,
-    word_unit,
-)
-from fluxq.kernels.epilogue import NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.checks import EXACT, check_codes, check_device, check_tensor
+from fluxq.kernels.dequantize.kernel import decode_scale, stored_arguments, times_groups, unpack_words, word_unit
+from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
 from fluxq.kernels.reencode.kernel import eight_bit_multiplier
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, cdiv, distinct_tiles
-from fluxq.recipes.formats import find_format
-
-WEIGHTS = ("nvfp4", "mxfp4", "int4", "int4_g128")
-ACTIVATIONS = ("int8", "fp8")
+from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
+from fluxq.kernels.w4a8_matmul.op import ACTIVATIONS, OP, WEIGHTS
 
 
 def w4a8_matmul(
@@ -50,7 +40,6 @@ def w4a8_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K), int8 or fp8 with a scale per row, times w (N, K), nvfp4, mxfp4 or int4; returns (M, N).
 
@@ -59,25 +48,16 @@ def w4a8_matmul(
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w, row_scale, tile)
-    arguments = epilogue.arguments("w4a8_matmul", m, n, device, out)
+    arguments = epilogue.arguments("w4a8_matmul", m, n, device)
     check_device("w4a8_matmul", device)
-    group = w.format.group_size
     w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
-        x.codes,
-        w.codes.view(torch.int32),
-        as_bytes(w.scale),
-        w.global_scale,
-        x.scale,
-        row_scale,
+        x=x.codes,
+        words=w.codes.view(torch.int32),
+        x_scale=x.scale,
+        row_scale=row_scale,
         M=m,
         N=n,
         K=k,
-        stride_scale=k // group,
-        stride_global=int(w.global_scale is not None and w.global_scale.ndim == 2),
-        ELEMENT=w.format.element.name,
-        SCALE=w.format.scale,
-        GROUP=group,
-        TWO_LEVEL=w.format.two_level,
         INTEGER=x.format.name == "int8",
         EVEN_K=k % tile.k == 0,
         ACC_SPLIT=tile.acc_split,
@@ -87,34 +67,33 @@ def w4a8_matmul(
         GROUP_M=tile.group_m,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **stored_arguments(w),
         **arguments,
         **EXACT,
     )
     return arguments["y"]
 
 
+def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, epilogue: Epilogue, chip: str) -> Tensor:
+    """`w4a8_matmul` with the tile that was tuned for the chip."""
+    tile = find_matmul_tile(OP.file, f"{w.format.name}-{x.format.name}", chip, x.shape[0], w.codes)
+    return w4a8_matmul(x, w, row_scale, epilogue=epilogue, tile=tile)
+
+
+launch = partial(launch_product, OP)
+
+
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, tile: MatmulTile) -> None:
-    (m, k), (n, w_k), name = x.shape, w.shape, "w4a8_matmul"
+    name = "w4a8_matmul"
     if x.format.name not in ACTIVATIONS or w.format.name not in WEIGHTS:
         raise ValueError(
             f"{name}: x is {x.format.name} and w {w.format.name}, expected x in {' or '.join(ACTIVATIONS)} and w in "
             f"{', '.join(WEIGHTS)}; 8-bit weights are for scaled_matmul"
         )
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w_k != k:
-        raise ValueError(f"{name}: x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
-    if x.format.name == "int8" and k >= 2**17:
-        raise ValueError(
-            f"{name}: K is {k}, expected less than 131072, or int32 sums can overflow: split K, or use fp8"
-        )
+    check_codes(name, x, w)
     if tile.k % w.format.group_size:
         raise ValueError(f"{name}: tile.k is {tile.k}, expected a multiple of {w.format.name}'s {w.format.group_size}")
-    check_stored(x, f"{name}: x")
-    check_stored(w, f"{name}: w")
-    if x.codes.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.codes.device} and w on {w.codes.device}: move one of them")
-    check_tensor(f"{name}: row_scale", row_scale, (n,), (torch.float32,), x.codes.device)
+    check_tensor(f"{name}: row_scale", row_scale, w.shape[:1], (torch.float32,), x.codes.device)
 
 
 @triton.jit
@@ -211,37 +190,3 @@ def to_fp8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constex
     The product has at most 11 bits: a chip that converts by way of fp16 rounds but once, too.
     """
     return times_groups(code, m, GROUP, ROWS, COLUMNS).to(tl.float8e4nv)
-
-
-def _cell(pair: str, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
-    """ "nvfp4-int8": weights in nvfp4, activations in int8, everything that may follow."""
-    weights, activations = (find_format(name) for name in pair.split("-"))
-    stored, constants = stored_arguments(weights)
-    del stored["codes"]
-    following, more = cell_arguments(fused=True)
-    x = {
-        "words": "*i32",
-        "x": "*i8" if activations.name == "int8" else "*fp8e4nv",
-        "x_scale": "*fp32",
-        "row_scale": "*fp32",
-    }
-    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
-    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m}
-    how = {"INTEGER": activations.name == "int8", "EVEN_K": True, "ACC_SPLIT": tile.acc_split}
-    return Cell(
-        w4a8_matmul_kernel,
-        f"{pair} {tile.m}x{tile.n}x{tile.k}" + f" split {tile.acc_split}" * bool(tile.acc_split),
-        x | stored | sizes | following,
-        constants | more | blocks | how,
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core=activations.name,
-        targets=chips,
-    )
-
-
-CELLS = tuple(
-    _cell(f"{weights}-{activations}", tile, chips)
-    for weights in WEIGHTS
-    for activations in ACTIVATIONS
-    for tile, chips in distinct_tiles("w4a8_matmul", f"{weights}-{activations}").items()
-)

@@ -17,18 +17,24 @@ multiplied in fp32 with each token.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.dequantize.kernel import (
-    MAX_REGISTERS,
+from fluxq.kernels.checks import (
+    EXACT,
     as_bytes,
+    check_device,
+    check_fit,
+    check_same_device,
     check_stored,
+    check_tensor,
     check_tile,
+)
+from fluxq.kernels.dequantize.kernel import (
     decode_scale,
     stored_arguments,
     times_groups,
@@ -36,14 +42,12 @@ from fluxq.kernels.dequantize.kernel import (
     unpack_words,
     word_unit,
 )
-from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, cell_arguments, finish
+from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, finish, launch_product
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, distinct_tiles
-from fluxq.recipes.devices import KERNEL_FORMATS
-from fluxq.recipes.formats import find_format
+from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_tile, rows_are_at
+from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV, OP
 
-LARGEST_GEMV = 16  # tokens
 FUSED = {"enable_fp_fusion": True}  # gemv promises a bound, no bits: multiply-adds may round once
 
 
@@ -53,34 +57,19 @@ def weight_only_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile | Tile,
-    out: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) times w (N, K) of any format; returns (M, N) of the epilogue's dtype.
 
     tile: a MatmulTile multiplies on matrix units and takes x in bfloat16 or float16. A Tile, of rows of w and columns
     of K, is the form for up to 16 tokens, which takes float32 too. Raises ValueError for operands that do not fit.
     """
-    name, group = "weight_only_matmul", w.format.group_size
+    name = "weight_only_matmul"
     gemv = isinstance(tile, Tile)
     _check_operands(x, w, tile)
     (m, k), n = x.shape, w.shape[0]
-    arguments = epilogue.arguments(name, m, n, x.device, out)
+    arguments = epilogue.arguments(name, m, n, x.device)
     check_device(name, x.device)
-    arguments |= {
-        "x": x,
-        "scale": as_bytes(w.scale),
-        "global_scale": w.global_scale,
-        "M": m,
-        "N": n,
-        "K": k,
-        "stride_scale": 0 if w.scale.ndim == 0 else k // group if group else 1,
-        "stride_global": int(w.global_scale is not None and w.global_scale.ndim == 2),
-        "ELEMENT": w.format.element.name,
-        "SCALE": w.format.scale,
-        "GROUP": group,
-        "TWO_LEVEL": w.format.two_level,
-        "num_warps": tile.warps,
-    }
+    arguments |= stored_arguments(w) | {"x": x, "M": m, "N": n, "K": k, "num_warps": tile.warps}
     if gemv:
         sizes = {"BLOCK_M": triton.next_power_of_2(m), "ROWS": tile.rows, "COLUMNS": tile.columns}
         words = w.codes.view(torch.int32)
@@ -100,15 +89,28 @@ def weight_only_matmul(
     return arguments["y"]
 
 
+def multiply(x: Tensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
+    """`weight_only_matmul` with the tile that was tuned for the chip; float32 takes that of one token, which is exact.
+
+    That form reads words of 4 bytes: where rows of codes are at no multiple of those, few tokens are taken for many.
+    """
+    m = x.shape[0]
+    if not rows_are_at(w.codes, 4):
+        m = LARGEST_GEMV + 1
+    elif x.dtype == torch.float32 and m <= LARGEST_GEMV:
+        m = 1
+    return weight_only_matmul(x, w, epilogue=epilogue, tile=find_tile(OP.file, w.format.name, chip, m))
+
+
+launch = partial(launch_product, OP, plain=True)
+
+
 def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> None:
     name = "weight_only_matmul"
     if x.ndim != 2:
         raise ValueError(f"{name}: x is {x.dtype} {(*x.shape,)}, expected (M, K)")
-    (m, k), w_k = x.shape, w.shape[1]
-    if m == 0:
-        raise ValueError(f"{name}: x (0, {k}) has no rows, so there is nothing to launch; return an empty result")
-    if w_k != k:
-        raise ValueError(f"{name}: x (M, K) = {(m, k)} does not fit w (N, K) = {w.shape}: K differs")
+    m, k = x.shape
+    check_fit(name, (m, k), w.shape)
     if isinstance(tile, Tile):
         check_tensor(f"{name}: x", x, (m, k), FLOATS, x.device)
         check_tile(name, tile, w.format)
@@ -122,8 +124,7 @@ def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> N
         check_tensor(f"{name}: x", x, (m, k), FLOATS[:2], x.device)
         check_tile(name, Tile(tile.n, tile.k, tile.warps), w.format)
     check_stored(w, f"{name}: w")
-    if x.device != w.codes.device:
-        raise ValueError(f"{name}: x is on {x.device} and w on {w.codes.device}: move one of them")
+    check_same_device(name, x, w.codes)
 
 
 @triton.jit
@@ -275,40 +276,3 @@ def weight_only_gemv_kernel(
 def add_to_token(acc, part, token: tl.constexpr, BLOCK_M: tl.constexpr):
     """acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
     return acc + tl.where((tl.arange(0, BLOCK_M) == token)[:, None], part[None, :], 0.0)
-
-
-def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
-    """bf16 tokens, everything that may follow a matmul, a bias after one token's."""
-    stored, constants = stored_arguments(find_format(format))
-    gemv = isinstance(tile, Tile)
-    following, more = cell_arguments(fused=not gemv)
-    arguments = {"x": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored | following
-    constants |= more
-    if gemv:
-        del arguments["M"], arguments["codes"]
-        arguments["words"] = "*i32"
-        return Cell(
-            weight_only_gemv_kernel,
-            f"{format} {tile.rows}x{tile.columns} gemv",
-            arguments,
-            constants | {"M": 1, "BLOCK_M": 1, "ROWS": tile.rows, "COLUMNS": tile.columns},
-            {"num_warps": tile.warps} | FUSED,
-            max_registers=MAX_REGISTERS,
-            targets=chips,
-        )
-    return Cell(
-        weight_only_matmul_kernel,
-        f"{format} {tile.m}x{tile.n}x{tile.k}",
-        arguments,
-        constants | {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m, "EVEN_K": True},
-        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
-        tensor_core="bf16",
-        targets=chips,
-    )
-
-
-CELLS = tuple(
-    _cell(name, tile, chips)
-    for name in (*KERNEL_FORMATS, "int4_g128")
-    for tile, chips in distinct_tiles("weight_only_matmul", name).items()
-)

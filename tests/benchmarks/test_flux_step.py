@@ -55,7 +55,7 @@ def test_every_row_runs_without_a_compiler(script, monkeypatch, tmp_path: Path) 
 
 def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path) -> None:
     """Fused blocks and attention of the row before do not stay."""
-    from fluxq.kernels.attention.op import BACKEND
+    from fluxq.recipes.computing import BACKEND
 
     shape = {"hidden": 128, "blocks": [1, 1], "text": 16}
     bench = script.Bench(torch.device("cpu"), shape, 1, tmp_path / "x", {"uncompiled": True})

@@ -5,23 +5,22 @@ Each check takes the kernel file as an argument: the tests hand it the real one,
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from poison import poisoned
 from rounding import norm_steps, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import norms
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
-from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile
@@ -31,7 +30,6 @@ TILE = Tile(rows=4, columns=512, warps=4)
 TALL = Tile(rows=64, columns=512, warps=4)  # fewer programs for the rows that pad the 128x4 layout
 D = 352  # 11 blocks of 32, 22 of 16: neither the tile's columns nor the 128x4 layout's 4 groups
 EPS = 1e-6
-POISON = 0xA5
 FORMATS_MADE = ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinity and NaN are among x
 
@@ -40,24 +38,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 def on_the_interpreter():
     with interpreting():
         yield
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """New tensors hold poison, between 64 poisoned bytes on either side that must stay."""
-    made: list[Tensor] = []
-    empty = torch.empty
-
-    def guarded(*shape: Any, **options: Any) -> Tensor:
-        wanted = empty(*shape, **options | {"device": "meta"})
-        whole = torch.full((wanted.nbytes + 128,), POISON, dtype=torch.uint8)
-        made.append(whole)
-        return whole[64 : wanted.nbytes + 64].view(wanted.dtype).reshape(wanted.shape)
-
-    with mock.patch.object(torch, "empty", guarded):
-        yield
-    for whole in made:
-        assert (whole[:64] == POISON).all() and (whole[-64:] == POISON).all(), "guard bytes differ"
 
 
 def layers(
@@ -115,8 +95,8 @@ def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
 
 def separate_layers(tensors: dict[str, Tensor], norm: str) -> tuple[Tensor, Tensor | None]:
     """v and n as the torch reference composes them."""
-    given = norms.NormTensors(**{name: tensor for name, tensor in tensors.items() if name != "x"})
-    return norms.modulated_norm(tensors["x"], given, norm, EPS)
+    given = adaln.NormTensors(**{name: tensor for name, tensor in tensors.items() if name != "x"})
+    return adaln.modulated_norm(tensors["x"], given, norm, EPS)
 
 
 def expected_v(n: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None, norm: str) -> Tensor:
@@ -228,7 +208,7 @@ def check_fused(
         assert_same_bits(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8), name)
 
 
-@pytest.mark.parametrize("norm", norms.NORMS)
+@pytest.mark.parametrize("norm", adaln.NORMS)
 @pytest.mark.parametrize(
     ("dtype", "modulation"),
     [
@@ -245,7 +225,7 @@ def test_bits_are_those_of_separate_layers(dtype: torch.dtype, modulation: torch
 
 
 @pytest.mark.parametrize("without", [("weight",), ("branch", "gate"), ("branch", "gate", "weight")])
-@pytest.mark.parametrize("norm", norms.NORMS)
+@pytest.mark.parametrize("norm", adaln.NORMS)
 def test_what_is_optional_may_be_left_out(without: tuple[str, ...], norm: str) -> None:
     check_v(adaln_quantize, norm=norm, without=without)
 
@@ -284,7 +264,7 @@ def test_other_types_of_x_are_composed_alike(format: str, dtype: torch.dtype) ->
         ("mxfp8", {"swizzled": True, "tile": TALL}),
         ("mxfp4", {"swizzled": True, "m": 130, "images": 2, "tile": TALL}),
         ("nvfp4", {"swizzled": True, "mean": True, "tile": TALL}),
-        *((name, {"spoilt": True, "norm": norm}) for name in FORMATS_MADE for norm in norms.NORMS),
+        *((name, {"spoilt": True, "norm": norm}) for name in FORMATS_MADE for norm in adaln.NORMS),
     ],
     ids=str,
 )

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from click.testing import CliRunner
 
-from fluxq.kernels import aot
-from fluxq.kernels.aot import Row, compile_cell
-from fluxq.kernels.cells import Cell
+from benchmarks.kernels import aot
+from benchmarks.kernels.aot import compile_cell
+from benchmarks.kernels.cells.cell import Cell
+from fluxq.kernels.accepted import PROVEN, Row, minor
 from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.interpreter import PROVEN
 
 compiles = pytest.mark.slow
 
@@ -148,7 +148,8 @@ def accepted(tmp_path, monkeypatch):
     """The command with one file of one cell, and a compiler that knows its row; another version's row is there."""
     file = tmp_path / "file.json"
     file.write_text(json.dumps({"2.0": [dataclasses.asdict(ROW)]}))
-    monkeypatch.setattr(aot, "EXPECTED", tmp_path)
+    monkeypatch.setattr(aot, "COMPILED", tmp_path)
+    monkeypatch.setattr("fluxq.kernels.accepted.COMPILED", tmp_path)
     monkeypatch.setattr(aot, "REQUIRED", {})
     monkeypatch.setattr(aot, "KERNEL_FILES", ("file",))
     monkeypatch.setattr(aot, "all_cells", lambda files: [dataclasses.replace(BF16, targets=("sm_89", "sm_90"))])
@@ -162,7 +163,7 @@ def test_the_command_accepts_once_told_to_and_then_compares(accepted, tmp_path, 
     assert new.exit_code == 1 and "! matmul_kernel bf16 sm_89: not in kernels/" in new.output
     assert call(aot.main, ["--write"]).exit_code == 0
     rows = json.loads(accepted.read_text())
-    assert [row["target"] for row in rows[aot._minor(triton.__version__)]] == ["sm_89", "sm_90"] and len(rows) == 2
+    assert [row["target"] for row in rows[minor(triton.__version__)]] == ["sm_89", "sm_90"] and len(rows) == 2
     assert call(aot.main, []).exit_code == 0
     monkeypatch.setattr(aot, "compile_cell", lambda cell, target: dataclasses.replace(ROW, target=target, spills=3))
     (tmp_path / "out").mkdir()
@@ -197,14 +198,14 @@ def test_every_cell_is_accepted_for_every_chip_it_is_meant_for():
     for version in PROVEN:
         accepted = aot.accepted_rows(version)
         chips = aot.REQUIRED.get(version, tuple(CHIPS))
-        assert {name for name in names if name[2] in chips} <= set(accepted), "python -m fluxq.kernels.aot --write"
-        assert set(accepted) <= set(names), "python -m fluxq.kernels.aot --write drops cells that are gone"
+        assert {name for name in names if name[2] in chips} <= set(accepted), "python -m benchmarks.kernels.aot --write"
+        assert set(accepted) <= set(names), "python -m benchmarks.kernels.aot --write drops cells that are gone"
         for row in accepted.values():
             assert row.ok == (row.reason is None)
             assert not row.ok or row.spills == 0
 
 
-REQUIRED = aot.REQUIRED.get(aot._minor(triton.__version__), tuple(CHIPS))
+REQUIRED = aot.REQUIRED.get(minor(triton.__version__), tuple(CHIPS))
 ONE_CELL_EACH = {
     f"{file} {target}": cell
     for file in aot.KERNEL_FILES

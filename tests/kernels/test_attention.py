@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_bounds import bounds
 from torch import Tensor
 
 from fluxq.kernels.attention import op as attention
@@ -28,7 +29,7 @@ def operands(
 
 
 def assert_within_bound(o: Tensor, x: Operands, queries: int, keys: int, log2_scale: float) -> None:
-    expected, bound = attention.bounds(x, queries, keys, log2_scale, o.dtype)
+    expected, bound = bounds(x, queries, keys, log2_scale, o.dtype)
     wrong = ~((o - expected).abs() <= bound)
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {wrong.numel()} differ, first at (image, query, head, column) = "

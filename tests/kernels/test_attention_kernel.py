@@ -14,13 +14,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from attention_bounds import bounds
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.attention import kernel as kernels_attention
 from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import KEY_BLOCK, Operands
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import MatmulTile, Tile
 
 QUANTIZE = Tile(rows=64, columns=64, warps=4)
@@ -116,7 +117,7 @@ def check_attention(
     with poisoned(kernels, monkeypatch):
         o = kernels.attend(operands, *shape[1:3], SCALE, dtype, tile=tile)
     assert o.shape == (shape[0], shape[1], shape[3], tile.k) and o.dtype == dtype and o.is_contiguous()
-    expected, bound = reference.bounds(operands, *shape[1:3], SCALE, dtype)
+    expected, bound = bounds(operands, *shape[1:3], SCALE, dtype)
     wrong = ~((o - expected).abs() <= bound)
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {wrong.numel()} differ, first at (image, query, head, column) = "

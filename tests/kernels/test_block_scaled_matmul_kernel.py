@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from poison import poisoned
 from rounding import steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import encode, ops, products
+from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels import encode, ops
 from fluxq.kernels.block_scaled_matmul import kernel as block_scaled_matmul
+from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul as reference
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.packing import pack
+from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile
@@ -40,7 +44,7 @@ def sibling(name: str) -> ModuleType:
 
 matmul = sibling("test_scaled_matmul_kernel")
 beside = matmul.beside
-SUPPORTED = block_scaled_matmul.SUPPORTED
+SUPPORTED = block_scaled_matmul.OP.formats
 TILE = MatmulTile(m=32, n=32, k=64, warps=4, stages=3, group_m=2)
 LARGE = MatmulTile(m=128, n=128, k=128, warps=8, stages=3, group_m=2)
 SHAPES = [(1, 33, 64), (5, 64, 96), (17, 130, 160), (130, 70, 128)]  # (M, N, K): tails of every axis, 5 tiles of rows
@@ -87,10 +91,9 @@ def check(
     q, w, bias = operands(format, m, n, k, one_global=one_global)
     a, b = decoded(q), decoded(w)
     epilogue, value, bound = matmul.followed_by(a @ b.T, a.abs() @ b.abs().T, k, bias, dtype, **follows)
-    out = beside.guarded(m, n, dtype=dtype)
-    kernels.block_scaled_matmul(layout(q), layout(w), epilogue=epilogue, tile=tile, out=out)
+    with poisoned():
+        out = kernels.block_scaled_matmul(layout(q), layout(w), epilogue=epilogue, tile=tile)
     matmul.assert_within(out.double(), value, bound, tile)
-    beside.assert_guards_untouched(out)
 
 
 def decoded(q: QuantizedTensor) -> Tensor:
@@ -152,10 +155,8 @@ def test_it_multiplies_what_the_quantizer_wrote_swizzled() -> None:
     """Fused equals composed: the quantizer's codes and scales, in its own layout, by the weight."""
     x = torch.randn(130, 160, generator=torch.Generator().manual_seed(3))
     plain = ops.quantize_activation(x, FORMATS["nvfp4"])
-    scale = torch.zeros(quantize_activation.swizzled_size(130, 10), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    q = QuantizedTensor(torch.empty_like(plain.codes), scale, plain.global_scale, (130, 160), plain.format)
     given = steps("nvfp4", input_scale=plain.global_scale, swizzled=True)
-    quantize_activation.quantize_into(q, x, *given, tile=Tile(16, 64, 4))
+    q, _ = quantize_activation.quantize_activation(x, *given, tile=Tile(16, 64, 4))
     w = QuantizedTensor.quantize(torch.randn(40, 160, generator=torch.Generator().manual_seed(4)), "nvfp4")
     y = [block_scaled_matmul.block_scaled_matmul(a, b, tile=LARGE) for a, b in ((plain, w), (q, swizzled(w)))]
     assert torch.equal(*y)
@@ -177,8 +178,8 @@ def test_sums_that_fp32_holds_are_exact_and_those_of_the_reference(format: str) 
     q, w = pairs
     y = block_scaled_matmul.block_scaled_matmul(q, w, epilogue=Epilogue(dtype=FP32), tile=TILE)
     assert torch.equal(y.double(), decoded(q) @ decoded(w).T)
-    given = products.ProductTensors(w.codes, w.scale, q.scale, w.global_scale, q.global_scale)
-    assert torch.equal(y, products.block_scaled_matmul(q.codes, *given.packed(format), False, FP32))
+    given = ProductTensors(w.codes, w.scale, q.scale, w.global_scale, q.global_scale)
+    assert torch.equal(y, reference(q.codes, *pack(given, format), False, FP32))
 
 
 def test_a_block_of_nan_reaches_its_row_and_no_other() -> None:

@@ -8,17 +8,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
-from fluxq.kernels.attention import kernel as attention
-from fluxq.kernels.cells import Cell
-from fluxq.kernels.dequantize import kernel as dequantize
-from fluxq.kernels.qk_norm_rope import kernel as qk_norm_rope
-from fluxq.kernels.quantize_activation import kernel as quantize_activation
-from fluxq.kernels.reencode import kernel as reencode
-from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
+from benchmarks.kernels.aot import all_cells
+from benchmarks.kernels.cells.cell import Cell
 
-FILES = (adaln_quantize, attention, dequantize, qk_norm_rope, quantize_activation, reencode, scaled_matmul)
-CELLS = {f"{cell.name} {cell.format}": cell for file in FILES for cell in file.CELLS}
+CELLS = {f"{cell.name} {cell.format}": cell for cell in all_cells()}
 EXACT = (
     "quantize_rows_kernel int8",
     "quantize_blocks_kernel mxfp4",

@@ -13,16 +13,28 @@ from rounding import norm_packed
 from rounding import packed as packed_steps
 from torch import Tensor
 
+from benchmarks.kernels import report
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
-from fluxq.kernels import device, dispatch, launch, norms, ops, producers, products
+from fluxq.kernels import accepted, dispatch, launch, ops
+from fluxq.kernels.adaln_quantize import op as adaln
+from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.attention import op as attention
+from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
 from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.dispatch import KERNELS, Offer, choose
-from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.dequantize.op import dequantize
+from fluxq.kernels.dispatch import Offer, choose
+from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.qk_norm_rope import op as rope
+from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.reencode.op import row_scales
+from fluxq.kernels.scaled_matmul.op import scaled_matmul
+from fluxq.kernels.swizzle_scales.op import swizzle_scales as swizzle_scales_op
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
+from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -50,7 +62,7 @@ def offers(monkeypatch):
     choose.cache_clear()
 
 
-ALL = {row.op: row.formats for row in KERNELS}
+ALL = {op.name: op.formats for op in OPS.values()}
 
 
 @pytest.mark.parametrize(
@@ -141,12 +153,10 @@ def fresh_rows():
 
 
 def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, fresh_rows):
-    from fluxq.kernels import aot
-
     good = {"kernel": "k", "format": "fp8 128x128", "target": "sm_90", "ok": True, "spills": 0}
     bad = good | {"format": "fp8 128x128 fused", "ok": False, "reason": "9 spills"}
-    monkeypatch.setattr(aot, "EXPECTED", tmp_path)
-    version = aot._minor(dispatch.triton.__version__)
+    monkeypatch.setattr(accepted, "COMPILED", tmp_path)
+    version = accepted.minor(dispatch.triton.__version__)
     for rows, expected in (
         ([good], Offer("native")),
         ([good, bad], Offer(None, "9 spills")),
@@ -163,18 +173,18 @@ def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, f
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
     """Its layers run as torch's reference, or fluxq.prepare makes them 8 bit; an op that is one kernel refuses it."""
-    for kernel in KERNELS:
-        assert name not in kernel.formats
-        assert dispatch.offer(kernel.op, name, chip) == Offer(None, f"no kernel was written for {name}")
+    for op in OPS.values():
+        assert name not in op.formats
+        assert dispatch.offer(op.name, name, chip) == Offer(None, f"no kernel was written for {name}")
     for scheme in (f"{name}-{name}", f"{name}-16bit", f"{name}-fp8"):
         choice = choose(Scheme.parse(scheme), chip, 4096, 3072, 3072)
         assert (choice.implementation, choice.fallback) == ("torch reference", True)
         assert f"no kernel was written for {name}" in choice.reason
     w = QuantizedTensor.quantize(torch.ones(N, K), name)
     with pytest.raises(ValueError, match=rf"dequantize: no kernel for {name} on {chip} \(no kernel was written for"):
-        launch.dequantize_op(w.codes, w.scale, None, name, torch.bfloat16, chip=chip)
+        launch.launcher("dequantize")(w.codes, w.scale, None, name, torch.bfloat16, chip=chip)
     with pytest.raises(ValueError, match=rf"quantize_activation: no kernel for {name} on {chip} \(no kernel was"):
-        launch.quantize_activation(torch.ones(4, K), *packed_steps(name), chip=chip)
+        launch.launcher("quantize_activation")(torch.ones(4, K), *packed_steps(name), chip=chip)
 
 
 # --- launching what was chosen
@@ -202,7 +212,7 @@ def operands(scheme: str, m: int, rank: int = 0) -> tuple[Tensor, dict]:
 def packed(named: dict[str, Any]) -> tuple[list[Tensor], str]:
     """Operands by name as the op takes them."""
     tensors = {name: value for name, value in named.items() if name != "scheme"}
-    return ops.LinearTensors(**tensors).packed(named["scheme"])
+    return pack(ops.LinearTensors(**tensors), named["scheme"])
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -289,8 +299,8 @@ def test_a_fallback_is_said_once_and_is_an_error_when_strict(offers, caplog, mon
 
 
 def test_the_table_covers_every_kernel_and_chip() -> None:
-    rows = list(dispatch.table())
-    assert {(op, name) for op, name, _ in rows} == {(row.op, name) for row in KERNELS for name in row.formats}
+    rows = list(report.offered())
+    assert {(op, name) for op, name, _ in rows} == {(op, name) for op, formats in ALL.items() for name in formats}
     for op, name, chips in rows:
         assert chips.keys() == CHIPS.keys()
         for chip, found in chips.items():
@@ -328,7 +338,7 @@ QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "m
 def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     offers(**ALL)
     x = torch.randn(17, K, generator=torch.Generator().manual_seed(2)).bfloat16()
-    ops_of = producers.quantize_activation, launch.quantize_activation
+    ops_of = quantizer.quantize_activation, launch.launcher("quantize_activation")
     down = torch.randn(16, K).bfloat16() / 16
     steps = packed_steps(kind, input_scale=scale, smooth=torch.rand(K) + 0.5, down=down, hadamard=16)
     check_op(*ops_of, (x, *steps), exact=False)
@@ -337,7 +347,7 @@ def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     check_op(*ops_of, (x.abs().round(), *beside), exact=False)
     offers(quantize_activation=(kind,))
     with pytest.raises(ValueError, match=f"quantize_activation: no kernel for {kind}-beside on sm_100"):
-        launch.quantize_activation(x, *beside, chip="sm_100")
+        launch.launcher("quantize_activation")(x, *beside, chip="sm_100")
 
 
 @pytest.mark.parametrize("kind", ["", "fp8", "nvfp4"])
@@ -349,8 +359,8 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
     given = norm_packed(kind, scale=scale, shift=shift, branch=branch, gate=gate)
     arguments = x, *given, "layer", 1e-6
     with interpreting():
-        found = launch.adaln_quantize(*arguments, chip="sm_90")
-    expected = norms.adaln_quantize(*arguments)
+        found = launch.launcher("adaln_quantize")(*arguments, chip="sm_90")
+    expected = adaln.adaln_quantize(*arguments)
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
     assert torch.equal(found[3], expected[3])
     if not kind:
@@ -358,9 +368,9 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
     q, k = (torch.randn(1, 5, heads, 64, generator=noise).bfloat16() for heads in (3, 2))
     cos, sin = torch.randn(8, 64, generator=noise), torch.randn(8, 64, generator=noise)
     check_op(
-        norms.qk_norm_rope,
-        launch.qk_norm_rope,
-        (q, k, *norms.RopeTensors(cos, sin).packed(), 1e-6, True, False, 2),
+        rope.qk_norm_rope,
+        launch.launcher("qk_norm_rope"),
+        (q, k, *pack(rope.RopeTensors(cos, sin)), 1e-6, True, False, 2),
         exact=False,
     )
 
@@ -370,12 +380,12 @@ def test_attention_on_a_gpu(offers, d: int, scale: float | None) -> None:
     offers(**ALL)
     noise = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, 2, 17, d, generator=noise).bfloat16().transpose(1, 2) for _ in range(3))
-    check_op(attention.attention_fp8, launch.attention_fp8, (q, k, v, scale), exact=False)
+    check_op(attention.attention_fp8, launch.launcher("attention_fp8"), (q, k, v, scale), exact=False)
     apart = torch.stack([q, k], -1)[..., 0]  # elements of a head with gaps between them
     with interpreting():
-        found = launch.attention_fp8(apart, k, v, scale, chip="sm_100")
-        assert torch.equal(found, launch.attention_fp8(q, k, v, scale, chip="sm_100"))
-        assert launch.attention_fp8(q[:, :0], k, v, scale, chip="sm_100").shape == (1, 0, 2, d)
+        found = launch.launcher("attention_fp8")(apart, k, v, scale, chip="sm_100")
+        assert torch.equal(found, launch.launcher("attention_fp8")(q, k, v, scale, chip="sm_100"))
+        assert launch.launcher("attention_fp8")(q[:, :0], k, v, scale, chip="sm_100").shape == (1, 0, 2, d)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +395,7 @@ def test_attention_on_a_gpu(offers, d: int, scale: float | None) -> None:
 def test_attention_without_a_kernel_names_heads_and_chip(d: int, chip: str, why: str) -> None:
     q = torch.ones(1, 4, 2, d)
     with pytest.raises(ValueError, match=f"heads of {d} elements on {chip} .*{why}.*set_attention"):
-        launch.attention_fp8(q, q, q, None, chip=chip)
+        launch.launcher("attention_fp8")(q, q, q, None, chip=chip)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_tensor"])
@@ -393,8 +403,8 @@ def test_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     x, w = matrices(kind)
     given = ProductTensors(w.codes, w.scale, x.scale)
-    arguments = (x.codes, *given.packed(kind), False, torch.bfloat16)
-    check_op(products.scaled_matmul, launch.scaled_matmul_op, arguments, exact=False)
+    arguments = (x.codes, *pack(given, kind), False, torch.bfloat16)
+    check_op(scaled_matmul, launch.launcher("scaled_matmul"), arguments, exact=False)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "mxfp4"])
@@ -402,8 +412,8 @@ def test_block_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     x, w = matrices(kind)
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale)
-    arguments = (x.codes, *given.packed(kind), False, torch.bfloat16)
-    check_op(products.block_scaled_matmul, launch.block_scaled_matmul_op, arguments, exact=False)
+    arguments = (x.codes, *pack(given, kind), False, torch.bfloat16)
+    check_op(block_scaled_matmul, launch.launcher("block_scaled_matmul"), arguments, exact=False)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "int4"])
@@ -412,18 +422,18 @@ def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
     w, x = matrices(kind)[1], matrices("int8")[0]
     stored = (w.codes, w.scale, w.global_scale)
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, row_scale=row_scales(w, "int8"))
-    arguments = (x.codes, *given.packed(f"{kind}-int8"), False, torch.float32)
-    check_op(products.w4a8_matmul, launch.w4a8_matmul_op, arguments)
+    arguments = (x.codes, *pack(given, f"{kind}-int8"), False, torch.float32)
+    check_op(w4a8_matmul, launch.launcher("w4a8_matmul"), arguments)
     tokens = torch.randn(3, K, generator=torch.Generator().manual_seed(1)).bfloat16()
-    arguments = (tokens, *given._replace(x_scale=None, row_scale=None).packed(kind), False, tokens.dtype)
-    check_op(products.weight_only_matmul, launch.weight_only_matmul_op, arguments, exact=False)
-    check_op(reencode.dequantize_op, launch.dequantize_op, (*stored, kind, torch.bfloat16))
-    check_op(reencode.reencode_op, launch.reencode_op, (*stored, kind, "int8"))
+    arguments = (tokens, *pack(given._replace(x_scale=None, row_scale=None), kind), False, tokens.dtype)
+    check_op(weight_only_matmul, launch.launcher("weight_only_matmul"), arguments, exact=False)
+    check_op(dequantize, launch.launcher("dequantize"), (*stored, kind, torch.bfloat16))
+    check_op(reencode.reencode_op, launch.launcher("reencode"), (*stored, kind, "int8"))
 
 
 def test_scales_are_swizzled_on_a_gpu(offers) -> None:
     offers(**ALL)
-    check_op(reencode.swizzle_scales_op, launch.swizzle_scales_op, (matrices("nvfp4")[1].scale,))
+    check_op(swizzle_scales_op, launch.launcher("swizzle_scales"), (matrices("nvfp4")[1].scale,))
 
 
 def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
@@ -431,12 +441,16 @@ def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
     x, w = matrices("nvfp4")
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale)
     with pytest.raises(ValueError, match=r"block_scaled_matmul: no kernel for nvfp4 on sm_90 \(no unit\)"):
-        launch.block_scaled_matmul_op(x.codes, *given.packed("nvfp4"), False, torch.bfloat16, chip="sm_90")
+        launch.launcher("block_scaled_matmul")(x.codes, *pack(given, "nvfp4"), False, torch.bfloat16, chip="sm_90")
 
 
 def test_every_op_of_the_table_has_a_form_for_a_gpu() -> None:
-    assert launch.ON_GPU.keys() == {row.op for row in KERNELS} | {"quantized_linear"}
-    assert launch.ON_GPU.keys() == device.OPS.keys()
+    every = torch._C._dispatch_get_all_op_names()
+    registered = {name.removeprefix("fluxq::") for name in every if name.startswith("fluxq::")}
+    assert registered == {*OPS, "quantized_linear"}
+    for name in registered:
+        assert callable(launch.launcher(name))
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fluxq::{name}", "CUDA")
 
 
 def test_what_is_compiled_offers_every_shipped_recipe_a_kernel_of_its_own_on_blackwell() -> None:
@@ -479,7 +493,7 @@ def test_fp32_tokens_of_weight_only_layers_are_multiplied_in_fp32(offers, m: int
     noise = torch.Generator().manual_seed(m)
     w = QuantizedTensor.quantize(torch.randn(8, k, generator=noise), "fp8")
     x = torch.randn(m, k, generator=noise)
-    arguments = (x, *ops.LinearTensors(w.codes, w.scale).packed("fp8-16bit"))
+    arguments = (x, *pack(ops.LinearTensors(w.codes, w.scale), "fp8-16bit"))
     with interpreting():
         found = launch.quantized_linear(*arguments, chip="sm_90")
     torch.testing.assert_close(found, ops.quantized_linear(*arguments), rtol=1e-5, atol=1e-5)
@@ -508,7 +522,7 @@ def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
 def test_without_rows_an_op_returns_what_its_reference_does() -> None:
     x, w = matrices("fp8")
     given = ProductTensors(w.codes, w.scale, x.scale[:0])
-    arguments = (x.codes[:0], *given.packed("fp8"), False, torch.bfloat16)
+    arguments = (x.codes[:0], *pack(given, "fp8"), False, torch.bfloat16)
     assert launch.run("scaled_matmul", *arguments).shape == (0, N)
     found = launch.run("quantize_activation", torch.zeros(0, K), *packed_steps("nvfp4"))
     assert [tuple(t.shape) for t in found] == [(0, K // 2), (0, K // 16), (0, 1), (0,)]
@@ -532,7 +546,7 @@ def test_another_triton_takes_the_newest_rows_and_says_so(monkeypatch, caplog) -
 IMPORTED_FIRST = [
     "fluxq.kernels.launch",
     "benchmarks.kernels.bench",
-    "fluxq.kernels.norms",
+    "fluxq.kernels.adaln_quantize.op",
     "fluxq.jobs.environment",
 ]
 
@@ -546,11 +560,10 @@ for module in {IMPORTED_FIRST}:
         assert os.waitpid(child, 0)[1] == 0, module
         continue
     importlib.import_module(module)
-    from fluxq.kernels.device import OPS
-
-    for op in OPS.values():
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(op._qualname, 'CUDA'), op._qualname
-        print(module, op._qualname)
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith('fluxq::'):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, 'CUDA'), name
+            print(module, name)
     sys.exit()
 """
 
@@ -578,6 +591,7 @@ def test_an_op_on_a_gpu_is_launched_there(monkeypatch) -> None:
 
     fake = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, shape=(4, 8))
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setitem(launch.ON_GPU, "dequantize", lambda *arguments: entered.append("launched"))
+    monkeypatch.setattr(launch, "launcher", lambda name: lambda *arguments, chip: entered.append(f"{name} on {chip}"))
+    monkeypatch.setattr(launch, "chip_of", lambda device: "sm_90")
     launch.run("dequantize", fake)
-    assert entered == [torch.device("cuda", 1), "launched", None]
+    assert entered == [torch.device("cuda", 1), "dequantize on sm_90", None]

@@ -14,8 +14,8 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
-from fluxq.kernels import interpreter
-from fluxq.kernels.interpreter import interpreting
+from benchmarks.kernels import interpreter
+from benchmarks.kernels.interpreter import interpreting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes
@@ -468,7 +468,10 @@ def run(script: str, folder, **environment: str) -> str:
     file = folder / "script.py"
     file.write_text(script)
     done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, env={**os.environ, **environment}
+        [sys.executable, str(file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -478,7 +481,7 @@ RESTORED = """
 import torch, triton, triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
-from fluxq.kernels.interpreter import interpreting
+from benchmarks.kernels.interpreter import interpreting
 
 @triton.jit
 def broken_kernel(x):
@@ -562,7 +565,7 @@ def test_stock_triton_is_still_wrong(tmp_path):
 
 
 def test_the_same_script_is_right_on_ours(tmp_path):
-    on = "from fluxq.kernels.interpreter import interpreting\nblock = interpreting()\nblock.__enter__()\n"
+    on = "from benchmarks.kernels.interpreter import interpreting\nblock = interpreting()\nblock.__enter__()\n"
     script = STOCK.replace("E4M3 =", f"{on}E4M3 =")
     assert set(json.loads(run(script, tmp_path)).values()) == {True}
 

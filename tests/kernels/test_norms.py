@@ -8,7 +8,10 @@ import torch
 from rounding import norm_packed
 from torch import Tensor
 
-from fluxq.kernels import norms, producers
+from fluxq.kernels.adaln_quantize import op as adaln
+from fluxq.kernels.packing import pack, unpack
+from fluxq.kernels.qk_norm_rope import op as rope
+from fluxq.kernels.quantize_activation import op as quantizer
 
 STEPS = ("layer", 1e-6, {"format": ""})  # norm, eps and rounding
 
@@ -34,9 +37,7 @@ def heads(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
 def normed(position: int = 0) -> tuple[Tensor, Tensor]:
     """`qk_norm_rope` of `heads()`."""
     q, k, q_weight, k_weight, cos, sin = heads()
-    return norms.qk_norm_rope(
-        q, k, *norms.RopeTensors(cos, sin, q_weight, k_weight).packed(), 1e-6, True, False, position
-    )
+    return rope.qk_norm_rope(q, k, *pack(rope.RopeTensors(cos, sin, q_weight, k_weight)), 1e-6, True, False, position)
 
 
 ADALN_CASES = {
@@ -67,9 +68,9 @@ def compiled(op: Callable, arguments: tuple) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("case", ADALN_CASES)
 def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
-    torch.library.opcheck(norms.adaln_quantize, arguments(case))
-    found = compiled(norms.adaln_quantize, arguments(case))
-    for ours, theirs in zip(found, norms.adaln_quantize(*arguments(case)), strict=True):
+    torch.library.opcheck(adaln.adaln_quantize, arguments(case))
+    found = compiled(adaln.adaln_quantize, arguments(case))
+    for ours, theirs in zip(found, adaln.adaln_quantize(*arguments(case)), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -77,34 +78,34 @@ def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
 @pytest.mark.parametrize("steps", [(1e-6, True, False, 0), (1e-5, False, True, 4)])
 def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:
     q, k, *weights, cos, sin = heads()
-    given = norms.RopeTensors(cos, sin, *(weights if weighted else ()))
-    arguments = q, k, *given.packed(), *steps
-    torch.library.opcheck(norms.qk_norm_rope, arguments)
-    found = compiled(norms.qk_norm_rope, arguments)
-    for ours, theirs in zip(found, norms.qk_norm_rope(*arguments), strict=True):
+    given = rope.RopeTensors(cos, sin, *(weights if weighted else ()))
+    arguments = q, k, *pack(given), *steps
+    torch.library.opcheck(rope.qk_norm_rope, arguments)
+    found = compiled(rope.qk_norm_rope, arguments)
+    for ours, theirs in zip(found, rope.qk_norm_rope(*arguments), strict=True):
         assert torch.equal(ours, theirs) and ours.is_contiguous()
 
 
 @pytest.mark.parametrize("case", ADALN_CASES)
 def test_codes_are_those_of_v_quantized_by_itself(case: str) -> None:
     x, tensors, rounding, norm, eps = arguments(case)
-    codes, scale, global_scale, new = norms.adaln_quantize(x, tensors, rounding, norm, eps)
-    given, how = norms.NormTensors.of(tensors, rounding)
-    plain = given._replace(input_scale=None, smooth=None, mean=None).packed(producers.Rounding())
-    v, no_scale, no_global, alone = norms.adaln_quantize(x, *plain, norm, eps)
+    codes, scale, global_scale, new = adaln.adaln_quantize(x, tensors, rounding, norm, eps)
+    given, how = unpack(adaln.NormTensors, tensors, rounding, quantizer.Rounding.parse)
+    plain = pack(given._replace(input_scale=None, smooth=None, mean=None), quantizer.Rounding())
+    v, no_scale, no_global, alone = adaln.adaln_quantize(x, *plain, norm, eps)
     assert torch.equal(new, alone) and no_scale.numel() == no_global.numel() == 0
     if not how.format:
         assert torch.equal(codes, v) and codes.dtype == x.dtype
         return
-    expected = producers.quantize_activation(v, *given.of_rounding.packed(how))
+    expected = quantizer.quantize_activation(v, *pack(given.of_rounding, how))
     for ours, theirs in zip((codes, scale, global_scale), expected, strict=False):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_autocast_changes_nothing() -> None:
-    expected = *norms.adaln_quantize(*arguments("16 bit")), *normed()
+    expected = *adaln.adaln_quantize(*arguments("16 bit")), *normed()
     with torch.autocast("cpu", torch.float16):
-        found = *norms.adaln_quantize(*arguments("16 bit")), *normed()
+        found = *adaln.adaln_quantize(*arguments("16 bit")), *normed()
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
@@ -113,7 +114,7 @@ def test_without_tokens_there_are_no_codes() -> None:
     x, scale, shift, branch, gate = operands()
     for name in ("", "int8", "nvfp4"):
         given = norm_packed(name, scale=scale, shift=shift, branch=branch[:0], gate=gate)
-        out = norms.adaln_quantize(x[:0], *given, "layer", 1e-6)
+        out = adaln.adaln_quantize(x[:0], *given, "layer", 1e-6)
         assert out[0].shape[0] == 0 and out[3].shape == (0, 64)
 
 
@@ -121,13 +122,13 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     x, scale, shift, branch, gate = operands()
     given = {"scale": scale, "shift": shift}
     with pytest.raises(ValueError, match="unknown norm 'group', expected one of layer, rms"):
-        norms.adaln_quantize(x, *norm_packed("", **given), "group", 1e-6)
+        adaln.adaln_quantize(x, *norm_packed("", **given), "group", 1e-6)
     with pytest.raises(ValueError, match="of branch and gate one is given"):
-        norms.adaln_quantize(x, *norm_packed("", **given, branch=branch), "layer", 1e-6)
+        adaln.adaln_quantize(x, *norm_packed("", **given, branch=branch), "layer", 1e-6)
     with pytest.raises(ValueError, match=r"scale \(4, 64\) does not split 6 tokens into equal images"):
-        norms.adaln_quantize(x, *norm_packed("", scale=rows(4, 64), shift=rows(4, 64)), "layer", 1e-6)
+        adaln.adaln_quantize(x, *norm_packed("", scale=rows(4, 64), shift=rows(4, 64)), "layer", 1e-6)
     with pytest.raises(ValueError, match="format is 'fp3'"):
-        norms.adaln_quantize(x, *norm_packed("fp3", **given, branch=branch, gate=gate), "layer", 1e-6)
+        adaln.adaln_quantize(x, *norm_packed("fp3", **given, branch=branch, gate=gate), "layer", 1e-6)
     with pytest.raises(ValueError, match="5 tokens from position 5 on, but cos and sin are for 9 positions"):
         normed(5)
 
@@ -147,8 +148,8 @@ def modulated(
 ) -> tuple[Tensor, Tensor | None]:
     """`modulated_norm` of x (B, S, D)."""
     branch = branch if branch is None else branch.flatten(0, 1)
-    given = norms.NormTensors(scale, shift, branch, gate, weight)
-    v, new = norms.modulated_norm(x.flatten(0, 1), given, norm, eps)
+    given = adaln.NormTensors(scale, shift, branch, gate, weight)
+    v, new = adaln.modulated_norm(x.flatten(0, 1), given, norm, eps)
     return v.reshape(x.shape), None if new is None else new.reshape(x.shape)
 
 
@@ -242,7 +243,7 @@ def test_heads_of_flux(dtype: torch.dtype, dim: int) -> None:
     cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, freqs_dtype=torch.float64)
     if dim == -2:
         cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, repeat_interleave_real=False)
-    found = norms.qk_norm_rope(q, k, *norms.RopeTensors(cos, sin, *weights).packed(), 1e-6, dim == -1, False, 4)
+    found = rope.qk_norm_rope(q, k, *pack(rope.RopeTensors(cos, sin, *weights)), 1e-6, dim == -1, False, 4)
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = torch.nn.RMSNorm(16, eps=1e-6).to(dtype)
         norm.weight.data.copy_(weight)
@@ -256,12 +257,12 @@ def test_heads_of_qwen_image(dtype: torch.dtype) -> None:
     qwen = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage")
     q, k, *weights, cos, sin = heads(dtype)
     frequencies = torch.complex(cos, sin)[:5, ::2]
-    found = norms.qk_norm_rope(q, k, *norms.RopeTensors(cos, sin, *weights).packed(), 1e-6, True, True, 0)
+    found = rope.qk_norm_rope(q, k, *pack(rope.RopeTensors(cos, sin, *weights)), 1e-6, True, True, 0)
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = layer("RMSNorm", dtype, 16, 1e-6)
         norm.weight.data.copy_(weight)
         v = norm(x)
         theirs = qwen.apply_rotary_emb_qwen(v, frequencies, use_real=False)
-        terms = v.float().abs() * cos[:5, None].abs() + norms._rotate(v, True).float().abs() * sin[:5, None].abs()
+        terms = v.float().abs() * cos[:5, None].abs() + rope._rotate(v, True).float().abs() * sin[:5, None].abs()
         spacing = torch.finfo(dtype).eps * theirs.float().abs() + 2.0**-23 * terms
         assert ((ours.float() - theirs.float()).abs() <= spacing).all()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
 import fluxq
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.base.linears import channels_last, is_linear, is_pixelwise, linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
@@ -21,8 +22,8 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.debug.trace import Health, Local, Outputs, Seen
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.packing import pack
 from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
@@ -484,7 +485,7 @@ def test_kernels_take_rows_that_are_no_multiple_of_64(scheme, chip, k):
     parsed = Scheme.parse(scheme)
     w = QuantizedTensor.quantize(torch.randn(16, k, generator=noise) / 16, parsed.weights)
     x = torch.randn(3, k, generator=noise).bfloat16()
-    operands = (x, *ops.LinearTensors(w.codes, w.scale, w.global_scale).packed(scheme))
+    operands = (x, *pack(ops.LinearTensors(w.codes, w.scale, w.global_scale), scheme))
     with interpreting():
         found = launch.quantized_linear(*operands, chip=chip)
     want = ops.quantized_linear(*operands).float()

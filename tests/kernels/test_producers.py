@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from rounding import packed
 from torch import Tensor
 
-from fluxq.kernels import ops, producers
-from fluxq.kernels.producers import PRODUCED
+from fluxq.kernels import ops
+from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.quantize_activation.op import PRODUCED
 from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
 from fluxq.recipes.formats import FORMATS
 
@@ -15,7 +16,7 @@ M, K = 6, 256
 
 
 def quantized(x: Tensor, format: str, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return producers.quantize_activation(x, *packed(format, **options))
+    return quantizer.quantize_activation(x, *packed(format, **options))
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,9 +127,9 @@ def test_four_over_six_takes_the_better_scale_of_each_block() -> None:
     assert {float(s) for s in (scale.float() / steps[0]).flatten()} > {1.0}
 
 
-@pytest.mark.parametrize("act", producers.ACTS)
+@pytest.mark.parametrize("act", quantizer.ACTS)
 def test_an_activation_comes_first(act: str) -> None:
-    x = noise(M, K * (1 + (act in producers.GATED)), dtype=torch.bfloat16)
+    x = noise(M, K * (1 + (act in quantizer.GATED)), dtype=torch.bfloat16)
     first, second = x[:, :K], x[:, -K:]
     layer = {
         "gelu": lambda: F.gelu(x),
@@ -147,9 +148,9 @@ def test_an_activation_comes_first(act: str) -> None:
 @pytest.mark.parametrize("format", PRODUCED)
 def test_what_stands_beside_is_quantized_as_if_it_were_concatenated(format: str, act: str) -> None:
     left = noise(M, 160, dtype=torch.bfloat16)[:, :96]
-    x = noise(M, (K - 96) * (1 + (act in producers.GATED)), dtype=torch.bfloat16)
+    x = noise(M, (K - 96) * (1 + (act in quantizer.GATED)), dtype=torch.bfloat16)
     fused = quantized(x, format, **everything(format), act=act, beside=left)
-    whole = torch.cat([left, producers.ACTS[act](x)], dim=1)
+    whole = torch.cat([left, quantizer.ACTS[act](x)], dim=1)
     composed = quantized(whole, format, **everything(format))
     for ours, theirs in zip(fused, composed, strict=True):
         assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
@@ -162,8 +163,8 @@ def test_mul_silu_is_the_order_of_diffusers_and_silu_mul_that_of_flux2() -> None
     swiglu = activations.SwiGLU(2 * K, K)
     with torch.no_grad():
         swiglu.proj = torch.nn.Identity()
-        assert torch.equal(producers.ACTS["mul_silu"](x), swiglu(x))
-        assert torch.equal(producers.ACTS["silu_mul"](x), flux2.Flux2SwiGLU()(x))
+        assert torch.equal(quantizer.ACTS["mul_silu"](x), swiglu(x))
+        assert torch.equal(quantizer.ACTS["silu_mul"](x), flux2.Flux2SwiGLU()(x))
 
 
 def calls() -> dict[str, dict]:
@@ -193,7 +194,7 @@ def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
         checks = checks[:2]  # the others compare results with allclose, which torch lacks for float8
     arguments = dict(arguments)
     x = arguments.pop("x")
-    torch.library.opcheck(producers.quantize_activation, (x, *packed(**arguments)), test_utils=checks)
+    torch.library.opcheck(quantizer.quantize_activation, (x, *packed(**arguments)), test_utils=checks)
 
 
 @pytest.mark.parametrize("case", ["int8", "fp8_tensor given", "nvfp4", "mxfp4", "act", "beside"])

@@ -8,10 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.kernels import ops, products
+from fluxq.kernels import ops
+from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
+from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.reencode import op as reencode
+from fluxq.kernels.scaled_matmul.op import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
+from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
+from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
 from fluxq.recipes.formats import FORMATS, find_format
 
 M, N, K = 6, 10, 128
@@ -60,7 +65,7 @@ class Case:
         tensors = {name: value for name, value in by.items() if name != "gelu"}
         return (
             self.x,
-            *self.given._replace(**(tensors if by is not NOTHING else {})).packed(self.formats),
+            *pack(self.given._replace(**(tensors if by is not NOTHING else {})), self.formats),
             by["gelu"],
             self.dtype,
         )
@@ -74,27 +79,27 @@ def scaled(format: str, x_scale: str = "row", w_scale: str = "row") -> Case:
     name = "int8" if format == "int8" else "fp8"
     x, w = activation(name), weight(name)
     scales = [q.scale.mean() if which == "tensor" else q.scale for q, which in ((x, x_scale), (w, w_scale))]
-    return Case(products.scaled_matmul, x.codes, ProductTensors(w.codes, scales[1], scales[0]), format)
+    return Case(scaled_matmul, x.codes, ProductTensors(w.codes, scales[1], scales[0]), format)
 
 
 def block_scaled(format: str, swizzled: bool = False) -> Case:
     x, w = activation(format), weight(format)
     scales = [swizzle_scales(q.scale) if swizzled else q.scale for q in (x, w)]
     given = ProductTensors(w.codes, scales[1], scales[0], w.global_scale, x.global_scale)
-    return Case(products.block_scaled_matmul, x.codes, given, format)
+    return Case(block_scaled_matmul, x.codes, given, format)
 
 
 def w4a8(weights: str, activations: str) -> Case:
     x, w = activation(activations), weight(weights)
     row_scale = reencode.row_scales(w, activations)
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, row_scale=row_scale)
-    return Case(products.w4a8_matmul, x.codes, given, f"{weights}-{activations}")
+    return Case(w4a8_matmul, x.codes, given, f"{weights}-{activations}")
 
 
 def weight_only(weights: str, dtype: torch.dtype = torch.float32) -> Case:
     w = weight(weights)
     given = ProductTensors(w.codes, w.scale, w_scale_2=w.global_scale)
-    return Case(products.weight_only_matmul, noise(M, K, dtype=dtype), given, weights, dtype)
+    return Case(weight_only_matmul, noise(M, K, dtype=dtype), given, weights, dtype)
 
 
 CASES = {
@@ -117,9 +122,9 @@ def operands(name: str) -> tuple[Tensor, Tensor]:
     if activations:
         w8 = reencode.reencode(weight(weights), activations)
         return activation(activations).dequantize().double(), w8.dequantize().double()
-    if case.op is products.weight_only_matmul:
+    if case.op is weight_only_matmul:
         return case.x.double(), weight(weights).dequantize().double()
-    if case.op is products.block_scaled_matmul:
+    if case.op is block_scaled_matmul:
         return activation(weights).dequantize().double(), weight(weights).dequantize().double()
     x_scale, w_scale = (scale.double().reshape(-1, 1) for scale in case.given[2:0:-1] if scale is not None)
     return case.x.double() * x_scale, case.given.w.double() * w_scale
@@ -145,8 +150,8 @@ def test_what_follows_is_computed_in_fp32_and_rounded_once(name: str) -> None:
 def test_int8_is_quantized_linear_to_the_bit() -> None:
     x, w, bias = noise(M, K), weight("int8"), noise(N)
     q = ops.quantize_activation(x, FORMATS["int8"])
-    y = Case(products.scaled_matmul, q.codes, ProductTensors(w.codes, w.scale, q.scale, bias=bias), "int8")()
-    assert torch.equal(y, ops.quantized_linear(x, *ops.LinearTensors(w.codes, w.scale, bias=bias).packed("int8-int8")))
+    y = Case(scaled_matmul, q.codes, ProductTensors(w.codes, w.scale, q.scale, bias=bias), "int8")()
+    assert torch.equal(y, ops.quantized_linear(x, *pack(ops.LinearTensors(w.codes, w.scale, bias=bias), "int8-int8")))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import norms
-from fluxq.kernels.interpreter import interpreting
+from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels.packing import pack
 from fluxq.kernels.qk_norm_rope import kernel as qk_norm_rope
+from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.tiles import Tile
 
 TILE = Tile(rows=4, columns=64, warps=4)
@@ -75,10 +76,10 @@ def check_exact(
     q, k = qkv[:, :, :h, :d], qkv[:, :, h + 1 :, :d]  # k: one head less
     q_weight, k_weight = weights(d, dtype)
     cos, sin = angles(s + 5, d)
-    given = norms.RopeTensors(cos, sin, q_weight, k_weight)
+    given = rope.RopeTensors(cos, sin, q_weight, k_weight)
     how = {"eps": EPS, "interleaved": interleaved, "round_before_weight": round_before_weight, "position": 2}
     found = kernels.qk_norm_rope(q, k, given, **how, tile=TILE)
-    for ours, theirs in zip(found, norms.qk_norm_rope(q, k, *given.packed(), *how.values()), strict=True):
+    for ours, theirs in zip(found, rope.qk_norm_rope(q, k, *pack(given), *how.values()), strict=True):
         assert_same_bits(ours, theirs)
 
 
@@ -92,7 +93,7 @@ def check_bound(kernels: ModuleType, dtype: torch.dtype, interleaved: bool, roun
         kernels.qk_norm_rope(
             q,
             k,
-            norms.RopeTensors(cos, sin, *weights(64, dtype)),
+            rope.RopeTensors(cos, sin, *weights(64, dtype)),
             eps=EPS,
             interleaved=interleaved,
             round_before_weight=round_before_weight,
@@ -101,7 +102,7 @@ def check_bound(kernels: ModuleType, dtype: torch.dtype, interleaved: bool, roun
         strict=True,
     ):
         v = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-        terms = v * cos.double()[:, None], norms._rotate(v, interleaved) * sin.double()[:, None]
+        terms = v * cos.double()[:, None], rope._rotate(v, interleaved) * sin.double()[:, None]
         roundings = 4 if round_before_weight else 2  # the weight's product counts twice: v and what it is made of
         unit = roundings * torch.finfo(dtype).eps / 2 + 2.0**-20
         excess = (y.double() - sum(terms)).abs() - unit * (terms[0].abs() + terms[1].abs())
@@ -115,7 +116,7 @@ def check_every_element_is_written(kernels: ModuleType, monkeypatch: pytest.Monk
     empty = torch.empty
     monkeypatch.setattr(kernels.torch, "empty", lambda *a, **o: empty(*a, **o).fill_(torch.nan))
     q = heads((1, 5, 6, 48), torch.bfloat16)
-    for y in kernels.qk_norm_rope(q, q, norms.RopeTensors(*angles(5, 48)), eps=EPS, tile=TILE):
+    for y in kernels.qk_norm_rope(q, q, rope.RopeTensors(*angles(5, 48)), eps=EPS, tile=TILE):
         assert not y.isnan().any(), f"{int(y.isnan().sum())} differ: not written"
 
 
@@ -149,9 +150,9 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_head_without_weights_is_only_normalized() -> None:
     q = heads((1, 3, 4, 64), torch.bfloat16, whole=True)
-    given = norms.RopeTensors(*angles(3, 64))
+    given = rope.RopeTensors(*angles(3, 64))
     found = qk_norm_rope.qk_norm_rope(q, q, given, eps=EPS, tile=TILE)
-    expected = norms.qk_norm_rope(q, q, *given.packed(), EPS, True, False, 0)
+    expected = rope.qk_norm_rope(q, q, *pack(given), EPS, True, False, 0)
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_bits(ours, theirs)
 
@@ -159,19 +160,19 @@ def test_a_head_without_weights_is_only_normalized() -> None:
 def test_nan_and_infinity_stay_in_their_head() -> None:
     q = heads((1, 3, 4, 64), torch.bfloat16, whole=True)
     q[0, 0, 1, 5], q[0, 1, 2, 6], q[0, 2, 3, 7] = torch.nan, torch.inf, -torch.inf
-    given = norms.RopeTensors(*angles(3, 64), *weights(64, q.dtype))
+    given = rope.RopeTensors(*angles(3, 64), *weights(64, q.dtype))
     found = qk_norm_rope.qk_norm_rope(q, q, given, eps=EPS, tile=TILE)
-    for ours, theirs in zip(found, norms.qk_norm_rope(q, q, *given.packed(), EPS, True, False, 0), strict=True):
+    for ours, theirs in zip(found, rope.qk_norm_rope(q, q, *pack(given), EPS, True, False, 0), strict=True):
         assert_same_bits(ours, theirs)
         assert ours.isnan().any(-1).nonzero().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3]]
 
 
 def test_heads_whose_squares_overflow_become_zeros_as_in_torch() -> None:
     q = torch.full((1, 1, 2, 64), 1e30)
-    given = norms.RopeTensors(*angles(1, 64))
+    given = rope.RopeTensors(*angles(1, 64))
     for ours, theirs in zip(
         qk_norm_rope.qk_norm_rope(q, q, given, eps=EPS, tile=TILE),
-        norms.qk_norm_rope(q, q, *given.packed(), EPS, True, False, 0),
+        rope.qk_norm_rope(q, q, *pack(given), EPS, True, False, 0),
         strict=True,
     ):
         assert_same_bits(ours, theirs)
@@ -182,7 +183,7 @@ def check_distant_heads(kernels: ModuleType) -> None:
     q = torch.empty(2**31 + 32, dtype=torch.bfloat16).as_strided((1, 1, 3, 32), (1, 1, 2**30, 1))
     q.copy_(heads((1, 1, 3, 32), torch.bfloat16, whole=True))  # only what is written is resident
     k = q.clone(memory_format=torch.contiguous_format)
-    q_out, k_out = kernels.qk_norm_rope(q, k, norms.RopeTensors(*angles(1, 32)), eps=EPS, tile=TILE)
+    q_out, k_out = kernels.qk_norm_rope(q, k, rope.RopeTensors(*angles(1, 32)), eps=EPS, tile=TILE)
     assert_same_bits(q_out, k_out)
 
 
@@ -217,7 +218,7 @@ def test_input_that_the_kernel_does_not_take_is_named(case: str) -> None:
     tensors = {"q": X, "k": X, "q_weight": W, "k_weight": W, "cos": COS, "sin": COS} | changed
     q, k = tensors.pop("q"), tensors.pop("k")
     with pytest.raises(ValueError, match=message):
-        qk_norm_rope.qk_norm_rope(q, k, norms.RopeTensors(**tensors), **{"eps": EPS, "tile": TILE} | options)
+        qk_norm_rope.qk_norm_rope(q, k, rope.RopeTensors(**tensors), **{"eps": EPS, "tile": TILE} | options)
 
 
 # Faults: the text `old` (which must occur once) becomes `new`, and the check must notice.

@@ -12,22 +12,23 @@ from types import ModuleType
 
 import pytest
 import torch
+from poison import poisoned
 from rounding import packed, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from fluxq.kernels import encode, ops, producers
+from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels import encode, ops
 from fluxq.kernels.dequantize import kernel as dequantize
-from fluxq.kernels.interpreter import interpreting
-from fluxq.kernels.producers import PRODUCED
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
+from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.quantize_activation.op import PRODUCED
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, stored_shapes, swizzle_scales
 from fluxq.kernels.tiles import Tile
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, find_format
 
 TILE = Tile(rows=16, columns=256, warps=4)
-POISON = 0xA5
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinity and NaN are among x
 COLUMNS = {
     "int8": 331,
@@ -43,19 +44,6 @@ COLUMNS = {
 def on_the_interpreter():
     with interpreting():
         yield
-
-
-def guarded(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A poisoned tensor between 64 poisoned bytes on either side."""
-    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    return torch.full((size + 128,), POISON, dtype=torch.uint8)[64 : size + 64].view(dtype).reshape(shape)
-
-
-def assert_guards_untouched(*tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            assert (whole[:64] == POISON).all() and (whole[-64:] == POISON).all()
 
 
 def awkward(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -79,16 +67,6 @@ def awkward(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x.to(dtype)
 
 
-def buffers(format: str, m: int, k: int, global_scale: Tensor | None = None, padded: int = 0) -> QuantizedTensor:
-    """Poisoned tensors that a kernel is to fill; padded: elements of a swizzled scale."""
-    row = FORMATS[format]
-    (codes, codes_dtype), (scale, scale_dtype) = list(stored_shapes(row, m, k).values())[:2]
-    if row.two_level and global_scale is None:
-        global_scale = guarded(m, 1, dtype=torch.float32)
-    scale = guarded(*((padded,) if padded else scale), dtype=scale_dtype)
-    return QuantizedTensor(guarded(*codes, dtype=codes_dtype), scale, global_scale, (m, k), row)
-
-
 def assert_same_bytes(found: QuantizedTensor, reference: QuantizedTensor) -> None:
     """Equal codes and scales; NaN's code is one byte, NaN as a scale of fp32 any."""
     for name, tensor in reference.tensors().items():
@@ -108,10 +86,9 @@ def check_quantize(kernels: ModuleType, format: str, m: int, dtype: torch.dtype 
     x = awkward(m, COLUMNS[format], dtype)
     if format == "fp8_tensor":
         x = x.nan_to_num(0.0, 0.0, 0.0)  # one NaN would be everything
-    out = buffers(format, m, COLUMNS[format])
-    kernels.quantize_into(out, x, *steps(format), tile=TILE)
+    with poisoned():
+        out, _ = kernels.quantize_activation(x, *steps(format), tile=TILE)
     assert_same_bytes(out, ops.quantize_activation(x, FORMATS[format]))
-    assert_guards_untouched(*out.tensors().values())
 
 
 def check_given_scale(kernels: ModuleType, format: str, per_token: bool) -> None:
@@ -138,10 +115,9 @@ def check_swizzled(kernels: ModuleType, format: str, m: int) -> None:
     x = awkward(m, COLUMNS[format])
     given = torch.tensor(0.02) if FORMATS[format].two_level else None
     expected = swizzle_scales(ops.quantize_activation(x, FORMATS[format], given).scale)
-    out = buffers(format, m, COLUMNS[format], global_scale=given, padded=len(expected))
-    kernels.quantize_into(out, x, *steps(format, input_scale=given, swizzled=True), tile=TILE)
+    with poisoned():
+        out, _ = kernels.quantize_activation(x, *steps(format, input_scale=given, swizzled=True), tile=TILE)
     assert_equal_values(out.scale.view(torch.uint8), expected.view(torch.uint8))
-    assert_guards_untouched(out.codes, out.scale)
 
 
 def check_signs_of_nan(kernels: ModuleType, format: str) -> None:
@@ -182,7 +158,7 @@ def check_steps(
     beside: that many columns are another matrix's, which is part of a wider one.
     """
     k, row = 640, FORMATS[format]
-    x, left = awkward(m, (k - beside) * (1 + (act in producers.GATED)), dtype), awkward(m, 2 * beside + 1, dtype)
+    x, left = awkward(m, (k - beside) * (1 + (act in quantizer.GATED)), dtype), awkward(m, 2 * beside + 1, dtype)
     if rank or format == "fp8_tensor":  # one NaN would be everything, and sums are not to overflow
         x, left = (t.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4) for t in (x, left))
     left = left[:, :beside]
@@ -194,26 +170,20 @@ def check_steps(
     a = torch.cat([left, kernels.activate(x, act, tile=TILE) if act else x], dim=1)
     options: dict = {"input_scale": given_scale, "smooth": smooth, "mean": mean}
     options |= {"hadamard": hadamard, "four_over_six": four_over_six, "swizzled": swizzled}
-    expected = producers.quantize_activation(a, *packed(format, **options))
-    out = buffers(format, m, k, given_scale if row.two_level else None, expected[1].numel() if swizzled else 0)
-    if given and not row.two_level:
-        assert given_scale is not None
-        out = QuantizedTensor(out.codes, given_scale.reshape(out.scale.shape), None, out.shape, row)
-    down = h = None
+    expected = quantizer.quantize_activation(a, *packed(format, **options))
+    down = None
     if rank:
         narrow = torch.float16 if dtype == torch.float16 else torch.bfloat16
         down = torch.randn(rank, k, generator=noise).to(narrow)
-        h = guarded(m, rank, dtype=narrow)
     options |= {"act": act, "beside": left if beside else None, "down": down}
-    kernels.quantize_into(out, x, *steps(format, **options), h=h, tile=tile)
+    with poisoned():
+        out, h = kernels.quantize_activation(x, *steps(format, **options), tile=tile)
     assert_equal_codes(out.codes, expected[0])
     if not given or row.two_level:
         assert_equal_values(out.scale.float(), expected[1].float())
-        assert_guards_untouched(out.scale)
     if not given and out.global_scale is not None:
         assert_equal_values(out.global_scale, expected[2])
-        assert_guards_untouched(out.global_scale)
-    assert_guards_untouched(out.codes)
+    assert (h is None) == (down is None)
     if h is not None and down is not None:
         check_low_rank(h, a.to(down.dtype), down)
 
@@ -225,14 +195,13 @@ def check_low_rank(h: Tensor, a: Tensor, down: Tensor) -> None:
     bound = 1.01 * (a.shape[1] * 2.0**-24 * (a64.abs() @ down64.abs().T) + torch.finfo(h.dtype).eps / 2 * value.abs())
     wrong = ~((h.double() - value).abs() <= bound + torch.finfo(h.dtype).smallest_normal)
     assert not wrong.any(), f"h: {int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
-    assert_guards_untouched(h)
 
 
 def check_order_of_sums(kernels: ModuleType) -> None:
     """Neighbours first: 2^24 + 1 loses the 1, which would come back if 2^24 - 2^24 were first."""
     x, one = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0]).repeat(3, 16), torch.ones(3, 1)
     q, _ = kernels.quantize_activation(x, *steps("fp8", input_scale=one, hadamard=64), tile=TILE)
-    codes, *_ = producers.quantize_activation(x, *packed("fp8", input_scale=one, hadamard=64))
+    codes, *_ = quantizer.quantize_activation(x, *packed("fp8", input_scale=one, hadamard=64))
     assert_equal_values(q.codes.float(), codes.float())
 
 
@@ -260,10 +229,9 @@ def check_dequantize(kernels: ModuleType, format: str, dtype: torch.dtype) -> No
     x = torch.randn(21, 640, generator=torch.Generator().manual_seed(5)) * torch.logspace(-4, 2, 21)[:, None]
     x[3], x[5] = 0.0, -0.0
     q = QuantizedTensor.quantize(x, row)
-    out = guarded(21, 640, dtype=dtype)
-    kernels.dequantize(q, dtype, tile=Tile(8, 256, 4), out=out)
+    with poisoned():
+        out = kernels.dequantize(q, dtype, tile=Tile(8, 256, 4))
     assert_equal_values(out, q.dequantize(dtype))
-    assert_guards_untouched(out)
 
 
 def check_every_code_and_scale(kernels: ModuleType, format: str) -> None:
@@ -338,7 +306,7 @@ def test_mxfp4_chooses_the_exponent_of_the_reference_in_many_blocks() -> None:
 def test_four_over_six_chooses_the_scale_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     q, _ = quantize_activation.quantize_activation(x, *steps("nvfp4", four_over_six=True), tile=Tile(64, 512, 4))
-    codes, scale, global_scale, _ = producers.quantize_activation(x, *packed("nvfp4", four_over_six=True))
+    codes, scale, global_scale, _ = quantizer.quantize_activation(x, *packed("nvfp4", four_over_six=True))
     assert_same_bytes(q, QuantizedTensor(codes, scale, global_scale, q.shape, q.format))
 
 
@@ -508,20 +476,8 @@ def test_buffers_that_do_not_fit_are_named() -> None:
     for message, broken in bad.items():
         with pytest.raises(ValueError, match=message):
             dequantize.dequantize(broken, tile=TILE)
-    with pytest.raises(ValueError, match=r"out is torch\.float32"):
-        dequantize.dequantize(q, torch.bfloat16, tile=TILE, out=torch.empty(4, 64))
     with pytest.raises(ValueError, match=r"dtype is torch\.float64"):
         dequantize.dequantize(q, torch.float64, tile=TILE)
-    with pytest.raises(ValueError, match=r"scale is .* \(4, 4\), expected float8_e4m3fn \(512,\)"):
-        given = steps("nvfp4", input_scale=q.global_scale, swizzled=True)
-        quantize_activation.quantize_into(q, torch.ones(4, 64), *given, tile=TILE)
-    down = torch.ones(4, 64).bfloat16()
-    with pytest.raises(ValueError, match="no h to write to: give both or neither"):
-        given = steps("nvfp4", input_scale=q.global_scale, down=down)
-        quantize_activation.quantize_into(q, torch.ones(4, 64), *given, tile=TILE)
-    with pytest.raises(ValueError, match="h is given but `down` is not"):
-        given = steps("nvfp4", input_scale=q.global_scale)
-        quantize_activation.quantize_into(q, torch.ones(4, 64), *given, tile=TILE, h=down)
 
 
 # Faults: in `file`, the text `old` (which must occur once) becomes `new`, and the check must notice.

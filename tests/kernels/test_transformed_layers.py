@@ -26,11 +26,13 @@ from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
+from benchmarks.kernels.interpreter import interpreting
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.kernels import dispatch, launch, ops
-from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.packing import pack
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.transforms import InputTransform
 from fluxq.quantize import checkpoint as ckpt
@@ -414,9 +416,9 @@ def test_steps_that_do_not_fit_the_input_are_named() -> None:
     layer, _ = layer_of("fp8-fp8-center-smooth")
     given, scheme = layer.tensors, layer.scheme
     with pytest.raises(ValueError, match="scheme fp8-fp8-center-smooth needs smooth"):
-        ops.quantized_linear(input_of(2, K), *given._replace(smooth=None).packed(scheme))
+        ops.quantized_linear(input_of(2, K), *pack(given._replace(smooth=None), scheme))
     with pytest.raises(ValueError, match="scheme fp8-fp8-center-smooth takes no basis"):
-        ops.quantized_linear(input_of(2, K), *given._replace(basis=torch.ones(2, K)).packed(scheme))
+        ops.quantized_linear(input_of(2, K), *pack(given._replace(basis=torch.ones(2, K)), scheme))
 
 
 # --- the op
@@ -551,7 +553,7 @@ ON_CHIPS = [
 
 @pytest.fixture
 def everything_is_offered(monkeypatch):
-    formats = {row.op: row.formats for row in dispatch.KERNELS}
+    formats = {op.name: op.formats for op in OPS.values()}
 
     def offer(op: str, name: str, chip: str) -> dispatch.Offer:
         return dispatch.Offer("native") if name in formats[op] else dispatch.Offer(None, "no unit")
@@ -612,7 +614,7 @@ def test_a_layer_of_int4_activations_becomes_one_of_8_bit(everything_is_offered)
 def test_steps_that_lack_a_tensor_are_named_on_a_gpu_too(everything_is_offered) -> None:
     layer, _ = layer_of("fp8-fp8-center-smooth")
     with pytest.raises(ValueError, match="needs mean"):
-        launch.quantized_linear(input_of(3, K), *layer.tensors._replace(mean=None).packed(layer.scheme), chip="sm_89")
+        launch.quantized_linear(input_of(3, K), *pack(layer.tensors._replace(mean=None), layer.scheme), chip="sm_89")
 
 
 def test_a_lora_that_would_widen_a_layer_that_centers_is_refused() -> None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.kernels import norms
+from fluxq.kernels.packing import pack, unpack
+from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.runtime import fused_forms, layout
 
 BLOCKS = 3
@@ -192,12 +193,12 @@ def swapped_k_and_v(attention, qkv, images):
 
 
 def no_rope(q, k, tensors, names, *rest):
-    given = norms.RopeTensors.of(tensors, names)
+    given = unpack(rope.RopeTensors, tensors, names)[0]
     given = given._replace(cos=torch.ones_like(given.cos), sin=torch.zeros_like(given.sin))
-    return ROPE(q, k, *given.packed(), *rest)
+    return ROPE(q, k, *pack(given), *rest)
 
 
-MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, norms.qk_norm_rope
+MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, rope.qk_norm_rope
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, norms.qk_
         (fused_forms, "_modulation", wrong_gate),
         (fused_forms, "_modulation", no_shift),
         (fused_forms, "_heads", swapped_k_and_v),
-        (norms, "qk_norm_rope", no_rope),
+        (fused_forms, "qk_norm_rope", no_rope),
     ],
 )
 @pytest.mark.parametrize("scheme", ["16 bit", "int8-int8"])

@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attention_bounds import bounds
 from diffusers import FluxTransformer2DModel
 from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
@@ -29,18 +30,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fluxq
-from fluxq.kernels import launch, norms, ops, producers, products
+from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels import launch, ops, tiles
+from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.attention import kernel as attention_kernels
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.op import Operands
 from fluxq.kernels.chips import chip_of
-from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.packing import pack, unpack
+from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import kernel as producer
-from fluxq.kernels.reencode.op import reencode, stored_matrix
-from fluxq.kernels.tensor import QuantizedTensor, unswizzle_scales
+from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
-from fluxq.recipes.formats import Scheme
+from fluxq.kernels.weight_only_matmul import kernel as weight_only
+from fluxq.recipes.formats import Scheme, find_format
 from fluxq.runtime import layout
 
 
@@ -156,36 +163,35 @@ def run(kind: str, case: str, image: int = IMAGE, device: str = "cpu") -> Counte
 # --- planted faults: the op is named, and its tiles, and how far off they are
 
 
-# In the file of a kernel, which launch.py knows by the first name, one text becomes another; then what is said of it.
+# In the kernel of the first name one text becomes another; then what is said of it.
 # Without a fault these cases, of a double block, are green above.
 FAULTS = {
     "tiles of columns are skipped": (
-        *("scaled_matmul", "scaled_matmul.py", "% height, program % in_group // height", "% height, 0 * program"),
+        *("scaled_matmul", "% height, program % in_group // height", "% height, 0 * program"),
         *("fp8", r"scaled_matmul differs in 2 tiles of 64 x 64, at \(0, 1\): 384 by up to nan; \(0, 2\): 384 by"),
     ),
     "the scale of another row": (
-        *("scaled_matmul", "scaled_matmul.py", "tl.load(x_scale + rows * stride_x_scale", "tl.load(x_scale + rows * 0"),
+        *("scaled_matmul", "tl.load(x_scale + rows * stride_x_scale", "tl.load(x_scale + rows * 0"),
         *("fp8", r"scaled_matmul differs in 3 tiles of 64 x 64, at \(0, 0\): \d+ by up to [\d.]+;"),
     ),
     "the modulation of the first image": (
-        *("adaln", "adaln_quantize.py", "images = rows // tokens", "images = rows * 0"),
+        *("adaln_quantize", "images = rows // tokens", "images = rows * 0"),
         *("16 bit", r"adaln_quantize: v differs in 3 tiles of 1 x 192, at \(3, 0\): \d+ by up to [\d.]+; \(4, 0\)"),
     ),
     "codes under another scale": (
         *(
-            "adaln",
-            "adaln_quantize.py",
+            "adaln_quantize",
             "tl.max(magnitude_bits(v), 1), LARGEST)",
             "tl.max(magnitude_bits(v), 1), 99.0)",
         ),
         *("fp8", r"adaln_quantize: codes differs in 6 tiles of 1 x 192, at \(0, 0\)"),
     ),
     "rotated as if the image came first": (
-        *("rope", "qk_norm_rope.py", "cos += (position + s) * D", "cos += s * D"),
+        *("qk_norm_rope", "cos += (position + s) * D", "cos += s * D"),
         *("16 bit", r"qk_norm_rope: q differs in 14 tiles of 3 x 64, at \(0, 0\): \d+ by up to [\d.]+;"),
     ),
     "another gelu's codes": (
-        *("quantizer", "quantize_activation.py", 'if ACT == "gelu_tanh"', 'if ACT == "none"'),
+        *("quantize_activation", 'if ACT == "gelu_tanh"', 'if ACT == "none"'),
         *("fp8", "quantize_activation: codes differs"),
     ),
 }
@@ -193,10 +199,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_op_and_tiles(on_the_interpreter, fault: str, tmp_path: Path, monkeypatch) -> None:
-    name, file, old, new, case, said = FAULTS[fault]
-    faulty = beside.with_fault(file, old, new, tmp_path)
-    known_as = faulty if isinstance(getattr(launch, name), ModuleType) else getattr(faulty, Path(file).stem)
-    monkeypatch.setattr(launch, name, known_as)
+    name, old, new, case, said = FAULTS[fault]
+    faulty = beside.with_fault(f"{name}.py", old, new, tmp_path)
+    monkeypatch.setitem(sys.modules, f"fluxq.kernels.{name}.kernel", faulty)
     with pytest.raises(AssertionError, match=said):
         run("double", case)
 
@@ -237,18 +242,19 @@ class Kernels(TorchDispatchMode):
 
     def launched(self, name: str, *args: Any) -> tuple[Any, Any]:
         """Return a kernel's result for the arguments of its op, and its tile; new tensors hold poison before."""
-        tiles: list[Any] = []
+        found_tiles: list[Any] = []
 
-        def noting(find: Callable) -> Callable:
-            return lambda *wanted: tiles.append(find(*wanted)) or tiles[-1]
+        def noting(*wanted: Any) -> Any:
+            found_tiles.append(FIND_TILE(*wanted))
+            return found_tiles[-1]
 
-        finders = {name: noting(getattr(launch, name)) for name in FINDERS}
-        with mock.patch.dict(vars(launch), finders), mock.patch.object(torch, "empty", poisoned):
+        finders = (mock.patch.object(module, "find_tile", noting) for module in (tiles, weight_only))
+        with next(finders), next(finders), mock.patch.object(torch, "empty", poisoned):
             if self.chip is None:
                 found = launch.run(name, *moved(args, "cuda"))
             else:
-                found = launch.ON_GPU[name](*args, chip=self.chip)
-        return found, tiles[-1]
+                found = launch.launcher(name)(*args, chip=self.chip)
+        return found, found_tiles[-1]
 
     def activated(self, x: Tensor, act: str, tile: Tile) -> Tensor:
         """act(x) by the kernel that rounds it and makes no codes of it."""
@@ -273,7 +279,7 @@ def poisoned(*shape: Any, **options: Any) -> Tensor:
     return whole.view(wanted.dtype).reshape(wanted.shape)
 
 
-EMPTY, FINDERS = torch.empty, tuple(name for name in vars(launch) if name.startswith("find_") and name.endswith("tile"))
+EMPTY, FIND_TILE = torch.empty, tiles.find_tile
 
 
 # --- one check for each op: arguments by the names that the op gives them
@@ -283,15 +289,15 @@ def check_adaln(kernels: Kernels, found, tile: Tile, x, tensors, rounding, norm,
     """n to the bit; v within its bound; codes to the bit those of the v that the kernel writes without a format."""
     codes, step, global_scale, new = found
     rows = tile.rows, D
-    given, how = norms.NormTensors.of(tensors, rounding)
-    n = norms.modulated_norm(x, given, norm, eps)[1]
+    given, how = unpack(adaln.NormTensors, tensors, rounding, quantizer.Rounding.parse)
+    n = adaln.modulated_norm(x, given, norm, eps)[1]
     if n is None:
         n = x
     else:
         assert_equal("adaln_quantize: n", new, n, rows)
     v = codes
     if how.format:
-        plain = given._replace(input_scale=None, smooth=None, mean=None).packed(producers.Rounding())
+        plain = pack(given._replace(input_scale=None, smooth=None, mean=None), quantizer.Rounding())
         (v, *_), _ = kernels.launched("adaln_quantize", x, *plain, norm, eps)
         assert_codes("adaln_quantize", (codes, step, global_scale), v, rows, given.of_rounding, how)
     exact, bound = modulated(n, given.scale, given.shift, eps)
@@ -314,11 +320,11 @@ def modulated(n: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tens
 
 def check_rope(kernels: Kernels, found, tile: Tile, q, k, tensors, names, eps, interleaved, position, **_) -> None:
     """Within the bound of test_qk_norm_rope_kernel.py; rows are heads, one token's after those of the token before."""
-    cos, sin, q_weight, k_weight = norms.RopeTensors.of(tensors, names)
+    cos, sin, q_weight, k_weight = unpack(rope.RopeTensors, tensors, names)[0]
     cos, sin = (t[position : position + q.shape[1], None].double() for t in (cos, sin))
     for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
         v = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-        terms = v * cos, norms._rotate(v, interleaved) * sin
+        terms = v * cos, rope._rotate(v, interleaved) * sin
         bound = (torch.finfo(x.dtype).eps + 2.0**-20) * (terms[0].abs() + terms[1].abs())
         size = min(tile.rows, x.shape[2]), x.shape[3]
         y, v64, bound = (t.flatten(0, 2) for t in (y, terms[0] + terms[1], bound))
@@ -330,7 +336,7 @@ def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -
 
     In a single block attention stands beside it.
     """
-    given, how = producers.RoundingTensors.of(tensors, rounding)
+    given, how = unpack(quantizer.RoundingTensors, tensors, rounding, quantizer.Rounding.parse)
     assert given.down is None and how.act == "gelu_tanh"
     size = tile.rows, tile.columns
     a = kernels.activated(x, how.act, tile)
@@ -345,10 +351,10 @@ def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -
 
 
 def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
-    """Within the bound that kernels/attention/op.py states for the codes that the kernel makes, head by head."""
+    """Within the bound that attention_bounds.py states for the codes that the kernel makes, head by head."""
     operands = kernels.quantized_heads(q, k, v)
     how = q.shape[1], k.shape[1], attention.logit_scale(q, scale), q.dtype
-    exact, bound = attention.bounds(operands, *how)
+    exact, bound = bounds(operands, *how)
     matmul = find_matmul_tile("attention", str(q.shape[3]), kernels.chip or chip_of(torch.device("cuda")), q.shape[1])
     for image, head in itertools.product(range(q.shape[0]), range(q.shape[2])):
         y, expected, within = (t[image, :, head] for t in (found, exact, bound))
@@ -356,34 +362,34 @@ def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
 
 
 def check_scaled(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
-    given, name = products.ProductTensors.of(tensors, formats)
-    left, right = stored_matrix(x, given.x_scale, None, name), stored_matrix(given.w, given.w_scale, None, name)
+    given, name = unpack(ProductTensors, tensors, formats)
+    left, right = matrix(x, given.x_scale, None, name), matrix(given.w, given.w_scale, None, name)
     assert_product(kernels, "scaled_matmul", found, left, right, tile, **following(given), **follows)
 
 
 def check_block_scaled(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
-    given, name = products.ProductTensors.of(tensors, formats)
+    given, name = unpack(ProductTensors, tensors, formats)
     left = matrix(x, given.x_scale, given.x_scale_2, name)
     right = matrix(given.w, given.w_scale, given.w_scale_2, name)
     assert_product(kernels, "block_scaled_matmul", found, left, right, tile, **following(given), **follows)
 
 
 def check_w4a8(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
-    given, names = products.ProductTensors.of(tensors, formats)
+    given, names = unpack(ProductTensors, tensors, formats)
     weights, _, activations = names.partition("-")
-    left = stored_matrix(x, given.x_scale, None, activations)
+    left = matrix(x, given.x_scale, None, activations)
     right = reencode(matrix(given.w, given.w_scale, given.w_scale_2, weights), activations, given.row_scale)
     assert_product(kernels, "w4a8_matmul", found, left, right, tile, **following(given), **follows)
 
 
-def following(given: products.ProductTensors) -> dict[str, Any]:
+def following(given: ProductTensors) -> dict[str, Any]:
     """The tensors of what follows a product, by name."""
     return {name: getattr(given, name) for name in ("bias", "h", "up", "gate", "residual")}
 
 
 def check_linear(kernels: Kernels, found, tile: Tile | MatmulTile, x, tensors, scheme) -> None:
     """A layer that shares nothing: codes of its own, then the product; or 16-bit activations."""
-    given, parsed = ops.LinearTensors.of(tensors, scheme)
+    given, parsed = unpack(ops.LinearTensors, tensors, scheme, Scheme.parse)
     weight, weight_scale, weight_scale_2, input_scale, bias, *branches = given._replace(row_scale=None)
     assert all(value is None for value in branches)
     row_scale, x = given.row_scale, x.reshape(-1, x.shape[-1])
@@ -415,10 +421,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 def matrix(codes: Tensor, scale: Tensor, global_scale: Tensor | None, format: str) -> QuantizedTensor:
     """An op's tensors as one matrix, its block scales in rows."""
-    q = stored_matrix(codes, scale, global_scale, format)
-    if q.format.group_size and scale.ndim == 1:
-        scale = unswizzle_scales(scale, q.shape[0], q.shape[1] // q.format.group_size)
-    return stored_matrix(codes, scale, global_scale, format)
+    return QuantizedTensor.stored(codes, scale, global_scale, find_format(format)).unswizzled()
 
 
 def assert_codes(
@@ -426,11 +429,11 @@ def assert_codes(
     found: tuple[Tensor, ...],
     v: Tensor,
     size: tuple[int, int],
-    given: producers.RoundingTensors,
-    how: producers.Rounding,
+    given: quantizer.RoundingTensors,
+    how: quantizer.Rounding,
 ) -> None:
     """Codes, scales and global scale are those that the torch reference makes of v."""
-    expected = producers.quantize_activation(v, *given.packed(how))
+    expected = quantizer.quantize_activation(v, *pack(given, how))
     row = how.row
     groups = max(1, size[1] // (row.group_size or size[1]))
     sizes = (size[0], size[1] * row.element.bits // 8), (size[0], groups), (size[0], 1)

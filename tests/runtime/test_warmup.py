@@ -5,11 +5,12 @@ import torch
 from click.testing import CliRunner
 
 import fluxq
+from benchmarks.kernels.interpreter import interpreting
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels import dispatch, launch
+from fluxq.kernels.attention import kernel as attention
 from fluxq.kernels.dispatch import Offer
-from fluxq.kernels.interpreter import interpreting
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import warmup
 from fluxq.runtime.warmup import AttentionKind, LayerKind, kinds_of
@@ -30,7 +31,7 @@ def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, 
     kinds = [kind for kind in kinds_of(model) if isinstance(kind, AttentionKind)]
     assert kinds == [AttentionKind(heads=2, head_size=64)]
     launched = []
-    monkeypatch.setattr(launch, "attention_fp8", lambda *a, r=launch.attention_fp8, **k: launched.append(r(*a, **k)))
+    monkeypatch.setattr(attention, "launch", lambda *a, r=attention.launch, **k: launched.append(r(*a, **k)))
     for chip, tokens in (("sm_90", [5, 16]), ("sm_80", [])):
         with interpreting():
             rows = warmup.warm_up(kinds, (5, 16, 5), torch.device("cpu"), chip, "speed", torch.bfloat16)
@@ -52,8 +53,13 @@ def test_each_kind_is_launched_at_each_number_of_tokens(monkeypatch, prefer: str
     monkeypatch.setattr(dispatch, "offer", fake)
     dispatch.choose.cache_clear()
     launched = []
-    for name, run in launch.LAUNCH.items():
-        monkeypatch.setitem(launch.LAUNCH, name, lambda *a, n=name, r=run: (launched.append((n, len(a[0]))), r(*a))[1])
+    computed = launch.computed
+
+    def noting(choice: dispatch.Choice, z: torch.Tensor, *rest) -> torch.Tensor:
+        launched.append((choice.implementation, len(z)))
+        return computed(choice, z, *rest)
+
+    monkeypatch.setattr(launch, "computed", noting)
     kinds = [
         LayerKind(Scheme.parse("nvfp4-nvfp4-static"), 32, 128, True),
         LayerKind(Scheme.parse("fp8-16bit"), 32, 128, False),

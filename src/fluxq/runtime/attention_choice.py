@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
-from fluxq.kernels.attention.op import FLOATS, attention_fp8
+from fluxq.kernels.attention.op import FLOATS, OP, attention_fp8
 from fluxq.recipes.computing import BACKEND
 from fluxq.recipes.patterns import matches
 
@@ -112,7 +112,7 @@ def _lacks(head_size: int, device: torch.device) -> str:
         from fluxq.kernels.dispatch import offer
 
         chip = chip_of(device)
-        offered = offer("attention_fp8", str(head_size), chip)
+        offered = offer(OP.name, str(head_size), chip)
         why = "" if offered.how else f"no kernel for heads of {head_size} elements on {chip} ({offered.reason})"
     if why and is_strict():
         raise ValueError(

@@ -37,7 +37,7 @@ from fluxq.recipes.family import Family, Maker
 from fluxq.recipes.fusable import FusableBlock, Stream
 from fluxq.recipes.patterns import matches
 from fluxq.runtime.fused_calls import CALLS, Given
-from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, rounding_of, takers_of, why_alone
+from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, takers_of, why_alone
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> F
 
 
 def _format_of(takers: dict[str, QuantLinear]) -> str:
-    return rounding_of(next(iter(takers.values()))).format
+    return next(iter(takers.values())).rounding.format
 
 
 HELD = "fluxq_fusion"

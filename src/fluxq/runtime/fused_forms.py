@@ -19,17 +19,18 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from fluxq.kernels import norms, producers, products
+from fluxq.kernels import all_ops
+from fluxq.kernels.adaln_quantize.op import NormTensors, adaln_quantize
 from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.producers import Rounding, RoundingTensors
+from fluxq.kernels.op import Op
+from fluxq.kernels.packing import pack
+from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
+from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activation
 from fluxq.recipes.family import InputGroup
-from fluxq.recipes.formats import Scheme
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
 from fluxq.runtime.fused_calls import Given
 
-SCALED = ("int8", "fp8", "fp8_tensor")
-BLOCK_SCALED = ("nvfp4", "mxfp8", "mxfp4")
-DECODED = ("nvfp4", "mxfp4", "int4", "int4_g128")  # by w4a8_matmul, where a layer has scales per row
 _STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale")
 
 
@@ -140,7 +141,7 @@ def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor
 def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
     """(B, S, D) after a block whose image attends to itself, then to the text; modulation and gates in fp32.
 
-    q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op of kernels/norms.py
+    q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op
     does either, so both stay as they are.
     """
     (stream,) = fusion.row.streams
@@ -215,17 +216,17 @@ def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: N
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     flat = None if branch is None else _tokens(branch)
-    given = norms.NormTensors(scale, shift, flat, gate, norm.weight)
+    given = NormTensors(scale, shift, flat, gate, norm.weight)
     v = _tokens(x)
     if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
         first_taker = next(iter(takers.values()))
-        input_scale, smooth, mean, *_ = _vectors(first_taker)
+        input_scale, smooth, mean, *_ = first_taker.rounding_tensors
         given = given._replace(input_scale=input_scale, smooth=smooth, mean=mean)
-        packed = given.packed(rounding_of(first_taker))
-        codes, *scales, n = norms.adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
+        packed = pack(given, first_taker.rounding)
+        codes, *scales, n = adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
         made = _codes(first_taker, codes, *scales)
     else:  # something reads the input itself
-        v, _, _, n = norms.adaln_quantize(_tokens(x), *given.packed(Rounding()), "layer", norm.eps)
+        v, _, _, n = adaln_quantize(_tokens(x), *pack(given, Rounding()), "layer", norm.eps)
         made = _quantized(next(iter(takers.values())), v) if takers else None
     ys = [
         _product(layer, made, v) if path in takers else _called(layer, v, x.shape[0]) for path, layer in layers.items()
@@ -250,7 +251,7 @@ def _down(
     """Apply the feed-forward's last layer to act(up), up (M, N), or to [attended, act(up)], attended (M, D)."""
     ((path, layer),) = layers_of(block, fusion, stream.down).items()
     if why_alone(fusion, path, layer):
-        a = producers.ACTS[stream.act](up)
+        a = ACTS[stream.act](up)
         return _called(layer, a if attended is None else torch.cat([attended, a], dim=1), images)
     made, h = _activated(layer, up, stream.act, attended)
     y = _multiplied(layer, made, up.dtype)
@@ -296,8 +297,8 @@ def _normed(
     if q_norm is None:  # only of blocks that rotate nothing either
         return q, k
     cos, sin, position = rope or _no_rotation(q)
-    packed = norms.RopeTensors(cos, sin, q_norm.weight, k_norm.weight).packed()
-    return norms.qk_norm_rope(q, k, *packed, q_norm.eps, True, type(q_norm) is not nn.RMSNorm, position)
+    packed = pack(RopeTensors(cos, sin, q_norm.weight, k_norm.weight))
+    return qk_norm_rope(q, k, *packed, q_norm.eps, True, type(q_norm) is not nn.RMSNorm, position)
 
 
 def _no_rotation(q: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -362,23 +363,20 @@ def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
         return "deflation takes directions of its own out of the input"
     if hasattr(layer, "weight_decoded"):
         return "its weight is decoded already, and fused products take codes"
-    if not product_of(layer):
+    if product_of(layer) is None:
         return f"no product of {scheme.weights.name} and {scheme.activations.name} codes"
     if is_hooked(layer):
         return "it has a hook"
     return fusion.refused.get(path, "")
 
 
-def product_of(layer: QuantLinear) -> str:
-    """The op that multiplies a layer's codes; empty if none does."""
+def product_of(layer: QuantLinear) -> tuple[Op, str] | None:
+    """The op that multiplies a layer's codes, and in what formats; None if none does."""
     if hasattr(layer, "weight_decoded"):
-        return ""
-    weights, activations = layer.scheme.weights.name, layer.scheme.activations and layer.scheme.activations.name
-    if hasattr(layer, "weight_row_scale"):
-        return "w4a8_matmul" if weights in DECODED and activations in ("int8", "fp8") else ""
-    if weights != activations:
-        return ""
-    return "scaled_matmul" if weights in SCALED else "block_scaled_matmul" if weights in BLOCK_SCALED else ""
+        return None
+    activations = layer.scheme.activations
+    name = activations.name if activations else None
+    return all_ops.product_of(layer.scheme.weights.name, name, hasattr(layer, "weight_row_scale"))
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -388,28 +386,7 @@ def is_hooked(module: nn.Module) -> bool:
 def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
     """All that decides the codes of an input, but for the numbers in tensors that a group shares."""
     scheme = layer.scheme
-    return rounding_of(layer), scheme.static_input, scheme.center, scheme.smooth
-
-
-def rounding_of(layer: QuantLinear) -> Rounding:
-    """The steps of a layer's input, as the ops that quantize take them."""
-    scheme: Scheme = layer.scheme
-    name = scheme.activations.name if scheme.activations else ""
-    return Rounding(name, "", scheme.hadamard, scheme.four_over_six, _is_swizzled(layer))
-
-
-def _is_swizzled(layer: QuantLinear) -> bool:
-    return bool(layer.scheme.weights.group_size) and layer.get_parameter("weight_scale").ndim == 1
-
-
-def _vectors(layer: QuantLinear) -> RoundingTensors:
-    """The vectors and scale that calibration found of a layer's input."""
-    smooth, mean = getattr(layer, "pre_quant_scale", None), getattr(layer, "pre_quant_mean", None)
-    return RoundingTensors(
-        layer.stored("input_scale") if layer.scheme.static_input else None,
-        None if smooth is None else smooth.float(),
-        None if mean is None else mean.float(),
-    )
+    return layer.rounding, scheme.static_input, scheme.center, scheme.smooth
 
 
 def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
@@ -419,17 +396,15 @@ def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
 
 def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
     """x (M, K) in a layer's format."""
-    packed = _vectors(layer).packed(rounding_of(layer))
-    codes, *scales, _ = producers.quantize_activation(x, *packed)
+    codes, *scales, _ = quantize_activation(x, *pack(layer.rounding_tensors, layer.rounding))
     return _codes(layer, codes, *scales)
 
 
 def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
     """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    given = _vectors(layer)._replace(down=down, beside=attended)
-    packed = given.packed(replace(rounding_of(layer), act=act))
-    codes, *scales, h = producers.quantize_activation(up, *packed)
+    given = layer.rounding_tensors._replace(down=down, beside=attended)
+    codes, *scales, h = quantize_activation(up, *pack(given, replace(layer.rounding, act=act)))
     return _codes(layer, codes, *scales), None if down is None else h
 
 
@@ -458,7 +433,9 @@ def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
     stored: list[Any] = [layer.stored(name) for name in _STORED]
     weight, weight_scale, weight_scale_2, row_scale = stored
     scales = made.scale, weight_scale_2, made.global_scale
-    given = products.ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
-    name, op = layer.scheme.weights.name, product_of(layer)
-    formats = f"{name}-{rounding_of(layer).format}" if op == "w4a8_matmul" else name
-    return getattr(products, op)(made.codes, *given.packed(formats), False, dtype)
+    given = ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
+    product = product_of(layer)
+    if product is None:
+        raise RuntimeError(f"no op multiplies codes of a {layer.scheme} layer")
+    op, formats = product
+    return getattr(torch.ops.fluxq, op.name)(made.codes, *pack(given, formats), False, dtype)

@@ -38,8 +38,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from fluxq.base.console import first_line, logger
+from fluxq.kernels.quantize_activation.op import Rounding
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.modulation import HoistedModulation
+from fluxq.runtime.placed import Handle, Placed
 from fluxq.runtime.steps import is_captured, why_not_captured
 
 WARM_UPS = 3
@@ -83,17 +85,11 @@ class CapturedStep:
     bytes: int | None
 
 
-class CapturedSteps:
+class CapturedSteps(Handle):
     """Handle of what `capture` put into a pipeline; `remove()`, or leaving its `with` block, takes it out."""
 
     def __init__(self, steps: list[_Step]) -> None:
         self._steps = steps
-
-    def __enter__(self) -> CapturedSteps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     @property
     def captured(self) -> tuple[CapturedStep, ...]:
@@ -183,14 +179,11 @@ class _Graph:
     replays: int = 0
 
 
-class _Step:
+class _Step(Placed):
     """A denoiser's forward, put in the place of its own."""
 
     def __init__(self, name: str, model: nn.Module, max_graphs: int) -> None:
-        self.name, self.model, self.max_graphs = name, model, max_graphs
-        self.place = _place(model)
-        self.plain: Callable[..., Any] = getattr(model, self.place)
-        self.had_own = self.place in vars(model)
+        self.name, self.max_graphs = name, max_graphs
         self.device = CudaGraphs(next(_tensors(model)).device)
         self.graphs: dict[tuple[_Form, tuple], _Graph] = {}
         self.captures = 0
@@ -199,7 +192,7 @@ class _Step:
         self._refused: dict[tuple, str] = {}
         self._forms: list[_Form] = []
         self._said: set[str] = set()
-        vars(model)[self.place] = self
+        super().__init__(model, _place(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._on or torch.compiler.is_compiling():
@@ -224,12 +217,7 @@ class _Step:
         """Take it out; where something has been put around it since, it stays and passes everything on."""
         self._on = False
         self._drop()
-        if vars(self.model).get(self.place) is not self:
-            return
-        if self.had_own:
-            vars(self.model)[self.place] = self.plain
-        else:
-            del vars(self.model)[self.place]
+        super().remove()
 
     def _replayed(self, found: _Graph, leaves: list[Any]) -> Any:
         _fill(found.inputs, leaves)
@@ -263,11 +251,11 @@ class _Step:
         """
         form = next((known for known in reversed(self._forms) if known.is_present()), None)
         if form is None:
-            why = why_not(self.model)
+            why = why_not(self.module)
             if why:
                 self._drop()  # an offloaded model is to give memory back
                 raise _Plain(why)
-            form = _Form(self.model, self.place)
+            form = _Form(self.module, self.place)
             if form.device != self.device.device:
                 self._drop()
                 raise _Plain(f"it was moved from {self.device.device} to {form.device}: remove() and capture it there")
@@ -530,7 +518,7 @@ def _kept(value: Any, device: torch.device) -> Any:
         return tuple(_kept(each, device) for each in value)
     if isinstance(value, set):
         return set(value)
-    by_value = isinstance(value, (*_VALUES, Scheme)) or type(value).__eq__ is object.__eq__
+    by_value = isinstance(value, (*_VALUES, Scheme, Rounding)) or type(value).__eq__ is object.__eq__
     return value if by_value else _Same(value)
 
 

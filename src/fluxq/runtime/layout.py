@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.kernels import ops
+from fluxq.kernels.all_ops import BLOCK_SCALED_MATMUL, SCALED_MATMUL, W4A8_MATMUL, product_of
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, Origin, Prepared, QuantLinear, branch_shapes
-from fluxq.kernels.reencode.op import choose_target, reencode, row_scales, swizzle_scales_op
+from fluxq.kernels.reencode.op import choose_target, reencode, row_scales
+from fluxq.kernels.swizzle_scales.op import swizzle_scales
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
 from fluxq.recipes.formats import FORMATS, Scheme
 
@@ -34,20 +36,20 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: Origin | None) -
     prefer: "speed" encodes anew what the chip's matrix units do not know, as int8 or fp8, with the least added error;
     "memory" keeps 4-bit weights in 4 bits. origin: where the stored tensors can be read again, for saving.
     """
-    from fluxq.kernels.dispatch import SWIZZLED, kernel_row, offer  # only here: it needs Triton
+    from fluxq.kernels.dispatch import SWIZZLED, offer  # only here: it needs Triton
 
     scheme = layer.scheme
     if scheme.activations is None:
         return False  # the recipe asked for 16-bit activations
     weights = scheme.weights.name
-    own = "scaled_matmul" if weights in kernel_row("scaled_matmul").formats else "block_scaled_matmul"
-    if weights == scheme.activations.name and weights in kernel_row(own).formats and offer(own, weights, chip).how:
-        swizzled = own == "block_scaled_matmul" and chip in SWIZZLED
+    own, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
+    if own and offer(own.name, weights, chip).how:
+        swizzled = own is BLOCK_SCALED_MATMUL and chip in SWIZZLED
         if swizzled:
             swizzle(layer)
         return swizzled
-    targets = tuple(name for name in ("int8", "fp8") if offer("scaled_matmul", name, chip).how)
-    decodable = tuple(name for name in targets if offer("w4a8_matmul", f"{weights}-{name}", chip).how)
+    targets = tuple(name for name in ("int8", "fp8") if offer(SCALED_MATMUL.name, name, chip).how)
+    decodable = tuple(name for name in targets if offer(W4A8_MATMUL.name, f"{weights}-{name}", chip).how)
     if prefer == "memory" and decodable:
         add_row_scale(layer, decodable)
     elif targets:
@@ -58,7 +60,7 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: Origin | None) -
 def swizzle(layer: QuantLinear) -> None:
     """Block scales (N, G) into the flat 128x4 layout."""
     stored = _scheme_to_prepare(layer)
-    _set(layer, "weight_scale", swizzle_scales_op(layer.quantized_weight.scale))
+    _set(layer, "weight_scale", swizzle_scales(layer.quantized_weight.scale))
     layer.prepared = Prepared(stored, "swizzled", "scales swizzled")
 
 

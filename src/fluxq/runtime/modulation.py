@@ -32,6 +32,7 @@ from fluxq.base.console import logger
 from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import MODULATION_ROLE
+from fluxq.runtime.placed import Handle, Placed
 
 
 def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -> HoistedModulation:
@@ -72,7 +73,7 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
     return HoistedModulation(pipe, layers, family.embedded_timestep, max_rows, offload)
 
 
-class HoistedModulation:
+class HoistedModulation(Handle):
     """Handle of what `hoist_modulation` put into a pipeline; `remove()`, or leaving its `with` block, takes it out."""
 
     def __init__(
@@ -99,12 +100,6 @@ class HoistedModulation:
             self._placed += [_Activation(self, activation), _Modulation(self, linear, transformer, path)]
             if offload:
                 _move(linear, torch.device("cpu"))
-
-    def __enter__(self) -> HoistedModulation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def remove(self) -> None:
         """Give every module its own forward again, and weights that were moved to the CPU the model's device."""
@@ -228,27 +223,12 @@ class _Step:
         return slice(start, start + len(x)) if fits else None
 
 
-class _Placed:
-    """A forward put in the place of a module's own. Copies of the module get copies of it."""
+class _Activation(Placed):
+    """silu in front of a modulation: of this step's embedding it gives the table's rows. Copies of it get copies."""
 
     def __init__(self, hoisted: HoistedModulation, module: nn.Module) -> None:
-        self.hoisted, self.module = hoisted, module
-        self.plain: Callable[[Tensor], Tensor] = module.forward
-        self.had_own = "forward" in vars(module)  # hooks of accelerate and diffusers are placed like this too
-        vars(module)["forward"] = self
-
-    def remove(self) -> None:
-        """Take it out; where something has been put around it since, it stays and passes everything on."""
-        if vars(self.module).get("forward") is not self:
-            return
-        if self.had_own:
-            vars(self.module)["forward"] = self.plain
-        else:
-            del vars(self.module)["forward"]
-
-
-class _Activation(_Placed):
-    """silu in front of a modulation: of this step's embedding it gives the table's rows."""
+        super().__init__(module)
+        self.hoisted = hoisted
 
     def __call__(self, input: Tensor) -> Tensor:
         step = None if torch.compiler.is_compiling() else self.hoisted.step
@@ -256,12 +236,12 @@ class _Activation(_Placed):
         return self.plain(input) if step is None or rows is None else step.activated[rows]
 
 
-class _Modulation(_Placed):
+class _Modulation(Placed):
     """A modulation Linear: of the table's rows it gives what all steps' product made of them."""
 
     def __init__(self, hoisted: HoistedModulation, module: nn.Linear, model: nn.Module, path: str) -> None:
-        super().__init__(hoisted, module)
-        self.model, self.path = model, path.removesuffix(".base_layer")
+        super().__init__(module)
+        self.hoisted, self.model, self.path = hoisted, model, path.removesuffix(".base_layer")
 
     def __call__(self, input: Tensor) -> Tensor:
         step = None if torch.compiler.is_compiling() else self.hoisted.step

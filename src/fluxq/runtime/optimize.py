@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fluxq.base.console import logger
+from fluxq.kernels.all_ops import ADALN_QUANTIZE, QK_NORM_ROPE, QUANTIZE_ACTIVATION
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family, Maker
@@ -91,15 +92,15 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
     from fluxq.kernels.quantize_activation.kernel import LARGEST_RANK
 
     chip = chip_of(device)
-    for op in ("adaln_quantize", "qk_norm_rope"):
-        offered = dispatch.offer(op, "16bit", chip)
+    for op in (ADALN_QUANTIZE, QK_NORM_ROPE):
+        offered = dispatch.offer(op.name, "16bit", chip)
         if not offered.how:
-            raise ValueError(f"fluxq.optimize needs {op}, which is not to be had on {chip}: {offered.reason}")
+            raise ValueError(f"fluxq.optimize needs {op.name}, which is not to be had on {chip}: {offered.reason}")
 
     def lacks(layer: QuantLinear, made_by: Maker) -> str:
         scheme, with_rows = layer.scheme, hasattr(layer, "weight_row_scale")
-        op = product_of(layer)
-        if scheme.activations is None or not op:
+        product = product_of(layer)
+        if scheme.activations is None or product is None:
             return ""  # such a layer computes alone anyway
         choice = dispatch.choose(
             scheme, chip, MANY_TOKENS, layer.out_features, layer.in_features, layer.compute_dtype, with_rows
@@ -107,16 +108,15 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
         if choice.fallback:
             return f"{choice.implementation} on {chip} ({choice.reason})"
         activations = scheme.activations.name
-        needed = [(name, activations) for name in ("adaln_quantize", "quantize_activation")]
-        needed.append((op, f"{scheme.weights.name}-{activations}" if with_rows else activations))
+        needed = [(ADALN_QUANTIZE, activations), (QUANTIZE_ACTIVATION, activations), product]
         if made_by == "concatenation":
-            needed.append(("quantize_activation", f"{activations}-beside"))
+            needed.append((QUANTIZE_ACTIVATION, f"{activations}-beside"))
         if made_by in ("activation", "concatenation") and layer.low_rank is not None:
             rank = len(layer.low_rank[0])
             if rank > LARGEST_RANK:
                 return f"its low-rank branch has {rank} ranks, the quantizers take {LARGEST_RANK}"
-            needed.append(("quantize_activation", "down"))
-        refused = (dispatch.offer(name, format_name, chip) for name, format_name in needed)
+            needed.append((QUANTIZE_ACTIVATION, "down"))
+        refused = (dispatch.offer(op.name, name, chip) for op, name in needed)
         return next((offered.reason for offered in refused if not offered.how), "")
 
     return lacks

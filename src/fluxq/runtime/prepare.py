@@ -261,7 +261,7 @@ def _fallback(layer: QuantLinear, device: torch.device, chip: str) -> str:
     """Return what computes a layer, and why, if it is not the device's own product of such codes; else empty."""
     if device.type != "cuda":
         name, why = ops.implementation(layer.scheme, device.type)
-        return f"{name} ({why})" if name == "torch reference" else ""
+        return f"{name} ({why})" if name == ops.TORCH else ""
     from fluxq.kernels.dispatch import choose
 
     choice = choose(layer.scheme, chip, MANY_TOKENS, layer.out_features, layer.in_features, layer.compute_dtype)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from fluxq.kernels import encode, ops
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.packing import pack
 from fluxq.kernels.pointwise import QuantPointwise
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.recipes.formats import Format, Scheme
+from fluxq.recipes.formats import Scheme
 
 
 def shard(
@@ -126,7 +127,7 @@ class RowParallel(nn.Module):
         _require_no_gradient(x)
         part = self.part
         given = part.tensors._replace(input_scale=self._input_scale(x))
-        y = ops.quantized_linear(x.float(), *given.packed(part.scheme))
+        y = ops.quantized_linear(x.float(), *pack(given, part.scheme))
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 
@@ -136,7 +137,8 @@ class RowParallel(nn.Module):
         None where the format needs neither.
         """
         scheme, activations = self.part.scheme, self.part.scheme.activations
-        if activations is None or scheme.static_input or not _scaled_by_row(activations):
+        is_by_row = activations is not None and (activations.two_level or activations.group_size == 0)
+        if activations is None or scheme.static_input or not is_by_row:
             return self.part.stored("input_scale") if scheme.static_input else None
         mean, smooth = (getattr(self.part, name, None) for name in ("pre_quant_mean", "pre_quant_scale"))
         z, _ = ops.transformed(x.reshape(-1, x.shape[-1]), scheme, mean, smooth, None)
@@ -168,11 +170,6 @@ def _spans(size: int, parts: Sequence[int], rank: int, world_size: int, unit: in
             )
     starts = [sum(parts[:i]) for i in range(len(parts))]
     return [(start + part // world_size * rank, part // world_size) for start, part in zip(starts, parts, strict=True)]
-
-
-def _scaled_by_row(format: Format) -> bool:
-    """Tell whether some scale of an activation format depends on the whole row of a token."""
-    return format.two_level or format.group_size == 0
 
 
 def _require_no_gradient(x: Tensor) -> None:

@@ -38,6 +38,7 @@ from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import BACKEND, Steps
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.originals import Originals, Resident, Streamed
+from fluxq.runtime.placed import Handle
 
 Placing = Literal["auto", "resident", "streamed"]
 
@@ -90,7 +91,7 @@ def require_followed(scheduler: Any) -> None:
         raise _not_followed(scheduler, "its timesteps repeat")
 
 
-class KeptSteps:
+class KeptSteps(Handle):
     """Handle of what `keep_steps` put into a pipeline; `remove()`, or leaving its `with` block, takes it out.
 
     steps: that are kept. calls, calls_in_16_bit: of denoisers, since it was put in.
@@ -129,12 +130,6 @@ class KeptSteps:
             gate.choose()  # what cannot be is refused before anything is put in place
         for gate in self._gates:
             gate.place()
-
-    def __enter__(self) -> KeptSteps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     @property
     def placed(self) -> tuple[str, ...]:

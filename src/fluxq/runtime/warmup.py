@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fluxq.kernels import launch
+from fluxq.kernels.all_ops import ATTENTION_FP8
 from fluxq.kernels.dispatch import choose, offer
+from fluxq.kernels.launch import quantized_linear
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.computing import BACKEND
 from fluxq.recipes.formats import Scheme
@@ -86,14 +87,14 @@ def warm_up(
     done = []
     for kind in kinds:
         if isinstance(kind, AttentionKind):
-            if offer("attention_fp8", str(kind.head_size), chip).how:
+            if offer(ATTENTION_FP8.name, str(kind.head_size), chip).how:
                 done += [_warm_attention(kind, m, device, chip, dtype) for m in dict.fromkeys(tokens)]
             continue
         layer = _random_layer(kind, device, dtype)
         lay_out(layer, chip, prefer, None)
         for m in dict.fromkeys(tokens):
             x = torch.randn(m, kind.k, dtype=dtype, device=device)
-            call = partial(launch.quantized_linear, x, *layer.operands, chip=chip)
+            call = partial(quantized_linear, x, *layer.operands, chip=chip)
             first, again = _seconds(call, device), _seconds(call, device)
             row_scale = "weight_row_scale" in layer.scale_names
             choice = choose(layer.scheme, chip, m, kind.n, kind.k, dtype, row_scale)
@@ -118,9 +119,9 @@ def _random_layer(kind: LayerKind, device: torch.device, dtype: torch.dtype) -> 
 
 def _warm_attention(kind: AttentionKind, m: int, device: torch.device, chip: str, dtype: torch.dtype) -> Warmed:
     x = torch.randn(1, m, kind.heads, kind.head_size, dtype=dtype, device=device)
-    call = partial(launch.attention_fp8, x, x, x, None, chip=chip)
+    call = partial(ATTENTION_FP8.kernel.launch, x, x, x, None, chip=chip)
     first, again = _seconds(call, device), _seconds(call, device)
-    return Warmed("attention fp8", (kind.heads, kind.head_size), m, "attention_fp8", first, again)
+    return Warmed("attention fp8", (kind.heads, kind.head_size), m, ATTENTION_FP8.name, first, again)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

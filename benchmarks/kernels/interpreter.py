@@ -15,7 +15,8 @@ kernels holds:
         with interpreting():
             yield
 
-What it computes, as tests/kernels/test_interpreter.py proves for every value:
+It uses private names of Triton, and knows the versions in PROVEN. As tests/kernels/test_interpreter.py proves for every
+value, it computes so:
 - casts round once, to nearest even; casts to fp8 saturate at the largest finite value, NaN stays NaN (PTX
   `cvt.rn.satfinite`); NaN payloads are unspecified;
 - `tl.dot` and `tl.dot_scaled` decode both operands exactly and accumulate in fp32 (int32 for int8), in no order that a
@@ -44,11 +45,7 @@ import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-PROVEN = (
-    "3.6",
-    "3.8",
-    "3.9",
-)  # Triton versions that tests/kernels/test_interpreter.py passes on; private names are used below
+from fluxq.kernels.accepted import PROVEN, minor
 
 
 @contextmanager
@@ -82,11 +79,11 @@ def interpreting() -> Iterator[None]:
 
 def check_version(version: str) -> None:
     """Raise RuntimeError unless the patch was proven on this version of Triton."""
-    if ".".join(version.split(".")[:2]) not in PROVEN:
+    if minor(version) not in PROVEN:
         raise RuntimeError(
             f"the interpreter of Triton {version} was never compared with exact arithmetic, only those of "
             f"{', '.join(PROVEN[:-1])} and {PROVEN[-1]} were: install one of these, or add the version to PROVEN in "
-            "kernels/interpreter.py once `pytest tests/kernels/test_interpreter.py` passes"
+            "kernels/accepted.py once `pytest tests/kernels/test_interpreter.py` passes"
         )
 
 

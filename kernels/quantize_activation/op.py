@@ -15,7 +15,6 @@ One call serves all layers that share an input: `down` may hold the rows of seve
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.kernels import ops
-from fluxq.kernels.device import launches_on_gpu
+from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast, transform
-from fluxq.kernels.packing import pack, unpack
+from fluxq.kernels.packing import unpack
 from fluxq.kernels.tensor import stored_shapes, swizzle_scales, swizzled_size
 from fluxq.recipes.formats import FORMATS, HADAMARDS, Format
 
 PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
+OP = Op("quantize_activation", (*PRODUCED, "down", "16bit", *(f"{name}-beside" for name in PRODUCED)), "memory")
 ACTS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -60,7 +60,6 @@ class Rounding:
         return f"{self.format}/{self.act}/{self.hadamard}/{self.four_over_six:d}/{self.swizzled:d}"
 
     @classmethod
-    @functools.lru_cache(1024)
     def parse(cls, text: str) -> Rounding:
         """Inverse of `str`."""
         name, act, hadamard, four_over_six, swizzled = text.split("/")
@@ -87,37 +86,27 @@ class RoundingTensors(NamedTuple):
     down: Tensor | None = None
     beside: Tensor | None = None
 
-    def packed(self, rounding: Rounding) -> tuple[list[Tensor], str]:
-        """(tensors, rounding) as the op takes them."""
-        return pack(self, rounding)
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], rounding: str) -> tuple[RoundingTensors, Rounding]:
-        """Take apart what `packed` made."""
-        given, text = unpack(cls, tensors, rounding)
-        return given, Rounding.parse(text)
-
 
 @torch.library.custom_op("fluxq::quantize_activation", mutates_args=())
 def quantize_activation(x: Tensor, tensors: Sequence[Tensor], rounding: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (M, K) of a float dtype, for the gated acts (M, 2K), to (codes, scale, global scale, h), as formats store them.
 
-    tensors, rounding: of `RoundingTensors.packed`. What was given as input_scale, what the format lacks, and h without
-    `down` come back as empty tensors (0,).
+    tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. What was given as input_scale, what the format lacks,
+    and h without `down` come back as empty tensors (0,).
     """
-    given, how = RoundingTensors.of(tensors, rounding)
+    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):
         return _produce(_activated(x, given.beside, how.act), given, how)
 
 
 @quantize_activation.register_fake
 def _(x, tensors, rounding):
-    given, how = RoundingTensors.of(tensors, rounding)
+    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
     k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if given.beside is None else given.beside.shape[1])
     return _empty(x, k, given, how)
 
 
-launches_on_gpu(quantize_activation=quantize_activation)
+launches_on_gpu(OP.name, quantize_activation)
 
 
 def _activated(x: Tensor, beside: Tensor | None, act: str) -> Tensor:

@@ -1,14 +1,13 @@
 """Compiles kernels for ten chips without having one, and compares what came out with what was expected.
 
-    python -m fluxq.kernels.aot                                       every cell for every chip
-    python -m fluxq.kernels.aot --target sm_90 --kernel scaled_matmul --json rows.json
-    python -m fluxq.kernels.aot --write                               accept what came out, into kernels/compiled
+    python -m benchmarks.kernels.aot                                       every cell for every chip
+    python -m benchmarks.kernels.aot --target sm_90 --kernel scaled_matmul --json rows.json
+    python -m benchmarks.kernels.aot --write                               accept what came out, into kernels/compiled
 
 A row is `ok` if the cell compiles, spills no register, fits the chip's shared memory, stays within its registers and,
 for a matmul, has the chip's matrix instruction of its kind. kernels/compiled holds the accepted rows, a file for each
-kernel file, by Triton version: a row that is not `ok` there is known not to run on that chip, so that the dispatcher
-does not choose it. The command fails when a row is worse than the accepted one, or new. With an older Triton only the
-chips of REQUIRED must have been compiled for.
+kernel file, by Triton version. The command fails when a row is worse than the accepted one, or new. With an older
+Triton only the chips of REQUIRED must have been compiled for.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,28 +32,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
-from fluxq.kernels.cells import Cell
+from fluxq.kernels.accepted import COMPILED, Row, accepted_files, minor
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.tiles import TUNED
-
-
-@dataclass(frozen=True)
-class Row:
-    """Outcome of one cell on one chip. registers: per thread. spills: loads and stores of spilled registers.
-
-    shared: bytes of shared memory. instruction: the matrix instruction that is there most often. reason: why not ok.
-    """
-
-    kernel: str
-    format: str
-    target: str
-    instruction: str | None = None
-    registers: int | None = None
-    spills: int | None = None
-    shared: int | None = None
-    ok: bool = False
-    reason: str | None = None
 
 
 @click.command()
@@ -66,7 +48,7 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
     """Compile kernels ahead of time and compare with kernels/compiled."""
     _check_names("--target", targets, CHIPS)
     _check_names("--kernel", kernels, KERNEL_FILES)
-    chips = targets or REQUIRED.get(_minor(triton.__version__), tuple(CHIPS))
+    chips = targets or REQUIRED.get(minor(triton.__version__), tuple(CHIPS))
     accepted = accepted_rows(triton.__version__)
     found, worse = [], []
     click.echo(f"triton {triton.__version__}\n{HEADING}")
@@ -84,12 +66,12 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
     if write:
         write_accepted(triton.__version__, found, kernels or KERNEL_FILES)
     elif worse:
-        raise click.ClickException(f"{len(worse)} differences from kernels/{EXPECTED.name}; --write accepts them")
+        raise click.ClickException(f"{len(worse)} differences from kernels/{COMPILED.name}; --write accepts them")
 
 
 def all_cells(files: Iterable[str] | None = None) -> list[Cell]:
     """The cells of the given kernel files, by default of all."""
-    return [cell for name in files or KERNEL_FILES for cell in import_module(f"fluxq.kernels.{name}.kernel").CELLS]
+    return [cell for name in files or KERNEL_FILES for cell in import_module(f"benchmarks.kernels.cells.{name}").CELLS]
 
 
 def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
@@ -118,7 +100,7 @@ def compare(row: Row, accepted: Row | None) -> list[str]:
     """
     name = f"{row.kernel} {row.format} {row.target}"
     if accepted is None:
-        return [f"{name}: not in kernels/{EXPECTED.name} for Triton {_minor(triton.__version__)}"]
+        return [f"{name}: not in kernels/{COMPILED.name} for Triton {minor(triton.__version__)}"]
     complaints = []
     if row.ok != accepted.ok:
         complaints.append(f"{name}: ok is {row.ok}, accepted {accepted.ok} ({row.reason or accepted.reason})")
@@ -136,22 +118,15 @@ def accepted_rows(version: str) -> dict[tuple[str, str, str], Row]:
     return {key(row): row for _, row in accepted_files(version)}
 
 
-def accepted_files(version: str) -> Iterator[tuple[str, Row]]:
-    """(name of the kernel file, row) of all rows of kernels/compiled for a Triton version."""
-    for file in sorted(EXPECTED.glob("*.json")):
-        for fields in json.loads(file.read_text(encoding="utf-8")).get(_minor(version), []):
-            yield file.stem, Row(**fields)
-
-
 def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
     """Put rows of a Triton version into the files of their kernels, one to a line; rows of cells gone are dropped."""
     new = {key(row): row for row in rows}
     for name in files:
-        file = EXPECTED / f"{name}.json"
+        file = COMPILED / f"{name}.json"
         known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
         held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        old = {key(row): row for row in (Row(**fields) for fields in held.get(_minor(version), []))}
-        held[_minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
+        old = {key(row): row for row in (Row(**fields) for fields in held.get(minor(version), []))}
+        held[minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
         parts = [
             f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in held[v]) + "\n]"
             for v in sorted(held)
@@ -260,10 +235,6 @@ def _check_names(option: str, given: tuple[str, ...], known: Any) -> None:
             raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
 # By kind: H.. is 16-bit, I.. int8, Q.. fp8, O.. fp4; .SF takes block scales. UTC.. is tcgen05, ..G.. is wgmma.
 MATRIX_INSTRUCTIONS = {
     "cuda": {
@@ -286,7 +257,6 @@ MATRIX_INSTRUCTIONS = {
 
 REQUIRED = {"3.6": ("sm_80", "sm_86", "sm_89", "sm_90")}  # of other Triton versions all
 KERNEL_FILES = tuple(sorted(file.stem for file in TUNED.glob("*.json")))  # each holds CELLS
-EXPECTED = Path(__file__).parent / "compiled"
 LINE = "{:<28} {:<22} {:<8} {:>5} {:>6} {:>7}  {:<34} {}"
 HEADING = LINE.format("kernel", "format", "target", "regs", "spills", "shared", "instruction", "").rstrip()
 _SPILL = re.compile(r"\b(?:LDL|STL)\b")

@@ -1,0 +1,80 @@
+"""Cells, the kernels compiled ahead of time: a file here lists the CELLS of a kernel, `aot.py` compiles them for every
+chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from fluxq.kernels.chips import CHIPS
+from fluxq.kernels.tiles import MatmulTile, Tile, tuned_rows
+from fluxq.recipes.formats import Format
+
+MAX_REGISTERS = 128  # of a memory-bound kernel: with more, too few warps fit on a chip to hide its loads
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kernel at one tile, as it is launched.
+
+    format: number format, or any word that tells this cell from the kernel's others.
+    arguments: run-time arguments and their types as Triton spells them: "*bf16", "fp32", "i64"; "i32:16" promises a
+    multiple of 16. Pointers are taken to be 16-byte aligned, as torch's are.
+    constants: values of the others: tl.constexpr parameters, and arguments that are None or 1 in the launch.
+    options: what else is passed in the launch: num_warps, num_stages, …
+    tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "mxfp8", "mxfp4", "nvfp4"), None for no
+    matmul.
+    max_registers: per thread; None for as many as the chip has.
+    targets: the chips that this tile is meant for, by their names in chips.CHIPS; empty for all.
+    """
+
+    kernel: JITFunction
+    format: str
+    arguments: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    tensor_core: str | None = None
+    max_registers: int | None = None
+    targets: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As kernels/compiled spells it: `scaled_matmul_kernel`."""
+        return self.kernel.fn.__name__
+
+
+def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
+    """Each tile that `find_tile` can return for a format, with the chips it is returned for: what CELLS compile."""
+    found: dict[Tile | MatmulTile, tuple[str, ...]] = {}
+    for chip in CHIPS:
+        covered = 0.0  # the largest M for which an earlier row is taken
+        for row in tuned_rows(kernel):
+            limit = float("inf") if row.max_m is None else row.max_m
+            if row.fits(format, chip, 1) and limit > covered:
+                covered = limit
+                found[row.tile] = tuple(dict.fromkeys((*found.get(row.tile, ()), chip)))
+    return found
+
+
+def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Of a Cell, the argument types and the constants of what follows: a bias, or `fused` all that may, to bf16."""
+    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
+    optional = dict.fromkeys(("h", "up", "gate", "residual"), "*bf16")
+    constants = {"GELU": fused, "BLOCK_R": 32}
+    if fused:
+        return arguments | optional, constants
+    return arguments, constants | dict.fromkeys(optional)
+
+
+def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:
+    """Of a Cell, the argument types and the constants of a weight in `format`, as `dequantize` passes them."""
+    types = {"int8": "*i8", "fp32": "*fp32", "bf16": "*bf16"}  # the others are read as bytes
+    arguments = {"codes": types.get(format.element.name, "*u8"), "scale": types.get(format.scale, "*u8")}
+    arguments |= {"stride_scale": "i32", "stride_global": "i32"}
+    constants = {"ELEMENT": format.element.name, "SCALE": format.scale, "GROUP": format.group_size}
+    constants["TWO_LEVEL"] = format.two_level
+    if format.two_level:
+        return arguments | {"global_scale": "*fp32"}, constants
+    return arguments, constants | {"global_scale": None}

@@ -1,0 +1,49 @@
+"""Cells of `scaled_matmul`."""
+
+from __future__ import annotations
+
+from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles
+from fluxq.kernels.checks import EXACT
+from fluxq.kernels.scaled_matmul.kernel import scaled_matmul_descriptors_kernel, scaled_matmul_kernel
+from fluxq.kernels.tiles import MatmulTile
+
+
+def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: bool) -> Cell:
+    """8-bit codes with only a bias, or `fused` with everything that may follow at once."""
+    code = "i8" if format == "int8" else "fp8e4nv"
+    sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
+    following, constants = cell_arguments(fused=fused)
+    constants |= {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "UNIT_SCALES": tile.unit_scales}
+    constants |= {"HALVES": tile.halves, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    constants |= {"GROUP_M": tile.group_m}
+    strides = ("stride_x_scale", "stride_w_scale")
+    if format == "fp8_tensor":
+        sizes |= dict.fromkeys(strides, "i32")
+    else:
+        constants |= dict.fromkeys(strides, 1)
+    if tile.descriptors:
+        kernel = scaled_matmul_descriptors_kernel
+        codes = {part: f"tensordesc<{code}[{rows}, {tile.k}]>" for part, rows in (("x", tile.m), ("w", tile.n))}
+    else:
+        kernel = scaled_matmul_kernel
+        codes = dict.fromkeys(("x", "w"), f"*{code}")
+        constants["EVEN_K"] = True
+    how = " descriptors" * tile.descriptors + f" split {tile.acc_split}" * bool(tile.acc_split)
+    return Cell(
+        kernel,
+        f"{format} {tile.m}x{tile.n}x{tile.k}" + how + " unit scales" * tile.unit_scales + " fused" * fused,
+        codes | {"x_scale": "*fp32", "w_scale": "*fp32"} | sizes | following,
+        constants,
+        {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
+        tensor_core="int8" if format == "int8" else "mxfp8" if tile.unit_scales else "fp8",
+        targets=targets,
+    )
+
+
+CELLS = tuple(
+    _cell(name, tile, targets, fused=fused)
+    for name in ("int8", "fp8", "fp8_tensor")
+    for tile, targets in distinct_tiles("scaled_matmul", name).items()
+    # The hardest to fit is what matters; the plain one is compiled once for each large tile of a format's own codes.
+    for fused in ((False, True) if tile.m >= 128 and name != "fp8_tensor" else (True,))
+)

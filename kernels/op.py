@@ -1,0 +1,51 @@
+"""Op: what is known of a torch.library op with a Triton kernel, and the way from one to the other.
+
+An op's folder holds op.py, with its `OP`, its torch reference and its fake, and kernel.py, with the kernel and
+`launch`, which takes the arguments of the op and the chip. all_ops.py is the table of all of them.
+
+Nothing of Triton is imported before the first call with tensors on a GPU. Without a Triton the torch references stay:
+exact, but slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Op:
+    """A torch.library op with a kernel. formats: what its tuned tiles are called by. folder: its name unless given.
+
+    how: "native" multiplies codes on matrix units of their own kind, "decode" turns them into another type first,
+    "memory" moves data and multiplies little. elsewhere: why there are no tiles for some chips.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    how: str
+    elsewhere: str = ""
+    folder: str = ""
+
+    @property
+    def file(self) -> str:
+        """The folder, and the name of its files in kernels/tuned and kernels/compiled."""
+        return self.folder or self.name
+
+    @property
+    def kernel(self) -> Any:
+        """The module kernels/<folder>/kernel.py; it needs Triton."""
+        return importlib.import_module(f"fluxq.kernels.{self.file}.kernel")
+
+
+def launches_on_gpu(name: str, op: Any) -> None:
+    """Let a `torch.library.custom_op` of that name run its kernel for tensors on a GPU."""
+    if find_spec("triton") is not None:
+        op.register_kernel("cuda")(functools.partial(_launch, name))
+
+
+def _launch(name: str, *arguments: Any) -> Any:
+    return importlib.import_module("fluxq.kernels.launch").run(name, *arguments)

@@ -1,0 +1,40 @@
+"""Things that are put into a pipeline for a while, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import nn
+
+
+class Handle:
+    """Handle of something put into a pipeline: `remove()`, or leaving its `with` block, takes it out."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        raise NotImplementedError
+
+
+class Placed:
+    """A callable put in the place of a module's own. place: the attribute that a call of the module runs."""
+
+    def __init__(self, module: nn.Module, place: str = "forward") -> None:
+        self.module, self.place = module, place
+        self.plain: Callable[..., Any] = getattr(module, place)
+        self.had_own = place in vars(module)  # hooks of accelerate and diffusers are placed like this too
+        vars(module)[place] = self
+
+    def remove(self) -> None:
+        """Take it out; where something has been put around it since, it stays and passes everything on."""
+        if vars(self.module).get(self.place) is not self:
+            return
+        if self.had_own:
+            vars(self.module)[self.place] = self.plain
+        else:
+            del vars(self.module)[self.place]
