@@ -1,6 +1,6 @@
 """Every image exactly once, whatever makes it and whenever that is killed.
 
-This file is also a program: torchrun and a test that kills a process start it, see `main`.
+This file is also a program: two ranks and a test that kills a process run it, see `main`.
 """
 
 import errno
@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,7 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
+import ranks
 import torch
 from PIL import Image
 
@@ -587,12 +588,8 @@ def main(engine, root, side, *deaths):
     assert (made is None) == (again is None) == (os.environ.get("RANK", "0") != "0")
 
 
-def start(*command):
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600)
-
-
 def test_a_process_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
-    killed = start(__file__, "local", tmp_path, side, "torn")
+    killed = forked.run(__file__, "local", tmp_path, side, "torn")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     made = work_in(tmp_path / "images", SIDES[side])
     assert len(complete_lines(made.folder)) == 3 and len(contents(made.folder)) == 8
@@ -604,17 +601,14 @@ def complete_lines(folder):
     return [line for path in folder.glob("manifest-*") for line in path.read_text().split("\n")[:-1]]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "torchrun")
-
-
 def test_two_ranks_make_what_one_process_makes(tmp_path, side, whole):
-    done = start(*TORCHRUN, tmp_path, side)
+    done = ranks.run(2, __file__, "torchrun", tmp_path, side)
     assert done.returncode == 0, done.stderr
     require_same(work_in(tmp_path / "images", SIDES[side]), whole(side), workers=2)
 
 
 def test_a_rank_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
-    killed = start(*TORCHRUN, tmp_path, side, "torn")
+    killed = ranks.run(2, __file__, "torchrun", tmp_path, side, "torn")
     assert killed.returncode != 0
     made = work_in(tmp_path / "images", SIDES[side])
     assert 0 < len(complete_lines(made.folder)) < COUNT
@@ -683,7 +677,7 @@ def test_a_cluster_that_runs_is_joined_and_left_running(tmp_path, whole, ray_eng
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    done = start(__file__, f"ray@{address}", tmp_path, "fake")
+    done = forked.run(__file__, f"ray@{address}", tmp_path, "fake")
     assert done.returncode == 0, done.stderr
     require_same(work_in(tmp_path / "images", FAKE), whole("fake"))
     assert ray.cluster_resources()["CPU"] == 2

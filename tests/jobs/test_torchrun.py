@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -123,10 +124,8 @@ def arguments(name: str) -> list[str]:
 
 
 def together(folder: Path, orders: list[Any], count: int = 2) -> subprocess.CompletedProcess[str]:
-    """Two processes under torchrun run the orders in `folder`."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-    command = [sys.executable, *launch, __file__, json.dumps(orders)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    """Two processes, as torchrun starts them, run the orders in `folder`."""
+    return ranks.run(count, __file__, json.dumps(orders), cwd=folder)
 
 
 def alone(folder: Path, name: str) -> Path:
