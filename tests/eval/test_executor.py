@@ -661,8 +661,16 @@ def test_actors_that_die_are_replaced_and_nothing_is_made_twice(tmp_path, side, 
     assert "died making the batch of" in caplog.text
 
 
+@dataclass(frozen=True)
+class Broken(FakeSide):
+    """Cannot be opened."""
+
+    def open(self, device="cpu"):
+        raise ValueError(f"backend {self.backend!r} is unknown")
+
+
 def test_an_error_of_an_actor_arrives_as_what_it_is(tmp_path, ray_engine):
-    broken = replace(work_in(tmp_path, replace(TINY, backend="abacus")), items=(("one", 1),))
+    broken = replace(work_in(tmp_path, Broken("fake", "", "", backend="abacus")), items=(("one", 1),))
     with pytest.raises(ValueError, match=r"^backend 'abacus' is unknown"):
         ensure_images(broken, ray_engine)
 
