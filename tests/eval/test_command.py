@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
+import ranks
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -379,18 +380,12 @@ def test_a_damaged_report_is_named(evaluated, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # each engine starts processes of its own
 def test_the_engines_give_one_report(quantized: Path, tmp_path: Path) -> None:
-    python = [sys.executable, "-m"]
-    starts = {
-        "local": [*python, "fluxq"],
-        "torchrun": [*python, "torch.distributed.run", "--nproc-per-node", "2", "-m", "fluxq"],
-        "ray": [*python, "fluxq"],
-    }
+    starts = {"local": forked.run, "torchrun": partial(ranks.run, 2), "ray": forked.run}
     reports = {}
     for engine, start in starts.items():
         options = ["--engine", engine, "--images", tmp_path / engine, "--batch-size", 2, *FEW]
         options += ["--workers", 2] if engine == "ray" else []
-        command = [*start, "eval", quantized, *options]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        done = start("-m", "fluxq", "eval", quantized, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("report:") == 1  # one process speaks
         reports[engine] = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))

@@ -280,8 +280,7 @@ def test_an_error_of_any_process_is_named_with_its_number(tmp_path, tiny_folder)
     tensors["single_transformer_blocks.0.proj_out.weight"][3, 3] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
     order = ["quantize", str(tiny_folder), "--recipe", "fp8", "--profile", "rtn", "--no-check", "-o", "out"]
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fluxq")
-    ended = subprocess.run([sys.executable, *launch, *order], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    ended = ranks.run(2, "-m", "fluxq", *order, cwd=tmp_path)
     assert ended.returncode != 0 and not (tmp_path / "out").exists()
     assert "Error: process 1: single_transformer_blocks.0.proj_out: holds NaN or infinity" in ended.stderr
 
