@@ -428,8 +428,7 @@ def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_fi
     script.write_text(KILLED)
 
     def run(folder: Path, calls: int) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, str(script), str(calls), is_file, overwrite]
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        return forked.run(script, calls, is_file, overwrite, cwd=folder)
 
     def begin(name: str) -> Path:
         folder = tmp_path / name
