@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -283,6 +284,17 @@ def _a_gpu_only_for_tests_that_ask(request: pytest.FixtureRequest, monkeypatch: 
         monkeypatch.setattr(devices, "there_is_a_gpu", lambda: False)
         if torch.cuda.is_available():
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+_LEVEL = logging.getLogger("fluxq").level
+
+
+@pytest.fixture(autouse=True)
+def _no_command_silences_later_tests() -> None:
+    """A command leaves the logger as its own options had it: with -q it says errors only."""
+    log = logging.getLogger("fluxq")
+    if log.level != _LEVEL:
+        log.setLevel(_LEVEL)
 
 
 # Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.
