@@ -244,6 +244,8 @@ def take(given: int, out: int, err: int) -> None:
     sys.stdin = os.fdopen(0, "r", encoding=encoding, errors=errors or "strict", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding=encoding, errors=errors or "strict", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)
     torch.set_num_threads(1)
 
 
