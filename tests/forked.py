@@ -147,7 +147,7 @@ class _Server:
 
 def main() -> None:
     warm_up()
-    wait_for_no_disk()
+    do_not_sync()
     gc.collect()
     gc.freeze()
     words = serve(socket.socket(fileno=os.dup(0)))
@@ -170,8 +170,8 @@ def warm_up() -> None:
     import fluxq.jobs.making  # noqa: F401
 
 
-def wait_for_no_disk() -> None:
-    """Make this process wait for no disk: each of thousands of files takes one 20 ms, and no test cuts the power."""
+def do_not_sync() -> None:
+    """Leave files of this process to the system to write: a disk takes 20 ms for each, and no test cuts the power."""
 
     def look(file: Any) -> None:
         os.fstat(file if isinstance(file, int) else file.fileno())  # of one that is closed it raises what fsync would

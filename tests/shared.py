@@ -26,7 +26,7 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
-forked.wait_for_no_disk()
+forked.do_not_sync()
 torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite several times slower
 
 SIXTEEN_BIT = "16 bit"
