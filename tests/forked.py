@@ -2,7 +2,7 @@
 
 `run` and `start` take what `python` would: `-m MODULE`, `-c CODE` or a file, and arguments. Such a process has a
 number, streams, a folder and an environment of its own, is killed and ends as any other. It is no fresh interpreter:
-what reads the environment while it is imported, or counts imports, needs `subprocess`.
+what reads the environment while it is imported, counts imports or computes on a GPU, needs `subprocess`.
 
 This file is also the program that forks, one for each process that runs tests; it ends with that one.
 """
@@ -30,7 +30,9 @@ from types import ModuleType
 from typing import IO, Any, NoReturn
 
 # Read while packages are imported, so a fork would not heed them.
-READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "ONEDNN_", "PYTHONPATH", "PYTORCH_", "TORCH", "TRITON_")
+READ_AT_IMPORT = ("HF_", "MKL_", "OMP_", "ONEDNN_", "PYTHONPATH", "PYTORCH_", "TORCH", "TRITON_")
+
+WITHOUT_A_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # which is not to be shared with a fork
 
 
 def run(*words: object, encoding: str = "utf-8", **how: Any) -> subprocess.CompletedProcess[str]:
@@ -45,7 +47,8 @@ def start(*words: object, cwd: Path | str = ".", env: Mapping[str, str] | None =
     texts = tuple(map(str, words))
     umask = os.umask(0)
     os.umask(umask)
-    order = {"words": texts, "cwd": os.path.abspath(cwd), "env": dict(env or os.environ), "umask": umask}
+    environment = {**(os.environ if env is None else env), **WITHOUT_A_GPU}
+    order = {"words": texts, "cwd": os.path.abspath(cwd), "env": environment, "umask": umask}
     return Process(_server(), texts, order)
 
 
@@ -103,7 +106,8 @@ class _Server:
         self._environment = dict(os.environ)
         self._unread, self._codes = b"", {}
         with theirs:
-            self._process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
+            command = [sys.executable, __file__]
+            self._process = subprocess.Popen(command, stdin=theirs, env={**os.environ, **WITHOUT_A_GPU})
 
     def fork(self, order: dict[str, Any], streams: Sequence[IO[bytes]]) -> int:
         """Return the number of the process."""
