@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn
 
-# Read while packages are imported, so a fork would not heed them. torch writes some of its own later: they do not count.
+# Read while packages are imported, so a fork would not heed them; those of torch do not count, for it sets some later.
 READ_AT_IMPORT = ("ATEN_", "HF_", "MKL_", "OMP_", "ONEDNN_", "PYTHONPATH")
 
 WITHOUT_A_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # which is not to be shared with a fork
