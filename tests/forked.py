@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import io
 import json
 import os
 import runpy
@@ -53,7 +54,7 @@ def start(*words: object, cwd: Path | str = ".", env: Mapping[str, str] | None =
 
 
 class Process:
-    """What `start` began, as subprocess.Popen is, with files in place of pipes."""
+    """A process that `start` began: a subprocess.Popen with files in place of pipes."""
 
     def __init__(self, server: _Server, words: tuple[str, ...], order: dict[str, Any]) -> None:
         self.args, self.returncode = words, None
@@ -246,10 +247,10 @@ def take(given: int, out: int, err: int) -> None:
         os.dup2(stream, number)
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
     sys.stdin = os.fdopen(0, "r", encoding=encoding, errors=errors or "strict", closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding=encoding, errors=errors or "strict", closefd=False)
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    written = os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False)
+    sys.stdout = io.TextIOWrapper(written, encoding, errors or "strict", write_through=is_unbuffered)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
-    if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)
     torch.set_num_threads(1)
 
 

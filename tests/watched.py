@@ -95,7 +95,7 @@ def _watch(written: list[str], last: int, seconds: float, event: str, arguments:
 
 
 def _counts() -> dict[str, float]:
-    """What it held at most, what it read, both in bytes, and seconds of computing."""
+    """Return the most that this process held and what it read, both in bytes, and its seconds of computing."""
     held = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

@@ -25,8 +25,10 @@ ENDS = {
 }
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_program_ends_as_python_ends_it(how, tmp_path):
+def test_a_program_ends_as_python_ends_it(how, unbuffered, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     words = ("-c", ENDS[how], "a", "b c")
     real = subprocess.run(
         [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
