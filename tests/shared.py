@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
+import forked
 import pytest
 import torch
 from filelock import FileLock
@@ -26,6 +27,7 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
+forked.do_not_sync()
 torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite several times slower
 
 SIXTEEN_BIT = "16 bit"

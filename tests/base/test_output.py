@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from click.testing import CliRunner
@@ -427,8 +428,7 @@ def test_killed_at_any_call_the_same_command_ends_as_undisturbed(tmp_path, is_fi
     script.write_text(KILLED)
 
     def run(folder: Path, calls: int) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, str(script), str(calls), is_file, overwrite]
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        return forked.run(script, calls, is_file, overwrite, cwd=folder)
 
     def begin(name: str) -> Path:
         folder = tmp_path / name
@@ -607,8 +607,7 @@ plain = signal.default_int_handler if {number} == signal.SIGINT else signal.SIG_
 signal.signal({number}, plain)  # below nohup, or in the background, it is ignored, which a command leaves so
 fluxq.cli.main()
 """
-    words = [sys.executable, "-c", program, *"quantize --recipe fp8 --no-check -o out".split()]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = forked.run("-c", program, *"quantize --recipe fp8 --no-check -o out".split(), cwd=tmp_path)
     assert done.returncode == 128 + number and list(tmp_path.iterdir()) == []
     assert (
         done.stderr.splitlines()[-1]
@@ -667,10 +666,10 @@ def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_pat
 @pytest.mark.parametrize("encoding", ["cp437", "latin-1"])
 def test_a_sign_that_the_terminal_lacks_ends_no_command(tmp_path, encoding):
     """R21o: × and … of a plan, and what a command warns of."""
-    words = [sys.executable, "-m", "fluxq", "plan", "--recipe", "nvfp4"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
-    assert done.returncode == 0 and done.stderr == b"", done.stderr
-    assert "768×128".encode(encoding, errors="replace") in done.stdout
+    command, environment = ("-m", "fluxq", "plan", "--recipe", "nvfp4"), {**os.environ, "PYTHONIOENCODING": encoding}
+    done = forked.run(*command, cwd=tmp_path, env=environment, encoding=encoding)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "768×128".encode(encoding, errors="replace").decode(encoding) in done.stdout
 
 
 def test_the_root_of_the_file_system_is_no_output(tmp_path, monkeypatch):

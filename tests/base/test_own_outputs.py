@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from click.testing import CliRunner
 from example_report import example
@@ -90,7 +91,7 @@ module.remove = remove
 fluxq.cli.main()
 """
     command = ["export", "ck", *words.split()]
-    assert subprocess.run([sys.executable, "-c", script, *command]).returncode == -signal.SIGKILL
+    assert forked.run("-c", script, *command).returncode == -signal.SIGKILL
     left = sorted(here.glob(".x*.old"))
     place = Path(words.split()[1])
     assert left and place.exists()
@@ -109,8 +110,10 @@ fluxq.cli.main()
     assert code == 2 and "exists" in said and bytes_of(here) == before, said
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_behind_the_last_removal_the_same_command_says_that_it_had_finished(here, number):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_killed_behind_the_last_removal_the_same_command_says_that_it_had_finished(here, number, code):
     script = f"""
 import os, fluxq.cli
 from fluxq.commands.session import Session
@@ -119,10 +122,10 @@ fluxq.cli.main()
 """
     fluxq("export ck --format bfl -o y.safetensors")
     for words in ("export ck --format torchao -o x", "import y.safetensors -o z --base tiny"):
-        assert subprocess.run([sys.executable, "-c", script, *words.split()], capture_output=True).returncode
+        assert forked.run("-c", script, *words.split()).returncode == code
         assert sorted(path.name for path in here.iterdir() if path.name.startswith(".")) == []
-        code, said = fluxq(words)
-        assert code == 0 and "written before by this command" in said, said
+        ended, said = fluxq(words)
+        assert ended == 0 and "written before by this command" in said, said
 
 
 @pytest.mark.parametrize("words", ["export ck --format torchao -o out", "import y.safetensors -o out --base {tiny}"])

@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from hypothesis import given, settings
@@ -164,7 +163,7 @@ def test_the_same_split_gives_the_same_bytes_in_two_processes(tmp_path):
     """This one and another, whose hashes of texts have another seed."""
     files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     save_merged(files[0])
-    subprocess.run([sys.executable, "-c", SAVE, str(files[1]), str(Path(__file__).parent)], check=True, timeout=600)
+    forked.run("-c", SAVE, files[1], Path(__file__).parent).check_returncode()
     assert files[0].read_bytes() == files[1].read_bytes()
     Statistics.load(files[0])
 

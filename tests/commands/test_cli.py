@@ -10,13 +10,13 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -793,25 +793,11 @@ def test_help_says_where_each_command_writes(fluxq):
 # Real processes
 
 
-def start(*arguments, cwd: Path, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "fluxq", *arguments],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        # A shell that starts tests in the background makes them ignore SIGINT, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
-
-
 def test_a_real_process_ends_with_code_and_message(tmp_path):
     processes = [
-        start("quantize", "--recipe", "gone", cwd=tmp_path),
-        start("--version", cwd=tmp_path),
-        start("nonsense", cwd=tmp_path),
+        forked.start("-m", "fluxq", "quantize", "--recipe", "gone", cwd=tmp_path),
+        forked.start("-m", "fluxq", "--version", cwd=tmp_path),
+        forked.start("-m", "fluxq", "nonsense", cwd=tmp_path),
     ]
     (_, missing), (version, _), (_, unknown) = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [2, 0, 2]
@@ -822,7 +808,7 @@ def test_a_real_process_ends_with_code_and_message(tmp_path):
 
 
 def test_ctrl_c_during_work_ends_with_a_message_and_leaves_what_is_done(tmp_path):
-    process = start("quantize", "--recipe", "fp8", "--num-inference-steps", "16", cwd=tmp_path)
+    process = forked.start("-m", "fluxq", *"quantize --recipe fp8 --num-inference-steps 16".split(), cwd=tmp_path)
     try:
         deadline = time.monotonic() + 600
         while not list(tmp_path.glob(".tiny-fp8.*.work/new/transformer/*.safetensors")):

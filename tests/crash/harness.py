@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import zygote

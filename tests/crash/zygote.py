@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
+
 TIMEOUT = 120.0  # seconds
 CRASHED = 99  # exit code for a traceback
 
@@ -45,17 +47,8 @@ class Ended:
 def warm_up() -> None:
     """Import what commands import, and take out what they do not write by: clocks, memory, the engine of charts."""
     warnings.filterwarnings("ignore")
-    import torch
-
-    torch.set_num_threads(1)
-    import diffusers  # noqa: F401
-    import transformers  # noqa: F401
-
-    import fluxq.cli
-    import fluxq.commands.show
-    import fluxq.jobs.exchange
+    forked.warm_up()
     import fluxq.jobs.judge
-    import fluxq.jobs.making
     from fluxq.eval.report import charts
     from fluxq.eval.speed import machine
 
@@ -96,18 +89,9 @@ def _become(words: list[str], place: Path, disturbance: Disturbance | None, said
     code = CRASHED
     try:
         os.chdir(place)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        for number in (1, 2):
-            stream = os.fdopen(number, "w", buffering=1, closefd=False, errors="backslashreplace")
-            setattr(sys, ("stdout", "stderr")[number - 1], stream)
-        import torch
-
+        forked.take(os.open(os.devnull, os.O_RDONLY), said, said)
         import fluxq.cli
 
-        # After a fork torch makes its thread pool anew when one is asked for, and of two threads that ask at the same
-        # time one gets none ("Invalid thread pool"): this asks first.
-        torch.set_num_threads(1)
         if disturbance is not None:
             _disturb(disturbance)
         sys.argv = ["fluxq", *words]

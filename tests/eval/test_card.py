@@ -150,8 +150,9 @@ def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
         "tags: 3",
     ],
 )
-def test_front_matter_that_is_none_is_named_and_the_card_left_as_it_is(report, written, tmp_path, caplog):
+def test_front_matter_that_is_none_is_named_and_the_card_left_as_it_is(report, written, tmp_path, caplog, monkeypatch):
     """R17: of an older fluxq, or of somebody else; what was measured is written all the same."""
+    monkeypatch.setattr("fluxq.eval.report.charts._svg", lambda _: "<svg/>")
     text = f"---\n{written}\n---\n\n# Mine\n"
     with pytest.raises(ValueError):
         with_evaluation(text, report)

@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
+import ranks
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -32,6 +33,21 @@ def fluxq(*arguments: object):
 @pytest.fixture
 def quantized(plain_checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(plain_checkpoint("nvfp4"), tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def few(plain_checkpoint: Callable[[str], Path], tmp_path_factory) -> Path:
+    """A folder with the checkpoint `out`, of which FEW images were evaluated, and with those images."""
+    folder = tmp_path_factory.mktemp("few")
+    out = Path(shutil.copytree(plain_checkpoint("nvfp4"), folder / "out"))
+    assert fluxq("eval", out, *FEW).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def judged(few: Path, tmp_path: Path) -> Path:
+    """A checkpoint that `fluxq eval` has judged by FEW images, for a test to damage."""
+    return Path(shutil.copytree(few, tmp_path, dirs_exist_ok=True)) / "out"
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +146,8 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     way = "re-encoded to int8" if int_mm_is_exact("cpu") else "as stored"
     assert f"quantized layers were computed {way}: " in bench.output
     assert str(instructions()) in bench.output and "baseline: " in bench.output
-    debug = fluxq("debug", out, "--count", 2, "--num-inference-steps", 2, "--patch", tmp_path / "better.yaml")
+    few = ("--budget", 24, "--growth", 1, "--num-inference-steps", 1)
+    debug = fluxq("debug", out, "--count", 2, *few, "--patch", tmp_path / "better.yaml")
     assert debug.exit_code == 0, debug.output
     assert fluxq("plan", "tiny", "--recipe", tmp_path / "better.yaml").exit_code == 0
     assert fluxq("debug", out, "--count", 1, "--patch", tmp_path / "better.yaml").exit_code == 2  # another job's
@@ -155,30 +172,28 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     assert f"quality not measured: {command}" in page
 
 
-def test_what_an_older_version_found_is_named_and_left_out(quantized: Path, caplog) -> None:
-    assert fluxq("eval", quantized, *FEW).exit_code == 0
-    path, debug = quantized / "eval" / "report.json", quantized / "eval" / "debug.json"
+def test_what_an_older_version_found_is_named_and_left_out(judged: Path, caplog) -> None:
+    path, debug = judged / "eval" / "report.json", judged / "eval" / "debug.json"
     known = read_report(path).runs[0].provenance["checkpoint (SHA-256)"]
     debug.write_text(json.dumps({"checkpoint": known, "found": {}}), encoding="utf-8")  # as schema 2 wrote it
-    assert fluxq("eval", quantized, *FEW).exit_code == 0
+    assert fluxq("eval", judged, *FEW).exit_code == 0
     assert "debug.json was written by another version of fluxq and is left out: run `fluxq debug` again" in caplog.text
     value = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**value, "schema_version": 2}), encoding="utf-8")
-    done = fluxq("bench", quantized, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1)
+    done = fluxq("bench", judged, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1)
     assert done.exit_code == 0, done.output
     assert "schema_version is 2, this fluxq reads 3: run `fluxq eval` on its checkpoint again" in caplog.text
-    assert json.loads((quantized / "eval" / "speed.json").read_text(encoding="utf-8"))["checkpoint"] == known
+    assert json.loads((judged / "eval" / "speed.json").read_text(encoding="utf-8"))["checkpoint"] == known
     assert json.loads(path.read_text(encoding="utf-8"))["schema_version"] == 2  # left as it was
 
 
 @pytest.mark.parametrize("text", ["[]", '{"checkpoint"', "found", "rows"])
-def test_what_bench_left_damaged_costs_no_evaluation(quantized: Path, caplog, text: str) -> None:
-    assert fluxq("eval", quantized, *FEW).exit_code == 0
-    digest = read_report(quantized / "eval" / "report.json").runs[0].provenance["checkpoint (SHA-256)"]
+def test_what_bench_left_damaged_costs_no_evaluation(judged: Path, caplog, text: str) -> None:
+    digest = read_report(judged / "eval" / "report.json").runs[0].provenance["checkpoint (SHA-256)"]
     known = {"schema_version": SCHEMA_VERSION, "checkpoint": digest}
     damaged = {"found": json.dumps(known), "rows": json.dumps({**known, "found": {"rows": "x"}})}
-    (quantized / "eval" / "speed.json").write_text(damaged.get(text, text), encoding="utf-8")
-    done = fluxq("eval", quantized, *FEW)
+    (judged / "eval" / "speed.json").write_text(damaged.get(text, text), encoding="utf-8")
+    done = fluxq("eval", judged, *FEW)
     assert done.exit_code == 0, done.output
     assert "speed.json is damaged and is left out: run `fluxq bench` again" in caplog.text
 
@@ -365,18 +380,12 @@ def test_a_damaged_report_is_named(evaluated, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # each engine starts processes of its own
 def test_the_engines_give_one_report(quantized: Path, tmp_path: Path) -> None:
-    python = [sys.executable, "-m"]
-    starts = {
-        "local": [*python, "fluxq"],
-        "torchrun": [*python, "torch.distributed.run", "--nproc-per-node", "2", "-m", "fluxq"],
-        "ray": [*python, "fluxq"],
-    }
+    starts = {"local": forked.run, "torchrun": partial(ranks.run, 2), "ray": forked.run}
     reports = {}
     for engine, start in starts.items():
         options = ["--engine", engine, "--images", tmp_path / engine, "--batch-size", 2, *FEW]
         options += ["--workers", 2] if engine == "ray" else []
-        command = [*start, "eval", quantized, *options]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        done = start("-m", "fluxq", "eval", quantized, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("report:") == 1  # one process speaks
         reports[engine] = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Every image exactly once, whatever makes it and whenever that is killed.
 
-This file is also a program: torchrun and a test that kills a process start it, see `main`.
+This file is also a program: two ranks and a test that kills a process run it, see `main`.
 """
 
 import errno
@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,7 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
+import ranks
 import torch
 from PIL import Image
 
@@ -586,12 +587,8 @@ def main(engine, root, side, *deaths):
     assert (made is None) == (again is None) == (os.environ.get("RANK", "0") != "0")
 
 
-def start(*command):
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600)
-
-
 def test_a_process_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
-    killed = start(__file__, "local", tmp_path, side, "torn")
+    killed = forked.run(__file__, "local", tmp_path, side, "torn")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     made = work_in(tmp_path / "images", SIDES[side])
     assert len(complete_lines(made.folder)) == 3 and len(contents(made.folder)) == 8
@@ -603,17 +600,14 @@ def complete_lines(folder):
     return [line for path in folder.glob("manifest-*") for line in path.read_text().split("\n")[:-1]]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "torchrun")
-
-
 def test_two_ranks_make_what_one_process_makes(tmp_path, side, whole):
-    done = start(*TORCHRUN, tmp_path, side)
+    done = ranks.run(2, __file__, "torchrun", tmp_path, side)
     assert done.returncode == 0, done.stderr
     require_same(work_in(tmp_path / "images", SIDES[side]), whole(side), workers=2)
 
 
 def test_a_rank_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
-    killed = start(*TORCHRUN, tmp_path, side, "torn")
+    killed = ranks.run(2, __file__, "torchrun", tmp_path, side, "torn")
     assert killed.returncode != 0
     made = work_in(tmp_path / "images", SIDES[side])
     assert 0 < len(complete_lines(made.folder)) < COUNT
@@ -666,8 +660,16 @@ def test_actors_that_die_are_replaced_and_nothing_is_made_twice(tmp_path, side, 
     assert "died making the batch of" in caplog.text
 
 
+@dataclass(frozen=True)
+class Broken(FakeSide):
+    """Cannot be opened."""
+
+    def open(self, device="cpu"):
+        raise ValueError(f"backend {self.backend!r} is unknown")
+
+
 def test_an_error_of_an_actor_arrives_as_what_it_is(tmp_path, ray_engine):
-    broken = replace(work_in(tmp_path, replace(TINY, backend="abacus")), items=(("one", 1),))
+    broken = replace(work_in(tmp_path, Broken("fake", "", "", backend="abacus")), items=(("one", 1),))
     with pytest.raises(ValueError, match=r"^backend 'abacus' is unknown"):
         ensure_images(broken, ray_engine)
 
@@ -682,7 +684,7 @@ def test_a_cluster_that_runs_is_joined_and_left_running(tmp_path, whole, ray_eng
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    done = start(__file__, f"ray@{address}", tmp_path, "fake")
+    done = forked.run(__file__, f"ray@{address}", tmp_path, "fake")
     assert done.returncode == 0, done.stderr
     require_same(work_in(tmp_path / "images", FAKE), whole("fake"))
     assert ray.cluster_resources()["CPU"] == 2

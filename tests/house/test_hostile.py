@@ -1,16 +1,14 @@
 """Files from strangers: read or refused by name, soon, in little memory and inside their folder, whatever they hold."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import example_report
+import forked
 import hostile
 import pyarrow.parquet
 import pytest
@@ -163,11 +161,8 @@ def write_prompts(root: Path) -> None:
 
 
 def in_a_process_of_its_own(*arguments: object) -> str:
-    """Return the last line of Python with these arguments, where modules are found in packages and tests alone."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(hostile.__file__).parent)}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=3600
-    )
+    """Return the last line that Python with these arguments prints."""
+    done = forked.run(*arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()[-1]
 
@@ -183,6 +178,7 @@ def test_damaged_files_are_read_or_refused(strange, counts):
 PLANTED = """
 import json, re, sys
 from pathlib import Path
+import forked
 import hostile
 
 def unnamed(folder): int((folder / "recipe.yaml").read_text()[:1])

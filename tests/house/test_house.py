@@ -1,6 +1,7 @@
 """The house: imports run one way, heavy packages load late, the folders are where the package expects them."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -24,9 +25,21 @@ def room(module: str) -> str:
     return part if part in ORDER else "face"
 
 
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a source text of the wheel, which several tests look through."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
 def imports(source: str) -> Iterator[str]:
     """Every module of ours that a source text imports, at any depth, lazily or not."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fluxq")
         elif isinstance(node, ast.ImportFrom):
@@ -52,7 +65,7 @@ def our_modules() -> dict[str, Path]:
 
 def imported_modules(source: str, modules: Container[str]) -> Iterator[str]:
     """The modules among `modules` that a source text imports, or imports names from."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -169,7 +182,7 @@ def test_diffusers_and_transformers_learn_of_fluxq_in_either_order(order: str) -
 def test_outside_the_command_line_nothing_prints_exits_or_asserts() -> None:
     allowed = {"fluxq.cli", "fluxq.commands.show"}
     for name, path in our_modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and name not in allowed:
                 called = ast.unparse(node.func)
@@ -195,7 +208,7 @@ def test_no_function_takes_more_than_eight_arguments() -> None:
     """Beside commands, whose options click passes, the options of the verbs in `fluxq.__all__`, and device code."""
     wide, seen = [], 0
     for module, path in our_modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             seen += 1

@@ -1,24 +1,19 @@
-"""`--max-memory`: models whose weights come when it is their turn compute the same bits, within the bound.
-
-This file is also a program: it forks a process for each command that it is told, and says what that held, see `serve`.
-"""
+"""`--max-memory`: models whose weights come when it is their turn compute the same bits, within the bound."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import watched
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny_configs import TINY_CONFIGS
@@ -48,59 +43,6 @@ compat: full
 """
 LAYER = "single_transformer_blocks.*.attn.to_q"
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what a process held")
-
-
-# The program
-
-
-def serve() -> None:
-    """A line of JSON on stdin is a command to run in a forked process; its exit code and what it held come back."""
-    from fluxq.cli import main
-
-    torch.set_num_threads(1)  # and nothing is computed here, so that a fork has no threads to miss
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            sys.stdout = sys.stderr
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
-            before, code = held_most(), 0
-            sys.argv = ["fluxq", *json.loads(line)]
-            try:
-                main()
-            except SystemExit as end:
-                code = int(end.code or 0)
-            print(f"\nheld {held_most() - before}", file=sys.stderr, flush=True)
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(code, flush=True)
-
-
-def held_most() -> int:
-    """Bytes."""
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory) -> Iterator[Callable[..., tuple[int, int, str]]]:
-    """process(*arguments) runs fluxq: (exit code, bytes that it held beyond what importing it takes, text)."""
-    path = tmp_path_factory.mktemp("server") / "log"
-    with path.open("w") as log:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        with subprocess.Popen([sys.executable, __file__], **pipes) as server:
-            assert server.stdin and server.stdout
-            told, heard = server.stdin, server.stdout
-
-            def ask(*arguments: str) -> tuple[int, int, str]:
-                start = path.stat().st_size
-                told.write(json.dumps(arguments) + "\n")
-                told.flush()
-                code = int(heard.readline())
-                said = path.read_text()[start:]
-                found = re.search(r"^held (\d+)", said, re.MULTILINE)
-                return code, int(found[1]) if found else 0, said
-
-            yield ask
-            told.close()
 
 
 # A model in parts
@@ -484,15 +426,15 @@ def wide_model(folder: Path, double: int, single: int) -> Path:
     [((1, 6), 180, "--no-check"), pytest.param((2, 12), 240, "", marks=pytest.mark.slow)],
     ids=["small", "large"],
 )
-def test_a_process_stays_within_the_bound(process, tmp_path, recipe, blocks, bound, check):
+def test_a_process_stays_within_the_bound(tmp_path, recipe, blocks, bound, check):
     model = wide_model(tmp_path / "model", *blocks)
     weights = sum(path.stat().st_size for path in (model / "transformer").iterdir())
     how = ("--recipe", recipe, "--include", LAYER, "--num-inference-steps", "2", *([check] if check else []))
 
     def run(name: str, source: str, *more: str) -> int:
-        code, held, said = process("quantize", source, *how, "-o", str(tmp_path / name), *more)
-        assert code == 0, said
-        return held
+        ended = watched.run(tmp_path, "quantize", source, *how, "-o", str(tmp_path / name), *more)
+        assert ended["code"] == 0, ended["err"]
+        return ended["peak"]
 
     base = run("tiny", "tiny", "--max-memory", "1GiB")  # what it takes to run at all
     held = run("bounded", str(model), "--max-memory", f"{bound}MB")
@@ -517,7 +459,3 @@ def test_a_gpu_stays_within_the_bound(tmp_path, recipe):
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[0] > 400e6 and peaks[1] < 250 << 20
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")
-
-
-if __name__ == "__main__":
-    serve()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -122,10 +123,8 @@ def arguments(name: str) -> list[str]:
 
 
 def together(folder: Path, orders: list[Any], count: int = 2) -> subprocess.CompletedProcess[str]:
-    """Two processes under torchrun run the orders in `folder`."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-    command = [sys.executable, *launch, __file__, json.dumps(orders)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    """Two processes, as torchrun starts them, run the orders in `folder`."""
+    return ranks.run(count, __file__, json.dumps(orders), cwd=folder)
 
 
 def alone(folder: Path, name: str) -> Path:
@@ -280,8 +279,7 @@ def test_an_error_of_any_process_is_named_with_its_number(tmp_path, tiny_folder)
     tensors["single_transformer_blocks.0.proj_out.weight"][3, 3] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
     order = ["quantize", str(tiny_folder), "--recipe", "fp8", "--profile", "rtn", "--no-check", "-o", "out"]
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fluxq")
-    ended = subprocess.run([sys.executable, *launch, *order], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    ended = ranks.run(2, "-m", "fluxq", *order, cwd=tmp_path)
     assert ended.returncode != 0 and not (tmp_path / "out").exists()
     assert "Error: process 1: single_transformer_blocks.0.proj_out: holds NaN or infinity" in ended.stderr
 

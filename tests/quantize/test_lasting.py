@@ -6,14 +6,13 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import example_report
+import forked
 import pyarrow.parquet
 import pytest
 import torch
@@ -398,8 +397,7 @@ print(len(loaded), sum(tensor.is_meta for each in loaded for tensor in each.stat
 def test_models_load_in_threads_beside_other_models(tmp_path):
     """In a process of its own: diffusers and accelerate leave their patches of torch behind in threads."""
     quantize(tiny.path(), tmp_path / "out")
-    words = [sys.executable, "-c", THREADS, str(tmp_path / "out"), str(tiny.path())]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = forked.run("-c", THREADS, tmp_path / "out", tiny.path())
     assert done.stdout.split() == ["9", "0"], done.stderr
 
 

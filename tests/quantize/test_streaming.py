@@ -1,7 +1,4 @@
-"""Quantizing from disk to disk: what is in memory, what is shared out among threads, and a process killed at any point.
-
-This file is also a program: tests tell it what commands to run, and it forks a process for each, see `serve`.
-"""
+"""Quantizing from disk to disk: what is in memory, what is shared out among threads, and processes killed anywhere."""
 
 from __future__ import annotations
 
@@ -12,14 +9,12 @@ import logging
 import os
 import random
 import re
-import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -27,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import watched
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
@@ -59,122 +55,16 @@ gate: {db_per_percent: 0.0}
 linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux says what a process read and held")
 
 
-# The program
-
-
-def serve() -> None:
-    """A line of JSON on stdin is a command to run in a forked process, whose end is a line of JSON on stdout."""
-    import fluxq.cli
-
-    torch.set_num_threads(1)  # and nothing is computed here, so that a fork has no threads to miss
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _command(fluxq.cli.main, order)
-        if order["kill_after"] is not None:
-            time.sleep(order["kill_after"])
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        sys.stdout.write(json.dumps({"code": os.waitstatus_to_exitcode(status)}) + "\n")
-        sys.stdout.flush()
-
-
-def _command(main: Callable[[], None], order: dict[str, Any]) -> None:
-    """Run `main` in this forked process; kill the process where `order` says so.
-
-    die_at of (a function's module, its name, n) kills it in that function's n-th call. die_at_write of (n, seconds)
-    kills it so long after it began its n-th change of files at the output. How often that function was called, those
-    files, and what the process held and read, is in report.json afterwards.
-    """
-    os.chdir(order["cwd"])
-    for name, number in (("out.txt", 1), ("err.txt", 2)):
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    calls = 0
-    if order["die_at"]:
-        module, name, last = order["die_at"]
-        owner = sys.modules[module]
-        own = getattr(owner, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return own(*args, **kwargs)
-
-        setattr(owner, name, counted)
-    written: list[str] = []
-    if order["die_at_write"]:
-        sys.addaudithook(partial(_watch, written, *order["die_at_write"]))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
-    before, code = _counts(), 0
-    sys.argv = ["fluxq", *order["arguments"]]
-    try:
-        main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    used = {name: value - before[name] for name, value in _counts().items()}
-    Path("report.json").write_text(json.dumps({"calls": calls, "written": written, **used}))
-    os._exit(code)
-
-
-def _watch(written: list[str], last: int, seconds: float, event: str, arguments: tuple[Any, ...]) -> None:
-    """Note a file that is about to be made, changed, renamed or removed; SIGKILL at the `last` one."""
-    writes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
-    if event == "open":
-        writes = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    if not writes or not isinstance(arguments[0], str | Path) or "/.out." not in str(arguments[0]):
-        return
-    written.append(str(arguments[0]).partition(".work/")[2])
-    if len(written) == last:
-        if seconds:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _counts() -> dict[str, float]:
-    held = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    return {"peak": 1024 * int(held), "read": int(counts["rchar"]), "cpu": cpu}
-
-
 # What tests use
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory) -> Iterator[Callable[..., dict[str, Any]]]:
-    """process(folder, *arguments, kill_after=seconds) runs fluxq in another process; die_at…: see `_command`."""
-    log = (tmp_path_factory.mktemp("server") / "log").open("w+")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-    with subprocess.Popen([sys.executable, __file__], **pipes) as server:
-
-        def ask(folder: Path, *arguments: str, **how: Any) -> dict[str, Any]:
-            folder.mkdir(exist_ok=True)
-            told = {"kill_after": None, "die_at": None, "die_at_write": None, **how}
-            order = {"cwd": str(folder), "arguments": arguments, **told}
-            server.stdin.write(json.dumps(order) + "\n")
-            server.stdin.flush()
-            answer = json.loads(server.stdout.readline())
-            if (folder / "report.json").is_file():
-                answer |= json.loads((folder / "report.json").read_text())
-                (folder / "report.json").unlink()
-            return answer | {"err": (folder / "err.txt").read_text()}
-
-        yield ask
-        server.stdin.close()
-    log.close()
-
-
-@pytest.fixture(scope="module")
-def whole(process, tmp_path_factory) -> tuple[dict[str, bytes], float]:
+def whole(tmp_path_factory) -> tuple[dict[str, bytes], float]:
     """(files of a checkpoint that nothing interrupted, seconds)."""
     folder = tmp_path_factory.mktemp("whole")
-    process(folder, "--version")  # whatever is imported once
+    watched.run(folder, "--version")  # whatever is imported once
     start = time.monotonic()
-    assert process(folder, *QUANTIZE)["code"] == 0
+    assert watched.run(folder, *QUANTIZE)["code"] == 0
     return files_of(folder / "out"), time.monotonic() - start
 
 
@@ -238,13 +128,13 @@ POINTS = {  # where a process is killed -> blocks that are done by then
 
 @linux
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_somewhere_the_same_command_goes_on_there(process, whole, tmp_path, point):
+def test_killed_somewhere_the_same_command_goes_on_there(whole, tmp_path, point):
     module, name, call, done = POINTS[point]
-    killed = process(tmp_path, *QUANTIZE, die_at=(module, name, call))
+    killed = watched.run(tmp_path, *QUANTIZE, die_at=(module, name, call))
     assert killed["code"] == -signal.SIGKILL and not (tmp_path / "out").exists()
     there = blocks_in(tmp_path)
     assert done is None or len(there) == done
-    again = process(tmp_path, *QUANTIZE, die_at=(*FINISH, 0))
+    again = watched.run(tmp_path, *QUANTIZE, die_at=(*FINISH, 0))
     assert again["code"] == 0 and again["calls"] == 10 - len(there)
     assert "going on with what an interrupted run left in" in again["err"]
     assert files_of(tmp_path / "out") == whole[0] and beside(tmp_path) == ["out"]
@@ -252,11 +142,11 @@ def test_killed_somewhere_the_same_command_goes_on_there(process, whole, tmp_pat
 
 @linux
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_times_in_a_row_it_still_ends_with_the_same_bytes(process, whole, tmp_path, count):
+def test_killed_at_random_times_in_a_row_it_still_ends_with_the_same_bytes(whole, tmp_path, count):
     draw = random.Random(count)
     for _ in range(count):
         before = blocks_in(tmp_path)
-        ended = process(tmp_path, *QUANTIZE, kill_after=draw.random() * whole[1])
+        ended = watched.run(tmp_path, *QUANTIZE, kill_after=draw.random() * whole[1])
         if ended["code"] == 0:
             assert files_of(tmp_path / "out") == whole[0] and beside(tmp_path) == ["out"]
             shutil.rmtree(tmp_path / "out")
@@ -264,7 +154,7 @@ def test_killed_at_random_times_in_a_row_it_still_ends_with_the_same_bytes(proce
             assert before.items() <= blocks_in(tmp_path).items()  # nothing is done twice
         else:
             assert files_of(tmp_path / "out") == whole[0]
-    assert process(tmp_path, *QUANTIZE)["code"] == 0
+    assert watched.run(tmp_path, *QUANTIZE)["code"] == 0
     assert files_of(tmp_path / "out") == whole[0] and beside(tmp_path) == ["out"]
 
 
@@ -283,20 +173,20 @@ def stage_of(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def fitted(process, tmp_path_factory) -> tuple[tuple[str, ...], dict[str, bytes], list[str]]:
+def fitted(tmp_path_factory) -> tuple[tuple[str, ...], dict[str, bytes], list[str]]:
     """(a command, the files that it gives, the changes of files it makes) of a job with every stage."""
     folder = tmp_path_factory.mktemp("fitted")
     (folder / "fitted.yaml").write_text(FITTED)
     recipe = ("--recipe", str(folder / "fitted.yaml"), "--num-inference-steps", "3", "--no-check")
     command = ("quantize", "tiny", *recipe, "-o", "out")
-    done = process(folder, *command, die_at_write=(0, 0))
+    done = watched.run(folder, *command, die_at_write=(0, 0))
     assert done["code"] == 0 and {stage_of(name) for name in done["written"]} == set(STAGES)
     return command, files_of(folder / "out"), done["written"]
 
 
 @linux
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_fitted_job_that_is_killed_at_any_write_ends_with_the_same_bytes(process, fitted, tmp_path, count):
+def test_a_fitted_job_that_is_killed_at_any_write_ends_with_the_same_bytes(fitted, tmp_path, count):
     """At random ones of each stage; every second one is killed again before it ends, some in the middle of a write."""
     command, expected, written = fitted
     draw, stages = random.Random(count), list(STAGES)
@@ -305,15 +195,15 @@ def test_a_fitted_job_that_is_killed_at_any_write_ends_with_the_same_bytes(proce
         stage, folder = stages[turn % len(stages)], tmp_path / str(turn)
         at = draw.choice([index for index, name in enumerate(written) if stage_of(name) == stage]) + 1
         delays = [draw.choice((0, 0.002 * draw.random())) for _ in range(2)]
-        killed = process(folder, *command, die_at_write=(at, delays[0]))
+        killed = watched.run(folder, *command, die_at_write=(at, delays[0]))
         assert killed["code"] == -signal.SIGKILL, (turn, stage, at)
         there = blocks_in(folder)
         if turn % 2:
-            process(folder, *command, die_at_write=(draw.randrange(1, 40), delays[1]))
+            watched.run(folder, *command, die_at_write=(draw.randrange(1, 40), delays[1]))
             assert (folder / "out").exists() or there.items() <= blocks_in(folder).items(), (turn, stage, at)
             there = blocks_in(folder)
         standing = (folder / "out").exists()
-        again = process(folder, *command, die_at=(*FINISH, 0))
+        again = watched.run(folder, *command, die_at=(*FINISH, 0))
         assert again["code"] == 0, (turn, stage, at, again["err"])
         assert standing or again["calls"] == 10 - len(there), (turn, stage, at)
         assert files_of(folder / "out") == expected and beside(folder) == ["out"], (turn, stage, at)
@@ -329,17 +219,17 @@ REPLACING = {  # where a process is killed -> what then stands at the output
 
 @linux
 @pytest.mark.parametrize("point", REPLACING)
-def test_killed_while_it_replaces_a_checkpoint_the_old_one_is_not_lost(process, whole, tmp_path, point):
+def test_killed_while_it_replaces_a_checkpoint_the_old_one_is_not_lost(whole, tmp_path, point):
     module, name, call, expected = REPLACING[point]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
     (tmp_path / "out" / PLAN).write_text(json.dumps({"files": {"old": hashlib.sha256(b"old").hexdigest()}}))
     command = (*QUANTIZE, "--overwrite")
-    assert process(tmp_path, *command, die_at=(module, name, call))["code"] == -signal.SIGKILL
+    assert watched.run(tmp_path, *command, die_at=(module, name, call))["code"] == -signal.SIGKILL
     standing = [path.name for path in (tmp_path / "out").iterdir()] if (tmp_path / "out").exists() else []
     assert expected == ("nothing" if not standing else "old" if "old" in standing else "new")
     assert len([*tmp_path.glob("out/old"), *tmp_path.glob(".out.*.work/old/out/old")]) == 1
-    assert process(tmp_path, *command)["code"] == 0
+    assert watched.run(tmp_path, *command)["code"] == 0
     assert files_of(tmp_path / "out") == whole[0] and beside(tmp_path) == ["out"]
 
 
@@ -467,14 +357,14 @@ def test_statistics_that_were_gathered_are_not_gathered_again(tmp_path, quick_re
 
 
 @linux
-def test_the_second_writer_is_refused_with_the_first_one_s_number(process, tmp_path):
+def test_the_second_writer_is_refused_with_the_first_one_s_number(tmp_path):
     with sole_writer(tmp_path / "out"):
-        second = process(tmp_path, *QUANTIZE)
+        second = watched.run(tmp_path, *QUANTIZE)
         assert second["code"] == 1 and not (tmp_path / "out").exists()
         assert f"out is being written by process {os.getpid()} on " in second["err"]
         assert "wait for it, or end it" in second["err"]
     assert not [name for name in beside(tmp_path) if name.startswith(".out")]
-    assert process(tmp_path, *QUANTIZE)["code"] == 0
+    assert watched.run(tmp_path, *QUANTIZE)["code"] == 0
 
 
 def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path, monkeypatch):
@@ -518,14 +408,14 @@ def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, t
 
 
 @linux
-def test_memory_does_not_grow_with_the_model_and_cost_grows_as_it_does(process, model_of, tmp_path):
+def test_memory_does_not_grow_with_the_model_and_cost_grows_as_it_does(model_of, tmp_path):
     """Of 4 blocks and of 12: what is held over what the process held before is a few blocks, the same for both."""
     used, sizes = [], []
     for single in (2, 10):
         model = model_of(tmp_path / f"model {single}", 768, 2, single)
         sizes.append(sum(path.stat().st_size for path in model.rglob("*.safetensors")))
         arguments = ("--recipe", "fp8", "--profile", "rtn", "--no-check", "-o", "out")
-        used.append(process(tmp_path / f"run {single}", "quantize", str(model), *arguments))
+        used.append(watched.run(tmp_path / f"run {single}", "quantize", str(model), *arguments))
         assert used[-1]["code"] == 0, used[-1]["err"]
     small, large = used
     block = 21_000_000  # bytes of a double block
@@ -726,7 +616,3 @@ def test_without_a_terminal_there_is_no_bar(capsys):
     with console.blocks_progress("Quantizing", 1, 1) as advance:
         advance(1)
     assert capsys.readouterr() == ("", "")
-
-
-if __name__ == "__main__":
-    serve()

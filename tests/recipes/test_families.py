@@ -263,15 +263,10 @@ OTHER_WORDS = ("clip", "unet")  # also a metric and an operation, and a componen
 
 def named(source: str) -> set[str]:
     """Families that a source text names: by a string, by the name of a function or variable, or by their class."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        texts = [value for value in vars(node).values() if isinstance(value, str)]
-        for family in FAMILIES.values():
-            if family.name not in OTHER_WORDS and family.name in [text.strip("_") for text in texts]:
-                found.add(family.name)
-            if family.model in texts:
-                found.add(family.name)
-    return found
+    values = (value for node in ast.walk(ast.parse(source)) for value in vars(node).values())
+    texts = {value for value in values if isinstance(value, str)}
+    by_name = {text.strip("_") for text in texts} & FAMILIES.keys() - set(OTHER_WORDS)
+    return by_name | {family.name for family in FAMILIES.values() if family.model in texts}
 
 
 def test_no_family_is_named_outside_its_file_and_the_table():

@@ -7,12 +7,12 @@ everything in `rank_main` over gloo and writes its results, which the tests comp
 import datetime
 import functools
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import diffusers
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,24 +254,14 @@ def ranks(tmp_path_factory, checkpoint, tested_recipes) -> list[dict[str, Tensor
     """Return the tensors that each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
     recipes = [f"{recipe}={checkpoint(recipe)}" for recipe in tested_recipes]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder), *recipes],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    started = [forked.start(__file__, rank, folder, *recipes, env=environment) for rank in range(RANKS)]
     try:
-        said = [process.communicate(timeout=600)[0] for process in started]
+        said = [process.communicate() for process in started]
     finally:
         for process in started:
             process.kill()
-    for process, text in zip(started, said, strict=True):
-        assert process.returncode == 0, text
+    assert [process.returncode for process in started] == [0] * RANKS, said
     return [load_file(folder / f"{rank}.safetensors") for rank in range(RANKS)]
 
 
