@@ -602,7 +602,7 @@ def test_what_a_killed_process_left_of_a_file_is_cleared(tmp_path):
 def test_signals_end_a_command_as_ctrl_c_does(tmp_path, number):
     program = f"""
 import os, signal, fluxq.cli, fluxq.jobs.making as making
-making.prepare = lambda *a, **k: os.kill(os.getpid(), {number})
+making.job_of = lambda *a, **k: os.kill(os.getpid(), {number})
 plain = signal.default_int_handler if {number} == signal.SIGINT else signal.SIG_DFL
 signal.signal({number}, plain)  # below nohup, or in the background, it is ignored, which a command leaves so
 fluxq.cli.main()

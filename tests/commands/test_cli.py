@@ -696,7 +696,7 @@ def test_verbose_shows_the_traceback_and_the_message(fluxq):
 
 
 def test_a_fault_of_our_own_is_not_hidden(fluxq, monkeypatch, tmp_path):
-    monkeypatch.setattr("fluxq.jobs.making.prepare", lambda *a, **k: {}["bug"])
+    monkeypatch.setattr("fluxq.jobs.making.job_of", lambda *a, **k: {}["bug"])
     monkeypatch.setattr(sys, "argv", ["fluxq", "plan"])
     with pytest.raises(KeyError):
         main()

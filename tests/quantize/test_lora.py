@@ -184,10 +184,10 @@ def test_an_interrupted_run_goes_on_with_blocks_that_a_lora_changed(lora_file, t
 
     monkeypatch.setattr(run_module, "finish", stops)
     with pytest.raises(KeyboardInterrupt):
-        making.quantize(making.prepare(asked))
+        making.quantize(making.job_of(asked))
     again = []
     monkeypatch.setattr(run_module, "finish", lambda file, *rest: again.append(file.name) or finish(file, *rest))
-    making.quantize(making.prepare(asked))
+    making.quantize(making.job_of(asked))
     assert len(made) == 4 and not {*made} & {*again} and "other weights" not in caplog.text
 
 
