@@ -68,10 +68,10 @@ class Lazy(Sequence[Tensor]):
     """`count` images or videos, each read when it is asked for, by its index."""
 
     def __init__(self, count: int, read: Callable[[int], Tensor]) -> None:
-        self.count, self.read = count, read
+        self.indices, self.read = range(count), read
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.indices)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -80,7 +80,7 @@ class Lazy(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> list[Tensor]: ...
 
     def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        places = range(self.count)[index]
+        places = self.indices[index]
         return self.read(places) if isinstance(places, int) else [self.read(place) for place in places]
 
 

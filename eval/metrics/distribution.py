@@ -232,9 +232,10 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
     values = []
     for size in sizes:
         part = _drawn(images, size, generator).moments
-        against = reference
         if isinstance(reference, Features):
             against = _drawn(reference, round(size * reference.n / total), generator).moments
+        else:
+            against = reference
         values.append(frechet_distance(part, against))
     line: Any = linregress([1 / size for size in sizes], values)
     return Extrapolated(float(line.intercept), float(line.intercept_stderr), tuple(sizes))

@@ -281,7 +281,7 @@ def _fid(sample: Sample) -> Measured:
     label = sample.networks.reference_name
     before, after = _against_reference(sample, "FID", lambda side, reference: fid(side, reference, label))
     return Measured(
-        **_of_sets(before.value, after.value, after.n),
+        *_of_sets(before.value, after.value, after.n),
         notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
         how=_fid_how(after, _seen(sample)),
     )
@@ -309,7 +309,7 @@ def _fid_infinity(sample: Sample) -> Measured:
     if isinstance(_reference(sample), Moments):
         notes.append("the bias of the reference's own number of images stays in it")
     return Measured(
-        **_of_sets(first.value, second.value, count),
+        *_of_sets(first.value, second.value, count),
         notes=tuple(notes),
         how=f"line over 1/N through {len(second.sizes)} subsets of {second.sizes[0]} to {count}, {_through(after)}; "
         f"to {sample.networks.reference_name}",
@@ -323,7 +323,7 @@ def _kid(sample: Sample) -> Measured:
         f"standard deviation {_KID_SCALE * after.sd:.3g} over {after.subsets} subsets of {after.subset_size} images"
     )
     return Measured(
-        **_of_sets(before.value, after.value, features.n, _KID_SCALE),
+        *_of_sets(before.value, after.value, features.n, _KID_SCALE),
         notes=(*(() if math.isnan(after.sd) else (spread,)), *_frames_alike(sample)),
         how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {reference.n} "
         f"{sample.networks.reference_name}",
@@ -343,7 +343,7 @@ def _cmmd(sample: Sample) -> Measured:
     count = len(sample.quantized.items) * (sample.frames or 1)
     few = f"the estimator is biased upwards by a finite number of images: compare only at N = {count}"
     return Measured(
-        **_of_sets(before, after, count),
+        *_of_sets(before, after, count),
         notes=(few, *_frames_alike(sample), *scorer.warnings),
         how=f"1000 × biased MMD², Gaussian kernel of sigma 10, CLIP {scorer.network} (published values: ViT-L-14-336); "
         f"to {len(real)} {networks.reference_name}",
@@ -450,10 +450,9 @@ def _alone(value: float, count: int) -> Interval:
     return Interval(value, math.nan, math.nan, count)
 
 
-def _of_sets(before: float, after: float, count: int, scale: float = 1) -> dict[str, Interval]:
-    """A figure of either side's images, and their difference."""
-    found = {"value": after, "baseline": before, "change": after - before}
-    return {name: _alone(scale * figure, count) for name, figure in found.items()}
+def _of_sets(before: float, after: float, count: int, scale: float = 1) -> tuple[Interval, Interval, Interval]:
+    """Return (value, baseline, change) of a figure of either side's images."""
+    return (_alone(scale * after, count), _alone(scale * before, count), _alone(scale * (after - before), count))
 
 
 def _through(features: Features) -> str:

@@ -113,8 +113,9 @@ def drift_charts(report: Report) -> list[Drawing]:
     """A chart for each curve along the denoising steps, with a line for each run and the noise floor dashed."""
     shown: dict[str, list[_Along]] = {}
     for run in report.runs:
-        for key, curve in run.drift.curves.items() if run.drift else ():
-            shown.setdefault(key, []).append((run.name, _steps(run.drift), curve))
+        if run.drift is not None:
+            for key, curve in run.drift.curves.items():
+                shown.setdefault(key, []).append((run.name, _steps(run.drift), curve))
     return drawn(_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
 
 
