@@ -91,7 +91,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "accelerate disk_offload": to_disk(lambda model, path: accelerate.disk_offload(model, path, CPU)),
     "diffusers block_level": in_groups("block_level", num_blocks_per_group=1),
     "diffusers leaf_level": in_groups("leaf_level"),
-    "diffusers leaf_level, whole": in_groups("leaf_level", whole=True),
+    "diffusers leaf_level whole": in_groups("leaf_level", whole=True),
 }
 
 

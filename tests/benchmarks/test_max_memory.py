@@ -1,13 +1,14 @@
-"""The benchmark of bounds, cut down: that what a bound loads paints what is painted without one."""
+"""The benchmark of bounds, cut down: that what a bound loads paints what is painted without one; and what was found."""
 
 import json
+import re
 from pathlib import Path
 
 import forked
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "max_memory.py"
-RESULT = SCRIPT.with_suffix(".json")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "max_memory.py"
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what a process held")
 
 
