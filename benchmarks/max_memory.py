@@ -3,7 +3,8 @@
     python benchmarks/max_memory.py
 
 A random FLUX transformer and T5 take turns to make two images. Every row is a process of its own, which has made images
-with the embedded pipeline before anything is counted; what loading takes counts. Files come from the system's cache.
+with the embedded pipeline before anything is counted; what loading takes counts. Files come from the system's cache;
+seconds are the processor's.
 
     resident     all that the process holds, as Linux counts it: what `--max-memory` bounds
     anonymous    the same without pages of mapped files, which the system can take away and read again
@@ -43,7 +44,6 @@ from fluxq.jobs import memory
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.workloads import CallSize
 
-DTYPE = "bfloat16"  # that models are loaded in
 CPU = torch.device("cpu")
 EMBEDDED = ModelFolder("tiny", Path(tiny.path()))
 CALL: dict[str, Any] = {"height": 16, "width": 16, "max_sequence_length": 8, "num_inference_steps": 3}
@@ -57,7 +57,7 @@ def max_memory(folder: ModelFolder, demand: memory.Demand, limit: int, scratch: 
         how = {"device_map": "auto", "max_memory": {"cpu": max(0, left)}, "offload_folder": str(scratch / name)}
         models[name] = made.from_pretrained(folder.path / name, dtype=torch.bfloat16, **how)
         left -= sum(tensor.nbytes for tensor in models[name].parameters() if not tensor.is_meta)
-    return load_pipeline(folder, DTYPE, models=models)
+    return load_pipeline(folder, models=models)
 
 
 def to_disk(offload: Callable[[Any, str], Any]) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def to_disk(offload: Callable[[Any, str], Any]) -> Callable[..., Any]:
         for name, made in LARGE.items():
             models[name] = made.from_pretrained(folder.path / name, dtype=torch.bfloat16)
             offload(models[name], str(scratch / name))
-        return load_pipeline(folder, DTYPE, models=models)
+        return load_pipeline(folder, models=models)
 
     return load
 
@@ -85,7 +85,7 @@ def in_groups(kind: str, *, whole: bool = False, **how: Any) -> Callable[..., An
 
 # Name -> makes a pipeline of (folder, what it takes, bytes of the bound, a folder to write to).
 WAYS: dict[str, Callable[..., Any]] = {
-    "plain": lambda folder, *_: load_pipeline(folder, DTYPE),
+    "plain": lambda folder, *_: load_pipeline(folder),
     "fluxq": lambda folder, demand, limit, _: demand.bound(limit).load(folder, {}),
     "accelerate max_memory": max_memory,
     "accelerate disk_offload": to_disk(lambda model, path: accelerate.disk_offload(model, path, CPU)),
@@ -112,7 +112,7 @@ def main(width: int, blocks: int, bounds: str, dtypes: str, ways: str, output: P
         with tempfile.TemporaryDirectory() as root:
             folder = ModelFolder("drawn", Path(root) / "model")
             draw(folder.path, width, blocks, stored)
-            result["weights"] = memory.weight_bytes(folder, DTYPE)
+            result["weights"] = memory.weight_bytes(folder, "bfloat16")
             _, want = forked(measure, "plain", folder, None)
             for way in ways.split(","):
                 for bound in percents if way in ("fluxq", "accelerate max_memory") else [None]:
@@ -134,7 +134,7 @@ def measure(way: str, folder: ModelFolder, limit: int | None) -> tuple[dict[str,
     """(what loading and running took, fingerprint of the images), or (the error, None). limit: bytes."""
     paint(load_pipeline(EMBEDDED))
     sizes = [CallSize(1, CALL["height"], CALL["width"], None, CALL["max_sequence_length"])]
-    demand = memory.demand_of("cpu", DTYPE, folder, sizes=sizes, shown=(), fitted=(), fused=())
+    demand = memory.demand_of("cpu", "bfloat16", folder, sizes=sizes, shown=(), fitted=(), fused=())
     gc.collect()
     before, found = held(), {"loading": {}, "running": {}}
     try:
@@ -159,23 +159,24 @@ def paint(pipe: Any) -> str:
 
 @contextmanager
 def watched(before: tuple[int, int], found: dict[str, Any]) -> Iterator[None]:
-    """Put peaks in bytes above `before`, seconds, and bytes read and written by calls into `found`."""
-    peaks, ended = [0, 0], threading.Event()
+    """Put peaks in bytes above `before`, the processor's seconds, and bytes read and written by calls into `found`."""
+    peaks, looked, ended = [0, 0], [0.0], threading.Event()
 
     def look() -> None:
         while not ended.wait(0.001):
             peaks[:] = map(max, peaks, held())
+        looked[0] = time.thread_time()
 
     thread = threading.Thread(target=look)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at what is held now
-    counted, began = counts("io"), time.perf_counter()
+    counted, began = counts("io"), time.process_time()
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-    found["seconds"], after = round(time.perf_counter() - began, 2), counts("io")
+    found["seconds"], after = round(time.process_time() - began - looked[0], 2), counts("io")
     found["resident"] = 1024 * counts("status")["VmHWM"] - sum(before)
     found |= {"anonymous": peaks[0] - before[0], "mapped": peaks[1] - before[1]}
     found |= {"read": after["rchar"] - counted["rchar"], "written": after["wchar"] - counted["wchar"]}
