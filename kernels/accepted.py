@@ -16,7 +16,7 @@ PROVEN = ("3.6", "3.8", "3.9")  # Triton versions that tests/kernels/test_interp
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledCell:
     """Outcome of one cell on one chip. registers: per thread. spills: loads and stores of spilled registers.
 
     shared: bytes of shared memory. instruction: the matrix instruction that is there most often. reason: why not ok.
@@ -33,11 +33,11 @@ class Row:
     reason: str | None = None
 
 
-def accepted_files(version: str) -> Iterator[tuple[str, Row]]:
+def accepted_files(version: str) -> Iterator[tuple[str, CompiledCell]]:
     """(name of the kernel file, row) of all rows for a Triton version."""
     for file in sorted(COMPILED.glob("*.json")):
         for fields in json.loads(file.read_text(encoding="utf-8")).get(minor(version), []):
-            yield file.stem, Row(**fields)
+            yield file.stem, CompiledCell(**fields)
 
 
 def minor(version: str) -> str:

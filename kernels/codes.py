@@ -171,8 +171,8 @@ def four_over_six(blocks, amax, g, six, scaled, ROWS: tl.constexpr, COLUMNS: tl.
     wide = tl.div_rn(blocks, (decode_e4m3(four) * g[:, None])[:, :, None])
     ratio = tl.div_rn(decode_e4m3(four), decode_e4m3(six))
     least = rounding_error(tl.abs(scaled), 1.0, ROWS, COLUMNS, GROUP)
-    taken = rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) < least
-    return tl.where(taken, four, six), tl.where(taken[:, :, None], wide, scaled)
+    use_four = rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) < least
+    return tl.where(use_four, four, six), tl.where(use_four[:, :, None], wide, scaled)
 
 
 @triton.jit

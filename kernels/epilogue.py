@@ -95,16 +95,16 @@ def launch_product(
     plain: bool = False,
 ) -> Tensor:
     """The launch of an op of products.py, by the `multiply` of its kernel's file. plain: x is no codes."""
-    given, names = unpack(ProductTensors, tensors, formats)
+    operands, names = unpack(ProductTensors, tensors, formats)
     require(op.name, names, chip)
     weights, _, activations = names.partition("-")
-    w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights))
+    w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, find_format(weights))
     left: Tensor | QuantizedTensor = x
     if not plain:
-        left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
-    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
-    epilogue = Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
-    return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
+        left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
+    low_rank = None if operands.h is None or operands.up is None else (operands.h, operands.up)
+    epilogue = Epilogue(operands.bias, low_rank, gelu, operands.gate, operands.residual, dtype)
+    return op.kernel.multiply(left, w, operands.row_scale, epilogue, chip)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from fluxq.recipes.formats import Scheme
 
 
 @dataclass(frozen=True)
-class Origin:
+class StoredLayer:
     """Source of a layer's stored tensors, to read them again. folder: of safetensors files; layer: its name in them."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Layout:
     """Record of the change that runtime/layout.py made to a layer for one GPU, and of the layer's scheme as stored.
 
     kind: block scales were reordered ("swizzled"), scales per row or the decoded weight were added ("row scale",
@@ -60,7 +60,7 @@ class Prepared:
     kind: Literal["swizzled", "row scale", "decoded", "re-encoded"]
     how: str
     added_error: float = 0.0
-    origin: Origin | None = None
+    origin: StoredLayer | None = None
     digest: str = ""
     chip: str = ""
     prefer: str = ""
@@ -78,7 +78,7 @@ class QuantLinear(nn.Linear):
     layer, of it and its input, in the steps that runtime/steps.py keeps in 16 bit.
     """
 
-    prepared: Prepared | None = None
+    prepared: Layout | None = None
     instead: Callable[[QuantLinear, Tensor], Tensor] | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
@@ -132,21 +132,21 @@ class QuantLinear(nn.Linear):
         if weight.format != scheme.weights:
             raise ValueError(f"scheme {scheme} needs a weight in {scheme.weights.name}, got {weight.format.name}")
         n, k = weight.shape
-        held = {"bias": bias, "input_scale": input_scale, **(branches or {})}
-        given = {name: tensor for name, tensor in held.items() if tensor is not None}
-        dtype = next((t.dtype for name, t in given.items() if name != "input_scale"), torch.bfloat16)
+        extras = {"bias": bias, "input_scale": input_scale, **(branches or {})}
+        tensors = {name: tensor for name, tensor in extras.items() if tensor is not None}
+        dtype = next((t.dtype for name, t in tensors.items() if name != "input_scale"), torch.bfloat16)
         shapes = branch_shapes(scheme, n, k) | ({"input_scale": ()} if scheme.static_input else {})
         if bias is not None or scheme.center:
             shapes["bias"] = (n,)
-        wrong = sorted(shapes.keys() ^ given.keys())
+        wrong = sorted(shapes.keys() ^ tensors.keys())
         if wrong:
             raise ValueError(f"scheme {scheme} {'needs' if wrong[0] in shapes else 'takes no'} {wrong[0]}")
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"scheme {scheme}: {name} is {(*tensor.shape,)}, expected {shapes[name]}")
         with torch.device("meta"):
             layer = cls(k, n, bias is not None, scheme, dtype)
-        for name, tensor in (weight.tensors() | given).items():
+        for name, tensor in (weight.tensors() | tensors).items():
             layer.register_parameter(name, _frozen(tensor.to(dtype) if name in BRANCHES else tensor))
         return layer
 
@@ -214,9 +214,9 @@ class QuantLinear(nn.Linear):
                 f"low-rank pair {(*a.shape,)}, {(*b.shape,)} does not fit a layer of {self.in_features} inputs and "
                 f"{self.out_features} outputs: expected (r, K) and (N, r)"
             )
-        held_a, held_b = self.low_rank or (a[:0], b[:, :0])
+        old_a, old_b = self.low_rank or (a[:0], b[:, :0])
         with torch.no_grad():
-            self._set_low_rank(torch.cat([held_a, a.to(held_a)]), torch.cat([held_b, b.to(held_b)], dim=1))
+            self._set_low_rank(torch.cat([old_a, a.to(old_a)]), torch.cat([old_b, b.to(old_b)], dim=1))
 
     def drop_low_rank(self, r: int) -> None:
         """Take away the last r ranks of the branch; what was there before them keeps its bits."""
@@ -351,11 +351,11 @@ class QuantLinear(nn.Linear):
             self._refuse_cast(targets.pop(), "weight")
         stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
         for name in self.stored_names:
-            held = getattr(self, name)
-            probe = fn(torch.empty(0, dtype=held.dtype, device=held.device))
-            if probe.dtype == self.compute_dtype != held.dtype:
-                stored[id(held)] = probe.device
-            elif probe.dtype != held.dtype:
+            tensor = getattr(self, name)
+            probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if probe.dtype == self.compute_dtype != tensor.dtype:
+                stored[id(tensor)] = probe.device
+            elif probe.dtype != tensor.dtype:
                 self._refuse_cast(probe.dtype, name)
         return stored
 

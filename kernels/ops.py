@@ -83,16 +83,16 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tenso
 
 def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """The torch form of the op, for every device."""
-    given, parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
-    input_scale, row_scale, (mean, smooth, basis, out) = given.input_scale, given.row_scale, given.steps
+    operands, parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    input_scale, row_scale, (mean, smooth, basis, out) = operands.input_scale, operands.row_scale, operands.steps
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    w = QuantizedTensor.stored(*given[:3], parsed.weights).unswizzled()
+    w = QuantizedTensor.stored(*operands[:3], parsed.weights).unswizzled()
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
-    check_steps_given(parsed, given)
-    check_decoded(given.decoded, w, row_scale)
+    check_steps_given(parsed, operands)
+    check_decoded(operands.decoded, w, row_scale)
     if row_scale is not None and parsed.activations is not None:
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
@@ -101,15 +101,15 @@ def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str
     else:
         z, t = transformed(rows, parsed, mean, smooth, basis)
     if multiplies_codes(w.format, parsed.activations):
-        y = _int8_linear(z, w, input_scale, given.bias, steps)
+        y = _int8_linear(z, w, input_scale, operands.bias, steps)
     else:
         z = _through(z, parsed, input_scale, steps)
-        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, fp32(given.bias))
+        y = F.linear(z, w.operand() if operands.decoded is None else operands.decoded, fp32(operands.bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
-    if given.lora_a is not None and given.lora_b is not None:
-        y += F.linear(F.linear(rows, given.lora_a.to(x.dtype)), given.lora_b.to(x.dtype))
+    if operands.lora_a is not None and operands.lora_b is not None:
+        y += F.linear(F.linear(rows, operands.lora_a.to(x.dtype)), operands.lora_b.to(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -124,15 +124,16 @@ launches_on_gpu("quantized_linear", quantized_linear)
 def _save_for_backward(ctx, inputs, output) -> None:
     _, tensors, scheme = inputs
     ctx.names = read(scheme)[1]
-    given, ctx.parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
-    ctx.save_for_backward(*given._replace(input_scale=None, bias=None, row_scale=None, mean=None))
+    operands, ctx.parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    ctx.save_for_backward(*operands._replace(input_scale=None, bias=None, row_scale=None, mean=None))
 
 
 def _backward(ctx, grad):
     """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
-    given, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
-    lora_a, lora_b, decoded, (_, smooth, basis, out) = given.lora_a, given.lora_b, given.decoded, given.steps
-    w = QuantizedTensor.stored(*given[:3], scheme.weights).unswizzled()
+    operands, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
+    lora_a, lora_b, decoded = operands.lora_a, operands.lora_b, operands.decoded
+    _, smooth, basis, out = operands.steps
+    w = QuantizedTensor.stored(*operands[:3], scheme.weights).unswizzled()
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
@@ -152,11 +153,11 @@ def _backward(ctx, grad):
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def check_steps_given(scheme: Scheme, given: LinearTensors) -> None:
+def check_steps_given(scheme: Scheme, operands: LinearTensors) -> None:
     """Raise ValueError unless just those tensors are given that the steps of a scheme need."""
     is_wanted_of = {"mean": scheme.center, "smooth": scheme.smooth, "basis": scheme.deflate, "out": scheme.deflate}
     for name, is_wanted in is_wanted_of.items():
-        if (getattr(given, name) is not None) != bool(is_wanted):
+        if (getattr(operands, name) is not None) != bool(is_wanted):
             raise ValueError(f"quantized_linear: scheme {scheme} {'needs' if is_wanted else 'takes no'} {name}")
 
 

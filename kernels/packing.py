@@ -14,8 +14,8 @@ How = TypeVar("How")
 
 def pack(named: Any, text: object = "") -> tuple[list[Tensor], str]:
     """(tensors, text) as an op takes them: those of a NamedTuple that are there, and the text with their names."""
-    there = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
-    return [*there.values()], f"{text} {','.join(there)}"
+    tensors = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
+    return [*tensors.values()], f"{text} {','.join(tensors)}"
 
 
 def unpack(
@@ -23,8 +23,8 @@ def unpack(
 ) -> tuple[Named, How]:
     """Take apart what `pack` made of a NamedTuple of this kind: (the tuple, what `parse` makes of the text)."""
     before, names = read(text, parse)
-    given: dict[str, Any] = dict(zip(names, tensors, strict=True))
-    return kind(**given), before
+    fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+    return kind(**fields), before
 
 
 @functools.lru_cache(1024)

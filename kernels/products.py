@@ -56,25 +56,25 @@ def product_op(op: Op, weights: tuple[str, ...], activations: tuple[str, ...] = 
     """
 
     def reference(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
-        given, names = unpack(ProductTensors, tensors, formats)
+        operands, names = unpack(ProductTensors, tensors, formats)
         first, _, second = names.partition("-")
         name = f"{op.name}: weights" if activations else op.name
         w_format = x_format = _format(name, first, weights)
         if activations:
             x_format = _format(f"{op.name}: activations", second, activations)
         with no_autocast(x):
-            w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, w_format).unswizzled()
+            w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, w_format).unswizzled()
             if activations:
-                w = reencode(w, x_format.name, given.row_scale)
+                w = reencode(w, x_format.name, operands.row_scale)
             if plain:
-                return _finish(F.linear(x.float(), w.operand(), fp32(given.bias)), given, gelu, dtype)
-            left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, x_format).unswizzled()
-            return _finish(_product(left, w, given.bias), given, gelu, dtype)
+                return _finish(F.linear(x.float(), w.operand(), fp32(operands.bias)), operands, gelu, dtype)
+            left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, x_format).unswizzled()
+            return _finish(_product(left, w, operands.bias), operands, gelu, dtype)
 
-    made = torch.library.custom_op(f"fluxq::{op.name}", reference, mutates_args=())
-    made.register_fake(_fake)
-    launches_on_gpu(op.name, made)
-    return made
+    custom_op = torch.library.custom_op(f"fluxq::{op.name}", reference, mutates_args=())
+    custom_op.register_fake(_fake)
+    launches_on_gpu(op.name, custom_op)
+    return custom_op
 
 
 def _fake(x, tensors, formats, gelu, dtype):
@@ -98,11 +98,11 @@ def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Ten
     return F.linear(x.dequantize(), w.operand(), fp32(bias))
 
 
-def _finish(value: Tensor, given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:
+def _finish(value: Tensor, operands: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:
     """Compute the epilogue of a product with its bias (M, N), in fp32, as the top of this file says."""
-    gate, residual = given.gate, given.residual
-    if given.h is not None and given.up is not None:
-        value = value + F.linear(given.h.float(), given.up.float())
+    gate, residual = operands.gate, operands.residual
+    if operands.h is not None and operands.up is not None:
+        value = value + F.linear(operands.h.float(), operands.up.float())
     if gelu:
         value = F.gelu(value, approximate="tanh")
     if gate is not None:

@@ -115,13 +115,13 @@ class QuantizedTensor:
 
     def rows(self, start: int, stop: int, step: int = 1) -> QuantizedTensor:
         """Rows of the matrix, which share its memory."""
-        taken = slice(start, stop, step)
+        part = slice(start, stop, step)
         scale, global_scale = self.scale, self.global_scale
         if scale.ndim:
-            scale = scale[taken]
+            scale = scale[part]
         if global_scale is not None and global_scale.ndim:
-            global_scale = global_scale[taken]
-        codes = self.codes[taken]
+            global_scale = global_scale[part]
+        codes = self.codes[part]
         return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
@@ -244,9 +244,9 @@ class _Rounding:
             if steps is not None:
                 steps(wide)
             blocks = wide.view(rows, -1, self.format.group_size or k)
-            own = self.global_of(start, rows)
-            scale = self._scale(blocks, start, own)
-            step = encode.decode_scale(scale, self.format, own)
+            global_scale = self.global_of(start, rows)
+            scale = self._scale(blocks, start, global_scale)
+            step = encode.decode_scale(scale, self.format, global_scale)
             yield start, blocks.div_(step.unsqueeze(-1)), scale
 
     def global_of(self, start: int, rows: int) -> Tensor | None:

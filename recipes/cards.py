@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartSize:
     """A part of a pipeline: bytes of its weights on the card, and of what it makes while it runs."""
 
     name: str
@@ -63,10 +63,10 @@ class Holding:
         return f"{verb}: {turns}; at once it takes {at_once}, the card has {room}"
 
 
-def holding(pieces: Sequence[Piece], device: Device) -> Holding:
+def holding(parts: Sequence[PartSize], device: Device) -> Holding:
     """Return the bytes that the parts of a pipeline take of a device, at once and in turns."""
-    at_once = sum(piece.weights for piece in pieces) + max(piece.activations for piece in pieces)
-    widest = max(pieces, key=lambda piece: piece.weights + piece.activations)
+    at_once = sum(part.weights for part in parts) + max(part.activations for part in parts)
+    widest = max(parts, key=lambda part: part.weights + part.activations)
     in_turns = widest.weights + widest.activations
     return Holding(device.memory * GIB, CONTEXT + at_once, CONTEXT + in_turns, widest.name)
 

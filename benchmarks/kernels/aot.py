@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
-from fluxq.kernels.accepted import COMPILED, Row, accepted_files, minor
+from fluxq.kernels.accepted import COMPILED, CompiledCell, accepted_files, minor
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.tiles import TUNED
 
@@ -74,7 +74,7 @@ def all_cells(files: Iterable[str] | None = None) -> list[Cell]:
     return [cell for name in files or KERNEL_FILES for cell in import_module(f"benchmarks.kernels.cells.{name}").CELLS]
 
 
-def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
+def compile_cell(cell: Cell, target: str, seconds: float = 600) -> CompiledCell:
     """Compile in a process of its own: the compiler may abort, and what it prints is not for people."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -83,17 +83,21 @@ def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
     sender.close()
     try:
         if not receiver.poll(seconds):
-            return Row(cell.name, cell.format, target, reason=f"the compiler had no result after {seconds:g} s")
+            return CompiledCell(
+                cell.name, cell.format, target, reason=f"the compiler had no result after {seconds:g} s"
+            )
         return receiver.recv()
     except EOFError:
         worker.join()
-        return Row(cell.name, cell.format, target, reason=f"the compiler aborted (exit code {worker.exitcode})")
+        return CompiledCell(
+            cell.name, cell.format, target, reason=f"the compiler aborted (exit code {worker.exitcode})"
+        )
     finally:
         worker.kill()
         worker.join()
 
 
-def compare(row: Row, accepted: Row | None) -> list[str]:
+def compare(row: CompiledCell, accepted: CompiledCell | None) -> list[str]:
     """Return a sentence for each way in which a row is worse than the accepted one.
 
     A row that was never accepted is a complaint in itself.
@@ -113,19 +117,19 @@ def compare(row: Row, accepted: Row | None) -> list[str]:
     return complaints
 
 
-def accepted_rows(version: str) -> dict[tuple[str, str, str], Row]:
+def accepted_rows(version: str) -> dict[tuple[str, str, str], CompiledCell]:
     """The rows of kernels/compiled for a Triton version, by kernel, format and target."""
     return {key(row): row for _, row in accepted_files(version)}
 
 
-def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
+def write_accepted(version: str, rows: list[CompiledCell], files: Iterable[str]) -> None:
     """Put rows of a Triton version into the files of their kernels, one to a line; rows of cells gone are dropped."""
     new = {key(row): row for row in rows}
     for name in files:
         file = COMPILED / f"{name}.json"
         known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
         held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        old = {key(row): row for row in (Row(**fields) for fields in held.get(minor(version), []))}
+        old = {key(row): row for row in (CompiledCell(**fields) for fields in held.get(minor(version), []))}
         held[minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
         parts = [
             f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in held[v]) + "\n]"
@@ -134,11 +138,11 @@ def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
         write_text(file, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def key(row: Row) -> tuple[str, str, str]:
+def key(row: CompiledCell) -> tuple[str, str, str]:
     return row.kernel, row.format, row.target
 
 
-def line(row: Row) -> str:
+def line(row: CompiledCell) -> str:
     """A row as a line of the table under HEADING."""
     cells = (row.kernel, row.format, row.target, row.registers, row.spills, row.shared, row.instruction)
     texts = ["-" if cell is None else str(cell) for cell in cells]
@@ -146,13 +150,13 @@ def line(row: Row) -> str:
 
 
 def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
-    """The worker: sends a Row; on an abort of the compiler it sends nothing."""
+    """The worker: sends a CompiledCell; on an abort of the compiler it sends nothing."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MLIR prints whole programs there
     try:
         sender.send(_inspect(cell, target, _compile(cell, target)))
     except Exception as error:  # whatever the compiler raises is this row's result
         text = " ".join(str(error).split()).rpartition(" ^ ")[2]  # after the line of source that Triton quotes
-        sender.send(Row(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
+        sender.send(CompiledCell(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
 
 
 def _compile(cell: Cell, target: str) -> Any:
@@ -173,7 +177,7 @@ def _compile(cell: Cell, target: str) -> Any:
     return triton.compile(source, target=gpu, options=cell.options)
 
 
-def _inspect(cell: Cell, target: str, compiled: Any) -> Row:
+def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
     chip = CHIPS[target]
     if chip.backend == "cuda":
         instructions, registers, spills = _read_sass(compiled.asm["cubin"])
@@ -192,7 +196,7 @@ def _inspect(cell: Cell, target: str, compiled: Any) -> Row:
         wanted = MATRIX_INSTRUCTIONS[chip.backend][cell.tensor_core]
         if not any(re.match(wanted, name) for name in instructions):
             reasons.append(f"no {cell.tensor_core} matrix instruction")
-    return Row(
+    return CompiledCell(
         kernel=cell.name,
         format=cell.format,
         target=target,

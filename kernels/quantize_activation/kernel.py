@@ -121,12 +121,12 @@ def _launch_rows(
 
 
 def _launch_blocks(
-    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, given: dict[str, Any]
+    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, arguments: dict[str, Any]
 ) -> None:
     # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
     own_global = out.format.two_level and not scale_given
     per_token = out.global_scale is not None and out.global_scale.ndim == 2
-    quantize_blocks_kernel[(programs, 1 if own_global or given["R"] else given["TILES"])](
+    quantize_blocks_kernel[(programs, 1 if own_global or arguments["R"] else arguments["TILES"])](
         codes=as_bytes(out.codes),
         scale=as_bytes(out.scale),
         global_scale=out.global_scale,
@@ -136,7 +136,7 @@ def _launch_blocks(
         OWN_GLOBAL=own_global,
         FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=how.swizzled,
-        **given,
+        **arguments,
     )
 
 
@@ -150,20 +150,20 @@ def quantize_tuned(
 
 def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op's, on this chip; ValueError where it has no kernel."""
-    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
-    require(OP.name, how.format if given.down is None else "down", chip)
-    if given.beside is not None:
+    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    require(OP.name, how.format if operands.down is None else "down", chip)
+    if operands.beside is not None:
         require(OP.name, f"{how.format}-beside", chip)
-    q, h = quantize_tuned(x, given, how, chip)
-    return *returned(q, given.input_scale), x.new_empty(0) if h is None else h
+    q, h = quantize_tuned(x, operands, how, chip)
+    return *returned(q, operands.input_scale), x.new_empty(0) if h is None else h
 
 
 def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scale, global scale); what was given is not returned: an op's results may not alias its arguments."""
     nothing = torch.empty(0, dtype=torch.float32, device=q.codes.device)
-    given = input_scale is not None
-    scale = nothing if given and not q.format.two_level else q.scale
-    return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
+    has_scale = input_scale is not None
+    scale = nothing if has_scale and not q.format.two_level else q.scale
+    return q.codes, scale, nothing if has_scale or q.global_scale is None else q.global_scale
 
 
 def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
@@ -313,10 +313,10 @@ def quantize_rows_kernel(
     if not OWN_AMAX:
         product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None and not OWN_AMAX:
-            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, COLUMNS)
     if not SCALE_GIVEN:
@@ -372,10 +372,10 @@ def quantize_blocks_kernel(
     elif FORMAT == "nvfp4":
         g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
     for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None and not OWN_GLOBAL:
-            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         quantize_blocks_tile(
             values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
@@ -457,10 +457,10 @@ def scan_rows(
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None:
-            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         largest = tl.maximum(largest, magnitude_bits(values))
     return tl.max(largest, 1), product
@@ -479,22 +479,22 @@ def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.c
     else:
         mask = inside & (columns >= D)[None, :]
         place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
-    taken = tl.load(place, mask=mask, other=0.0)
+    values = tl.load(place, mask=mask, other=0.0)
     if ACT == "gelu_tanh":
-        taken = gelu_tanh(taken.to(tl.float32)).to(taken.dtype)
+        values = gelu_tanh(values.to(tl.float32)).to(values.dtype)
     elif ACT == "gelu":
-        taken = gelu(taken.to(tl.float32)).to(taken.dtype)
+        values = gelu(values.to(tl.float32)).to(values.dtype)
     elif ACT == "silu_mul":
         other = tl.load(place + other_half, mask=mask, other=0.0)
-        taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)
+        values = product_of(silu(values.to(tl.float32)).to(values.dtype), other)
     elif ACT == "mul_silu":
         other = tl.load(place + other_half, mask=mask, other=0.0)
-        taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))
+        values = product_of(values, silu(other.to(tl.float32)).to(values.dtype))
     if beside is not None:
         first = (columns < D)[None, :]
         left = tl.load(beside + rows[:, None] * stride_beside + columns[None, :], mask=inside & first, other=0.0)
-        taken = tl.where(first, left, taken)
-    return taken
+        values = tl.where(first, left, values)
+    return values
 
 
 @triton.jit
@@ -516,13 +516,13 @@ def product_of(a, b):
 
 
 @triton.jit
-def add_down(product, taken, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
+def add_down(product, inputs, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
     """product (ROWS, BLOCK_R) += x · down^T over the tile'th COLUMNS columns, in down's type with fp32 sums."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, BLOCK_R)
     mask = (ranks < R)[:, None] & (columns < K)[None, :]
     weights = tl.load(down + ranks[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0)
-    return tl.dot(taken.to(weights.dtype), weights.T, product)
+    return tl.dot(inputs.to(weights.dtype), weights.T, product)
 
 
 @triton.jit
