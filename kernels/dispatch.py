@@ -35,7 +35,11 @@ from fluxq.recipes.formats import FORMATS, Scheme
 
 @dataclass(frozen=True)
 class Offer:
-    """Offer of a kernel for a format on a chip. how: as in Op, None where it is not offered; reason: why not."""
+    """Offer of a kernel for a format on a chip.
+
+    how: that of its Op, None where the kernel is not offered.
+    reason: of a kernel that is not offered.
+    """
 
     how: str | None
     reason: str = ""
@@ -43,10 +47,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """Implementation of a Linear. implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
+    """Implementation of a Linear.
 
-    activations: the format that x is rounded to first, None for none. reason: why this, and not what stands before it.
-    fallback: the scheme's own arithmetic is not to be had on this chip.
+    implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
+    activations: the format that x is rounded to first, None for none.
+    reason: of this choice, and against those before it.
+    fallback: whether the chip lacks the scheme's own arithmetic.
     """
 
     implementation: str
@@ -57,7 +63,7 @@ class Choice:
 
 @functools.cache
 def offer(op: str, format: str, chip: str) -> Offer:
-    """Return the offer of an op's kernel on a chip, by the accepted rows of this Triton version."""
+    """Return the offer of an op's kernel on a chip, by the compiled cells of this Triton version."""
     row = OPS[op]
     if format in FORMATS and format not in KERNEL_FORMATS:
         return Offer(None, f"no kernel was written for {format}")
@@ -96,7 +102,7 @@ def choose(
         why_not = _why_not(candidate, scheme, chip, m, n, k, dtype)
         choice = candidate[0]
         if not why_not and (not offered or choice.activations == offered[0].activations):
-            offered.append(choice)  # what comes later with other activations is another arithmetic
+            offered.append(choice)  # a later candidate with other activations has another arithmetic
         elif not offered:
             refused.append(f"not {choice.implementation}: {why_not}")
     if not offered:
@@ -111,7 +117,7 @@ def _activation_name(scheme: Scheme) -> str | None:
 
 
 def _candidates(scheme: Scheme, row_scale: bool) -> list[tuple[Choice, Op, str]]:
-    """(choice, op and format that have to be offered for it) in the order of preference; launch.py computes them."""
+    """Return (choice, op and format that must be offered for it), the preferred one first; launch.py computes them."""
     weights, activations = scheme.weights.name, _activation_name(scheme)
     candidates = []
     if weights == activations == "fp8":
@@ -153,7 +159,7 @@ def _why_not(
 
 
 def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int, k: int) -> Choice:
-    """The first, unless another was measured to be faster on this chip at the nearest shape."""
+    """Return the first candidate, unless another was measured to be faster on this chip at the nearest shape."""
     name = f"{scheme.weights.name}-{_activation_name(scheme) or '16bit'}"
     rows = [row for row in _measured() if row["chip"] == chip and row["scheme"] == name]
     if not rows:
@@ -171,7 +177,7 @@ def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int
 
 @functools.cache
 def compiled_with() -> str:
-    """The Triton version whose accepted rows count here: this one's, or the newest that there are rows of."""
+    """Return the Triton version whose compiled cells count: this one, or the newest that has some."""
     here = minor(triton.__version__)
     if here in PROVEN:
         return here
@@ -182,7 +188,7 @@ def compiled_with() -> str:
 
 @functools.cache
 def _cells(version: str) -> dict[tuple[str, str, str], tuple[CompiledCell, ...]]:
-    """Accepted rows by kernel file, format and chip; a row's format may go on, as in "nvfp4 swizzled"."""
+    """Return the compiled cells by kernel file, format and chip; a cell's format may go on, as in "nvfp4 swizzled"."""
     cells: dict[tuple[str, str, str], tuple[CompiledCell, ...]] = {}
     for file, cell in accepted_files(version):
         key = file, cell.format.split()[0], cell.target

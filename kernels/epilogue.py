@@ -38,8 +38,10 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class Epilogue:
     """Steps that follow a product (M, N), and the dtype of the result; all tensors contiguous.
 
-    bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 64. gate (B, N): a row for
-    each of B images whose M / B tokens follow one another. residual (M, N).
+    bias: (N,).
+    low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 64.
+    gate: (B, N), a row for each of B images whose M / B tokens follow one another.
+    residual: (M, N).
     """
 
     bias: Tensor | None = None
@@ -50,7 +52,7 @@ class Epilogue:
     dtype: torch.dtype = torch.bfloat16
 
     def arguments(self, name: str, m: int, n: int, device: torch.device) -> dict[str, Any]:
-        """The arguments of a kernel that `finish` takes, by name; "y" is a new tensor (M, N).
+        """Return the kernel arguments that `finish` takes, by name; "y" is a new tensor (M, N).
 
         name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
         """
@@ -94,7 +96,7 @@ def launch_product(
     chip: str,
     plain: bool = False,
 ) -> Tensor:
-    """The launch of an op of products.py, by the `multiply` of its kernel's file. plain: x is no codes."""
+    """Launch an op of products.py by the `multiply` of its kernel's file. plain: whether x is no codes."""
     operands, names = unpack(ProductTensors, tensors, formats)
     require(op.name, names, chip)
     weights, _, activations = names.partition("-")

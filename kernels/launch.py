@@ -1,7 +1,7 @@
-"""Ops of fluxq on a GPU, in the place of their torch references (op.py sees to that).
+"""Launches of fluxq's ops on a GPU, in place of their torch references; op.py registers them.
 
-`quantized_linear` asks dispatch.py, which always finds a way. The other ops are one kernel each, and ValueError names
-the chip that it is not for. Called with a chip, all of them also run on an interpreter.
+`quantized_linear` takes the choice of dispatch.py, which always has one. The other ops are one kernel each, and raise
+ValueError on a chip that it is not for. Called with a chip, all of them also run on an interpreter.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def run(name: str, *arguments: Any) -> Any:
 
 
 def launcher(name: str) -> Callable[..., Any]:
-    """The function that launches an op's kernel, of the op's arguments and `chip`."""
+    """Return the function that launches an op's kernel; it takes the op's arguments and `chip`."""
     return quantized_linear if name == "quantized_linear" else OPS[name].kernel.launch
 
 
 def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip: str) -> Tensor:
-    """As `ops.quantized_linear`, computed as on this chip.
+    """Compute `ops.quantized_linear` as on this chip.
 
     Kernels read the codes: `decoded` is for the torch reference alone.
 
     The quantizer does in fp32 what the scheme does to x, but for deflation, which library products compute: then z is
-    rounded to x's dtype before them and after them. So it is for weights that are decoded, whose kernel takes 16 bit.
+    rounded to x's dtype before them and after them. The same holds for decoded weights, whose kernel takes 16 bit.
     Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
     """
     operands, parsed = unpack(ops.LinearTensors, tensors, scheme, Scheme.parse)
@@ -81,7 +81,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
 def _steps_before(
     x: Tensor, scheme: Scheme, activations: str | None, operands: ops.LinearTensors
 ) -> tuple[Tensor, Tensor | None, tuple[RoundingTensors, Rounding]]:
-    """(what the quantizer takes, or the product itself where nothing is quantized; t; what the quantizer has to do)."""
+    """Return (input of the quantizer, or of the product where nothing is quantized; t; steps of the quantizer)."""
     mean, smooth = ops.fp32(operands.mean), ops.fp32(operands.smooth)
     swizzled = activations is not None and bool(FORMATS[activations].group_size) and operands.weight_scale.ndim == 1
     how = Rounding(activations or "", "", scheme.hadamard, scheme.four_over_six, swizzled)
@@ -96,7 +96,7 @@ def _steps_before(
 
 
 def _joined(*branches: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    """Branches (h (M, R), up (N, R)) of a layer as one, of the sum of their ranks."""
+    """Join branches (h (M, R), up (N, R)) of a layer to one, of the sum of their ranks."""
     pairs = [(h, up.to(h.dtype)) for h, up in branches if h is not None and up is not None]
     if len(pairs) < 2:
         return pairs[0] if pairs else None
@@ -113,7 +113,7 @@ def computed(
     steps: tuple[RoundingTensors, Rounding],
     chip: str,
 ) -> Tensor:
-    """z (M, K), after these steps, times w (N, K) by what was chosen; plus bias and low-rank branch (h, up)."""
+    """Return z (M, K), after these steps, times w (N, K) by the implementation; plus bias and branch (h, up)."""
     x: Any = z.contiguous()
     if choice.activations is not None:
         x, _ = quantize_tuned(z if z.stride(-1) == 1 else x, *steps, chip)
@@ -146,7 +146,7 @@ def _library_fp8(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) ->
 
 
 def announce(scheme: str, chip: str, choice: Choice) -> None:
-    """Say once what computes a scheme on a chip; raise if that is a fallback and fluxq is strict."""
+    """Log once the implementation of a scheme on a chip; raise if it is a fallback and fluxq is strict."""
     if choice.fallback and is_strict():
         raise ValueError(
             f"{scheme} on {chip}: {choice.implementation} ({choice.reason}). Strict mode takes only a kernel of the "

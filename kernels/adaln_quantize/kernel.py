@@ -46,12 +46,12 @@ from fluxq.recipes.formats import Format, find_format
 def adaln_quantize(
     x: Tensor, tensors: NormTensors, how: Rounding, *, norm: str = "layer", eps: float, tile: Tile
 ) -> tuple[QuantizedTensor | Tensor, Tensor | None]:
-    """v of x (M, D) in a format, or in x's dtype without one; and n, where branch (M, D) and gate are given.
+    """Return v of x (M, D), in a format or in x's dtype without one, and n where branch (M, D) and gate are given.
 
-    The op of this name says what the tensors are. scale, shift and gate may be chunks of one tensor, and rows of x and
-    branch any distance apart. weight has the dtype of scale; RMSNorm rounds before it and after it, as diffusers' does.
-    The steps are as `quantize_activation` takes them; fp8_tensor needs its scale given, for no program here sees all
-    rows. tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
+    The op of this name describes the tensors, `quantize_activation` the steps. scale, shift and gate may be chunks of
+    one tensor, and rows of x and branch any distance apart. weight has the dtype of scale; RMSNorm rounds before it and
+    after it, as diffusers' does. fp8_tensor needs its scale given, for no program here sees all rows. tile: its columns
+    hold a whole row. Raises ValueError for tensors that do not fit.
     """
     scale, shift, branch, gate, _, input_scale, *_ = tensors
     row, swizzled = find_format(how.format) if how.format else None, how.swizzled
@@ -93,7 +93,7 @@ def adaln_quantize(
 def launch(
     x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float, *, chip: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
     require(OP.name, how.format or "16bit", chip)
     tile = find_memory_tile(OP.file, tuned_name(x.shape[-1]), chip, x.shape[0])
@@ -139,7 +139,7 @@ def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> Non
 
 
 def _check_matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """As `check_tensor`, for rows any distance apart."""
+    """Raise ValueError as `check_tensor` does, but allow rows any distance apart."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
         actual = f"{tensor.dtype} {(*tensor.shape,)} on {tensor.device}"
         raise ValueError(f"{name} is {actual}, expected {dtype} {shape} on {device}: cast, reshape or move it")

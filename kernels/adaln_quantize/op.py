@@ -28,8 +28,10 @@ NORMS = ("layer", "rms")
 class NormTensors(NamedTuple):
     """The tensors of `adaln_quantize` beside x; those that are left out are None.
 
-    scale, shift, gate: (B, D) in x's dtype or fp32, for B images whose M / B tokens follow one another. branch (M, D).
-    weight (D,) of the norm. input_scale, smooth, mean: as `RoundingTensors` has them.
+    scale, shift, gate: (B, D) in x's dtype or fp32, for B images whose M / B tokens follow one another.
+    branch: (M, D).
+    weight: (D,) of the norm.
+    input_scale, smooth, mean: those of `RoundingTensors`.
     """
 
     scale: Tensor
@@ -43,7 +45,7 @@ class NormTensors(NamedTuple):
 
     @property
     def of_rounding(self) -> RoundingTensors:
-        """Those of the steps that follow."""
+        """Tensors of the rounding that follows."""
         return RoundingTensors(self.input_scale, self.smooth, self.mean)
 
 
@@ -51,7 +53,7 @@ class NormTensors(NamedTuple):
 def adaln_quantize(
     x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (M, D) to (codes, scale, global scale, n); without a format v, in x's dtype, stands in place of the codes.
+    """Return (codes, scale, global scale, n) of x (M, D); without a format v, in x's dtype, in place of codes.
 
     tensors, rounding: of `pack(NormTensors(…), Rounding(…))`. norm: "layer" or "rms". What is not there comes back as
     an empty tensor (0,).
@@ -79,7 +81,7 @@ launches_on_gpu(OP.name, adaln_quantize)
 
 
 def modulated_norm(x: Tensor, operands: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor | None]:
-    """(v, n) of x (M, D), in its dtype; n is None without a branch."""
+    """Return (v, n) of x (M, D), in its dtype; n is None without a branch."""
     scale, branch, gate, weight = operands.scale, operands.branch, operands.gate, operands.weight
     if norm not in NORMS:
         raise ValueError(f"adaln_quantize: unknown norm {norm!r}, expected one of {', '.join(NORMS)}")
@@ -99,6 +101,6 @@ def modulated_norm(x: Tensor, operands: NormTensors, norm: str, eps: float) -> t
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """As diffusers' RMSNorm: rounded before the weight and after it."""
+    """Apply diffusers' RMSNorm, which rounds before the weight and after it."""
     v = (x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return v if weight is None else v * weight

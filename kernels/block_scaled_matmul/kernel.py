@@ -38,7 +38,7 @@ def block_scaled_matmul(
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
 ) -> Tensor:
-    """x (M, K) times w (N, K), both nvfp4, mxfp8 or mxfp4; returns (M, N) of the epilogue's dtype.
+    """Return x (M, K) times w (N, K), both nvfp4, mxfp8 or mxfp4: (M, N) of the epilogue's dtype.
 
     Block scales of both are (rows, G), or of both flat in the 128x4 layout, as `swizzle_scales` makes it; the tile's m
     and n are then multiples of 128, and its k of 4 groups. Global scales are (), that of x also (M, 1). Raises
@@ -87,7 +87,7 @@ def block_scaled_matmul(
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
-    """`block_scaled_matmul` with the tile that was tuned for the chip."""
+    """Call `block_scaled_matmul` with the tile that was tuned for the chip."""
     tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
     return block_scaled_matmul(x, w, epilogue=epilogue, tile=tile)
 
@@ -111,7 +111,7 @@ def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> N
 
 
 def _with_plain_scale(name: str, q: QuantizedTensor) -> QuantizedTensor:
-    """The same with some scales (rows, G), for checks; ValueError unless its own can be such scales swizzled."""
+    """Return q with scales (rows, G), to be checked; ValueError unless q's own can be swizzled ones."""
     rows, groups = q.shape[0], q.shape[1] // q.format.group_size
     check_tensor(f"{name}: weight_scale", q.scale, (swizzled_size(rows, groups),), (q.scale.dtype,), q.codes.device)
     return dataclasses.replace(q, scale=q.scale.new_empty(rows, groups))

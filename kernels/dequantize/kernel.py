@@ -28,7 +28,7 @@ from fluxq.recipes.formats import find_format
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile) -> Tensor:
-    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16.
+    """Return the matrix (N, K) that q stands for, as float32, bfloat16 or float16.
 
     tile: its columns a multiple of the format's group. Raises ValueError for tensors that are not as stored.
     """
@@ -48,14 +48,14 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: 
 def launch(
     w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype, *, chip: str
 ) -> Tensor:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     require(OP.name, format, chip)
     q = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(format))
     return dequantize(q, dtype, tile=find_memory_tile(OP.file, format, chip, w.shape[0]))
 
 
 def stored_arguments(q: QuantizedTensor) -> dict[str, Any]:
-    """The arguments by which kernels read a matrix as it is stored, but for its codes."""
+    """Return the kernel arguments of a stored matrix, but for its codes."""
     k, group = q.shape[1], q.format.group_size
     return {
         "scale": as_bytes(q.scale),

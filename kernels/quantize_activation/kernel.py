@@ -60,14 +60,17 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def quantize_activation(
     x: Tensor, tensors: RoundingTensors, how: Rounding, *, tile: Tile
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h where `down` is.
+    """Quantize x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h of `down`.
 
-    The op of this name says what the tensors and steps are. Here smooth and mean are fp32, and so is input_scale: by
-    default scales follow from the amax of each token, for fp8_tensor of all. act: what `activate` takes; the codes then
-    are those of activate(x, act), to the byte. beside: rows any distance apart. down: (R, K) of x's type, of bfloat16
-    or float16 for float32 x, R at most 128. swizzled: a flat tensor of `swizzled_size` elements, padded with zeros.
-    tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
-    Raises ValueError for input that the kernels do not take.
+    The op of this name describes the tensors and steps. Here smooth and mean are fp32, and so is input_scale: by
+    default scales follow from the amax of each token, for fp8_tensor of all. Of act and `down` together act is computed
+    twice: call `activate` first. Raises ValueError for input that the kernels do not take.
+
+    act: of `activate`; the codes then are those of activate(x, act), to the byte.
+    beside: rows any distance apart.
+    down: (R, K) of x's type, of bfloat16 or float16 for float32 x, R at most 128.
+    swizzled: a flat tensor of `swizzled_size` elements, padded with zeros.
+    tile: with `down` at least 16 rows.
     """
     name, row, hadamard, swizzled = "quantize_activation", find_format(how.format), how.hadamard, how.swizzled
     input_scale, smooth, mean, down, beside = tensors
@@ -143,13 +146,13 @@ def _launch_blocks(
 def quantize_tuned(
     x: Tensor, tensors: RoundingTensors, how: Rounding, chip: str
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """`quantize_activation` with the tile that was tuned for the chip."""
+    """Call `quantize_activation` with the tile that was tuned for the chip."""
     name = tuned_name(find_format(how.format), tensors.input_scale, tensors.down, tensors.beside)
     return quantize_activation(x, tensors, how, tile=find_memory_tile(OP.file, name, chip, x.shape[0]))
 
 
 def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
     require(OP.name, how.format if operands.down is None else "down", chip)
     if operands.beside is not None:
@@ -159,7 +162,7 @@ def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) ->
 
 
 def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scale, global scale); what was given is not returned: an op's results may not alias its arguments."""
+    """Return (codes, scale, global scale), without a given scale: an op's results may not alias its arguments."""
     nothing = torch.empty(0, dtype=torch.float32, device=q.codes.device)
     has_scale = input_scale is not None
     scale = nothing if has_scale and not q.format.two_level else q.scale
@@ -167,7 +170,7 @@ def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Te
 
 
 def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
-    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round.
+    """Return act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round.
 
     x is (M, K) for gelu and gelu_tanh, and (M, 2K) for silu_mul, silu(first half) · second half, and for mul_silu,
     first half · silu(second half).
@@ -192,7 +195,7 @@ def tile_name(format: Format, down: bool, beside: bool, own_global: bool) -> str
 
 
 def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: Tensor | None = None) -> tuple[int, int]:
-    """(M, K) of x, or of act(x), with what stands beside it."""
+    """Return (M, K) of x, or of act(x), with the columns of `beside`; ValueError for input that does not fit."""
     if act and act not in ACTS:
         raise ValueError(f"{name}: act is {act!r}, expected one of {', '.join(ACTS)}")
     if x.ndim != 2 or x.dtype not in _FLOATS:
@@ -218,7 +221,7 @@ def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: T
 
 
 def _check_down(name: str, x: Tensor, k: int, down: Tensor | None) -> int:
-    """The rank of `down`, 0 for none."""
+    """Return the rank of `down`, 0 for none; ValueError where it does not fit."""
     if down is None:
         return 0
     rank = down.shape[0] if down.ndim == 2 else 0
@@ -246,7 +249,7 @@ def _check_tile(name: str, tile: Tile, format: Format, hadamard: int, rank: int,
 
 
 def new_codes(name: str, x: Tensor, k: int, input_scale: Tensor | None, how: Rounding) -> QuantizedTensor:
-    """Tensors for the codes (M, K) of x (M, …) to be written to; a scale that is given takes its place among them.
+    """Return empty tensors for the codes (M, K) of x (M, …); a given scale takes its place among them.
 
     name: of the kernel, for errors. Raises ValueError for a scale that does not fit.
     """

@@ -45,9 +45,11 @@ GATED = ("silu_mul", "mul_silu")  # of x (M, 2K)
 class Rounding:
     """The steps from activations to codes, as an op takes them in a text.
 
-    format: "" for none. act: a key of ACTS, "" for x itself; act(x) is rounded to x's dtype first. hadamard: size of
-    its blocks. four_over_six: nvfp4's choice between two scales for each block. swizzled: block scales as
-    `swizzle_scales` makes them.
+    format: "" for none.
+    act: a key of ACTS, "" for x itself; act(x) is rounded to x's dtype first.
+    hadamard: size of its blocks.
+    four_over_six: nvfp4's choice between two scales for each block.
+    swizzled: block scales in the order of `swizzle_scales`.
     """
 
     format: str = ""
@@ -61,7 +63,7 @@ class Rounding:
 
     @classmethod
     def parse(cls, text: str) -> Rounding:
-        """Inverse of `str`."""
+        """Invert `str`."""
         name, act, hadamard, four_over_six, swizzled = text.split("/")
         return cls(name, act, int(hadamard), four_over_six == "1", swizzled == "1")
 
@@ -76,8 +78,8 @@ class Rounding:
 class RoundingTensors(NamedTuple):
     """The tensors of the steps at the top of this file; those that are left out are None.
 
-    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1). beside:
-    (M, D) of x's dtype, the first D columns of what is quantized.
+    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1).
+    beside: (M, D) of x's dtype, the first D columns that are quantized.
     """
 
     input_scale: Tensor | None = None
@@ -89,10 +91,10 @@ class RoundingTensors(NamedTuple):
 
 @torch.library.custom_op("fluxq::quantize_activation", mutates_args=())
 def quantize_activation(x: Tensor, tensors: Sequence[Tensor], rounding: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (M, K) of a float dtype, for the gated acts (M, 2K), to (codes, scale, global scale, h), as formats store them.
+    """Quantize x (M, K) of a float dtype, or (M, 2K) for gated acts; returns (codes, scale, global scale, h) as stored.
 
-    tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. What was given as input_scale, what the format lacks,
-    and h without `down` come back as empty tensors (0,).
+    tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. A scale that was given as input_scale, one that the
+    format lacks, and h without `down` come back as empty tensors (0,).
     """
     operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):
@@ -110,7 +112,7 @@ launches_on_gpu(OP.name, quantize_activation)
 
 
 def _activated(x: Tensor, beside: Tensor | None, act: str) -> Tensor:
-    """[beside, act(x)] (M, K)."""
+    """Return [beside, act(x)] (M, K)."""
     if act and act not in ACTS:
         raise ValueError(f"quantize_activation: act is {act!r}, expected one of {', '.join(ACTS)}")
     a = ACTS[act](x) if act else x
@@ -165,7 +167,7 @@ def _produce(a: Tensor, operands: RoundingTensors, how: Rounding) -> tuple[Tenso
 
 
 def _empty(x: Tensor, k: int, operands: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of a row length K, not filled."""
+    """Return the outputs of a row length K, not filled."""
     m, row = x.shape[0], how.row
     (codes, codes_dtype), (scale, scale_dtype) = list(stored_shapes(row, m, k).values())[:2]
     if how.swizzled:
