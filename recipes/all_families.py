@@ -47,9 +47,9 @@ def family_of(model_class: str, tree: ModuleTree | None = None) -> Family:
             return family
     if tree is not None:
         return generic_family(model_class, tree)
-    known = ", ".join(family.model for family in FAMILIES.values())
+    classes = ", ".join(family.model for family in FAMILIES.values())
     raise ValueError(
-        f"unknown model family: {model_class} has no row in recipes/all_families.py (known: {known}); "
+        f"unknown model family: {model_class} has no row in recipes/all_families.py (known: {classes}); "
         "CONTRIBUTING.md, 'Adding a model family', shows how to add one"
     )
 
@@ -63,20 +63,20 @@ def find_published(name: str) -> list[Published]:
     exact = [row for row in PUBLISHED if wanted in map(_plain, (row.name, *row.also))]
     if exact:
         return exact
-    found = [row for row in PUBLISHED if wanted in (_plain(row.family), _plain(FAMILIES[row.family].model))]
-    if found:
-        return found
+    members = [row for row in PUBLISHED if wanted in (_plain(row.family), _plain(FAMILIES[row.family].model))]
+    if members:
+        return members
     names = [each for row in PUBLISHED for each in (row.name, *row.also)]
     near = [each for each in names if wanted and wanted in _plain(each)]
-    known = f"models with that in their name: {', '.join(near)}" if near else f"families: {', '.join(FAMILIES)}"
+    suggestions = f"models with that in their name: {', '.join(near)}" if near else f"families: {', '.join(FAMILIES)}"
     hint = did_you_mean(name, names) if not near else ""
-    raise ValueError(f"{name}: no published model, family or model class of that name{hint or '; ' + known}")
+    raise ValueError(f"{name}: no published model, family or model class of that name{hint or '; ' + suggestions}")
 
 
 def hub_ids(name: str) -> tuple[str, ...]:
     """Return where the hub has the published model of that name, in any case; () for a name that is none."""
     wanted = _plain(name)
-    return next((repos for known, repos in HUB_IDS.items() if _plain(known) == wanted), ())
+    return next((repos for model, repos in HUB_IDS.items() if _plain(model) == wanted), ())
 
 
 def _plain(name: str) -> str:

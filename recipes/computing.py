@@ -144,24 +144,25 @@ class QuantizationConfig:
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return `quantization_config` of a config.json, where it is fluxq's."""
-    said = config.get("quantization_config")
-    return said if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD else None
+    value = config.get("quantization_config")
+    return value if isinstance(value, dict) and value.get("quant_method") == QUANT_METHOD else None
 
 
-def _steps(said: Any) -> Steps | None:
+def _steps(value: Any) -> Steps | None:
     """The steps that a config.json says are kept; ValueError for what is none that this version knows."""
-    if said is None:
+    if value is None:
         return None
     try:
-        return Steps.model_validate(said)
+        return Steps.model_validate(value)
     except ValidationError as error:
         why = error.errors()[0]["msg"]
         raise ValueError(
-            f"checkpoint keeps steps {str(said)[:80]}, which this version does not know ({why}): update fluxq"
+            f"checkpoint keeps steps {str(value)[:80]}, which this version does not know ({why}): update fluxq"
         ) from None
 
 
 def attention_of(model: nn.Module) -> Attention:
     """Return what a model computes self-attention in: "fp8" if an attention processor has that backend, or "16bit"."""
     processors = (getattr(module, "processor", None) for module in model.modules())
-    return "fp8" if any(getattr(found, "_attention_backend", None) == BACKEND for found in processors) else "16bit"
+    backends = (getattr(processor, "_attention_backend", None) for processor in processors)
+    return "fp8" if BACKEND in backends else "16bit"

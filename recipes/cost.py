@@ -155,8 +155,8 @@ class Cost:
             "gpu": self.device.name,
             "source": self.device.source,
             "efficiencies": {
-                name: {"fraction": found.fraction, "measured": found.measured or None}
-                for name, found in self.efficiencies().items()
+                name: {"fraction": efficiency.fraction, "measured": efficiency.measured or None}
+                for name, efficiency in self.efficiencies().items()
             },
             "tokens": {"image": self.forward.image, "text": self.forward.text, "batch": self.forward.batch},
             "routes": {scheme: route.about for scheme, route in self.routes.items()},
@@ -171,13 +171,13 @@ def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "spe
     prefer: "speed" makes 4-bit weights that a chip cannot multiply 8 bit.
     """
     routes = {str(layer.scheme): route(layer.scheme, device.chip, prefer) for layer in plan.quantized}
-    found = list(steps(plan, forward, device.chip, prefer))
+    quantized = list(steps(plan, forward, device.chip, prefer))
     plain = list(steps(in_16_bit(plan), forward, device.chip, prefer))
     order = [*dict.fromkeys(PARTS.values()), "other", CONVOLUTIONS, "attention", "elementwise"]
     parts = []
-    for name in sorted({step.part for step in found}, key=order.index):
+    for name in sorted({step.part for step in quantized}, key=order.index):
         layers = [layer for layer in plan.layers if _part(layer) == name]
-        parts.append(_sum(name, layers, found, plain, device, prefer))
+        parts.append(_sum(name, layers, quantized, plain, device, prefer))
     parts = [_with_weights(part, forward.convolutions) if part.name == CONVOLUTIONS else part for part in parts]
     total = Part(
         "total",
@@ -217,10 +217,10 @@ def group_seconds(
         for index, ((n, k), scheme) in enumerate(zip(shapes, schemes, strict=True))
     ]
     inputs = {_input(layer, device.chip, "speed") for layer in layers}
-    found = list(_input_steps(layers[0], tokens, inputs))
+    group_steps = list(_input_steps(layers[0], tokens, inputs))
     for layer in layers:
-        found += _linear_steps(layer, tokens, device.chip, "speed")
-    return sum(step.seconds(device, level) for step in found)
+        group_steps += _linear_steps(layer, tokens, device.chip, "speed")
+    return sum(step.seconds(device, level) for step in group_steps)
 
 
 def in_16_bit(plan: Plan) -> Plan:
@@ -270,11 +270,11 @@ def attention_route(attention: Attention, chip: str) -> Route:
 
 def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> float:
     """Bytes of all that a layer's scheme keeps in the GPU's memory."""
-    found, scheme = route(layer.scheme, chip, prefer), layer.scheme
-    if scheme is None or found.weights is None:
+    chip_route, scheme = route(layer.scheme, chip, prefer), layer.scheme
+    if scheme is None or chip_route.weights is None:
         return 2 * layer.n * layer.k
-    if found.is_collapsed:
-        kept = Scheme(found.weights, found.activations, center=scheme.center, smooth=scheme.smooth)
+    if chip_route.is_collapsed:
+        kept = Scheme(chip_route.weights, chip_route.activations, center=scheme.center, smooth=scheme.smooth)
         return kept.stored_bits(layer.n, layer.k) / 8
     return layer.stored_bits / 8
 
@@ -313,8 +313,8 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
     for layer in plan.layers:
         for pattern, queries, keys in WORKLOADS[forward.family].attention:
             if matches(pattern, layer.name):
-                own = stream_of(layer.name, layer.role, forward.family)
-                queries, keys = (own if stream == "own" else stream for stream in (queries, keys))
+                layer_stream = stream_of(layer.name, layer.role, forward.family)
+                queries, keys = (layer_stream if stream == "own" else stream for stream in (queries, keys))
                 if keys == "linear":
                     yield _linear_attention(layer, forward, queries)
                     continue
@@ -350,60 +350,60 @@ class _Input:
 
 def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
     """Return the input that a layer's matmul reads on a chip."""
-    found, scheme = route(layer.scheme, chip, prefer), layer.scheme
-    name = found.activations.name if found.activations else None
+    chip_route, scheme = route(layer.scheme, chip, prefer), layer.scheme
+    name = chip_route.activations.name if chip_route.activations else None
     if scheme is None:
         return _PLAIN
-    if found.is_collapsed:
+    if chip_route.is_collapsed:
         return _Input(name, scheme.center + scheme.smooth)
-    two_scales = scheme.four_over_six and found.activations == scheme.activations
+    two_scales = scheme.four_over_six and chip_route.activations == scheme.activations
     return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
 
 
 def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
     """Yield the steps that make and quantize a Linear's input (m, K): once for each form that its group reads."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
-    made = sorted((found for found in inputs if found != _PLAIN), key=str)
-    is_deflated = any(found.deflate for found in made)
+    quantized = sorted((form for form in inputs if form != _PLAIN), key=str)
+    is_deflated = any(form.deflate for form in quantized)
     activated = (3 if gated else 2) * plain  # read by the activation, with a gate twice as wide, and written
     attended = layer.n / layer.k  # of a concatenation: the share that attention makes, N wide
     if layer.made_by == "norm":
-        kept = 2 * plain if _PLAIN in inputs or not made else 0  # else its kernel writes the quantized input alone
+        kept = 2 * plain if _PLAIN in inputs or not quantized else 0  # else the norm writes the quantized input alone
         yield _pass("norm", layer, 2 * plain, 2 * plain if is_deflated else kept, kept)
     elif layer.made_by == "activation":
         yield _pass("activation", layer, activated, 0, 0)
     elif layer.made_by == "concatenation":
         yield _pass("activation", layer, activated * (1 - attended), 0, 0)
         yield _pass("concatenation", layer, 2 * plain, 0, 0)
-    for index, found in enumerate(made):
-        t = 2 * m * found.deflate
-        if found.deflate:
+    for index, form in enumerate(quantized):
+        t = 2 * m * form.deflate
+        if form.deflate:
             alone = plain + t
             ridden = t if layer.made_by == "norm" else alone  # the norm's kernel has the row
             step = _pass("deflate", layer, alone, ridden, ridden)
-            yield replace(step, arithmetic="bf16", flops=2 * m * layer.k * found.deflate)
-        alone = (plain if index == 0 else 0) + found.bytes(m, layer.k) + 2 * layer.k * found.vectors + t
+            yield replace(step, arithmetic="bf16", flops=2 * m * layer.k * form.deflate)
+        alone = (plain if index == 0 else 0) + form.bytes(m, layer.k) + 2 * layer.k * form.vectors + t
         fused = ideal = alone
         if layer.made_by == "norm":
             ideal -= plain if index == 0 and _PLAIN in inputs else 0  # the norm has read it
             fused = alone if is_deflated else ideal
         elif not is_deflated:
             ideal *= {"activation": 0, "concatenation": attended}.get(layer.made_by, 1)
-        step = _pass("quantize" if found.format else "transform", layer, alone, fused, ideal)
-        products = 2 * m * layer.k * (found.deflate + found.hadamard)
-        tries = TWO_SCALES_FLOPS * m * layer.k if found.four_over_six else 0
+        step = _pass("quantize" if form.format else "transform", layer, alone, fused, ideal)
+        products = 2 * m * layer.k * (form.deflate + form.hadamard)
+        tries = TWO_SCALES_FLOPS * m * layer.k if form.four_over_six else 0
         yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=tries)
 
 
 def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iterator[Step]:
     """The product (m, N) = (m, K) · (N, K)ᵀ, and what is added to it: low-rank branch, deflated directions."""
     n, k = layer.n, layer.k
-    found = route(layer.scheme, chip, prefer)
-    x = code_bytes(found.activations.name, m, k) if found.activations else 2 * m * k
-    decoded = 8 * n * k if found.arithmetic == "fp32" else 0  # written and read again
+    chip_route = route(layer.scheme, chip, prefer)
+    x = code_bytes(chip_route.activations.name, m, k) if chip_route.activations else 2 * m * k
+    decoded = 8 * n * k if chip_route.arithmetic == "fp32" else 0  # written and read again
     size = x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n
-    yield Step(_part(layer), "matmul", layer.name, found.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
-    if layer.scheme is None or found.is_collapsed:
+    yield Step(_part(layer), "matmul", layer.name, chip_route.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
+    if layer.scheme is None or chip_route.is_collapsed:
         return
     rank, deflate = layer.scheme.rank, layer.scheme.deflate
     if rank or deflate:
@@ -433,8 +433,8 @@ def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, 
     read = 2 * channels * (m + 2 * s)
     if how.activations:
         codes = channels * (m + 2 * s)
-        made = 2 * channels * (m + 2 * (2 * s)) + codes
-        yield _pass("quantize q, k and v", layer, made, made, codes)
+        traffic = 2 * channels * (m + 2 * (2 * s)) + codes
+        yield _pass("quantize q, k and v", layer, traffic, traffic, codes)
         read = codes
     sizes = dict.fromkeys(LEVELS, read + 2 * channels * m)
     yield Step("attention", "attention", layer.name, how.arithmetic, 4 * channels * m * s, sizes)
@@ -480,16 +480,16 @@ def _pass(kind: str, layer: LayerPlan, unfused: float, fused: float, ideal: floa
 
 
 def _sum(
-    name: str, layers: list[LayerPlan], found: Sequence[Step], plain: Sequence[Step], device: Device, prefer: Prefer
+    name: str, layers: list[LayerPlan], quantized: Sequence[Step], plain: Sequence[Step], device: Device, prefer: Prefer
 ) -> Part:
-    own = [step for step in found if step.part == name]
+    part_steps = [step for step in quantized if step.part == name]
     return Part(
         name,
         len(layers),
         sum(layer.stored_bits for layer in layers) / 8,
         sum(resident_bytes(layer, device.chip, prefer) for layer in layers),
-        sum(step.flops for step in own),
-        {level: sum(step.seconds(device, level) for step in own) for level in LEVELS},
+        sum(step.flops for step in part_steps),
+        {level: sum(step.seconds(device, level) for step in part_steps) for level in LEVELS},
         sum(step.seconds(device, "unfused") for step in plain if step.part == name),
     )
 

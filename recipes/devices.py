@@ -98,17 +98,17 @@ def find_device(name: str) -> Device:
 
     A number alone will do: "3060", "4060 Ti", "NVIDIA GeForce RTX 3060".
     """
-    known = {spelt: device for key, device in DEVICES.items() for spelt in (_letters(key), _letters(device.name))}
+    devices = {spelt: device for key, device in DEVICES.items() for spelt in (_letters(key), _letters(device.name))}
     wanted = _letters(name)
-    if wanted not in known:
-        near = [spelt for spelt in known if wanted and (spelt.startswith(wanted) or wanted.startswith(spelt))]
-        near = near or difflib.get_close_matches(wanted, known, n=2, cutoff=0.7)
-        keys = [key for key in DEVICES if any(known[spelt] is DEVICES[key] for spelt in near)]
+    if wanted not in devices:
+        near = [spelt for spelt in devices if wanted and (spelt.startswith(wanted) or wanted.startswith(spelt))]
+        near = near or difflib.get_close_matches(wanted, devices, n=2, cutoff=0.7)
+        keys = [key for key in DEVICES if any(devices[spelt] is DEVICES[key] for spelt in near)]
         hint = f" (did you mean {' or '.join(keys)}?)" if keys else ""
         raise ValueError(
             f"unknown GPU {name!r}{hint}; known: {', '.join(DEVICES)}; recipes/devices.py shows how to add one"
         )
-    return known[wanted]
+    return devices[wanted]
 
 
 def _letters(name: str) -> str:
@@ -156,7 +156,7 @@ def _like_5090(fraction: float, measured: str) -> dict[str, Efficiency]:
 
 def _guessed(like: Mapping[str, Efficiency], why: str) -> dict[str, Efficiency]:
     """All but bf16, of which a card has its own figure: those of the same architecture's largest card."""
-    return {name: Efficiency(found.fraction, why=why) for name, found in like.items() if name != "bf16"}
+    return {name: Efficiency(efficiency.fraction, why=why) for name, efficiency in like.items() if name != "bf16"}
 
 
 # One source for both formats, so that their ratio is that of one machine and one shape.

@@ -191,19 +191,19 @@ class Scheme:
     @classmethod
     def parse(cls, text: str) -> Scheme:
         """Read the text form; ValueError for anything that this version does not know."""
-        found = _SCHEME.fullmatch(text)
-        if not found:
+        match = _SCHEME.fullmatch(text)
+        if not match:
             raise ValueError(f"unknown quantization scheme {text!r}: a newer fluxq may be needed to read it")
         scheme = cls(
-            find_format(found["weights"]),
-            None if found["activations"] == "16bit" else find_format(found["activations"]),
-            static_input=bool(found["static"]),
-            rank=int(found["rank"] or 0),
-            center=bool(found["center"]),
-            smooth=bool(found["smooth"]),
-            deflate=int(found["deflate"] or 0),
-            hadamard=int(found["hadamard"] or 0),
-            four_over_six=bool(found["four_over_six"]),
+            find_format(match["weights"]),
+            None if match["activations"] == "16bit" else find_format(match["activations"]),
+            static_input=bool(match["static"]),
+            rank=int(match["rank"] or 0),
+            center=bool(match["center"]),
+            smooth=bool(match["smooth"]),
+            deflate=int(match["deflate"] or 0),
+            hadamard=int(match["hadamard"] or 0),
+            four_over_six=bool(match["four_over_six"]),
         )
         row = scheme.activations
         if scheme.static_input and not (row and row.has_tensor_scale):

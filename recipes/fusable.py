@@ -74,7 +74,7 @@ class Stream:
     up: str = ""
     act: str = "gelu_tanh"
     clipped: bool = False
-    own: OwnAttention | None = None
+    own_attention: OwnAttention | None = None
     cross: CrossAttention | None = None
 
 
@@ -113,5 +113,5 @@ TEXT_HEADS = {"attn.norm_added_q": "RMSNorm", "attn.norm_added_k": "RMSNorm"}
 
 def feed_forward_classes(path: str, lacking: str = "") -> dict[str, str]:
     """Name the classes in diffusers' FeedForward with GELU; lacking: "|None" for one that a block may lack."""
-    found = {path: "FeedForward", f"{path}.net.0": "GELU", f"{path}.net.1": "Dropout"}
-    return {path: kind + lacking for path, kind in found.items()}
+    classes = {path: "FeedForward", f"{path}.net.0": "GELU", f"{path}.net.1": "Dropout"}
+    return {path: kind + lacking for path, kind in classes.items()}

@@ -50,14 +50,14 @@ def generic_family(model_class: str, tree: ModuleTree) -> Family:
 
     ValueError naming the class, and what to do, where it is less sure than LEAST_CERTAINTY.
     """
-    found = read_structure(model_class, tree)
-    if found.certainty < LEAST_CERTAINTY:
+    structure = read_structure(model_class, tree)
+    if structure.certainty < LEAST_CERTAINTY:
         raise ValueError(
             f"unknown model family: {model_class} has no row in recipes/all_families.py, and its structure says too "
-            f"little (certainty {found.certainty:.0%}, needed {LEAST_CERTAINTY:.0%}): {'; '.join(found.reasons)}. "
-            "CONTRIBUTING.md, 'Adding a model family', shows how to add a row"
+            f"little (certainty {structure.certainty:.0%}, needed {LEAST_CERTAINTY:.0%}): "
+            f"{'; '.join(structure.reasons)}. CONTRIBUTING.md, 'Adding a model family', shows how to add a row"
         )
-    return found.family
+    return structure.family
 
 
 def read_structure(model_class: str, tree: ModuleTree) -> Structure:
@@ -100,13 +100,13 @@ def _blocks(tree: ModuleTree) -> dict[str, dict[str, LinearShape]]:
         for path in _above(linear.name):
             if tree.modules.get(path.rpartition(".")[0]) == "ModuleList":
                 below.setdefault(path, {})[linear.name[len(path) + 1 :]] = linear
-    found: set[str] = set()
+    paths: set[str] = set()
     for path in sorted(below, key=lambda path: -path.count(".")):
         attends = len(below[path]) > 1 and any(map(_attends, below[path]))
-        if attends and not any(other.startswith(f"{path}.") for other in found):
-            found.add(path)
+        if attends and not any(other.startswith(f"{path}.") for other in paths):
+            paths.add(path)
     return {
-        path: below[path] for path in tree.modules if path in found and not _AUXILIARY.search(path.rpartition(".")[0])
+        path: below[path] for path in tree.modules if path in paths and not _AUXILIARY.search(path.rpartition(".")[0])
     }
 
 
@@ -221,12 +221,12 @@ def _groups(
     """Input groups of a stack. Linears share one where they do in every block that has both."""
     skipped = set(unfit)
     names = [name for name in dict.fromkeys(name for members in blocks for name in members) if name not in skipped]
-    first = {name: next(found[name] for found in roles if name in found) for name in names}
+    first = {name: next(block_roles[name] for block_roles in roles if name in block_roles) for name in names}
 
     def share(a: str, b: str) -> bool:
-        both = [found for found in roles if a in found and b in found]
+        both = [block_roles for block_roles in roles if a in block_roles and b in block_roles]
         same_role = first[a].role == first[b].role
-        return same_role and bool(both) and all(found[a].key == found[b].key for found in both)
+        return same_role and bool(both) and all(block_roles[a].key == block_roles[b].key for block_roles in both)
 
     groups: list[list[str]] = []
     for name in names:
@@ -246,16 +246,16 @@ def _groups(
 
 def _unfit(stack: Mapping[str, Mapping[str, LinearShape]]) -> dict[str, str]:
     """Path below the block -> why it is not quantized, of what is not in one of the blocks."""
-    found: dict[str, str] = {}
+    unfit: dict[str, str] = {}
     for members in stack.values():
         for name, linear in members.items():
             if _words(name) & {"router"} or (_words(name) == {"gate"} and 8 * linear.n <= linear.k):
-                found[name] = "routes tokens, by its name: an error in it sends them elsewhere"
+                unfit[name] = "routes tokens, by its name: an error in it sends them elsewhere"
             elif min(linear.n, linear.k) < SMALLEST:
-                found[name] = f"too small to win anything: ({linear.n}, {linear.k})"
+                unfit[name] = f"too small to win anything: ({linear.n}, {linear.k})"
             elif linear.k % K_UNIT:
-                found[name] = f"K = {linear.k} is not in multiples of {K_UNIT}, which formats and kernels are made for"
-    return found
+                unfit[name] = f"K = {linear.k} is not in multiples of {K_UNIT}, which formats and kernels are made for"
+    return unfit
 
 
 def _why_outside(name: str) -> str:

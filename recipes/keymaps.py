@@ -44,17 +44,17 @@ def original_names(family: str, names: Collection[str]) -> list[Joined]:
     which others there are. ValueError for a family without a row, a name without one, and a part that is missing.
     """
     rules, present = _rules(family, names), _with_modules(names)
-    found: dict[str, Joined] = {}
+    joins: dict[str, Joined] = {}
     for name, rows in _matching(names, rules, lambda rule: rule.parts).items():
         joined = _only([_joined(*row) for row in rows if _holds(*row, present)], family, name, "original name")
-        found.setdefault(joined.original, joined)
-    for joined in found.values():
+        joins.setdefault(joined.original, joined)
+    for joined in joins.values():
         if missing := [part for part in joined.parts if part not in present]:
             raise ValueError(
                 f"{family}: {joined.original!r} joins {', '.join(joined.parts)}, and of these {missing[0]!r} is "
                 "missing; give the names of the whole model"
             )
-    return list(found.values())
+    return list(joins.values())
 
 
 def diffusers_names(family: str, originals: Collection[str]) -> list[Joined]:
@@ -82,13 +82,13 @@ def _rules(family: str, names: Collection[str]) -> tuple[Rule, ...]:
     return rules(names) if callable(rules) else rules
 
 
-def _only(found: list[Joined], family: str, name: str, what: str) -> Joined:
-    if len(found) != 1:
-        said = f"{len(found)} rows name" if found else "no row names"
+def _only(candidates: list[Joined], family: str, name: str, what: str) -> Joined:
+    if len(candidates) != 1:
+        count = f"{len(candidates)} rows name" if candidates else "no row names"
         raise ValueError(
-            f"{family}: no {what} is known for {name!r}: {said} it in recipes/families; is this another model?"
+            f"{family}: no {what} is known for {name!r}: {count} it in recipes/families; is this another model?"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _matching(
@@ -96,11 +96,11 @@ def _matching(
 ) -> dict[str, list[tuple[Rule, Stars]]]:
     """Map each name to the rows with a pattern on that side that it matches, whatever else they ask for."""
     patterns = [(rule, pattern.partition("*")[0], compiled(pattern)) for rule in rules for pattern in side(rule)]
-    found: dict[str, list[tuple[Rule, Stars]]] = {}
+    matching: dict[str, list[tuple[Rule, Stars]]] = {}
     for name in names:
         hits = [(rule, regex.fullmatch(name)) for rule, head, regex in patterns if name.startswith(head)]
-        found[name] = [(rule, tuple(group or "" for group in hit.groups())) for rule, hit in hits if hit]
-    return found
+        matching[name] = [(rule, tuple(group or "" for group in hit.groups())) for rule, hit in hits if hit]
+    return matching
 
 
 def _filled(pattern: str, stars: Stars) -> str:

@@ -214,24 +214,24 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
     known, as in a class loaded by itself. Raises ValueError where the recipe says nothing, and where it asks for what
     is not worth it, or not possible, in a component that runs once: activations, and all that is fitted to inputs.
     """
-    own = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
-    if own is not None:
-        if family.kind != "transformer" and own.inputs:
+    entry = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
+    if entry is not None:
+        if family.kind != "transformer" and entry.inputs:
             raise ValueError(
                 f"{component or 'vae'}: it runs once per image, so quantizing its activations saves no time worth the "
                 "error; write `activations: null`"
             )
-        if family.kind != "transformer" and not _is_plain(own):
+        if family.kind != "transformer" and not _is_plain(entry):
             raise ValueError(
                 f"{component or 'vae'}: calibration looks at transformers only, so this one is rounded to nearest; "
                 "write `transforms: []`, `low_rank: null` and `rounding: {method: rtn, scales: amax}`"
             )
-        if family.kind != "transformer" and own.attention != "16bit":
+        if family.kind != "transformer" and entry.attention != "16bit":
             raise ValueError(
-                f"{component or 'vae'}: it runs once per image, so attention in {own.attention} saves no time worth "
+                f"{component or 'vae'}: it runs once per image, so attention in {entry.attention} saves no time worth "
                 "the error; leave out `attention`"
             )
-        return own
+        return entry
     main = recipe.components.get("transformer")
     if main is None or (component is None and family.kind == "vae"):
         raise ValueError(f"the recipe says nothing about {component or family.model}: give it an entry in `components`")
@@ -325,11 +325,11 @@ def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
 
 
 def _located(family: Family, linear: LinearShape) -> LayerPlan:
-    found = family.locate(linear.name)
-    if found is None:
+    place = family.locate(linear.name)
+    if place is None:
         role = KEPT_ROLE if family.kept(linear.name) else UNKNOWN_ROLE
         return LayerPlan(linear.name, linear.n, linear.k, role, "", False, None, "")
-    group, block = found
+    group, block = place
     name = f"{block}.{group.members[0]}"  # the first member names the group
     layer = LayerPlan(linear.name, linear.n, linear.k, group.role, name, group.joined, None, "", made_by=group.made_by)
     return replace(layer, split=linear.n if group.split and linear.n < linear.k else 0, block=block)
@@ -372,14 +372,14 @@ def _with_methods(
             readers.setdefault(layer.group, set()).add(_made_of_x(layer, recipe))
     planned = []
     for layer in layers:
-        found = family.locate(layer.name)
-        if layer.scheme is None or not layer.is_observed or found is None:
+        place = family.locate(layer.name)
+        if layer.scheme is None or not layer.is_observed or place is None:
             planned.append(layer)
         elif len(readers[layer.group]) > 1:
             why = "plainly rounded: the Linears that share its input quantize it in different ways"
             planned.append(layer if _is_plain(recipe) else replace(layer, reason=f"{layer.reason}; {why}"))
         else:
-            group, block = found
+            group, block = place
             why_not = _why_not_folded(group, block, schemes) if compat == "portable" else None
             planned.append(with_method(layer, recipe, profile, why_not))
     return planned
@@ -468,11 +468,11 @@ def _operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | N
 
     Where an override asks for one that does not hold it, `make_plan` has refused.
     """
-    weights, activations = _asked(layer, recipe)
+    weights, activations = _recipe_operands(layer, recipe)
     return _holding(weights, layer.k), None if activations is None else _holding(activations, layer.k)
 
 
-def _asked(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
+def _recipe_operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
     override = _override_for(layer, recipe.overrides)
     if override is not None and override.weights is not None:
         return override.weights, override.activations
@@ -490,10 +490,10 @@ def _holding(operand: Operand, k: int) -> Operand:
 
 def _instead(layer: LayerPlan, recipe: Component) -> list[str]:
     """The formats that a layer takes instead of those asked for, and why, in words; nothing where it takes those."""
-    pairs = zip(_asked(layer, recipe), _operands(layer, recipe), strict=True)
+    pairs = zip(_recipe_operands(layer, recipe), _operands(layer, recipe), strict=True)
     changed = dict.fromkeys((a.row, t.row) for a, t in pairs if a is not None and t is not None and a != t)
     why = f"K = {layer.k} is not in multiples of"
-    return [f"{taken.name}, not {row.name}: {why} {row.group_size}" for row, taken in changed]
+    return [f"{substitute.name}, not {row.name}: {why} {row.group_size}" for row, substitute in changed]
 
 
 def _is_plain(recipe: Component) -> bool:

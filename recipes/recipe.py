@@ -452,8 +452,8 @@ def _share(rank: Any) -> Fraction | None:
     """The share that a rank is written as, "1/96" or 0.01; None if it is none."""
     if isinstance(rank, float) and math.isfinite(rank):
         return Fraction(rank)
-    found = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", rank) if isinstance(rank, str) else None
-    return Fraction(int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", rank) if isinstance(rank, str) else None
+    return Fraction(int(match[1]), int(match[2])) if match else None
 
 
 def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -468,9 +468,9 @@ def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple
         yield ("low_rank",), "a low-rank branch", f"write `low_rank: null`, or {_SAY_FULL}"
     elif low_rank is not None and low_rank.deflate:
         yield ("low_rank", "deflate"), "deflation", f"write `deflate: false`, or {_SAY_FULL}"
-    held = [(("activations",), component.activations)]
-    held += [(("overrides", str(i), "activations"), o.activations) for i, o in enumerate(component.overrides)]
-    for at, operand in held:
+    operands = [(("activations",), component.activations)]
+    operands += [(("overrides", str(i), "activations"), o.activations) for i, o in enumerate(component.overrides)]
+    for at, operand in operands:
         if operand is not None and operand.four_over_six:
             yield (*at, "four_over_six"), "four_over_six of activations", f"leave it out, or {_SAY_FULL}"
 

@@ -138,20 +138,20 @@ def stream_of(name: str, role: str, family: str) -> str:
 
 def passes_before(convolution: Convolution, family: str) -> int:
     """Count the tensors as large as its input that norm and activation before a convolution read and write."""
-    found = WORKLOADS[family].convolutions.items()
-    return next((tensors for pattern, tensors in found if matches(pattern, convolution.name)), 0)
+    convolutions = WORKLOADS[family].convolutions.items()
+    return next((tensors for pattern, tensors in convolutions if matches(pattern, convolution.name)), 0)
 
 
-def _convolutions(family: str, row: Workload, given: Sequence[Convolution]) -> tuple[Convolution, ...]:
+def _convolutions(family: str, row: Workload, convolutions: Sequence[Convolution]) -> tuple[Convolution, ...]:
     if not row.convolutions:
         return ()
-    taken = tuple(each for each in given if any(matches(pattern, each.name) for pattern in row.convolutions))
-    if not taken:
+    priced = tuple(each for each in convolutions if any(matches(pattern, each.name) for pattern in row.convolutions))
+    if not priced:
         raise ValueError(
             f"{family}: much of its work is convolutions, and none were given; pass "
             "`convolutions=convolutions_of(model)`"
         )
-    return taken
+    return priced
 
 
 def _vae_factor(vae: Mapping[str, Any]) -> int:
