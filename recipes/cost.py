@@ -52,9 +52,12 @@ LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
 class Route:
     """Way in which a GPU computes a scheme.
 
-    arithmetic: what its matrix units multiply. activations: the format that inputs are quantized to, None for 16 bit.
-    weights: the format that lies in memory, None for 16 bit. is_collapsed: re-encoding at load makes one weight of the
-    quantized one, the low-rank branch and all that is done to x but mean and factors. about: for people.
+    arithmetic: of its matrix units.
+    activations: format that inputs are quantized to, None for 16 bit.
+    weights: format in memory, None for 16 bit.
+    is_collapsed: whether re-encoding at load makes one weight of the quantized one, the low-rank branch and all that is
+        done to x but mean and factors.
+    about: for people.
     """
 
     arithmetic: str
@@ -66,10 +69,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Step:
-    """A Linear, an attention or a pass over memory. bytes: by level; 0 where a level has no such step.
+    """A Linear, an attention or a pass over memory.
 
-    part: the row of the table that counts it. kind: "matmul", "low rank", "attention", "norm", "quantize", …
-    arithmetic: of its FLOPs; "" where it has none worth counting. scalar_flops: those outside the matrix units.
+    part: the row of the table that counts it.
+    kind: "matmul", "low rank", "attention", "norm", "quantize", …
+    arithmetic: of its FLOPs; "" where it has none worth counting.
+    bytes: by level; 0 where a level has no such step.
+    scalar_flops: FLOPs outside the matrix units.
     """
 
     part: str
@@ -81,11 +87,11 @@ class Step:
     scalar_flops: float = 0
 
     def seconds(self, device: Device, level: Level) -> float:
-        """Attainable time."""
+        """Return the attainable time."""
         return max(self.compute_seconds(device), self.bytes[level] / device.bytes_per_second)
 
     def compute_seconds(self, device: Device) -> float:
-        """The part of it that more bandwidth would not shorten."""
+        """Return the part of the time that more bandwidth would not shorten."""
         scalar = self.scalar_flops / device.scalar_flops
         if not self.flops:
             return scalar
@@ -112,7 +118,7 @@ class Part:
         return self.seconds_16bit / self.seconds["fused"] if self.seconds["fused"] else 1.0
 
     def describe(self) -> dict[str, object]:
-        """The row as JSON."""
+        """Return the row as JSON."""
         return {
             "part": self.name,
             "layers": self.layers,
@@ -127,9 +133,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a plan on a GPU. parts: rows of the table, without the total.
+    """Cost of a plan on a GPU.
 
-    routes: scheme -> how it is computed. attention: how self-attention is.
+    parts: rows of the table, without the total.
+    routes: scheme -> its route.
+    attention: route of self-attention.
     """
 
     device: Device
@@ -140,7 +148,7 @@ class Cost:
     attention: Route
 
     def efficiencies(self) -> dict[str, Efficiency]:
-        """The efficiencies in this cost, by what they are of."""
+        """Return name -> efficiency of those in this cost."""
         arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
         used = {name: self.device.matmul[name] for name in arithmetics}
         if any(Scheme.parse(scheme).four_over_six for scheme in self.routes):
@@ -149,7 +157,7 @@ class Cost:
         return used | {"attention": of_attention, "memory bandwidth": self.device.streaming}
 
     def describe(self) -> dict[str, object]:
-        """The cost as JSON."""
+        """Return the cost as JSON."""
         return {
             "modelled": True,
             "gpu": self.device.name,
@@ -168,7 +176,7 @@ class Cost:
 def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> Cost:
     """Return the cost of one forward pass of a plan.
 
-    prefer: "speed" makes 4-bit weights that a chip cannot multiply 8 bit.
+    prefer: "speed" makes 4-bit weights 8 bit where a chip cannot multiply them.
     """
     routes = {str(layer.scheme): route(layer.scheme, device.chip, prefer) for layer in plan.quantized}
     quantized = list(steps(plan, forward, device.chip, prefer))
@@ -199,12 +207,16 @@ def group_seconds(
     level: Level = "fused",
     made_by: Maker = "outside",
 ) -> float:
-    """Modelled time of the Linears that share one input: making and quantizing it, products, 16-bit branches.
+    """Return the modelled time of the Linears that share one input: its making and rounding, products, branches.
 
-    shapes: (N, K) of each, with one K; schemes: of each. made_by: what makes the input, whose pass is counted too;
-    "outside" counts only the quantization, as a pass of its own. A layer that is narrower than 3072 is priced as if it
-    were that wide, because small layers are stand-ins for real ones here and cost little but launches: N, K, rank and
-    deflate are all multiplied by 3072 / K. How a scheme is computed is the device's own route, see `route`.
+    A layer that is narrower than 3072 is priced as if it were that wide, because small layers are stand-ins for real
+    ones here and cost little but launches: N, K, rank and deflate are all multiplied by 3072 / K. Each scheme takes the
+    device's own `route`.
+
+    shapes: (N, K) of each Linear, with one K.
+    schemes: of each Linear.
+    made_by: maker of the input, whose pass is counted too; "outside" counts only the quantization, as a pass of its
+        own.
     """
     widths = {k for _, k in shapes}
     if len(widths) != 1 or len(shapes) != len(schemes):
@@ -224,15 +236,15 @@ def group_seconds(
 
 
 def in_16_bit(plan: Plan) -> Plan:
-    """The same layers, none of them quantized, and attention in 16 bit."""
+    """Return the plan with none of its layers quantized, and attention in 16 bit."""
     return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers), attention="16bit")
 
 
 def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
     """Return the way in which a chip computes a scheme.
 
-    That is as it is, with weights made 8 bit at load or in the kernel, or weight-only. Where no kernel was compiled for
-    the chip, torch decodes weights at each call and multiplies in fp32.
+    It is the scheme itself, 8-bit weights made at load or in the kernel, or weight-only. Where no kernel was compiled
+    for the chip, torch decodes weights at each call and multiplies in fp32.
     """
     if scheme is None:
         return Route("bf16", None, None, False, "16 bit")
@@ -258,7 +270,7 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
 
 
 def attention_route(attention: Attention, chip: str) -> Route:
-    """Return the way in which a chip computes self-attention: fp8 where it multiplies that, as at load, or 16 bit."""
+    """Return the way in which a chip computes self-attention: in fp8 if it multiplies that, or in 16 bit."""
     arithmetic = NATIVE.get(chip, {}).get("fp8")
     if attention == "16bit":
         return Route("bf16", None, None, False, "16 bit")
@@ -269,7 +281,7 @@ def attention_route(attention: Attention, chip: str) -> Route:
 
 
 def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> float:
-    """Bytes of all that a layer's scheme keeps in the GPU's memory."""
+    """Return the bytes of all tensors that a layer's scheme keeps in the GPU's memory."""
     chip_route, scheme = route(layer.scheme, chip, prefer), layer.scheme
     if scheme is None or chip_route.weights is None:
         return 2 * layer.n * layer.k
@@ -280,11 +292,11 @@ def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> flo
 
 
 def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
-    """Bytes of activations that live at once in an eager forward pass in 16 bit, about: a few percent more or less, and
-    up to a third more where q and k are rotated in fp32.
+    """Estimate the bytes of activations that live at once in an eager forward pass in 16 bit.
 
-    Of the widest step: a stream twice, what was made of it and outputs before and after what is done to them; or an
-    activation's input and output, and a stream. And what a UNet keeps for its way up.
+    The estimate is a few percent off; where q and k are rotated in fp32, up to a third more live. The widest step
+    counts: a stream twice, with the outputs before and after the operations on them; or an activation's input and
+    output, and a stream. A UNet also keeps tensors for its way up.
     """
     groups: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
@@ -304,7 +316,7 @@ def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
 
 
 def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
-    """Every step of one forward pass on a chip."""
+    """Yield every step of one forward pass on a chip."""
     groups: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         groups.setdefault(layer.group or layer.name, []).append(layer)
@@ -325,7 +337,7 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
 
 
 def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Prefer) -> Iterator[Step]:
-    """The Linears that share an input, what makes that input, and what follows them."""
+    """Yield the steps of the Linears that share an input, with those that make it, and those that follow."""
     first = layers[0]
     m = forward.batch * forward.tokens(stream_of(first.name, first.role, forward.family))
     yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers}, forward.gated)
@@ -336,7 +348,7 @@ def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefe
 
 @dataclass(frozen=True)
 class _Input:
-    """Input that a matmul reads in place of x: its format, None for 16 bit, and what is done to x before rounding."""
+    """Input that a matmul reads in place of x: its format, None for 16 bit, and the steps on x before rounding."""
 
     format: str | None = None
     vectors: int = 0
@@ -396,7 +408,7 @@ def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = 
 
 
 def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iterator[Step]:
-    """The product (m, N) = (m, K) · (N, K)ᵀ, and what is added to it: low-rank branch, deflated directions."""
+    """Yield the product (m, N) = (m, K) · (N, K)ᵀ, and its additions: low-rank branch, deflated directions."""
     n, k = layer.n, layer.k
     chip_route = route(layer.scheme, chip, prefer)
     x = code_bytes(chip_route.activations.name, m, k) if chip_route.activations else 2 * m * k
@@ -424,7 +436,7 @@ def _output_steps(layer: LayerPlan, m: float, forward: ForwardPass) -> Iterator[
 
 
 def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, how: Route) -> Iterator[Step]:
-    """softmax(QKᵀ)V of N channels; `layer` is named by the family's workload.
+    """Yield the steps of softmax(QKᵀ)V of N channels; `layer` is named by the family's workload.
 
     From fp8 codes, the passes that make those come first, and before codes the scales of all tokens of k and v.
     """
@@ -441,7 +453,7 @@ def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, 
 
 
 def _linear_attention(layer: LayerPlan, forward: ForwardPass, queries: str) -> Step:
-    """q(Σ kᵀv) of N channels in fp32, and a column of ones for the sum of weights: SANA's, after a ReLU.
+    """Return q(Σ kᵀv) of N channels in fp32, and a column of ones for the sum of weights: SANA's, after a ReLU.
 
     Bytes: ReLU of q and k, casts of q, k and v, the column, two products, a division and a cast, each a kernel.
     """
@@ -453,7 +465,7 @@ def _linear_attention(layer: LayerPlan, forward: ForwardPass, queries: str) -> S
 
 
 def _convolution_steps(convolution: Convolution, forward: ForwardPass) -> Iterator[Step]:
-    """A convolution in 16 bit as a product (m, N) = (m, k) · (N, k)ᵀ, and norm and activation before it."""
+    """Yield a convolution in 16 bit as a product (m, N) = (m, k) · (N, k)ᵀ, and norm and activation before it."""
     m = forward.batch * forward.tokens(stream_of(convolution.name, "", forward.family))
     x = 2 * m * convolution.stride**2 * convolution.channels
     size = x + 2 * (m * convolution.n + convolution.n * convolution.k)
@@ -495,13 +507,13 @@ def _sum(
 
 
 def _with_weights(part: Part, convolutions: Sequence[Convolution]) -> Part:
-    """The row of the convolutions, whose weights no plan knows."""
+    """Return the row of the convolutions with their weights, which no plan has."""
     size = sum(2 * each.n * each.k for each in convolutions)
     return replace(part, layers=len(convolutions), stored_bytes=size, resident_bytes=size)
 
 
 def code_bytes(name: str, rows: float, k: int) -> float:
-    """Bytes of codes and scales of a (rows, k) matrix in the format called `name`."""
+    """Return the bytes of codes and scales of a (rows, k) matrix in the format called `name`."""
     return FORMATS[name].stored_bits(round(rows), k) / 8
 
 
@@ -510,7 +522,7 @@ def _widened(scheme: Scheme | None, times: float) -> Scheme | None:
 
 
 def _kind(format: Format) -> str:
-    """Formats that one instruction serves have one name: scales per row or per tensor, groups of 64 or 128."""
+    """Return one name for formats with the same instruction: scales per row or per tensor, groups of 64 or 128."""
     return {"fp8_tensor": "fp8"}.get(format.name, "int4" if format.name.startswith("int4") else format.name)
 
 
@@ -524,7 +536,7 @@ REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
 # less than half of it, which hides behind memory on every GPU here.
 TWO_SCALES_FLOPS = 20
 
-# Chip -> format of weights and activations -> what its matrix units multiply. Missing: no such instruction.
+# Chip -> format of weights and activations -> arithmetic of its matrix units. Missing: no such instruction.
 NATIVE = {
     "sm_80": {"int8": "int8"},
     "sm_86": {"int8": "int8"},
@@ -538,7 +550,7 @@ NATIVE = {
     "gfx1201": {"int8": "int8", "fp8": "fp8"},
 }
 
-# What everything else becomes, or is timed as: the faster 8-bit format, which on GeForce cards is int8.
+# Chip -> 8-bit format of all other schemes: the faster one, on GeForce cards int8.
 EIGHT_BIT = {
     "sm_80": "int8",
     "sm_86": "int8",

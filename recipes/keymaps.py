@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.keymap_rows import Order, Rule, compiled
 
-Stars = tuple[str, ...]  # what the stars of a pattern stand for in a name, and what follows it: "" or ".weight"
+Stars = tuple[str, ...]  # texts of a pattern's stars in a name, and its end: "" or ".weight"
 
 CHECKPOINT_PREFIX = "model.diffusion_model."  # of a denoiser in a file that holds VAE and text encoders too
 
@@ -27,9 +27,10 @@ CHECKPOINT_PREFIX = "model.diffusion_model."  # of a denoiser in a file that hol
 class Joined(NamedTuple):
     """Pair one original tensor with the tensors of diffusers that follow each other along N in it.
 
-    original: without CHECKPOINT_PREFIX. parts: none for what diffusers does not hold. order: of the rows of what was
-    joined; halves are swapped where diffusers puts the scale before the shift and the original does not. Swapping them
-    once more undoes it.
+    original: without CHECKPOINT_PREFIX.
+    parts: none for a tensor that diffusers does not have.
+    order: of the joined rows; halves are swapped where diffusers puts the scale before the shift and the original does
+        not. Swapping them once more undoes it.
     """
 
     original: str
@@ -38,10 +39,12 @@ class Joined(NamedTuple):
 
 
 def original_names(family: str, names: Collection[str]) -> list[Joined]:
-    """Find the original tensors that hold what diffusers calls `names`, in the order of their first parts.
+    """Find the original tensors of diffusers' `names`, in the order of their first parts.
 
-    family: a key of ORIGINALS. names: of all tensors, or all modules, of a model; what a name becomes can depend on
-    which others there are. ValueError for a family without a row, a name without one, and a part that is missing.
+    ValueError for a family without a row, a name without one, and a part that is missing.
+
+    family: a key of ORIGINALS.
+    names: of all tensors, or all modules, of a model: the original of a name can depend on the others.
     """
     rules, present = _rules(family, names), _with_modules(names)
     joins: dict[str, Joined] = {}
@@ -58,7 +61,7 @@ def original_names(family: str, names: Collection[str]) -> list[Joined]:
 
 
 def diffusers_names(family: str, originals: Collection[str]) -> list[Joined]:
-    """Find what each tensor of a file with original names is joined of, in the order given.
+    """Find the parts of each tensor of a file with original names, in the order given.
 
     With CHECKPOINT_PREFIX on any of them, those without it are another component's and are passed over. Errors are
     those of `original_names`.
@@ -94,7 +97,7 @@ def _only(candidates: list[Joined], family: str, name: str, what: str) -> Joined
 def _matching(
     names: Iterable[str], rules: Iterable[Rule], side: Callable[[Rule], tuple[str, ...]]
 ) -> dict[str, list[tuple[Rule, Stars]]]:
-    """Map each name to the rows with a pattern on that side that it matches, whatever else they ask for."""
+    """Map each name to the rows with a pattern on that side that it matches, whatever their other conditions."""
     patterns = [(rule, pattern.partition("*")[0], compiled(pattern)) for rule in rules for pattern in side(rule)]
     matching: dict[str, list[tuple[Rule, Stars]]] = {}
     for name in names:

@@ -62,7 +62,7 @@ def swizzle_scales_kernel(
     COLUMNS: tl.constexpr,
 ):
     """flat = scale in tiles of 128x4, padded with 0. Reads every scale once, writes every byte of flat once."""
-    place = tl.arange(0, 128 * COLUMNS)  # in what this program writes
+    place = tl.arange(0, 128 * COLUMNS)  # in the output of this program
     rows = tl.program_id(0).to(tl.int64) * 128 + place // 4 % 4 * 32 + place // 16 % 32
     wide = tl.program_id(1) * (COLUMNS // 4) + place // 512  # tile of 4 groups
     groups = wide * 4 + place % 4
