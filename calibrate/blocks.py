@@ -128,10 +128,10 @@ class Replay:
                 return lambda *_args, **_kwargs: self._outputs.load(i, at, self.device)
             return lambda *_args, **_kwargs: nested.unpack(call.outputs[self.blocks[i]], self._blank)
 
-        own = self.modules[index].forward
+        forward = self.modules[index].forward
 
         def live(*args: Any, **kwargs: Any) -> Any:
-            raise _Finished(own(*args, **kwargs))
+            raise _Finished(forward(*args, **kwargs))
 
         stand_ins = {self.modules[i]: earlier(i) for i in range(index)} | {self.modules[index]: live}
         args, kwargs = call.load(self.device)
@@ -171,7 +171,7 @@ class Replay:
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """`forward` of each module replaced; one that its instance had (hooks of accelerate set it) is put back."""
-    own = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
+    instance_forwards = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
     try:
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
@@ -179,8 +179,8 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         for module in forwards:
             del module.__dict__["forward"]
-            if module in own:
-                module.__dict__["forward"] = own[module]
+            if module in instance_forwards:
+                module.__dict__["forward"] = instance_forwards[module]
 
 
 class LiveBlock:
@@ -233,7 +233,7 @@ class LiveBlock:
 
         def see(group: str, x: Tensor) -> None:
             call = self.replay.current
-            builders[group].add(x, self.replay.weight(call), call.held, call.step)
+            builders[group].add(x, self.replay.weight(call), call.held_out, call.step)
 
         with _watched(layers, see):
             if advance and self.is_needed and not self.advanced and self.replay.ranks.world == 1:
@@ -259,7 +259,7 @@ class LiveBlock:
                     f"{self.name}: its tokens cannot be had again, the replay has gone on to a later block"
                 )
             for at, call in enumerate(self.replay.calls.calls):
-                if not call.held:
+                if not call.held_out:
                     seen: list[Tensor] = []
                     with _watched({"": layer}, lambda _, x, seen=seen: seen.append(x.flatten(0, -2))):
                         self.replay.run(at, self.index)
@@ -283,7 +283,7 @@ def _dependencies(
 
     No block runs: each returns leaves of an autograd graph, and later ones look which leaves their arguments grew from.
     """
-    found: list[frozenset[int]] = []
+    dependencies: list[frozenset[int]] = []
     layouts = list(call.outputs.values())
     leaves: dict[Tensor, int] = {}
     opaque: set[int] = set()  # blocks that return integers, which no graph follows: every later block may need them
@@ -292,7 +292,7 @@ def _dependencies(
     def stand_in(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = nested.tensors_in([list(args), kwargs])
-            found.append(frozenset(opaque | {leaves[leaf] for leaf in _leaves_of(arguments) if leaf in leaves}))
+            dependencies.append(frozenset(opaque | {leaves[leaf] for leaf in _leaves_of(arguments) if leaf in leaves}))
             if index == len(blocks) - 1:
                 raise _Finished(None)
 
@@ -313,7 +313,7 @@ def _dependencies(
         try:
             model(*args, **kwargs)
         except _Finished:
-            return tuple(found)
+            return tuple(dependencies)
     raise ValueError(f"{next(reversed(call.outputs))}: a captured call does not reach this block; capture again")
 
 

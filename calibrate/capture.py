@@ -23,7 +23,7 @@ from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import channels_last
 from fluxq.base.model import GENERATION_FILE
 from fluxq.base.ranks import ALONE, Ranks
-from fluxq.calibrate.prompts import ImageFile, Row
+from fluxq.calibrate.prompts import ImageFile, PromptRow
 from fluxq.calibrate.statistics import GroupSums, Statistics
 
 _PIXELS_PER_BATCH = 1 << 20
@@ -35,8 +35,8 @@ TELLS = "callback_on_step_end"  # the argument of a pipeline that tells of its s
 _FEW_STEPS = 8  # of schnell, Turbo and Lightning models: no two of their steps are alike
 
 # What one image is made from: a prompt, or one with arguments of its own, and the seed of its noise.
-Item = tuple[str | Row, int]
-AnyItem = TypeVar("AnyItem", bound=tuple[str | Row, int])
+Item = tuple[str | PromptRow, int]
+AnyItem = TypeVar("AnyItem", bound=tuple[str | PromptRow, int])
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         folder = getattr(pipe, "name_or_path", None)
         file = Path(folder or "") / GENERATION_FILE
-        said = read_json(file) if folder and file.is_file() else {}
-        blamed = ", ".join(name for name, value in said.items() if name in call and call[name] == value)
+        settings = read_json(file) if folder and file.is_file() else {}
+        blamed = ", ".join(name for name, value in settings.items() if name in call and call[name] == value)
         if not blamed or _is_ours(error):
             raise
         raise RuntimeError(
@@ -163,11 +163,11 @@ def _steps_told(pipe: Any, after_step: Callable[[int, Tensor], None]) -> Iterato
             del scheduler.step
 
 
-def _row(prompt: str | Row) -> Row:
-    return prompt if isinstance(prompt, Row) else Row(prompt)
+def _row(prompt: str | PromptRow) -> PromptRow:
+    return prompt if isinstance(prompt, PromptRow) else PromptRow(prompt)
 
 
-def _shared_arguments(rows: Sequence[Row]) -> dict[str, Any]:
+def _shared_arguments(rows: Sequence[PromptRow]) -> dict[str, Any]:
     """Arguments of the call that makes `rows`, which share it: texts as a list, an image as its pixels."""
     texts = {name: [dict(row.arguments)[name] for row in rows] for name, v in rows[0].arguments if isinstance(v, str)}
     others = {name: v.load() if isinstance(v, ImageFile) else v for name, v in rows[0].arguments}
@@ -182,11 +182,11 @@ def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
     """
     parameters = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
 
-    def said(name: str) -> Any:
+    def argument(name: str) -> Any:
         return call[name] if name in call else parameters[name].default
 
-    steps = int(said("num_inference_steps"))
-    strength = said("strength") if "strength" in parameters else 1
+    steps = int(argument("num_inference_steps"))
+    strength = argument("strength") if "strength" in parameters else 1
     return steps if strength is None else min(steps, steps - int(steps - steps * strength))
 
 
@@ -245,7 +245,7 @@ def capture_statistics(
     }
     seen = spread(sampling.steps, number_of_steps(pipe, call))
     trajectory = trajectory_of(pipe, sampling.digests, items, call, seen)
-    made = _Gathering(pipe, layers, trajectory, call)
+    gathering = _Gathering(pipe, layers, trajectory, call)
     every = list(batches(items, batch_size, call))
     count = min(_SHARES, len(every))
     shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
@@ -253,12 +253,12 @@ def capture_statistics(
     files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
     missing = ranks.agree([index for index, file in enumerate(files) if not file.is_file()])
     for index in progress(ranks.share(missing), "Calibrating"):
-        made.of(shares[index]).save(files[index])
+        gathering.of(shares[index]).save(files[index])
     ranks.meet()
     sums: dict[str, GroupSums] = {}
     sigmas: tuple[float, ...] = ()
     for part in map(Statistics.load, files):
-        sums |= {name: sums[name].merge(own) if name in sums else own for name, own in part.groups.items()}
+        sums |= {name: sums[name].merge(new) if name in sums else new for name, new in part.groups.items()}
         sigmas = sigmas or tuple(part.trajectory["sigmas"])
     ranks.meet()  # all have read the files, which may be removed now
     silent = [name for name in layers if name not in sums]
@@ -320,8 +320,8 @@ class _Gathering:
             for handle in handles:
                 handle.remove()
         items = tuple(_row(prompt).described(seed) for batch in share for prompt, seed in batch)
-        own = replace(self.trajectory, items=items, sigmas=sigmas)
-        return Statistics(recorder.sums, asdict(own), own.digest)
+        trajectory = replace(self.trajectory, items=items, sigmas=sigmas)
+        return Statistics(recorder.sums, asdict(trajectory), trajectory.digest)
 
 
 class _Recorder:
@@ -359,11 +359,11 @@ def batches(
     alike: list[list[AnyItem]] = []
     for item in items:
         row = _row(item[0])
-        found = next((group for group in alike if row.shares_call_with(_row(group[0][0]))), None)
-        if found is None:
+        home = next((group for group in alike if row.shares_call_with(_row(group[0][0]))), None)
+        if home is None:
             alike.append([item])
         else:
-            found.append(item)
+            home.append(item)
     for group in alike:
         run = size or images_per_batch({**(call or {}), **dict(_row(group[0][0]).arguments)})
         yield from (group[start : start + run] for start in range(0, len(group), run))

@@ -37,7 +37,7 @@ class GroupInputs:
     amax: Tensor
     count: int
     fit: Tensor
-    held: Tensor
+    held_out: Tensor
     held_weight: Tensor
     segments: tuple[int, ...]
     tokens: Callable[[], Iterator[tuple[Tensor, float]]] | None = None
@@ -74,10 +74,10 @@ class InputsBuilder:
         self.sum = torch.zeros(k, dtype=torch.float64)
         self.total_weight, self.count = 0.0, 0
         self._fit = _Sample(most_fit, calls[0])
-        self._held = _Sample(most_held, calls[1])
+        self._held_out = _Sample(most_held, calls[1])
 
     @torch.no_grad()
-    def add(self, x: Tensor, weight: float = 1.0, held: bool = False, step: int | None = None) -> None:
+    def add(self, x: Tensor, weight: float = 1.0, held_out: bool = False, step: int | None = None) -> None:
         """Tokens x (..., K) of one call. ValueError naming group and step if they are not finite."""
         if x.shape[-1] != self.k:
             raise ValueError(f"{self.name}: its input has {x.shape[-1]} channels, the layer takes {self.k}")
@@ -93,10 +93,10 @@ class InputsBuilder:
                 at = "" if step is None else f" at step {step}"
                 raise ValueError(f"{self.name}: its input holds NaN or infinity{at}")
             torch.maximum(self.amax, amax, out=self.amax)
-            if not held:
+            if not held_out:
                 self._add_products(chunk, weight)
-        (self._held if held else self._fit).add(x, weight)
-        if not held:
+        (self._held_out if held_out else self._fit).add(x, weight)
+        if not held_out:
             self.count += x.shape[0]
             self.total_weight += weight * x.shape[0]
 
@@ -107,10 +107,10 @@ class InputsBuilder:
         for gram in self.grams:
             _mirror(gram.div_(self.total_weight))
         fit, _ = self._fit.rows(self.k, self.amax.device)
-        held, held_weight = self._held.rows(self.k, self.amax.device)
+        held_out, held_weight = self._held_out.rows(self.k, self.amax.device)
         mean = (self.sum / self.total_weight).float().to(self.amax.device)
         return GroupInputs(
-            self.grams, mean, self.amax, self.count, fit, held.to(fit.dtype), held_weight, self.segments, tokens
+            self.grams, mean, self.amax, self.count, fit, held_out.to(fit.dtype), held_weight, self.segments, tokens
         )
 
     def _add_products(self, x: Tensor, weight: float) -> None:
@@ -161,8 +161,8 @@ def _mirror(gram: Tensor) -> Tensor:
     width = -(-gram.shape[0] // _STRIPES)
     for start in range(0, gram.shape[0], width):
         stop = start + width
-        own = gram[start:stop, start:stop]
-        own.copy_(own.triu() + own.triu(1).T)
+        block = gram[start:stop, start:stop]
+        block.copy_(block.triu() + block.triu(1).T)
         gram[start:stop, :start] = gram[:start, start:stop].T
     return gram
 

@@ -42,12 +42,12 @@ def require_sound(layout: Any) -> None:
         if layout is not None and not isinstance(layout, (bool, int, float, str)):
             raise ValueError(f"its layout has a {type(layout).__name__}")
         return
-    (word, held), *others = layout.items() or [("", None)]
+    (word, content), *others = layout.items() or [("", None)]
     if not others and word in ("tuple", "list", "dict"):
         kind = dict if word == "dict" else list
-        if not isinstance(held, kind):
-            raise ValueError(f"its layout has a {word} that is a {type(held).__name__}")
-        for item in held.values() if isinstance(held, dict) else held:
+        if not isinstance(content, kind):
+            raise ValueError(f"its layout has a {word} that is a {type(content).__name__}")
+        for item in content.values() if isinstance(content, dict) else content:
             require_sound(item)
         return
     if layout.keys() != {"tensor", "shape", "strides", "dtype", "host"} or not isinstance(layout["tensor"], str):
@@ -59,9 +59,9 @@ def require_sound(layout: Any) -> None:
 
 def _require_place(shape: Any, strides: Any) -> None:
     """ValueError for what are no sizes and strides, and for such as no memory has room for."""
-    for given in (shape, strides):
-        if not isinstance(given, list) or not all(type(size) is int and size >= 0 for size in given):
-            raise ValueError(f"its layout has {str(given)[:80]} in place of sizes")
+    for sizes in (shape, strides):
+        if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"its layout has {str(sizes)[:80]} in place of sizes")
     if len(shape) != len(strides) or prod(max(size, 1) for size in shape) > _MOST:
         raise ValueError(f"its layout has a tensor of shape {str(shape)[:80]} and strides {str(strides)[:80]}")
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
@@ -103,16 +103,16 @@ def stored(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[dic
 
 def blank(device: torch.device) -> Callable[[dict[str, Any]], Tensor]:
     """For `unpack`: tensors of the right shape that nobody may use, NaN where the dtype has it; equal shapes share."""
-    made: dict[tuple[Any, ...], Tensor] = {}
+    tensors: dict[tuple[Any, ...], Tensor] = {}
 
     def make(entry: dict[str, Any]) -> Tensor:
         dtype = getattr(torch, entry["dtype"])
         place = torch.device("cpu") if entry["host"] else device
         key = (*entry["shape"], dtype, place)
-        if key not in made:
+        if key not in tensors:
             value = torch.nan if dtype.is_floating_point else 0
-            made[key] = torch.full(entry["shape"], value, dtype=dtype, device=place)
-        return made[key]
+            tensors[key] = torch.full(entry["shape"], value, dtype=dtype, device=place)
+        return tensors[key]
 
     return make
 

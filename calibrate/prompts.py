@@ -66,7 +66,7 @@ Arguments = tuple[tuple[str, str | int | float | ImageFile], ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt, and arguments of the pipeline's call for it alone."""
 
     prompt: str
@@ -79,7 +79,7 @@ class Row:
         plain = {k: f"sha256:{v.sha256}" if isinstance(v, ImageFile) else v for k, v in self.arguments}
         return self.prompt, seed, plain
 
-    def shares_call_with(self, other: Row) -> bool:
+    def shares_call_with(self, other: PromptRow) -> bool:
         """Tell whether one call of the pipeline can make both: texts may differ, other arguments may not.
 
         No row with an image does: of a list of images some pipelines take one for each prompt (FLUX Fill), others all
@@ -100,17 +100,17 @@ class PromptSet:
     arguments: tuple[Arguments, ...] = ()
 
     @classmethod
-    def of(cls, source: str, rows: Sequence[Row]) -> PromptSet:
+    def of(cls, source: str, rows: Sequence[PromptRow]) -> PromptSet:
         """The set of these rows."""
         arguments = tuple(row.arguments for row in rows) if any(row.arguments for row in rows) else ()
         return cls(source, tuple(row.prompt for row in rows), arguments)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[PromptRow, ...]:
         """Prompts with their arguments."""
         if not self.arguments:
-            return tuple(map(Row, self.prompts))
-        return tuple(map(Row, self.prompts, self.arguments))
+            return tuple(map(PromptRow, self.prompts))
+        return tuple(map(PromptRow, self.prompts, self.arguments))
 
     @property
     def digest(self) -> str:
@@ -130,7 +130,7 @@ class PromptSet:
         kept = [row for row in self.rows[1:] if self.rows[0].shares_call_with(row)]
         return PromptSet.of(self.source, [self.rows[0], *kept])
 
-    def items(self, count: int, seed: int) -> list[tuple[Row, int]]:
+    def items(self, count: int, seed: int) -> list[tuple[PromptRow, int]]:
         """`count` pairs (row, seed + i); a shorter set starts over, and each repeat gets noise of its own."""
         rows = self.rows
         return [(rows[i % len(rows)], seed + i) for i in range(count)]
@@ -169,7 +169,7 @@ def load_prompts(
     arguments = _arguments_reader(Path(source).parent, pipeline) if pipeline else lambda _place, _columns: ()
     rows = []
     for place, value, columns in entries:
-        rows.append(Row(_prompt(value, place), arguments(place, columns)))
+        rows.append(PromptRow(_prompt(value, place), arguments(place, columns)))
         if len(rows) > _MAX_ROWS:
             raise ValueError(
                 f"{where}: more than {_MAX_ROWS} prompts, which are the most that are read; make it shorter"
@@ -178,10 +178,10 @@ def load_prompts(
         raise ValueError(f"{where}: holds no prompts")
     if shuffle is not None:
         random.Random(shuffle).shuffle(rows)
-    found = PromptSet.of(label, rows)
-    if found.duplicates:
-        logger.warning("%s: %d of %d prompts occur more than once", source, found.duplicates, len(found.prompts))
-    return found
+    prompts = PromptSet.of(label, rows)
+    if prompts.duplicates:
+        logger.warning("%s: %d of %d prompts occur more than once", source, prompts.duplicates, len(prompts.prompts))
+    return prompts
 
 
 def require_source(source: str) -> None:
@@ -199,8 +199,8 @@ def require_source(source: str) -> None:
 def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
     """Return the source's name, where it is, and its rows."""
     if source == "default":
-        own = model.path / PROMPTS_FILE
-        path, label = (own, f"{model.name}/{PROMPTS_FILE}") if own.is_file() else (_BUNDLED, "bundled")
+        file = model.path / PROMPTS_FILE
+        path, label = (file, f"{model.name}/{PROMPTS_FILE}") if file.is_file() else (_BUNDLED, "bundled")
         return label, path, _read_text(path)
     path = Path(source)
     if path.is_file():
@@ -238,30 +238,30 @@ def _arguments_reader(folder: Path, pipeline: type) -> Callable[[str, Mapping[st
 
     ValueError for an argument that the pipeline does not take, and for a bad value.
     """
-    taken = inspect.signature(pipeline.__call__).parameters
+    parameters = inspect.signature(pipeline.__call__).parameters
     warned: set[str] = set()
 
     def arguments(place: str, columns: Mapping[str, object]) -> Arguments:
-        found: dict[str, str | int | float | ImageFile] = {}
+        values: dict[str, str | int | float | ImageFile] = {}
         for column, value in columns.items():
-            known = _nearest(column)
-            if known is None or value is None or value != value:  # NaN: a missing number of a table
+            nearest = _nearest(column)
+            if nearest is None or value is None or value != value:  # NaN: a missing number of a table
                 continue
-            if known != column.lower():
+            if nearest != column.lower():
                 if column not in warned:
-                    logger.warning("%s: column %r is ignored; did you mean %r?", place, column, known)
+                    logger.warning("%s: column %r is ignored; did you mean %r?", place, column, nearest)
                 warned.add(column)
                 continue
-            name, read = ARGUMENTS[known]
-            if name not in taken:
+            name, read = ARGUMENTS[nearest]
+            if name not in parameters:
                 raise ValueError(
                     f"{place}: column {column!r} is the argument {name}, which {pipeline.__name__} does not take; "
                     "rename the column or take it out"
                 )
-            if name in found:
+            if name in values:
                 raise ValueError(f"{place}: two columns are the argument {name}; take out {column!r} or the other")
-            found[name] = read(value, f"{place}: column {column!r}", folder)
-        return tuple(sorted(found.items()))
+            values[name] = read(value, f"{place}: column {column!r}", folder)
+        return tuple(sorted(values.items()))
 
     return arguments
 
@@ -477,11 +477,11 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
         raise ValueError(f"{path}: damaged or no parquet file ({first_line(error)})") from None
 
 
-def _require_small(path: Path, said: Any, columns: Sequence[str]) -> list[str]:
+def _require_small(path: Path, metadata: Any, columns: Sequence[str]) -> list[str]:
     """Return where the columns hold texts; ValueError for what is too much to read, as the file's end says."""
-    if said.num_rows > _MAX_ROWS:
-        raise ValueError(f"{path}: {said.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter")
-    groups = map(said.row_group, range(said.num_row_groups))
+    if metadata.num_rows > _MAX_ROWS:
+        raise ValueError(f"{path}: {metadata.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter")
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
     read = [group.column(i) for group in groups for i in range(group.num_columns)]
     read = [each for each in read if each.path_in_schema.partition(".")[0] in columns]
     if sum(each.total_uncompressed_size for each in read) > _MAX_TABLE:

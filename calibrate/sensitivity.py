@@ -69,8 +69,8 @@ class _Run:
     outputs: of the transformers, in the order of their calls. noise: squared norm of what was added.
     """
 
-    def __init__(self, disturbed: int | None = None, known: Sequence[Any] = ()) -> None:
-        self.disturbed, self.known = disturbed, known
+    def __init__(self, disturbed: int | None = None, undisturbed: Sequence[Any] = ()) -> None:
+        self.disturbed, self.undisturbed = disturbed, undisturbed
         self.step = self.calls = 0
         self.outputs: list[Any] = []
         self.noise = torch.zeros((), dtype=torch.float64)
@@ -78,22 +78,22 @@ class _Run:
     def at_step(self, step: int) -> None:
         self.step = step
 
-    def around(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A forward in the place of a transformer's own."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             at = self.calls
             self.calls += 1
             if self.disturbed is None:
-                output = own(*args, **kwargs)
+                output = original(*args, **kwargs)
                 self.outputs.append(_each_tensor(output, Tensor.clone))
                 return output
             if self.step > self.disturbed:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             if self.step < self.disturbed:
-                return _each_tensor(self.known[at], Tensor.clone)
+                return _each_tensor(self.undisturbed[at], Tensor.clone)
             random = torch.Generator().manual_seed(_SEED + at)
-            return _each_tensor(self.known[at], lambda v: self._disturbed(v, random))
+            return _each_tensor(self.undisturbed[at], lambda v: self._disturbed(v, random))
 
         return forward
 
@@ -109,8 +109,9 @@ def _latents(
 ) -> Tensor:
     """Final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
     with replaced_forwards({model: run.around(model.forward) for model in models}):
-        made = [latents.cpu().double().flatten() for _, latents in run_pipeline(pipe, items, call, on_step=run.at_step)]
-    return torch.cat(made)
+        images = run_pipeline(pipe, items, call, on_step=run.at_step)
+        latents = [final.cpu().double().flatten() for _, final in images]
+    return torch.cat(latents)
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -44,8 +44,8 @@ class _Watch:
     def hook(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
             x, version = args[0], _version(args[0])
-            for other, (held, then) in self.seen.items():
-                if not _same(x, held, _version(held) == then):
+            for other, (tensor, then) in self.seen.items():
+                if not _same(x, tensor, _version(tensor) == then):
                     self.stop()
                     raise ValueError(
                         f"{path} and {other} read different values, though their names say that they share an input. "

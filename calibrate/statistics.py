@@ -82,8 +82,8 @@ class Statistics:
     def of_component(self, component: str) -> Statistics:
         """The part of one component, its groups under their own names; all, where only one was looked at."""
         prefix = f"{component}/"
-        own = {name.removeprefix(prefix): sums for name, sums in self.groups.items() if name.startswith(prefix)}
-        return replace(self, groups=own) if own else self
+        groups = {name.removeprefix(prefix): sums for name, sums in self.groups.items() if name.startswith(prefix)}
+        return replace(self, groups=groups) if groups else self
 
     @property
     def content_digest(self) -> str:
@@ -143,9 +143,9 @@ class Statistics:
             trajectory, digest = header.get("trajectory"), header.get("digest", "")
             if not isinstance(trajectory, dict) or sha256_json(trajectory) != digest or "items" not in trajectory:
                 raise ValueError(f"{path}: its trajectory does not match its hash; run `fluxq calibrate` again")
-            held = sorted(stream.keys())
-            names = dict.fromkeys(key.rpartition("/")[0] for key in held)
-            if held != sorted(f"{name}/{field}" for name in names for field in _FIELDS):
+            keys = sorted(stream.keys())
+            names = dict.fromkeys(key.rpartition("/")[0] for key in keys)
+            if keys != sorted(f"{name}/{field}" for name in names for field in _FIELDS):
                 raise ValueError(f"{path}: tensors are missing; run `fluxq calibrate` again")
             groups = {name: GroupSums(*(stream.get_tensor(f"{name}/{field}") for field in _FIELDS)) for name in names}
         for name, sums in groups.items():
