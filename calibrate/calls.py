@@ -1,6 +1,6 @@
-"""Calls of a pipeline's transformers, kept on disk: what went in, and which blocks ran in which order.
+"""Calls of a pipeline's transformers, kept on disk: their arguments, and the outputs of blocks in their order.
 
-    calls.json                                what was asked for, as a hash
+    calls.json                                hash of the request
     batch-0003.json                           the calls of one batch of images, written when it is complete
     batch-0003-transformer-000.safetensors    the tensors among the arguments of one call
 
@@ -45,10 +45,13 @@ _AGAIN = "remove the folder, and calibrate again"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a transformer: the file of its tensors, its denoising step, and whether its images are held out.
+    """One call of a transformer.
 
-    arguments: layout (see nested.py) of its (args, kwargs). outputs: block -> layout of what the block returned, in
-    the order in which blocks ran.
+    file: of its tensors.
+    step: its denoising step.
+    held_out: whether its images are held out.
+    arguments: layout (see nested.py) of its (args, kwargs).
+    outputs: block -> layout of its output, in the order in which blocks ran.
     """
 
     file: Path
@@ -58,7 +61,7 @@ class Call:
     outputs: dict[str, Any]
 
     def load(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keyword arguments, as the transformer got them; ValueError naming a file of another call."""
+        """Return arguments and keyword arguments as the transformer got them; ValueError naming another call's file."""
         with TensorFile(self.file) as stream:
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
         try:
@@ -69,7 +72,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of one component, fitting ones first. digest: of the trajectory and of which images are held out."""
+    """The calls of one component, fitting ones first. digest: of the trajectory and the number of held-out images."""
 
     component: str
     calls: tuple[Call, ...]
@@ -83,7 +86,7 @@ class Calls:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Calls to fit on, calls held out."""
+        """(calls to fit on, calls held out)."""
         held_out = sum(call.held_out for call in self.calls)
         return len(self.calls) - held_out, held_out
 
@@ -102,10 +105,12 @@ def capture_calls(
 ) -> dict[str, Calls]:
     """Run the pipeline on both sets of items and keep every call of its transformers at some denoising steps.
 
-    blocks: component -> paths of its blocks, see `block_names`. most: batches times steps to keep at most, for
-    fitting; each batch then keeps some of the steps, all steps as often. ranks: processes that share the folder and the
-    work. Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does
-    not run exactly once in every call.
+    Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does not run
+    exactly once in every call.
+
+    blocks: component -> paths of its blocks, see `block_names`.
+    most: batches times steps to keep at most, for fitting; each batch then keeps some of the steps, all steps as often.
+    ranks: processes that share the folder and the work.
     """
     if not items_fit:
         raise ValueError("no images to fit on: give at least one prompt")
@@ -148,7 +153,7 @@ def _runs(
     size: int | None,
     most: int | None,
 ) -> Iterator[_Run]:
-    """Batches of one set each. With a limit, batch b keeps every stride-th step, starting at another one each time."""
+    """Yield batches of one set each. With a limit, batch b keeps every stride-th step, from another one each time."""
     count = len(list(batches(items_fit, size, call))) * len(seen)
     stride = -(-count // most) if most else 1
     for held_out, items in ((False, items_fit), (True, items_held)):
@@ -159,7 +164,7 @@ def _runs(
 
 
 def _begin(folder: Path, digest: str) -> None:
-    """Make the folder, or ValueError if it holds another capture."""
+    """Make the folder; ValueError if it holds another capture."""
     path = folder / "calls.json"
     try:
         stored = read_json(path).get("asked") if path.is_file() else None
@@ -260,7 +265,7 @@ def _attached(recorders: Sequence[_CallRecorder]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Made:
-    """A `Call`, as a batch's file has it; `file` by name."""
+    """A `Call` as a batch's file has it; `file` by name."""
 
     file: str
     step: int

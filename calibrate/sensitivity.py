@@ -38,10 +38,13 @@ def noise_level_weights(
     steps: Sequence[int],
     ranks: Ranks = ALONE,
 ) -> dict[int, float]:
-    """Weight of each of `steps`, positive, mean 1. components: the transformers. items: `IMAGES` of them are enough.
+    """Return the weight of each of `steps`, positive, mean 1.
 
-    ranks: processes that take a part of the steps each. ValueError if the final latents are not finite, or if no
-    transformer is called at a step.
+    ValueError if the final latents are not finite, or if no transformer is called at a step.
+
+    components: the transformers.
+    items: `IMAGES` of them are enough.
+    ranks: processes that take a part of the steps each.
     """
     models = [getattr(pipe, component) for component in components]
     plain = _Run()
@@ -64,9 +67,12 @@ def noise_level_weights(
 
 
 class _Run:
-    """One run of the pipeline. Up to `disturbed` outputs are those `known` from the undisturbed run; at it, with noise.
+    """One run of the pipeline, with noise added at one output.
 
-    outputs: of the transformers, in the order of their calls. noise: squared norm of what was added.
+    disturbed: index of that output.
+    undisturbed: outputs of the run without noise, used again up to `disturbed`.
+    outputs: of the transformers, in the order of their calls.
+    noise: squared norm of the added noise.
     """
 
     def __init__(self, disturbed: int | None = None, undisturbed: Sequence[Any] = ()) -> None:
@@ -79,7 +85,7 @@ class _Run:
         self.step = step
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward in the place of a transformer's own."""
+        """Return a forward for the place of a transformer's own."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             at = self.calls
@@ -107,7 +113,7 @@ class _Run:
 def _latents(
     pipe: Any, models: Sequence[nn.Module], items: Sequence[Item], call: Mapping[str, Any], run: _Run
 ) -> Tensor:
-    """Final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
+    """Return the final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
     with replaced_forwards({model: run.around(model.forward) for model in models}):
         images = run_pipeline(pipe, items, call, on_step=run.at_step)
         latents = [final.cpu().double().flatten() for _, final in images]
@@ -115,7 +121,7 @@ def _latents(
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A transformer's output with every tensor changed: a tuple, a list, or one of diffusers' outputs."""
+    """Return a transformer's output with every tensor changed: a tuple, a list, or one of diffusers' outputs."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
