@@ -50,21 +50,21 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
     _check_names("--kernel", kernels, KERNEL_FILES)
     chips = targets or REQUIRED.get(minor(triton.__version__), tuple(CHIPS))
     accepted = accepted_rows(triton.__version__)
-    found, worse = [], []
+    rows, worse = [], []
     click.echo(f"triton {triton.__version__}\n{HEADING}")
     for cell in all_cells(kernels or KERNEL_FILES):
         for target in chips:
             if cell.targets and target not in cell.targets:
                 continue
             row = compile_cell(cell, target)
-            found.append(row)
+            rows.append(row)
             complaints = compare(row, accepted.get(key(row)))
             worse += complaints
             click.echo(line(row) + "".join(f"\n  ! {text}" for text in complaints))
     if json_file:
-        write_json(json_file, {"triton": triton.__version__, "rows": [asdict(row) for row in found]})
+        write_json(json_file, {"triton": triton.__version__, "rows": [asdict(row) for row in rows]})
     if write:
-        write_accepted(triton.__version__, found, kernels or KERNEL_FILES)
+        write_accepted(triton.__version__, rows, kernels or KERNEL_FILES)
     elif worse:
         raise click.ClickException(f"{len(worse)} differences from kernels/{COMPILED.name}; --write accepts them")
 
@@ -127,13 +127,13 @@ def write_accepted(version: str, rows: list[CompiledCell], files: Iterable[str])
     new = {key(row): row for row in rows}
     for name in files:
         file = COMPILED / f"{name}.json"
-        known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
-        held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        old = {key(row): row for row in (CompiledCell(**fields) for fields in held.get(minor(version), []))}
-        held[minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
+        names = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
+        by_version = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        old = {key(row): row for row in (CompiledCell(**fields) for fields in by_version.get(minor(version), []))}
+        by_version[minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in names]
         parts = [
-            f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in held[v]) + "\n]"
-            for v in sorted(held)
+            f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in by_version[v]) + "\n]"
+            for v in sorted(by_version)
         ]
         write_text(file, "{\n" + ",\n".join(parts) + "\n}\n")
 
@@ -150,7 +150,7 @@ def line(row: CompiledCell) -> str:
 
 
 def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
-    """The worker: sends a CompiledCell; on an abort of the compiler it sends nothing."""
+    """Compile a cell in the worker and send its CompiledCell; if the compiler aborts, nothing is sent."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MLIR prints whole programs there
     try:
         sender.send(_inspect(cell, target, _compile(cell, target)))
@@ -227,16 +227,16 @@ def _read_sass(cubin: bytes) -> tuple[list[str], int, int]:
 def _read_amd(assembly: str) -> tuple[list[str], int, int]:
     """Matrix instructions, registers and spills of AMD assembly, by its own metadata."""
     counts = {
-        name: int(found[1]) if (found := re.search(rf"\.{name}:\s*(\d+)", assembly)) else 0
+        name: int(match[1]) if (match := re.search(rf"\.{name}:\s*(\d+)", assembly)) else 0
         for name in ("vgpr_count", "vgpr_spill_count")
     }
     return re.findall(r"\bv_(?:mfma|wmma|smfmac)\w*", assembly), counts["vgpr_count"], counts["vgpr_spill_count"]
 
 
-def _check_names(option: str, given: tuple[str, ...], known: Any) -> None:
-    for name in given:
-        if name not in known:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+def _check_names(option: str, names: tuple[str, ...], choices: Any) -> None:
+    for name in names:
+        if name not in choices:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(choices)}", param_hint=option)
 
 
 # By kind: H.. is 16-bit, I.. int8, Q.. fp8, O.. fp4; .SF takes block scales. UTC.. is tcgen05, ..G.. is wgmma.
