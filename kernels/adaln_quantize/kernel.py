@@ -256,13 +256,13 @@ def adaln_quantize_kernel(
 
 @triton.jit
 def load_rows(x, rows, stride, columns, mask):
-    """Rows of x as fp32 (ROWS, COLUMNS), zeros beyond the mask."""
+    """Load rows of x as fp32 (ROWS, COLUMNS), zeros beyond the mask."""
     return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def normed(n, weight, scale, columns, mask, D, eps, NORM: tl.constexpr):
-    """LayerNorm or RMSNorm of each row of n, rounded to scale's dtype; n is zero beyond the mask."""
+    """Apply LayerNorm or RMSNorm to each row of n, rounded to scale's dtype; n is zero beyond the mask."""
     if NORM == "layer":
         n = tl.where(mask, n - tl.div_rn(tl.sum(n, 1), D * 1.0)[:, None], 0.0)
     variance = tl.div_rn(tl.sum(n * n, 1), D * 1.0)

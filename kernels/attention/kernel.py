@@ -242,7 +242,7 @@ def quantize_tokens_kernel(
 
 @triton.jit
 def load_tokens(x, mean, head, tokens, S, stride_s, D: tl.constexpr):
-    """fp32 (ROWS, D) of tokens (ROWS,) of a head, less their mean; zeros after the last token."""
+    """Load fp32 (ROWS, D) of tokens (ROWS,) of a head, less their mean; zeros after the last token."""
     columns = tl.arange(0, D)
     here = (tokens < S)[:, None]
     values = tl.load(x + tokens[:, None] * stride_s + columns[None, :], mask=here, other=0.0).to(tl.float32)

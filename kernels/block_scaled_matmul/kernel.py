@@ -187,7 +187,7 @@ def block_scaled_matmul_kernel(
 def load_codes(
     codes, tile, start, ROWS_ALL, COLUMNS_ALL, EVEN_K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """(BLOCK, COLUMNS) of stored codes; past the last row that row again, past the last column zeros."""
+    """Load (BLOCK, COLUMNS) of stored codes; past the last row that row again, past the last column zeros."""
     rows = tl.minimum((tile * BLOCK + tl.arange(0, BLOCK)).to(tl.int64), ROWS_ALL - 1)
     columns = start + tl.arange(0, COLUMNS)
     places = codes + rows[:, None] * COLUMNS_ALL + columns[None, :]
@@ -209,7 +209,7 @@ def load_scales(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """(BLOCK, GROUPS) block scales; past the last row any of them, past the last group zeros."""
+    """Load (BLOCK, GROUPS) block scales; past the last row any of them, past the last group zeros."""
     if SWIZZLED:
         # Each 128 rows and 4 groups are 512 adjacent bytes: 32 lines of 4 quarters of 4 groups.
         lines = tl.arange(0, GROUPS // 4 * 512)

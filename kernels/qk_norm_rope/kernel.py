@@ -189,7 +189,7 @@ def norm_rope_heads(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The heads of one token, ROWS at a time; everything is held as the first and second elements of pairs."""
+    """Compute the heads of one token, ROWS at a time, all values as the first and second elements of pairs."""
     only = tl.zeros((1,), tl.int32)
     cos_a, cos_b = load_pairs(cos + only, only == 0, D, INTERLEAVED, 1, COLUMNS)  # (1, COLUMNS / 2)
     sin_a, sin_b = load_pairs(sin + only, only == 0, D, INTERLEAVED, 1, COLUMNS)
@@ -217,13 +217,13 @@ def norm_rope_heads(
 
 @triton.jit
 def rounded(v, x):
-    """fp32 v, rounded as a tensor in the dtype that pointer x has would be."""
+    """Round fp32 v as a tensor of the dtype of pointer x would."""
     return v.to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def load_pairs(x, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First and second elements, fp32 (ROWS, COLUMNS / 2) each, of the pairs in rows of D that begin at x (ROWS,)."""
+    """Load first and second elements, fp32 (ROWS, COLUMNS / 2) each, of the pairs in rows of D from x (ROWS,) on."""
     if INTERLEAVED:
         columns = tl.arange(0, COLUMNS)
         mask = row_mask[:, None] & (columns < D)[None, :]
@@ -241,7 +241,7 @@ def load_pairs(x, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl
 def store_pairs(
     y, a, b, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Inverse of `load_pairs`."""
+    """Invert `load_pairs`."""
     dtype = y.dtype.scalar.element_ty
     if INTERLEAVED:
         columns = tl.arange(0, COLUMNS)

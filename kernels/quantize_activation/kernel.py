@@ -456,7 +456,7 @@ def scan_rows(
     COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
+    """Return the bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
@@ -471,9 +471,9 @@ def scan_rows(
 
 @triton.jit
 def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tile'th COLUMNS columns of a: of x, or of act(x) rounded as a layer of its own rounds; zeros beyond M and K.
+    """Load the tile'th COLUMNS columns of a: of x, or of act(x) rounded as a separate layer does; zeros beyond M and K.
 
-    Of columns before D they are those of `beside`, if there is one.
+    Columns before D are those of `beside`, if there is one.
     """
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < M)[:, None] & (columns < K)[None, :]

@@ -256,7 +256,7 @@ def finish_tile(
 
 @triton.jit
 def grouped_tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile_m, tile_n) of a program: down GROUP_M tiles of rows, then on to the next tile of columns."""
+    """Return (tile_m, tile_n) of a program: down GROUP_M tiles of rows, then on to the next tile of columns."""
     in_group = GROUP_M * tiles_n
     first = program // in_group * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)

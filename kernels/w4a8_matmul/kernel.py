@@ -176,7 +176,7 @@ def w4a8_matmul_kernel(
 
 @triton.jit
 def to_int8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """RNE(code · m) as int8 (ROWS, COLUMNS): the last eight bits of its sum with a number whose last bit is 1."""
+    """Return RNE(code · m) as int8 (ROWS, COLUMNS): the last eight bits of its sum with a number that ends in 1."""
     blocks = tl.reshape(code, (ROWS, COLUMNS // GROUP, GROUP))
     factor = tl.broadcast_to(m[:, :, None], blocks.shape)
     total = tl.fma(blocks, factor, tl.full(blocks.shape, 1.5 * 2.0**23, tl.float32))
@@ -185,8 +185,8 @@ def to_int8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def to_fp8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """RNE(code · m) as e4m3 (ROWS, COLUMNS).
+    """Return RNE(code · m) as e4m3 (ROWS, COLUMNS).
 
-    The product has at most 11 bits: a chip that converts by way of fp16 rounds but once, too.
+    The product has at most 11 bits: a chip that converts by way of fp16 rounds only once, too.
     """
     return times_groups(code, m, GROUP, ROWS, COLUMNS).to(tl.float8e4nv)

@@ -274,5 +274,5 @@ def weight_only_gemv_kernel(
 
 @triton.jit
 def add_to_token(acc, part, token: tl.constexpr, BLOCK_M: tl.constexpr):
-    """acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
+    """Return acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
     return acc + tl.where((tl.arange(0, BLOCK_M) == token)[:, None], part[None, :], 0.0)
