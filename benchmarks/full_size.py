@@ -661,7 +661,7 @@ def layer_time(recipe: Recipe, n: int, k: int, family: str, made_by: Maker) -> d
     start = time.perf_counter()
     builder.add(layer.fit)
     gram_seconds = time.perf_counter() - start
-    builder.add(layer.held, held=True)
+    builder.add(layer.held, held_out=True)
     inputs, weight = builder.finish(), layer.weight
     del layer, builder
     price = price_on(find_device(recipe.gate.gpu), [(n, k)], recipe.gate.tokens, made_by)

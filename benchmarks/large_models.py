@@ -15,7 +15,7 @@ from fluxq.jobs.catalogue import Model
 from fluxq.jobs.footprint import decoding
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import PUBLISHED, find_published
-from fluxq.recipes.cards import CONTEXT, GIB, Piece, holding, weights_on
+from fluxq.recipes.cards import CONTEXT, GIB, PartSize, holding, weights_on
 from fluxq.recipes.cost import Prefer, Route, route
 from fluxq.recipes.devices import DEVICES, Device
 from fluxq.recipes.formats import Scheme
@@ -32,20 +32,22 @@ COLUMNS: tuple[tuple[str, Prefer], ...] = (
 )
 
 
-def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: bool) -> Iterator[Piece]:
+def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: bool) -> Iterator[PartSize]:
     """The parts of a published pipeline on a device. encoders: whether its text encoders are quantized too."""
     model = _model(name)
     for number in range(model.row.count):
         weights = _weights(name, recipe, device.chip, prefer)
-        yield Piece(f"transformer{f'_{number + 1}' if number else ''}", weights, model.activation_bytes)
+        yield PartSize(f"transformer{f'_{number + 1}' if number else ''}", weights, model.activation_bytes)
     height, width, _ = WORKLOADS[model.row.family].size
     for other in model.row.beside:
         if other not in _NAMES or _model(other).family.kind == "vae":
             vae: Any = _model(other).module if other in _NAMES else _vae(other)
             nbytes = _OF_16_BIT * sum(parameter.numel() for parameter in vae.parameters())
-            yield Piece("vae", nbytes, decoding(vae.config, height * width, _OF_16_BIT))
+            yield PartSize("vae", nbytes, decoding(vae.config, height * width, _OF_16_BIT))
         else:
-            yield Piece(other, _weights(other, recipe, device.chip, prefer) if encoders else _model(other).bytes_16bit)
+            yield PartSize(
+                other, _weights(other, recipe, device.chip, prefer) if encoders else _model(other).bytes_16bit
+            )
 
 
 def cell(name: str, recipe: str, device: Device, prefer: Prefer) -> str:

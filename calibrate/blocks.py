@@ -1,17 +1,17 @@
 """Replay: a transformer's captured calls run through it block by block, each block once per pass.
 
-To run block b on a call, the model's own forward is used, so that nothing here knows what a family does between its
-blocks. Blocks that ran before b are replaced by what they returned when it was their turn, and b raises once it has
-its output, so nothing behind it is computed.
+Block b is run by the model's own forward, so that nothing here depends on a family's arithmetic between its blocks.
+Blocks before b are replaced by their stored outputs, and b raises once it has its output, so nothing behind it is
+computed.
 
     for block in replay:
         inputs = block.observe({group: path of a Linear, …})    # one pass
         …                                                       # quantize the block's Linears, keep them on disk
-        block.advance()                                         # one pass, through what stands there now
+        block.advance()                                         # one pass, through the block as it is now
 
-Which earlier outputs b really depends on (the block before it; in models with refiners or skips also others) is read
-from the autograd graph between the blocks, once. Only those are kept. The others are stood in for by NaN of the right
-shape: should one matter after all, `observe` refuses what it sees.
+The earlier outputs that b depends on (the block before it; in models with refiners or skips also others) are read from
+the autograd graph between the blocks, once. Only those are kept. In place of the others stands NaN of the right shape:
+should one matter after all, `observe` refuses its inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADER = "fluxq_output"
 
 
 def block_names(family: Family, model: nn.Module) -> tuple[str, ...]:
-    """Paths of the model's blocks: what the family's input groups lie in. Modulation is not observed and makes none."""
+    """Return the paths of the blocks of the family's input groups. Modulation is not observed and has none."""
     patterns = {group.block for group in family.groups if group.role != "modulation"}
     return tuple(path for path, _ in model.named_modules() if any(matches(pattern, path) for pattern in patterns))
 
@@ -50,11 +50,13 @@ def block_names(family: Family, model: nn.Module) -> tuple[str, ...]:
 class Replay:
     """The blocks of `model`, one after the other, over captured calls.
 
-    model: as it was captured, on any device; blocks already done hold what `LiveBlock.advance` is to run through.
-    folder: where outputs of blocks are kept. weights: denoising step -> weight of its tokens, 1 where it says nothing.
-    digest: hash of whatever else decides the outputs (recipe, profile), so that outputs of another job are not taken
-    for this one's. ranks: processes with the same calls that share the folder: all of them go from block to block, and
-    `advance` shares out the calls.
+    model: as it was captured, on any device; finished blocks have the weights that `LiveBlock.advance` is to run with.
+    folder: place of the blocks' outputs.
+    weights: denoising step -> weight of its tokens; 1 for a missing step.
+    digest: hash of everything else that decides the outputs (recipe, profile), so that outputs of another job are not
+        taken for this one's.
+    ranks: processes with the same calls that share the folder: all of them go from block to block, and `advance` shares
+        out the calls.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Replay:
         self._outputs = _Outputs(folder, digest)
 
     def __iter__(self) -> Iterator[LiveBlock]:
-        """Blocks in the order in which they run. ValueError if one was left without `advance`."""
+        """Yield the blocks in the order in which they run. ValueError if one was left without `advance`."""
         while self.turn < len(self.blocks):
             block = LiveBlock(self, self.turn)
             if self.residence is not None:
@@ -102,18 +104,18 @@ class Replay:
         return all(map(self._outputs.has, self._kept_for(index)))
 
     def skip_to(self, index: int) -> None:
-        """Go on at block `index`; those before it do not run again. ValueError if their outputs are not there."""
+        """Go on at block `index`; those before it do not run again. ValueError if their outputs are missing."""
         missing = [self.blocks[i] for i in sorted(self._kept_for(index)) if not self._outputs.has(i)]
         if missing:
             raise ValueError(f"{missing[0]}: its outputs are not there, or another job's; go on at an earlier block")
         self.turn = index
 
     def last_use(self, index: int) -> int:
-        """The last block that needs the output of block `index`; itself if none does."""
+        """Return the last block that needs the output of block `index`; itself if none does."""
         return max((later for later, needed in enumerate(self.needs) if index in needed), default=index)
 
     def weight(self, call: Call) -> float:
-        """Of each token of a call."""
+        """Return the weight of each token of a call."""
         return self.weights.get(call.step, 1.0)
 
     def run(self, at: int, index: int) -> Any:
@@ -128,10 +130,10 @@ class Replay:
                 return lambda *_args, **_kwargs: self._outputs.load(i, at, self.device)
             return lambda *_args, **_kwargs: nested.unpack(call.outputs[self.blocks[i]], self._blank)
 
-        own = self.modules[index].forward
+        forward = self.modules[index].forward
 
         def live(*args: Any, **kwargs: Any) -> Any:
-            raise _Finished(own(*args, **kwargs))
+            raise _Finished(forward(*args, **kwargs))
 
         stand_ins = {self.modules[i]: earlier(i) for i in range(index)} | {self.modules[index]: live}
         args, kwargs = call.load(self.device)
@@ -155,23 +157,23 @@ class Replay:
             self._outputs.finish(index)
 
     def is_open(self, index: int) -> bool:
-        """Tell whether the inputs of block `index` can be had."""
+        """Tell whether the inputs of block `index` can be observed."""
         return self._first_open <= index <= self.turn
 
     @property
     def _first_open(self) -> int:
-        """The first block whose inputs may still be asked for."""
+        """The first block whose inputs can be observed."""
         return self.turn if self.oldest is None else self.oldest
 
     def _kept_for(self, index: int) -> set[int]:
-        """Blocks before `index` whose outputs it or a later one needs."""
+        """Return the blocks before `index` whose outputs it or a later one needs."""
         return {i for needed in self.needs[index:] for i in needed if i < index}
 
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """`forward` of each module replaced; one that its instance had (hooks of accelerate set it) is put back."""
-    own = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
+    """Replace `forward` of each module meanwhile; that of an instance (hooks of accelerate set one) is put back."""
+    instance_forwards = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
     try:
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
@@ -179,12 +181,12 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         for module in forwards:
             del module.__dict__["forward"]
-            if module in own:
-                module.__dict__["forward"] = own[module]
+            if module in instance_forwards:
+                module.__dict__["forward"] = instance_forwards[module]
 
 
 class LiveBlock:
-    """The block of a replay whose turn it is. name: its path. module: itself, in the model."""
+    """The current block of a replay. name: its path. module: itself, in the model."""
 
     def __init__(self, replay: Replay, index: int) -> None:
         self.replay, self.index, self.name = replay, index, replay.blocks[index]
@@ -208,14 +210,16 @@ class LiveBlock:
         advance: bool = False,
         most_held: int = 1024,
     ) -> dict[str, GroupInputs]:
-        """Run the calls through the block and gather what flows into each input group.
+        """Run the calls through the block and gather the inputs of each group.
 
-        groups: group -> path of one of its Linears, from the model's root. segments: group -> sizes along K that its
-        Gram is block-diagonal over. without_gram: groups that need none. advance: also keep the outputs, in the same
-        pass; what is quantized afterwards is then not seen by later blocks. Where processes share out that pass,
-        `advance` comes first instead, as it may for one. `GroupInputs.tokens` runs the calls again,
-        through the block as it is then, until the loop goes on to the next block. ValueError naming the group for NaN,
-        infinity and inputs that never came.
+        `GroupInputs.tokens` runs the calls again, through the block as it is then, until the loop goes on to the next
+        block. ValueError naming the group for NaN, infinity and inputs that never came.
+
+        groups: group -> path of one of its Linears, from the model's root.
+        segments: group -> sizes along K that its Gram is block-diagonal over.
+        without_gram: groups that need none.
+        advance: also keep the outputs, in the same pass, without the effect of later quantization. Where processes
+            share out that pass, `advance` comes first instead, as it may for one.
         """
         layers: dict[str, Any] = {group: self.replay.model.get_submodule(path) for group, path in groups.items()}
         builders = {
@@ -233,7 +237,7 @@ class LiveBlock:
 
         def see(group: str, x: Tensor) -> None:
             call = self.replay.current
-            builders[group].add(x, self.replay.weight(call), call.held, call.step)
+            builders[group].add(x, self.replay.weight(call), call.held_out, call.step)
 
         with _watched(layers, see):
             if advance and self.is_needed and not self.advanced and self.replay.ranks.world == 1:
@@ -242,7 +246,7 @@ class LiveBlock:
                 for at in range(len(self.replay.calls.calls)):
                     self.replay.run(at, self.index)
         if self.replay.residence is not None:
-            self.replay.residence.rest()  # what the groups are fitted with wants the room
+            self.replay.residence.rest()  # fitting the groups takes the room
         return {group: builder.finish(self._tokens(layers[group])) for group, builder in builders.items()}
 
     def advance(self) -> None:
@@ -259,7 +263,7 @@ class LiveBlock:
                     f"{self.name}: its tokens cannot be had again, the replay has gone on to a later block"
                 )
             for at, call in enumerate(self.replay.calls.calls):
-                if not call.held:
+                if not call.held_out:
                     seen: list[Tensor] = []
                     with _watched({"": layer}, lambda _, x, seen=seen: seen.append(x.flatten(0, -2))):
                         self.replay.run(at, self.index)
@@ -269,7 +273,7 @@ class LiveBlock:
 
 
 class _Finished(Exception):
-    """Leaves the model's forward with the output of the live block."""
+    """Exception that leaves the model's forward with the output of the live block."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the live block has run")
@@ -279,11 +283,11 @@ class _Finished(Exception):
 def _dependencies(
     model: nn.Module, blocks: Sequence[nn.Module], call: Call, device: torch.device
 ) -> tuple[frozenset[int], ...]:
-    """For each block, the earlier blocks whose outputs its arguments were computed from.
+    """Return for each block the earlier blocks whose outputs its arguments were computed from.
 
-    No block runs: each returns leaves of an autograd graph, and later ones look which leaves their arguments grew from.
+    No block runs: each returns leaves of an autograd graph, and later ones look which leaves their arguments come from.
     """
-    found: list[frozenset[int]] = []
+    dependencies: list[frozenset[int]] = []
     layouts = list(call.outputs.values())
     leaves: dict[Tensor, int] = {}
     opaque: set[int] = set()  # blocks that return integers, which no graph follows: every later block may need them
@@ -292,7 +296,7 @@ def _dependencies(
     def stand_in(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = nested.tensors_in([list(args), kwargs])
-            found.append(frozenset(opaque | {leaves[leaf] for leaf in _leaves_of(arguments) if leaf in leaves}))
+            dependencies.append(frozenset(opaque | {leaves[leaf] for leaf in _leaves_of(arguments) if leaf in leaves}))
             if index == len(blocks) - 1:
                 raise _Finished(None)
 
@@ -313,12 +317,12 @@ def _dependencies(
         try:
             model(*args, **kwargs)
         except _Finished:
-            return tuple(found)
+            return tuple(dependencies)
     raise ValueError(f"{next(reversed(call.outputs))}: a captured call does not reach this block; capture again")
 
 
 def _leaves_of(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Leaves of the autograd graph that the tensors grew from."""
+    """Return the leaves of the autograd graph that the tensors come from."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     met = set(waiting)
     while waiting:
@@ -333,7 +337,7 @@ def _leaves_of(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """see(group, x (…, K)) is called before a group's layer computes with x."""
+    """Call see(group, x (…, K)) before a group's layer computes with x."""
 
     def hook(group: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda module, args: see(group, channels_last(module, args[0]))
@@ -347,7 +351,7 @@ def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
 
 
 class _Outputs:
-    """Outputs of blocks, call by call, a folder per block; complete once done.json says whose they are."""
+    """Outputs of blocks, call by call, a folder per block; complete once done.json has their digest."""
 
     def __init__(self, folder: Path, digest: str) -> None:
         self.folder, self.digest = folder, digest

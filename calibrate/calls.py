@@ -1,6 +1,6 @@
-"""Calls of a pipeline's transformers, kept on disk: what went in, and which blocks ran in which order.
+"""Calls of a pipeline's transformers, kept on disk: their arguments, and the outputs of blocks in their order.
 
-    calls.json                                what was asked for, as a hash
+    calls.json                                hash of the request
     batch-0003.json                           the calls of one batch of images, written when it is complete
     batch-0003-transformer-000.safetensors    the tensors among the arguments of one call
 
@@ -45,20 +45,23 @@ _AGAIN = "remove the folder, and calibrate again"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a transformer: the file of its tensors, its denoising step, and whether its images are held out.
+    """One call of a transformer.
 
-    arguments: layout (see nested.py) of its (args, kwargs). outputs: block -> layout of what the block returned, in
-    the order in which blocks ran.
+    file: of its tensors.
+    step: its denoising step.
+    held_out: whether its images are held out.
+    arguments: layout (see nested.py) of its (args, kwargs).
+    outputs: block -> layout of its output, in the order in which blocks ran.
     """
 
     file: Path
     step: int
-    held: bool
+    held_out: bool
     arguments: Any
     outputs: dict[str, Any]
 
     def load(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keyword arguments, as the transformer got them; ValueError naming a file of another call."""
+        """Return arguments and keyword arguments as the transformer got them; ValueError naming another call's file."""
         with TensorFile(self.file) as stream:
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
         try:
@@ -69,7 +72,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of one component, fitting ones first. digest: of the trajectory and of which images are held out."""
+    """The calls of one component, fitting ones first. digest: of the trajectory and the number of held-out images."""
 
     component: str
     calls: tuple[Call, ...]
@@ -83,9 +86,9 @@ class Calls:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Calls to fit on, calls held out."""
-        held = sum(call.held for call in self.calls)
-        return len(self.calls) - held, held
+        """(calls to fit on, calls held out)."""
+        held_out = sum(call.held_out for call in self.calls)
+        return len(self.calls) - held_out, held_out
 
 
 @torch.no_grad()
@@ -102,10 +105,12 @@ def capture_calls(
 ) -> dict[str, Calls]:
     """Run the pipeline on both sets of items and keep every call of its transformers at some denoising steps.
 
-    blocks: component -> paths of its blocks, see `block_names`. most: batches times steps to keep at most, for
-    fitting; each batch then keeps some of the steps, all steps as often. ranks: processes that share the folder and the
-    work. Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does
-    not run exactly once in every call.
+    Raises ValueError if the folder holds another capture, if an argument cannot be stored, and if a block does not run
+    exactly once in every call.
+
+    blocks: component -> paths of its blocks, see `block_names`.
+    most: batches times steps to keep at most, for fitting; each batch then keeps some of the steps, all steps as often.
+    ranks: processes that share the folder and the work.
     """
     if not items_fit:
         raise ValueError("no images to fit on: give at least one prompt")
@@ -114,9 +119,9 @@ def capture_calls(
     seen = spread(sampling.steps, number_of_steps(pipe, call))
     trajectory = trajectory_of(pipe, digests, [*items_fit, *items_held], call, seen)
     size = batch_size or images_per_batch(call)
-    asked = sha256_json([asdict(trajectory), len(items_held), {k: list(v) for k, v in blocks.items()}, size, most])
+    digest = sha256_json([asdict(trajectory), len(items_held), {k: list(v) for k, v in blocks.items()}, size, most])
     if ranks.leads:
-        _begin(folder, asked)
+        _begin(folder, digest)
     runs = list(_runs(items_fit, items_held, call, seen, batch_size, most))
     stems = [folder / f"batch-{index:04}" for index in range(len(runs))]
     missing = ranks.agree([index for index, stem in enumerate(stems) if not _is_captured(stem)])
@@ -136,7 +141,7 @@ class _Run:
     """One run of the pipeline: a batch of images, whether they are held out, and the steps to keep."""
 
     items: Sequence[Item]
-    held: bool
+    held_out: bool
     steps: tuple[int, ...]
 
 
@@ -148,28 +153,28 @@ def _runs(
     size: int | None,
     most: int | None,
 ) -> Iterator[_Run]:
-    """Batches of one set each. With a limit, batch b keeps every stride-th step, starting at another one each time."""
+    """Yield batches of one set each. With a limit, batch b keeps every stride-th step, from another one each time."""
     count = len(list(batches(items_fit, size, call))) * len(seen)
     stride = -(-count // most) if most else 1
-    for held, items in ((False, items_fit), (True, items_held)):
+    for held_out, items in ((False, items_fit), (True, items_held)):
         for index, batch in enumerate(batches(items, size, call)):
             steps = tuple(step for at, step in enumerate(seen) if (at + index) % stride == 0)
             if steps:
-                yield _Run(batch, held, steps)
+                yield _Run(batch, held_out, steps)
 
 
-def _begin(folder: Path, asked: str) -> None:
-    """Make the folder, or ValueError if it holds another capture."""
+def _begin(folder: Path, digest: str) -> None:
+    """Make the folder; ValueError if it holds another capture."""
     path = folder / "calls.json"
     try:
-        known = read_json(path).get("asked") if path.is_file() else None
+        stored = read_json(path).get("asked") if path.is_file() else None
     except ValueError as error:
         logger.warning("%s: written again", error)
-        known = None
-    if known is None:
+        stored = None
+    if stored is None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"asked": asked})
-    elif known != asked:
+        write_json(path, {"asked": digest})
+    elif stored != digest:
         raise ValueError(
             f"{folder}: holds calls of another model, other prompts, steps or arguments; give another folder"
         )
@@ -197,8 +202,8 @@ def _capture_batch(
     with _attached(list(recorders.values())):
         for _ in run_pipeline(pipe, run.items, call, batch_size=len(run.items), on_step=at_step):
             pass
-    made = {name: recorder.calls for name, recorder in recorders.items()}
-    record = {"sigmas": noise_levels(pipe), "held": run.held, "calls": made}
+    calls = {name: recorder.calls for name, recorder in recorders.items()}
+    record = {"sigmas": noise_levels(pipe), "held": run.held_out, "calls": calls}
     write_text(stem.with_suffix(".json"), json.dumps(record))
 
 
@@ -260,7 +265,7 @@ def _attached(recorders: Sequence[_CallRecorder]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Made:
-    """A `Call`, as a batch's file has it; `file` by name."""
+    """A `Call` as a batch's file has it; `file` by name."""
 
     file: str
     step: int
@@ -285,13 +290,13 @@ def _record(path: Path) -> _Record:
     read_json(path)  # its errors, of sizes among others, come first
     try:
         record = _RECORD.validate_json(path.read_bytes(), strict=True)
-        for made in (made for calls in record.calls.values() for made in calls):
-            if not made.file.startswith(f"{path.stem}-") or Path(made.file).name != made.file:
-                raise ValueError(f"it names a file {made.file[:80]!r} that is not beside it")
-            if made.step not in range(len(record.sigmas)):
-                raise ValueError(f"it has a call at step {made.step} of {len(record.sigmas)}")
-            _require_arguments(made.arguments)
-            nested.require_sound({"dict": made.outputs})
+        for entry in (entry for calls in record.calls.values() for entry in calls):
+            if not entry.file.startswith(f"{path.stem}-") or Path(entry.file).name != entry.file:
+                raise ValueError(f"it names a file {entry.file[:80]!r} that is not beside it")
+            if entry.step not in range(len(record.sigmas)):
+                raise ValueError(f"it has a call at step {entry.step} of {len(record.sigmas)}")
+            _require_arguments(entry.arguments)
+            nested.require_sound({"dict": entry.outputs})
     except (ValueError, RecursionError) as error:  # pydantic's is a ValueError
         raise ValueError(f"{path}: not the calls of a batch ({first_line(error)}); {_AGAIN}") from None
     return record
@@ -309,14 +314,14 @@ def _read(
 ) -> dict[str, Calls]:
     records = [_record(stem.with_suffix(".json")) for stem in stems]
     digest = sha256_json([trajectory, items_held])
-    found = {}
+    by_component = {}
     for component in components:
         calls = tuple(
-            Call(stem.with_name(made.file), made.step, record.held, made.arguments, made.outputs)
+            Call(stem.with_name(entry.file), entry.step, record.held, entry.arguments, entry.outputs)
             for stem, record in zip(stems, records, strict=True)
-            for made in record.calls.get(component, ())
+            for entry in record.calls.get(component, ())
         )
-        if all(call.held for call in calls):
+        if all(call.held_out for call in calls):
             raise ValueError(
                 f"{component}: was not called at the steps looked at; look at more steps (calls: {stems[0].parent})"
             )
@@ -325,5 +330,5 @@ def _read(
                 f"{component}: its blocks run in another order in some calls; they cannot be replayed (calls: "
                 f"{stems[0].parent})"
             )
-        found[component] = Calls(component, calls, trajectory, sha256_json([digest, component]))
-    return found
+        by_component[component] = Calls(component, calls, trajectory, sha256_json([digest, component]))
+    return by_component

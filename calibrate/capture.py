@@ -1,4 +1,4 @@
-"""Running a pipeline reproducibly, and looking at what flows into its Linears while it runs.
+"""Reproducible runs of a pipeline, and statistics of its Linears' inputs meanwhile.
 
 The noise of every image is drawn on the CPU from its own seed, so batch size, device and rank change no image's
 starting point.
@@ -23,30 +23,32 @@ from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import channels_last
 from fluxq.base.model import GENERATION_FILE
 from fluxq.base.ranks import ALONE, Ranks
-from fluxq.calibrate.prompts import ImageFile, Row
+from fluxq.calibrate.prompts import ImageFile, PromptRow
 from fluxq.calibrate.statistics import GroupSums, Statistics
 
 _PIXELS_PER_BATCH = 1 << 20
 _MAX_BATCH = 64
 _BINS = 8
 _SHARES = 16  # of a set of images, which processes take and which are kept on disk: more would take more disk
-FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the length of a video
+FRAMES = ("num_frames", "frames", "video_length")  # names of a video's length in pipelines
 TELLS = "callback_on_step_end"  # the argument of a pipeline that tells of its steps
 _FEW_STEPS = 8  # of schnell, Turbo and Lightning models: no two of their steps are alike
 
-# What one image is made from: a prompt, or one with arguments of its own, and the seed of its noise.
-Item = tuple[str | Row, int]
-AnyItem = TypeVar("AnyItem", bound=tuple[str | Row, int])
+# Source of one image: a prompt, or one with arguments of its own, and the seed of its noise.
+Item = tuple[str | PromptRow, int]
+AnyItem = TypeVar("AnyItem", bound=tuple[str | PromptRow, int])
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Description of how calibration data was made; its hash goes into statistics, checkpoint and report.
+    """Description of the calibration data; its hash goes into statistics, checkpoint and report.
 
+    model: digest of the weights; component -> digest where several were observed.
     items: (prompt, seed) of each image, and its own pipeline arguments where it has any, image files by their SHA-256.
-    call: pipeline arguments of all. scheduler: class and configuration. steps_seen: indices of the denoising steps
-    that were looked at, sigmas: their noise levels, in the first call where sizes shift them. model: digest of the
-    weights; component -> digest where several were looked at.
+    call: pipeline arguments of all.
+    scheduler: class and configuration.
+    steps_seen: indices of the observed denoising steps.
+    sigmas: their noise levels, in the first call where sizes shift them.
     """
 
     model: str | dict[str, str]
@@ -59,7 +61,7 @@ class Trajectory:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything above."""
+        """SHA-256 of all fields."""
         return sha256_json(asdict(self))
 
 
@@ -75,10 +77,14 @@ def run_pipeline(
 ) -> Iterator[tuple[Any, Tensor]]:
     """Generate one image, or one video, per (prompt, seed); yields (pipeline output, final latents) batch by batch.
 
-    A row's own arguments come before those of `call`; which rows share a batch, and with it the order in which images
-    come, see `batches`. output_type: as diffusers ("latent", "pt", "pil"). on_step(i) is called before denoising step
-    i; every batch starts at 0 again. on_latents(i, latents) is called after it. batch_size: by default as many as make
-    one megapixel. Of a pipeline that does not tell of its steps (PixArt, HunyuanVideo 1.5), its scheduler does.
+    A row's own arguments come before those of `call`; `batches` decides which rows share a batch, and the order of
+    images.
+
+    output_type: as diffusers ("latent", "pt", "pil").
+    batch_size: by default as many as make one megapixel.
+    on_step: called as on_step(i) before denoising step i; every batch starts at 0 again. Of a pipeline that does not
+        tell of its steps (PixArt, HunyuanVideo 1.5), its scheduler does.
+    on_latents: called as on_latents(i, latents) after the step.
     """
     for batch in batches(items, batch_size, call):
         final: dict[str, Tensor] = {}
@@ -106,7 +112,7 @@ def run_pipeline(
 
 @contextmanager
 def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what a call raises where a model's own file says something of it into a RuntimeError that names the file."""
+    """Turn an error of a call that a model's own file is to blame for into a RuntimeError that names the file."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -114,8 +120,8 @@ def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         folder = getattr(pipe, "name_or_path", None)
         file = Path(folder or "") / GENERATION_FILE
-        said = read_json(file) if folder and file.is_file() else {}
-        blamed = ", ".join(name for name, value in said.items() if name in call and call[name] == value)
+        settings = read_json(file) if folder and file.is_file() else {}
+        blamed = ", ".join(name for name, value in settings.items() if name in call and call[name] == value)
         if not blamed or _is_ours(error):
             raise
         raise RuntimeError(
@@ -125,7 +131,7 @@ def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Tell whether it is a ValueError or RuntimeError of fluxq's own code, which says by itself what is wrong."""
+    """Tell whether an error is a ValueError or RuntimeError of fluxq's own code, which explains itself."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -135,7 +141,7 @@ def _is_ours(error: BaseException) -> bool:
 
 @contextmanager
 def _steps_told(pipe: Any, after_step: Callable[[int, Tensor], None]) -> Iterator[dict[str, Any]]:
-    """Arguments of a call for after_step(i, latents) to be called after each step; else its scheduler sees to that."""
+    """Return arguments of a call that call after_step(i, latents) after each step; else its scheduler does."""
     if TELLS in inspect.signature(pipe.__call__).parameters:
 
         def tell(_pipe: Any, step: int, _t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +153,7 @@ def _steps_told(pipe: Any, after_step: Callable[[int, Tensor], None]) -> Iterato
     scheduler, numbers = pipe.scheduler, itertools.count()
     plain, is_own = scheduler.step, "step" in vars(scheduler)
 
-    @functools.wraps(plain)  # pipelines look at what arguments it takes
+    @functools.wraps(plain)  # pipelines look at its signature
     def step(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
         after_step(next(numbers), result[0])
@@ -163,42 +169,42 @@ def _steps_told(pipe: Any, after_step: Callable[[int, Tensor], None]) -> Iterato
             del scheduler.step
 
 
-def _row(prompt: str | Row) -> Row:
-    return prompt if isinstance(prompt, Row) else Row(prompt)
+def _row(prompt: str | PromptRow) -> PromptRow:
+    return prompt if isinstance(prompt, PromptRow) else PromptRow(prompt)
 
 
-def _shared_arguments(rows: Sequence[Row]) -> dict[str, Any]:
-    """Arguments of the call that makes `rows`, which share it: texts as a list, an image as its pixels."""
+def _shared_arguments(rows: Sequence[PromptRow]) -> dict[str, Any]:
+    """Return the arguments of the call that makes `rows`, which share it: texts as a list, an image as its pixels."""
     texts = {name: [dict(row.arguments)[name] for row in rows] for name, v in rows[0].arguments if isinstance(v, str)}
     others = {name: v.load() if isinstance(v, ImageFile) else v for name, v in rows[0].arguments}
     return {**others, **texts}
 
 
 def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
-    """Denoising steps that a call makes: those it says, else the pipeline's own; less where `strength` skips the first.
+    """Return the denoising steps of a call: its own number, else the pipeline's; less where `strength` skips the first.
 
     Pipelines that begin at an image leave out (1 - strength) of the steps, rounded down; those of Stable Diffusion XL
     round the rest down, and make one less then.
     """
     parameters = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
 
-    def said(name: str) -> Any:
+    def argument(name: str) -> Any:
         return call[name] if name in call else parameters[name].default
 
-    steps = int(said("num_inference_steps"))
-    strength = said("strength") if "strength" in parameters else 1
+    steps = int(argument("num_inference_steps"))
+    strength = argument("strength") if "strength" in parameters else 1
     return steps if strength is None else min(steps, steps - int(steps - steps * strength))
 
 
 def spread(steps: int, total: int) -> tuple[int, ...]:
-    """`steps` indices spread evenly over range(total), both ends included; all of them if there are fewer."""
+    """Return `steps` indices spread evenly over range(total), both ends included; all of them if there are fewer."""
     if steps >= total:
         return tuple(range(total))
     return tuple(sorted({round(i * (total - 1) / max(steps - 1, 1)) for i in range(steps)}))
 
 
 def steps_to_see(steps: int, total: int) -> int:
-    """`steps` of a call of `total`, as `calibration.steps` says; of a call of few steps all, which is logged."""
+    """Return the observed steps of a call of `total`, as many as `calibration.steps`; all of a few, which is logged."""
     if steps >= total or total > _FEW_STEPS:
         return steps
     logger.info("calibration looks at all %d steps of the call, not at %d: few steps are not alike", total, steps)
@@ -207,9 +213,12 @@ def steps_to_see(steps: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Runs of a pipeline in calibration. call: its arguments. steps: how many denoising steps are looked at.
+    """Runs of a pipeline in calibration.
 
-    digests: component -> digest of its weights. batch_size: by default as many images as make one megapixel.
+    call: its arguments.
+    steps: number of observed denoising steps.
+    digests: component -> digest of its weights.
+    batch_size: by default as many images as make one megapixel.
     """
 
     call: Mapping[str, Any]
@@ -230,11 +239,13 @@ def capture_statistics(
 ) -> Statistics:
     """Run the pipeline on `items` and gather per-channel statistics of each input group.
 
-    groups: component -> group -> path of one Linear of the group in `pipe.<component>`. Of several components the group
-    names start with the component's, see `Statistics.of_component`. Images are gathered in shares, whose sums are then
-    added in their order, so one process and several give the same bytes. folder: where finished shares are kept, for an
-    interrupted run of the same job to go on with and for other processes, which take a part of the shares each. Raises
+    Of several components the group names start with the component's, see `Statistics.of_component`. Images are gathered
+    in shares, whose sums are then added in their order, so one process and several give the same bytes. Raises
     ValueError naming the layer if its input is not finite.
+
+    groups: component -> group -> path of one Linear of the group in `pipe.<component>`.
+    folder: place of finished shares, for an interrupted run of the same job to go on with and for other processes,
+        which take a part of the shares each.
     """
     call, batch_size = sampling.call, sampling.batch_size
     several = len(groups) > 1
@@ -245,7 +256,7 @@ def capture_statistics(
     }
     seen = spread(sampling.steps, number_of_steps(pipe, call))
     trajectory = trajectory_of(pipe, sampling.digests, items, call, seen)
-    made = _Gathering(pipe, layers, trajectory, call)
+    gathering = _Gathering(pipe, layers, trajectory, call)
     every = list(batches(items, batch_size, call))
     count = min(_SHARES, len(every))
     shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
@@ -253,12 +264,12 @@ def capture_statistics(
     files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
     missing = ranks.agree([index for index, file in enumerate(files) if not file.is_file()])
     for index in progress(ranks.share(missing), "Calibrating"):
-        made.of(shares[index]).save(files[index])
+        gathering.of(shares[index]).save(files[index])
     ranks.meet()
     sums: dict[str, GroupSums] = {}
     sigmas: tuple[float, ...] = ()
     for part in map(Statistics.load, files):
-        sums |= {name: sums[name].merge(own) if name in sums else own for name, own in part.groups.items()}
+        sums |= {name: sums[name].merge(new) if name in sums else new for name, new in part.groups.items()}
         sigmas = sigmas or tuple(part.trajectory["sigmas"])
     ranks.meet()  # all have read the files, which may be removed now
     silent = [name for name in layers if name not in sums]
@@ -275,9 +286,9 @@ def trajectory_of(
     call: Mapping[str, Any],
     seen: Sequence[int],
 ) -> Trajectory:
-    """Return how the pipeline makes its data, but for the sigmas, which are known when it has run.
+    """Return the description of the pipeline's data, but for the sigmas, which are known when it has run.
 
-    digests: component that is looked at -> digest of its weights.
+    digests: observed component -> digest of its weights.
     """
     configured = {key: value for key, value in sorted(pipe.scheduler.config.items()) if not key.startswith("_")}
     return Trajectory(
@@ -292,14 +303,14 @@ def trajectory_of(
 
 
 def noise_levels(pipe: Any) -> tuple[float, ...]:
-    """Sigma of each step of the call that the pipeline ran last, and the one it ended at."""
+    """Return the sigma of each step of the pipeline's last call, and the final one."""
     began = getattr(pipe.scheduler, "begin_index", None) or 0  # at an image, not at noise
     return tuple(float(sigma) for sigma in pipe.scheduler.sigmas[began:])
 
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Statistics of a share of the images at a time. layers: group -> the Linear whose input is looked at."""
+    """Statistics of a share of the images at a time. layers: group -> the Linear whose input is observed."""
 
     pipe: Any
     layers: Mapping[str, nn.Module]
@@ -320,8 +331,8 @@ class _Gathering:
             for handle in handles:
                 handle.remove()
         items = tuple(_row(prompt).described(seed) for batch in share for prompt, seed in batch)
-        own = replace(self.trajectory, items=items, sigmas=sigmas)
-        return Statistics(recorder.sums, asdict(own), own.digest)
+        trajectory = replace(self.trajectory, items=items, sigmas=sigmas)
+        return Statistics(recorder.sums, asdict(trajectory), trajectory.digest)
 
 
 class _Recorder:
@@ -352,31 +363,31 @@ class _Recorder:
 def batches(
     items: Sequence[AnyItem], size: int | None, call: Mapping[str, Any] | None = None
 ) -> Iterator[Sequence[AnyItem]]:
-    """Items that can share a call of the pipeline, in runs of `size`; None: as many as make one megapixel.
+    """Yield items that can share a call of the pipeline, `size` at a time; None: as many as make one megapixel.
 
     Items stay in order among those that can share a call, and these come in the order of their first.
     """
     alike: list[list[AnyItem]] = []
     for item in items:
         row = _row(item[0])
-        found = next((group for group in alike if row.shares_call_with(_row(group[0][0]))), None)
-        if found is None:
+        home = next((group for group in alike if row.shares_call_with(_row(group[0][0]))), None)
+        if home is None:
             alike.append([item])
         else:
-            found.append(item)
+            home.append(item)
     for group in alike:
         run = size or images_per_batch({**(call or {}), **dict(_row(group[0][0]).arguments)})
         yield from (group[start : start + run] for start in range(0, len(group), run))
 
 
 def images_per_batch(call: Mapping[str, Any]) -> int:
-    """As many images of the call's size as make one megapixel, at least one."""
+    """Return as many images of the call's size as make one megapixel, at least one."""
     pixels = int(call.get("height", 1024)) * int(call.get("width", 1024)) * frames_in(call)
     return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
 
 
 def frames_in(call: Mapping[str, Any]) -> int:
-    """Frames of the video that a call makes; 1 for an image, and where the call does not say."""
+    """Return the frames of the video that a call makes; 1 for an image, and for a call without a number."""
     return next((int(call[name]) for name in FRAMES if call.get(name)), 1)
 
 

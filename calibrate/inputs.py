@@ -2,8 +2,8 @@
 
     gram = Σ w x xᵀ / Σ w        mean = Σ w x / Σ w        over the fitting tokens, w the weight of their noise level
 
-Held-out tokens enter neither; they are sampled on their own, to judge what was fitted on the others. One Gram and a
-chunk of tokens are all the memory it takes.
+Held-out tokens enter neither; they are sampled separately, to judge the result of a fit. Memory holds one Gram and a
+chunk of tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 
 _CHUNK = 4096  # rows widened to fp32 at once, at most
-_STRIPES = 4  # of the Gram; what lies left of a stripe's own columns is not computed, it is the transpose
+_STRIPES = 4  # of the Gram; the part left of a stripe's own columns is not computed, it is the transpose
 _SAMPLING_SEED = 20
 
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """One input group, tensors on the device that held the tokens.
+    """One input group; tensors are on the device of the tokens.
 
-    grams: fp32, uncentred, one (k, k) per segment, symmetric to the bit; none where no Gram was wanted. mean: (K,)
-    fp32. amax: (K,) fp32, of fitting and held-out tokens. count: fitting tokens seen. fit: (M1, K) and held: (M2, K)
-    samples in the dtype of the tokens, spread evenly over calls and over the rows of a call. held_weight: (M2,) fp32,
-    mean 1. segments: sizes along K that the Gram is block-diagonal over, (K,) if it is whole. tokens: all fitting
-    tokens again, in chunks (M, K) with the weight of each; None where they cannot be had again.
+    grams: fp32, uncentred, one (k, k) per segment, symmetric to the bit; none where no Gram was wanted.
+    mean: (K,) fp32.
+    amax: (K,) fp32, of fitting and held-out tokens.
+    count: of fitting tokens.
+    fit, held_out: (M1, K) and (M2, K) samples in the dtype of the tokens, spread evenly over calls and a call's rows.
+    held_weight: (M2,) fp32, mean 1.
+    segments: sizes along K that the Gram is block-diagonal over, (K,) if it is whole.
+    tokens: all fitting tokens again, in chunks (M, K) with the weight of each; None where they cannot be repeated.
     """
 
     grams: tuple[Tensor, ...]
@@ -37,17 +40,17 @@ class GroupInputs:
     amax: Tensor
     count: int
     fit: Tensor
-    held: Tensor
+    held_out: Tensor
     held_weight: Tensor
     segments: tuple[int, ...]
     tokens: Callable[[], Iterator[tuple[Tensor, float]]] | None = None
 
 
 class InputsBuilder:
-    """Gathers the `GroupInputs` of the group `name`, one call of `add` for each activation that flows in.
+    """Builder of the `GroupInputs` of the group `name`, one call of `add` for each activation.
 
-    calls: how many activations are to come, (fitting, held-out): the samples of at most `most_fit` and `most_held`
-    rows are spread over them. They are drawn on the CPU from a fixed seed, so every device takes the same rows.
+    calls: number of activations to come, (fitting, held-out): the samples of at most `most_fit` and `most_held` rows
+        are spread over them. They are drawn on the CPU from a fixed seed, so every device takes the same rows.
     """
 
     def __init__(
@@ -74,11 +77,11 @@ class InputsBuilder:
         self.sum = torch.zeros(k, dtype=torch.float64)
         self.total_weight, self.count = 0.0, 0
         self._fit = _Sample(most_fit, calls[0])
-        self._held = _Sample(most_held, calls[1])
+        self._held_out = _Sample(most_held, calls[1])
 
     @torch.no_grad()
-    def add(self, x: Tensor, weight: float = 1.0, held: bool = False, step: int | None = None) -> None:
-        """Tokens x (..., K) of one call. ValueError naming group and step if they are not finite."""
+    def add(self, x: Tensor, weight: float = 1.0, held_out: bool = False, step: int | None = None) -> None:
+        """Add tokens x (..., K) of one call. ValueError naming group and step if they are not finite."""
         if x.shape[-1] != self.k:
             raise ValueError(f"{self.name}: its input has {x.shape[-1]} channels, the layer takes {self.k}")
         if not 0 < weight < math.inf:
@@ -93,24 +96,24 @@ class InputsBuilder:
                 at = "" if step is None else f" at step {step}"
                 raise ValueError(f"{self.name}: its input holds NaN or infinity{at}")
             torch.maximum(self.amax, amax, out=self.amax)
-            if not held:
+            if not held_out:
                 self._add_products(chunk, weight)
-        (self._held if held else self._fit).add(x, weight)
-        if not held:
+        (self._held_out if held_out else self._fit).add(x, weight)
+        if not held_out:
             self.count += x.shape[0]
             self.total_weight += weight * x.shape[0]
 
     def finish(self, tokens: Callable[[], Iterator[tuple[Tensor, float]]] | None = None) -> GroupInputs:
-        """Return what was gathered; the builder is used up. ValueError if no fitting token came."""
+        """Return the inputs; the builder is used up. ValueError if no fitting token came."""
         if self.count == 0:
             raise ValueError(f"{self.name}: no activation reached this layer during calibration; look at more steps")
         for gram in self.grams:
             _mirror(gram.div_(self.total_weight))
         fit, _ = self._fit.rows(self.k, self.amax.device)
-        held, held_weight = self._held.rows(self.k, self.amax.device)
+        held_out, held_weight = self._held_out.rows(self.k, self.amax.device)
         mean = (self.sum / self.total_weight).float().to(self.amax.device)
         return GroupInputs(
-            self.grams, mean, self.amax, self.count, fit, held.to(fit.dtype), held_weight, self.segments, tokens
+            self.grams, mean, self.amax, self.count, fit, held_out.to(fit.dtype), held_weight, self.segments, tokens
         )
 
     def _add_products(self, x: Tensor, weight: float) -> None:
@@ -144,7 +147,7 @@ class _Sample:
         self.weights.append(torch.full((count,), weight, dtype=torch.float32))
 
     def rows(self, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The sample (M, K) and its weights (M,), mean 1; empty if nothing came."""
+        """Return the sample (M, K) and its weights (M,), mean 1; empty if nothing came."""
         if not self.parts:
             return torch.empty(0, k, device=device, dtype=torch.float32), torch.empty(
                 0, device=device, dtype=torch.float32
@@ -157,19 +160,19 @@ class _Sample:
 
 
 def _mirror(gram: Tensor) -> Tensor:
-    """Fill what lies below the diagonal with what lies above, in place and stripe by stripe."""
+    """Fill the part below the diagonal with that above, in place and stripe by stripe."""
     width = -(-gram.shape[0] // _STRIPES)
     for start in range(0, gram.shape[0], width):
         stop = start + width
-        own = gram[start:stop, start:stop]
-        own.copy_(own.triu() + own.triu(1).T)
+        block = gram[start:stop, start:stop]
+        block.copy_(block.triu() + block.triu(1).T)
         gram[start:stop, :start] = gram[:start, start:stop].T
     return gram
 
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """On a GPU, products of 16-bit numbers go to the matrix units: TF32 holds them whole, and sums stay fp32."""
+    """Allow TF32 on a GPU meanwhile: its matrix units hold products of 16-bit numbers whole, and sums stay fp32."""
     if not x.is_cuda or x.element_size() != 2:
         yield
         return

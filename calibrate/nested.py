@@ -1,4 +1,4 @@
-"""Arguments and outputs of a module as a layout, which JSON holds, and the tensors that it names.
+"""Arguments and outputs of a module as a JSON layout, and the tensors that it names.
 
     (x, {"mask": None})  ->  {"tuple": [{"tensor": "0", "shape": …}, {"dict": {"mask": null}}]}  and  {"0": x}
 
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from fluxq.base.tensors import DTYPES
 
-_MOST = 1 << 33  # elements of a tensor; what a video model's block reads or returns has a tenth of them
+_MOST = 1 << 33  # elements of a tensor; inputs and outputs of a video model's block have a tenth of them
 _FARTHEST, _SPREAD = 1 << 26, 64  # elements, and times as many as there are, that the strides of a tensor reach over
 
 
 def pack(value: Any, name: str, device: torch.device, to: torch.device | str) -> tuple[Any, dict[str, Tensor]]:
-    """Layout of `value`, and contiguous copies of its tensors on the device `to`. device: the model's.
+    """Return the layout of `value`, and contiguous copies of its tensors on the device `to`. device: the model's.
 
-    ValueError, in which `name` is what the value is called, for anything but tensors, plain values, tuples, lists and
-    dicts.
+    ValueError with `name`, that of the value, for anything but tensors, plain values, tuples, lists and dicts.
     """
     tensors: dict[str, Tensor] = {}
     layout = _layout(value, name, device, tensors)
@@ -32,22 +31,22 @@ def pack(value: Any, name: str, device: torch.device, to: torch.device | str) ->
 
 
 def layout_of(value: Any, name: str, device: torch.device) -> Any:
-    """The layout alone."""
+    """Return the layout alone."""
     return _layout(value, name, device, {})
 
 
 def require_sound(layout: Any) -> None:
-    """ValueError for a layout, from a file, that `pack` cannot have made."""
+    """Raise ValueError for a layout, from a file, that `pack` cannot have made."""
     if not isinstance(layout, dict):
         if layout is not None and not isinstance(layout, (bool, int, float, str)):
             raise ValueError(f"its layout has a {type(layout).__name__}")
         return
-    (word, held), *others = layout.items() or [("", None)]
+    (word, content), *others = layout.items() or [("", None)]
     if not others and word in ("tuple", "list", "dict"):
         kind = dict if word == "dict" else list
-        if not isinstance(held, kind):
-            raise ValueError(f"its layout has a {word} that is a {type(held).__name__}")
-        for item in held.values() if isinstance(held, dict) else held:
+        if not isinstance(content, kind):
+            raise ValueError(f"its layout has a {word} that is a {type(content).__name__}")
+        for item in content.values() if isinstance(content, dict) else content:
             require_sound(item)
         return
     if layout.keys() != {"tensor", "shape", "strides", "dtype", "host"} or not isinstance(layout["tensor"], str):
@@ -58,10 +57,10 @@ def require_sound(layout: Any) -> None:
 
 
 def _require_place(shape: Any, strides: Any) -> None:
-    """ValueError for what are no sizes and strides, and for such as no memory has room for."""
-    for given in (shape, strides):
-        if not isinstance(given, list) or not all(type(size) is int and size >= 0 for size in given):
-            raise ValueError(f"its layout has {str(given)[:80]} in place of sizes")
+    """Raise ValueError unless shape and strides are sizes, and of a tensor that fits a memory."""
+    for sizes in (shape, strides):
+        if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"its layout has {str(sizes)[:80]} in place of sizes")
     if len(shape) != len(strides) or prod(max(size, 1) for size in shape) > _MOST:
         raise ValueError(f"its layout has a tensor of shape {str(shape)[:80]} and strides {str(strides)[:80]}")
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
@@ -70,7 +69,7 @@ def _require_place(shape: Any, strides: Any) -> None:
 
 
 def unpack(layout: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
-    """The value of a layout, its tensors made by tensor(entry); see `stored` and `blank`."""
+    """Return the value of a layout, its tensors made by tensor(entry); see `stored` and `blank`."""
     if not isinstance(layout, dict):
         return layout
     if "tuple" in layout:
@@ -83,7 +82,7 @@ def unpack(layout: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
 
 
 def stored(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[dict[str, Any]], Tensor]:
-    """For `unpack`: copies of packed tensors where and as they lay, which the caller may write to.
+    """Return, for `unpack`, copies of packed tensors with their devices and strides, which the caller may write to.
 
     ValueError where the layout is another one's.
     """
@@ -102,23 +101,23 @@ def stored(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[dic
 
 
 def blank(device: torch.device) -> Callable[[dict[str, Any]], Tensor]:
-    """For `unpack`: tensors of the right shape that nobody may use, NaN where the dtype has it; equal shapes share."""
-    made: dict[tuple[Any, ...], Tensor] = {}
+    """Return, for `unpack`, tensors of the right shape but no use, NaN where the dtype has it; equal shapes share."""
+    tensors: dict[tuple[Any, ...], Tensor] = {}
 
     def make(entry: dict[str, Any]) -> Tensor:
         dtype = getattr(torch, entry["dtype"])
         place = torch.device("cpu") if entry["host"] else device
         key = (*entry["shape"], dtype, place)
-        if key not in made:
+        if key not in tensors:
             value = torch.nan if dtype.is_floating_point else 0
-            made[key] = torch.full(entry["shape"], value, dtype=dtype, device=place)
-        return made[key]
+            tensors[key] = torch.full(entry["shape"], value, dtype=dtype, device=place)
+        return tensors[key]
 
     return make
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in tuples, lists and dicts, at any depth."""
+    """Return every tensor in tuples, lists and dicts, at any depth."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Prompts for calibration and evaluation, from wherever a user keeps them, and what a row says beside its prompt.
+"""Prompts for calibration and evaluation, from files, folders and datasets, with other columns of their rows.
 
 ARGUMENTS at the end of the file names the columns that become arguments of a row's call. DATASETS names the published
 sets whose columns are known. None of them is part of fluxq; each has a licence of its own.
@@ -38,7 +38,7 @@ _MAX_VALUES = 1 << 22  # of a table: fifty bytes each where one row holds all of
 _MAX_LINE, _MAX_LINES = 1 << 20, 1 << 22  # characters of a line; lines of a file, empty ones too
 _MAX_DOCUMENT = 1 << 24  # bytes of JSON or YAML, read as a whole; parsed, each may take thirty
 _MAX_VALUES_OF_YAML = 250_000  # two seconds
-_MAX_PIXELS = 1 << 26  # of an image file: four times what a diffusion model makes, 200 MB decoded
+_MAX_PIXELS = 1 << 26  # of an image file: four times those of a diffusion model, 200 MB decoded
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # decoders without scripts, delegates or external references
 _NEAR = 0.8  # of difflib: a column this like a known one is taken for its misspelling
 
@@ -48,14 +48,18 @@ Entry = tuple[str, object, Mapping[str, object]]
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image that a row names. mode: "RGB", or "L" for a mask. sha256: of the file's bytes when it was read."""
+    """An image that a row names.
+
+    mode: "RGB", or "L" for a mask.
+    sha256: of the file's bytes when it was read.
+    """
 
     path: Path
     mode: str
     sha256: str
 
     def load(self) -> Image.Image:
-        """Its pixels, upright; ValueError if the file is not the one that was read before."""
+        """Return its pixels, upright; ValueError if the file has changed since it was read."""
         if not self.path.is_file() or sha256_file(self.path) != self.sha256:
             raise ValueError(f"{self.path}: the image has changed since the prompts were read; start again")
         return _decoded(self.path, self.mode)
@@ -66,20 +70,20 @@ Arguments = tuple[tuple[str, str | int | float | ImageFile], ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt, and arguments of the pipeline's call for it alone."""
 
     prompt: str
     arguments: Arguments = ()
 
     def described(self, seed: int) -> tuple[Any, ...]:
-        """(prompt, seed), and the arguments where there are any, as JSON holds them: images by their SHA-256."""
+        """Return (prompt, seed), and the arguments where there are any, in JSON's types: images by their SHA-256."""
         if not self.arguments:
             return self.prompt, seed
         plain = {k: f"sha256:{v.sha256}" if isinstance(v, ImageFile) else v for k, v in self.arguments}
         return self.prompt, seed, plain
 
-    def shares_call_with(self, other: Row) -> bool:
+    def shares_call_with(self, other: PromptRow) -> bool:
         """Tell whether one call of the pipeline can make both: texts may differ, other arguments may not.
 
         No row with an image does: of a list of images some pipelines take one for each prompt (FLUX Fill), others all
@@ -93,24 +97,24 @@ class Row:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in order and where they came from. arguments: of each prompt's call; empty where no row has any."""
+    """Prompts in order and their source. arguments: of each prompt's call; empty where no row has any."""
 
     source: str
     prompts: tuple[str, ...]
     arguments: tuple[Arguments, ...] = ()
 
     @classmethod
-    def of(cls, source: str, rows: Sequence[Row]) -> PromptSet:
-        """The set of these rows."""
+    def of(cls, source: str, rows: Sequence[PromptRow]) -> PromptSet:
+        """Return the set of these rows."""
         arguments = tuple(row.arguments for row in rows) if any(row.arguments for row in rows) else ()
         return cls(source, tuple(row.prompt for row in rows), arguments)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[PromptRow, ...]:
         """Prompts with their arguments."""
         if not self.arguments:
-            return tuple(map(Row, self.prompts))
-        return tuple(map(Row, self.prompts, self.arguments))
+            return tuple(map(PromptRow, self.prompts))
+        return tuple(map(PromptRow, self.prompts, self.arguments))
 
     @property
     def digest(self) -> str:
@@ -126,12 +130,12 @@ class PromptSet:
 
     @property
     def alike(self) -> PromptSet:
-        """The rows whose images can be compared in one tensor: the first, and what can share a call with it."""
+        """The rows whose images can be compared in one tensor: the first, and those that can share a call with it."""
         kept = [row for row in self.rows[1:] if self.rows[0].shares_call_with(row)]
         return PromptSet.of(self.source, [self.rows[0], *kept])
 
-    def items(self, count: int, seed: int) -> list[tuple[Row, int]]:
-        """`count` pairs (row, seed + i); a shorter set starts over, and each repeat gets noise of its own."""
+    def items(self, count: int, seed: int) -> list[tuple[PromptRow, int]]:
+        """Return `count` pairs (row, seed + i); a shorter set starts over, and each repeat gets noise of its own."""
         rows = self.rows
         return [(rows[i % len(rows)], seed + i) for i in range(count)]
 
@@ -140,9 +144,11 @@ class PromptSet:
 class Dataset:
     """A published prompt set.
 
-    repo: hub id of the dataset, None where it is not on the hub. file: the one file of it that holds the prompts, read
-    without the rest; None: `split` is read with the `datasets` library. column: of the prompts. count: how many there
-    are, None where that is not known here. about: what it is, and where to get what is not on the hub.
+    repo: hub id of the dataset, None where it is not on the hub.
+    file: the one file of it with the prompts, read without the rest; None: `split` is read with the `datasets` library.
+    column: of the prompts.
+    count: of prompts, None where it is not known here.
+    about: description, and the source of a set that is not on the hub.
     """
 
     repo: str | None
@@ -161,15 +167,17 @@ def load_prompts(
 
     "default" is the model folder's own `fluxq_prompts.txt`, else the set bundled with fluxq. Files: .txt (one a line),
     .jsonl, .json and .yaml (entries by name, or a list), .csv, .tsv and .parquet. Tables need a column called as in
-    COLUMNS; of several captions of an image the first is taken. shuffle: seed of an order of its own, the same on every
-    machine; None keeps the set's. pipeline: the class whose `__call__` takes what the columns of ARGUMENTS in a file
-    say; None reads prompts alone. Raises FileNotFoundError or ValueError naming source, row and cure.
+    COLUMNS; of several captions of an image the first is taken. Raises FileNotFoundError or ValueError naming source,
+    row and cure.
+
+    shuffle: seed of an order of its own, the same on every machine; None keeps the set's.
+    pipeline: the class whose `__call__` takes a file's columns of ARGUMENTS; None reads prompts alone.
     """
     label, where, entries = _find(source, model)
     arguments = _arguments_reader(Path(source).parent, pipeline) if pipeline else lambda _place, _columns: ()
     rows = []
     for place, value, columns in entries:
-        rows.append(Row(_prompt(value, place), arguments(place, columns)))
+        rows.append(PromptRow(_prompt(value, place), arguments(place, columns)))
         if len(rows) > _MAX_ROWS:
             raise ValueError(
                 f"{where}: more than {_MAX_ROWS} prompts, which are the most that are read; make it shorter"
@@ -178,14 +186,14 @@ def load_prompts(
         raise ValueError(f"{where}: holds no prompts")
     if shuffle is not None:
         random.Random(shuffle).shuffle(rows)
-    found = PromptSet.of(label, rows)
-    if found.duplicates:
-        logger.warning("%s: %d of %d prompts occur more than once", source, found.duplicates, len(found.prompts))
-    return found
+    prompts = PromptSet.of(label, rows)
+    if prompts.duplicates:
+        logger.warning("%s: %d of %d prompts occur more than once", source, prompts.duplicates, len(prompts.prompts))
+    return prompts
 
 
 def require_source(source: str) -> None:
-    """Raise FileNotFoundError for a file of prompts that is not there, ValueError for a FIFO or device.
+    """Raise FileNotFoundError for a missing file of prompts, ValueError for a FIFO or device.
 
     Any other source may be a dataset's name.
     """
@@ -197,10 +205,10 @@ def require_source(source: str) -> None:
 
 
 def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
-    """Return the source's name, where it is, and its rows."""
+    """Return the source's name, its place, and its rows."""
     if source == "default":
-        own = model.path / PROMPTS_FILE
-        path, label = (own, f"{model.name}/{PROMPTS_FILE}") if own.is_file() else (_BUNDLED, "bundled")
+        file = model.path / PROMPTS_FILE
+        path, label = (file, f"{model.name}/{PROMPTS_FILE}") if file.is_file() else (_BUNDLED, "bundled")
         return label, path, _read_text(path)
     path = Path(source)
     if path.is_file():
@@ -234,41 +242,41 @@ def _prompt(value: object, place: str) -> str:
 
 
 def _arguments_reader(folder: Path, pipeline: type) -> Callable[[str, Mapping[str, object]], Arguments]:
-    """arguments(place, columns) of a row. folder: of the prompt file, which images are named from and lie in.
+    """Return the function arguments(place, columns) of a row. folder: of the prompt file and its images.
 
     ValueError for an argument that the pipeline does not take, and for a bad value.
     """
-    taken = inspect.signature(pipeline.__call__).parameters
+    parameters = inspect.signature(pipeline.__call__).parameters
     warned: set[str] = set()
 
     def arguments(place: str, columns: Mapping[str, object]) -> Arguments:
-        found: dict[str, str | int | float | ImageFile] = {}
+        values: dict[str, str | int | float | ImageFile] = {}
         for column, value in columns.items():
-            known = _nearest(column)
-            if known is None or value is None or value != value:  # NaN: a missing number of a table
+            nearest = _nearest(column)
+            if nearest is None or value is None or value != value:  # NaN: a missing number of a table
                 continue
-            if known != column.lower():
+            if nearest != column.lower():
                 if column not in warned:
-                    logger.warning("%s: column %r is ignored; did you mean %r?", place, column, known)
+                    logger.warning("%s: column %r is ignored; did you mean %r?", place, column, nearest)
                 warned.add(column)
                 continue
-            name, read = ARGUMENTS[known]
-            if name not in taken:
+            name, read = ARGUMENTS[nearest]
+            if name not in parameters:
                 raise ValueError(
                     f"{place}: column {column!r} is the argument {name}, which {pipeline.__name__} does not take; "
                     "rename the column or take it out"
                 )
-            if name in found:
+            if name in values:
                 raise ValueError(f"{place}: two columns are the argument {name}; take out {column!r} or the other")
-            found[name] = read(value, f"{place}: column {column!r}", folder)
-        return tuple(sorted(found.items()))
+            values[name] = read(value, f"{place}: column {column!r}", folder)
+        return tuple(sorted(values.items()))
 
     return arguments
 
 
 @functools.cache
 def _nearest(column: str) -> str | None:
-    """The column of ARGUMENTS that is called so, but for case, or that this may be a misspelling of."""
+    """Return the column of ARGUMENTS of that name in any case, or one that it may be a misspelling of."""
     return next(iter(difflib.get_close_matches(column.lower(), ARGUMENTS, 1, _NEAR)), None)
 
 
@@ -296,7 +304,7 @@ def _read_number(value: object, where: str, _folder: Path) -> float:
 
 
 def _read_image(value: object, where: str, folder: Path, mode: str) -> ImageFile:
-    """The image at a path relative to `folder`, decoded once to see that it can be."""
+    """Return the image at a path relative to `folder`; it is decoded once to check that it can be."""
     if not isinstance(value, str) or not value or "\0" in value or not is_text(value):
         raise ValueError(f"{where}: expected the path of an image file, found {_shown(value)}")
     parts = PureWindowsPath(value)  # which knows the roots, drives and separators of other systems too
@@ -316,13 +324,13 @@ def _read_image(value: object, where: str, folder: Path, mode: str) -> ImageFile
 
 @functools.cache
 def _checked(path: Path, mode: str, _stamp: str) -> str:
-    """SHA-256 of an image file that can be decoded; once, however many rows name it."""
+    """Return the SHA-256 of an image file that can be decoded; once, however many rows name it."""
     _decoded(path, mode)
     return sha256_file(path)
 
 
 def _decoded(path: Path, mode: str) -> Image.Image:
-    """Pixels of an image file, turned as its EXIF data say; ValueError for what is damaged, huge or no image."""
+    """Return the pixels of an image file, upright by its EXIF data; ValueError for a damaged, a huge and no image."""
     from PIL import Image, ImageOps
 
     try:
@@ -340,7 +348,7 @@ def _decoded(path: Path, mode: str) -> Image.Image:
 
 
 def _shown(value: object) -> str:
-    """A number or a short text as it stands, of anything else the type."""
+    """Return a number or a short text as it is, of any other value the type."""
     return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 80 else type(value).__name__
 
 
@@ -352,7 +360,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Entry]]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines without their ends, of which no more are in memory than the one that is looked at."""
+    """Yield lines without their ends; only the present one is in memory."""
     _require_short(path, _MAX_TABLE)
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -369,7 +377,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _document(path: Path) -> str:
-    """The text of a file that is read as a whole."""
+    """Return the text of a file that is read as a whole."""
     _require_short(path, _MAX_DOCUMENT)
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -420,7 +428,7 @@ def _read_yaml(path: Path) -> Iterator[Entry]:
 
 
 def _entries(value: object, path: Path) -> Iterator[Entry]:
-    """The entries of a document that maps names to prompts, or lists them."""
+    """Yield the entries of a document that maps names to prompts, or lists them."""
     if not isinstance(value, (dict, list)):
         raise ValueError(f"{path}: expected prompts by name or a list of them, found {type(value).__name__}")
     pairs = value.items() if isinstance(value, dict) else enumerate(value, start=1)
@@ -428,7 +436,7 @@ def _entries(value: object, path: Path) -> Iterator[Entry]:
 
 
 def _entry(row: object, place: str) -> tuple[object, Mapping[str, object]]:
-    """The prompt of an entry, and its columns."""
+    """Return the prompt of an entry, and its columns."""
     if not isinstance(row, (str, dict)):
         raise ValueError(f"{place}: expected an object or a string, found {type(row).__name__}")
     if isinstance(row, str):
@@ -467,7 +475,7 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, columns)
                 nbytes += sum(_unpacked(chunk) for each in table.columns for chunk in each.chunks)
-                if nbytes > _MAX_TABLE:  # of which a small file may hold more than there is memory
+                if nbytes > _MAX_TABLE:  # a small file may hold more of it than there is memory
                     raise ValueError(f"{path}: more than {_MAX_TABLE >> 20} MiB of text unpacked; make it shorter")
                 for batch in table.to_batches(_ROWS_AT_ONCE):
                     for row in batch.to_pylist():
@@ -477,11 +485,11 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
         raise ValueError(f"{path}: damaged or no parquet file ({first_line(error)})") from None
 
 
-def _require_small(path: Path, said: Any, columns: Sequence[str]) -> list[str]:
-    """Return where the columns hold texts; ValueError for what is too much to read, as the file's end says."""
-    if said.num_rows > _MAX_ROWS:
-        raise ValueError(f"{path}: {said.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter")
-    groups = map(said.row_group, range(said.num_row_groups))
+def _require_small(path: Path, metadata: Any, columns: Sequence[str]) -> list[str]:
+    """Return the names of columns of texts; ValueError for a file whose metadata tell of too much to read."""
+    if metadata.num_rows > _MAX_ROWS:
+        raise ValueError(f"{path}: {metadata.num_rows} rows; at most {_MAX_ROWS} are read: make it shorter")
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
     read = [group.column(i) for group in groups for i in range(group.num_columns)]
     read = [each for each in read if each.path_in_schema.partition(".")[0] in columns]
     if sum(each.total_uncompressed_size for each in read) > _MAX_TABLE:
@@ -492,7 +500,7 @@ def _require_small(path: Path, said: Any, columns: Sequence[str]) -> list[str]:
 
 
 def _unpacked(array: Any) -> int:
-    """Bytes that the values of an Arrow array take, those that recur as often as they do."""
+    """Count the bytes that the values of an Arrow array take, recurring ones each time."""
     import pyarrow
     from pyarrow.compute import call_function as call
 
@@ -511,7 +519,7 @@ def _unpacked(array: Any) -> int:
 
 
 def _read_saved(path: Path) -> Iterator[Entry]:
-    """A folder that `save_to_disk` wrote: one table, or several splits of which only one may be there."""
+    """Yield the rows of a folder that `save_to_disk` wrote: one table, or a single split."""
     import datasets
 
     try:
@@ -529,7 +537,7 @@ def _read_saved(path: Path) -> Iterator[Entry]:
 
 
 def _read_dataset(name: str) -> Iterator[Entry]:
-    """A set of DATASETS: only its prompts where they are in a file of their own."""
+    """Yield the rows of a set of DATASETS: only its prompts where they are in a file of their own."""
     row = DATASETS[name]
     if row.repo is None:
         raise FileNotFoundError(

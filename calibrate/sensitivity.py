@@ -38,10 +38,13 @@ def noise_level_weights(
     steps: Sequence[int],
     ranks: Ranks = ALONE,
 ) -> dict[int, float]:
-    """Weight of each of `steps`, positive, mean 1. components: the transformers. items: `IMAGES` of them are enough.
+    """Return the weight of each of `steps`, positive, mean 1.
 
-    ranks: processes that take a part of the steps each. ValueError if the final latents are not finite, or if no
-    transformer is called at a step.
+    ValueError if the final latents are not finite, or if no transformer is called at a step.
+
+    components: the transformers.
+    items: `IMAGES` of them are enough.
+    ranks: processes that take a part of the steps each.
     """
     models = [getattr(pipe, component) for component in components]
     plain = _Run()
@@ -64,13 +67,16 @@ def noise_level_weights(
 
 
 class _Run:
-    """One run of the pipeline. Up to `disturbed` outputs are those `known` from the undisturbed run; at it, with noise.
+    """One run of the pipeline, with noise added at one output.
 
-    outputs: of the transformers, in the order of their calls. noise: squared norm of what was added.
+    disturbed: index of that output.
+    undisturbed: outputs of the run without noise, used again up to `disturbed`.
+    outputs: of the transformers, in the order of their calls.
+    noise: squared norm of the added noise.
     """
 
-    def __init__(self, disturbed: int | None = None, known: Sequence[Any] = ()) -> None:
-        self.disturbed, self.known = disturbed, known
+    def __init__(self, disturbed: int | None = None, undisturbed: Sequence[Any] = ()) -> None:
+        self.disturbed, self.undisturbed = disturbed, undisturbed
         self.step = self.calls = 0
         self.outputs: list[Any] = []
         self.noise = torch.zeros((), dtype=torch.float64)
@@ -78,22 +84,22 @@ class _Run:
     def at_step(self, step: int) -> None:
         self.step = step
 
-    def around(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward in the place of a transformer's own."""
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward for the place of a transformer's own."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             at = self.calls
             self.calls += 1
             if self.disturbed is None:
-                output = own(*args, **kwargs)
+                output = original(*args, **kwargs)
                 self.outputs.append(_each_tensor(output, Tensor.clone))
                 return output
             if self.step > self.disturbed:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             if self.step < self.disturbed:
-                return _each_tensor(self.known[at], Tensor.clone)
+                return _each_tensor(self.undisturbed[at], Tensor.clone)
             random = torch.Generator().manual_seed(_SEED + at)
-            return _each_tensor(self.known[at], lambda v: self._disturbed(v, random))
+            return _each_tensor(self.undisturbed[at], lambda v: self._disturbed(v, random))
 
         return forward
 
@@ -107,14 +113,15 @@ class _Run:
 def _latents(
     pipe: Any, models: Sequence[nn.Module], items: Sequence[Item], call: Mapping[str, Any], run: _Run
 ) -> Tensor:
-    """Final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
+    """Return the final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
     with replaced_forwards({model: run.around(model.forward) for model in models}):
-        made = [latents.cpu().double().flatten() for _, latents in run_pipeline(pipe, items, call, on_step=run.at_step)]
-    return torch.cat(made)
+        images = run_pipeline(pipe, items, call, on_step=run.at_step)
+        latents = [final.cpu().double().flatten() for _, final in images]
+    return torch.cat(latents)
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A transformer's output with every tensor changed: a tuple, a list, or one of diffusers' outputs."""
+    """Return a transformer's output with every tensor changed: a tuple, a list, or one of diffusers' outputs."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

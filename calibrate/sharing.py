@@ -1,7 +1,7 @@
 """Check that the Linears of an input group read the same values, made while the pipeline runs anyway.
 
-Rows of FAMILIES are tested on a model of their class. What `generic` takes for a group rests on names, so the first
-call of such a model is watched before anything is fitted to one Linear's input on behalf of all.
+Rows of FAMILIES are tested on a model of their class. Groups of `generic` rest on names, so the first call of such a
+model is watched before anything is fitted to one Linear's input on behalf of all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fluxq.recipes.patterns import in_every_block
 
 
 def watch_shared_inputs(model: nn.Module, groups: Iterable[Iterable[str]]) -> None:
-    """Let the next call of `model` raise ValueError where a group reads two tensors; later calls are not looked at.
+    """Let the next call of `model` raise ValueError if a group reads two tensors; later calls are not watched.
 
-    groups: paths of the Linears of each. Two inputs that are the same memory, unchanged, or equal in every element
-    count as one.
+    groups: paths of the Linears of each. Two inputs count as one if they are the same memory, unchanged, or equal in
+    every element.
     """
     handles: list[Any] = []
 
@@ -35,7 +35,7 @@ def watch_shared_inputs(model: nn.Module, groups: Iterable[Iterable[str]]) -> No
 
 
 class _Watch:
-    """The inputs of one group in one call, held from its first reader to its last."""
+    """The inputs of one group in one call, kept from its first reader to its last."""
 
     def __init__(self, readers: int, stop: Callable[[], None]) -> None:
         self.readers, self.stop = readers, stop
@@ -44,8 +44,8 @@ class _Watch:
     def hook(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
             x, version = args[0], _version(args[0])
-            for other, (held, then) in self.seen.items():
-                if not _same(x, held, _version(held) == then):
+            for other, (tensor, then) in self.seen.items():
+                if not _same(x, tensor, _version(tensor) == then):
                     self.stop()
                     raise ValueError(
                         f"{path} and {other} read different values, though their names say that they share an input. "
@@ -59,7 +59,7 @@ class _Watch:
 
 
 def _version(x: Tensor) -> int:
-    """Counts what is written into a tensor; tensors of inference mode count nothing."""
+    """Return the number of writes into a tensor; tensors of inference mode count none."""
     return 0 if x.is_inference() else x._version
 
 

@@ -1,4 +1,4 @@
-"""Statistics: what flows into each group of Linears, per noise-level bin, as sums that merge.
+"""Statistics: the inputs of each group of Linears, per noise-level bin, as sums that merge.
 
 amax and counts merge exactly; sums are float64, so merging in another order agrees within 1e-12 and the same split
 gives the same bytes. One safetensors file holds everything, the trajectory in its header.
@@ -35,7 +35,7 @@ class GroupSums:
 
     @classmethod
     def zeros(cls, bins: int, k: int) -> GroupSums:
-        """Nothing seen yet."""
+        """Return the sums of no tokens."""
         wide = torch.zeros(bins, k, dtype=torch.float64)
         return cls(torch.zeros(bins, k, dtype=torch.float32), wide, wide.clone(), torch.zeros(bins, dtype=torch.int64))
 
@@ -49,7 +49,7 @@ class GroupSums:
         self.count[index] += x.shape[0]
 
     def merge(self, other: GroupSums) -> GroupSums:
-        """Both together."""
+        """Return the sums of both."""
         return GroupSums(
             torch.maximum(self.amax, other.amax),
             self.sum + other.sum,
@@ -72,18 +72,18 @@ class Statistics:
     digest: str
 
     def amax(self, group: str) -> Tensor:
-        """Largest magnitude that the group's input reached, fp32 scalar; ValueError if the group was not seen."""
+        """Return the largest magnitude of the group's input, fp32 scalar; ValueError if the group was not observed."""
         return self._group(group).amax.amax()
 
     def channel_amax(self, group: str) -> Tensor:
-        """The same of each channel, (K,) fp32."""
+        """Return the largest magnitude of each channel, (K,) fp32."""
         return self._group(group).amax.amax(0)
 
     def of_component(self, component: str) -> Statistics:
-        """The part of one component, its groups under their own names; all, where only one was looked at."""
+        """Return the part of one component, its groups under their own names; all, where only one was observed."""
         prefix = f"{component}/"
-        own = {name.removeprefix(prefix): sums for name, sums in self.groups.items() if name.startswith(prefix)}
-        return replace(self, groups=own) if own else self
+        groups = {name.removeprefix(prefix): sums for name, sums in self.groups.items() if name.startswith(prefix)}
+        return replace(self, groups=groups) if groups else self
 
     @property
     def content_digest(self) -> str:
@@ -101,7 +101,7 @@ class Statistics:
         return self.groups[group]
 
     def merge(self, other: Statistics) -> Statistics:
-        """Statistics of both sets of images; ValueError unless all but the images is the same.
+        """Return the statistics of both sets of images; ValueError if anything but the images differs.
 
         Sigmas are those of the first image. Of images with arguments of their own, a size among them, they may differ.
         """
@@ -118,7 +118,7 @@ class Statistics:
         return Statistics(groups, trajectory, sha256_json(trajectory))
 
     def save(self, path: Path, job: str = "", folder: Path | None = None) -> None:
-        """Write one safetensors file, atomically. job: digest of what asked for it. folder: as in `atomic_path`."""
+        """Write one safetensors file, atomically. job: digest of its request. folder: as in `atomic_path`."""
         tensors = {f"{name}/{field}": getattr(sums, field) for name, sums in self.groups.items() for field in _FIELDS}
         header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest, "job": job}
         with atomic_path(path, folder=folder) as part:
@@ -126,13 +126,13 @@ class Statistics:
 
     @staticmethod
     def stored_job(path: Path) -> str:
-        """Return what `save` was told of the job; "" where nothing was."""
+        """Return the job that `save` was given; "" without one."""
         with TensorFile(path) as stream:
             return str(_parsed(stream.metadata().get(_HEADER, "{}")).get("job", ""))
 
     @classmethod
     def load(cls, path: Path) -> Statistics:
-        """Read a file that `save` wrote; ValueError for anything else."""
+        """Read a file that `save` wrote; ValueError for any other file."""
         require_no_pipe(path, f"statistics file {path}")
         if not path.is_file():
             raise FileNotFoundError(f"statistics file {path} does not exist; `fluxq calibrate` writes one")
@@ -143,9 +143,9 @@ class Statistics:
             trajectory, digest = header.get("trajectory"), header.get("digest", "")
             if not isinstance(trajectory, dict) or sha256_json(trajectory) != digest or "items" not in trajectory:
                 raise ValueError(f"{path}: its trajectory does not match its hash; run `fluxq calibrate` again")
-            held = sorted(stream.keys())
-            names = dict.fromkeys(key.rpartition("/")[0] for key in held)
-            if held != sorted(f"{name}/{field}" for name in names for field in _FIELDS):
+            keys = sorted(stream.keys())
+            names = dict.fromkeys(key.rpartition("/")[0] for key in keys)
+            if keys != sorted(f"{name}/{field}" for name in names for field in _FIELDS):
                 raise ValueError(f"{path}: tensors are missing; run `fluxq calibrate` again")
             groups = {name: GroupSums(*(stream.get_tensor(f"{name}/{field}") for field in _FIELDS)) for name in names}
         for name, sums in groups.items():
@@ -154,7 +154,7 @@ class Statistics:
 
 
 def _require_sound(sums: GroupSums, where: str) -> None:
-    """ValueError unless the tensors are what `GroupSums.add` can have made."""
+    """Raise ValueError for tensors that `GroupSums.add` cannot have made."""
     shape, dtypes = sums.amax.shape, [getattr(sums, field).dtype for field in _FIELDS]
     fits = sums.sum.shape == sums.sum_of_squares.shape == shape and sums.count.shape == shape[:1] and len(shape) == 2
     if not fits or not sums.amax.numel() or dtypes != [torch.float32, torch.float64, torch.float64, torch.int64]:

@@ -1,7 +1,6 @@
-"""Rows of kernels/compiled: how each kernel at each tile came out of the compiler, by chip and version of Triton.
+"""Compiled cells of kernels/compiled: the outcome of compiling each kernel at each tile, by chip and version of Triton.
 
-`python -m benchmarks.kernels.aot --write` wrote it. A row that is not `ok` is known not to run on its chip, so that the
-dispatcher does not choose it.
+`python -m benchmarks.kernels.aot --write` writes them. The dispatcher does not choose a cell that is not `ok`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,14 @@ PROVEN = ("3.6", "3.8", "3.9")  # Triton versions that tests/kernels/test_interp
 
 
 @dataclass(frozen=True)
-class Row:
-    """Outcome of one cell on one chip. registers: per thread. spills: loads and stores of spilled registers.
+class CompiledCell:
+    """Outcome of compiling a cell, a kernel at one of its tiles, for one chip.
 
-    shared: bytes of shared memory. instruction: the matrix instruction that is there most often. reason: why not ok.
+    instruction: the most frequent matrix instruction.
+    registers: per thread.
+    spills: loads and stores of spilled registers.
+    shared: bytes of shared memory.
+    reason: of a cell that is not ok.
     """
 
     kernel: str
@@ -33,13 +36,13 @@ class Row:
     reason: str | None = None
 
 
-def accepted_files(version: str) -> Iterator[tuple[str, Row]]:
-    """(name of the kernel file, row) of all rows for a Triton version."""
+def accepted_files(version: str) -> Iterator[tuple[str, CompiledCell]]:
+    """Yield (name of the kernel file, compiled cell) for a Triton version."""
     for file in sorted(COMPILED.glob("*.json")):
         for fields in json.loads(file.read_text(encoding="utf-8")).get(minor(version), []):
-            yield file.stem, Row(**fields)
+            yield file.stem, CompiledCell(**fields)
 
 
 def minor(version: str) -> str:
-    """The first two numbers of a version, which tell compilers apart."""
+    """Return the first two numbers of a version, which tell compilers apart."""
     return ".".join(version.split(".")[:2])

@@ -1,5 +1,6 @@
-"""The table of the ops that have a kernel, each in a folder of its own; `fluxq::quantized_linear` (ops.py) chooses
-among their products.
+"""Table of the ops that have a kernel, each in its own folder.
+
+`fluxq::quantized_linear` (ops.py) chooses among their products.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ OPS = {
 
 
 def product_of(weights: str, activations: str | None, row_scale: bool) -> tuple[Op, str] | None:
-    """(op, format) that multiplies codes of two formats as they are stored; None if none does.
+    """Return the (op, format) that multiplies codes of two formats as they are stored; None if none does.
 
-    row_scale: the 4-bit weights have the 8-bit scales per row that W4A8 needs.
+    row_scale: whether the 4-bit weights have the 8-bit scales per row that W4A8 needs.
     """
     name = f"{weights}-{activations}" if row_scale else weights
     ops = (W4A8_MATMUL,) if row_scale else (SCALED_MATMUL, BLOCK_SCALED_MATMUL) if weights == activations else ()

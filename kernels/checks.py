@@ -56,7 +56,7 @@ def check_tile(name: str, tile: Tile, format: Format) -> None:
 
 
 def as_bytes(stored: Tensor) -> Tensor:
-    """The same memory, with fp8 read as bytes."""
+    """Return the same memory, with fp8 read as bytes."""
     return stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored
 
 

@@ -39,7 +39,7 @@ SAME_AS = {"sm_87": "sm_86", "sm_121": "sm_120", "gfx1200": "gfx1201"}
 
 
 def chip_of(device: torch.device) -> str:
-    """The name of the chip behind a CUDA or ROCm device; it need not be one of CHIPS."""
+    """Return the name of the chip behind a CUDA or ROCm device; it need not be one of CHIPS."""
     return _chip(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -23,7 +23,7 @@ TRITON_3_6 = tl.constexpr(triton.__version__.startswith("3.6."))
 
 @triton.jit
 def transform_tile(values, smooth, mean, tile, K, HADAMARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """v = (x - mean) · smooth of the tile'th COLUMNS columns, then the Hadamard transform of blocks of 2^HADAMARD."""
+    """Compute v = (x - mean) · smooth of the tile'th COLUMNS columns, then Hadamard on blocks of 2^HADAMARD columns."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     if mean is not None:
         values = values - tl.load(mean + columns, mask=columns < K, other=0.0)[None, :]
@@ -36,7 +36,7 @@ def transform_tile(values, smooth, mean, tile, K, HADAMARD: tl.constexpr, ROWS: 
 
 @triton.jit
 def hadamard_tile(values, HADAMARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each block of 2^HADAMARD columns times Sylvester's Hadamard matrix / √size: sums of neighbours come first."""
+    """Multiply each block of 2^HADAMARD columns with Sylvester's matrix / √size: sums of neighbours come first."""
     for level in tl.static_range(HADAMARD):
         pairs = tl.reshape(values, (ROWS, COLUMNS >> (level + 1), 2, 1 << level))
         a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -47,10 +47,10 @@ def hadamard_tile(values, HADAMARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def computed_once(values, HADAMARD: tl.constexpr):
-    """The same fp32 values (ROWS, COLUMNS), after a Hadamard transform as maxima of one element each, by their bits.
+    """Return the same fp32 values (ROWS, COLUMNS); after a Hadamard transform as maxima of one element, by their bits.
 
-    Triton 3.6 computes what stands before anew for each layout that is wanted after it, and runs out of registers, but
-    not what stands before a maximum. Triton 3.9, and kernels that hold whole rows, do better without.
+    Triton 3.6 computes the operations before a value anew for each layout that is wanted after it, and runs out of
+    registers, but not those before a maximum. Triton 3.9, and kernels that hold whole rows, do better without.
     """
     if TRITON_3_6 and HADAMARD:
         bits = values.to(tl.int32, bitcast=True)
@@ -60,19 +60,19 @@ def computed_once(values, HADAMARD: tl.constexpr):
 
 @triton.jit
 def row_step(amax, LARGEST: tl.constexpr):
-    """Scale of int8 and fp8 from the bits of amax: amax / LARGEST, NaN for infinity and NaN."""
+    """Return the scale of int8 and fp8 from the bits of amax: amax / LARGEST, NaN for infinity and NaN."""
     return nan_unless_finite(amax, amax_scale(amax, LARGEST))
 
 
 @triton.jit
 def row_global(amax, FOUR_OVER_SIX: tl.constexpr):
-    """nvfp4's global scale from the bits of amax: the largest block gets scale 448, or 256 · 4 / 6 or 256."""
+    """Return nvfp4's global scale from the bits of amax: the largest block gets scale 448, or 256 · 4 / 6 or 256."""
     return amax_scale(amax, 6.0 * (256.0 if FOUR_OVER_SIX else 448.0))
 
 
 @triton.jit
 def quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores RNE(v / step) for fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; step (ROWS,)."""
+    """Store RNE(v / step) for fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; step (ROWS,)."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     code = encode(tl.div_rn(values, step[:, None]), ELEMENT)
@@ -96,7 +96,7 @@ def quantize_blocks_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Stores codes and block scales of fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; g (ROWS,) nvfp4's.
+    """Store codes and block scales of fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; g (ROWS,) nvfp4's.
 
     Values beyond K must be zeros. SWIZZLED: also zeros for the scales that pad rows to 128 and groups to 4, if the
     tiles and `rows` cover them.
@@ -135,13 +135,13 @@ def quantize_blocks_tile(
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| in fp32, as int32: in the order of |x|, with NaN above infinity."""
+    """Return the bits of |x| in fp32, as int32: in the order of |x|, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def amax_scale(amax, LARGEST: tl.constexpr):
-    """amax / LARGEST from amax's bits; 1 for zeros, at least 2^-126, NaN stays NaN."""
+    """Return amax / LARGEST from amax's bits; 1 for zeros, at least 2^-126, NaN stays NaN."""
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)
     scale = tl.where(scale < 2.0**-126, 2.0**-126, scale)
     return tl.where(amax == 0, 1.0, scale)
@@ -154,7 +154,7 @@ def nan_unless_finite(amax, scale):
 
 @triton.jit
 def nvfp4_scale(amax, g, LARGEST: tl.constexpr):
-    """E4M3 bytes (int32) of amax / LARGEST / g, between 2^-9 and 448; 1 for zeros."""
+    """Return the E4M3 bytes (int32) of amax / LARGEST / g, between 2^-9 and 448; 1 for zeros."""
     scale = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), g)
     scale = tl.where(scale < 2.0**-9, 2.0**-9, scale)  # encode stops at 448
     scale = tl.where(amax == 0, 1.0, scale)
@@ -163,28 +163,28 @@ def nvfp4_scale(amax, g, LARGEST: tl.constexpr):
 
 @triton.jit
 def four_over_six(blocks, amax, g, six, scaled, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Scale bytes and v / step of each block under the scale that takes its amax to 6 or, if less squared error, to 4.
+    """Return scale bytes and v / step of each block, with its amax at 6 or, if the squared error is less, at 4.
 
-    six: bytes of the first, under which blocks are `scaled`. Errors are in units of its step; a tie goes to it.
+    six: bytes of the first scale, under which blocks are `scaled`. Errors are in units of its step; a tie goes to it.
     """
     four = nvfp4_scale(amax, g[:, None], 4.0)
     wide = tl.div_rn(blocks, (decode_e4m3(four) * g[:, None])[:, :, None])
     ratio = tl.div_rn(decode_e4m3(four), decode_e4m3(six))
     least = rounding_error(tl.abs(scaled), 1.0, ROWS, COLUMNS, GROUP)
-    taken = rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) < least
-    return tl.where(taken, four, six), tl.where(taken[:, :, None], wide, scaled)
+    use_four = rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) < least
+    return tl.where(use_four, four, six), tl.where(use_four[:, :, None], wide, scaled)
 
 
 @triton.jit
 def ceil_scale(amax):
-    """E8M0 bytes (int32) of the smallest power of two 2^e with amax <= 448 · 2^e; 448 is 1.75 · 2^8."""
+    """Return the E8M0 bytes (int32) of the smallest power of two 2^e with amax <= 448 · 2^e; 448 is 1.75 · 2^8."""
     byte = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
     return e8m0_byte(amax, byte)
 
 
 @triton.jit
 def least_squares_scale(blocks, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """E8M0 bytes (int32) of the power of two, of OCP's floor and its neighbours, with the least squared error.
+    """Return the E8M0 bytes (int32) of OCP's floor or a neighbour, the power of two with the least squared error.
 
     Errors are summed in units of the first candidate; ties go to it, then to the larger neighbour.
     """
@@ -202,13 +202,13 @@ def least_squares_scale(blocks, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 @triton.jit
 def squared_error(units, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Sum over each group of (RNE(u / STEP) · STEP - u)^2 for E2M1 codes (ROWS, COLUMNS / GROUP); STEP is 2^e."""
+    """Sum over each group (RNE(u / STEP) · STEP - u)^2 for E2M1 codes (ROWS, COLUMNS / GROUP); STEP is 2^e."""
     return rounding_error(tl.abs(units) * (1.0 / STEP), STEP, ROWS, COLUMNS, GROUP)
 
 
 @triton.jit
 def rounding_error(magnitude, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Sum over each group of ((RNE(m) - m) · unit)^2 for E2M1 codes (ROWS, COLUMNS / GROUP).
+    """Sum over each group ((RNE(m) - m) · unit)^2 for E2M1 codes (ROWS, COLUMNS / GROUP).
 
     Summed pair by pair, in the reference's order on every chip: in another, candidates that nearly tie could change
     places.
@@ -223,7 +223,7 @@ def rounding_error(magnitude, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, G
 
 @triton.jit
 def e8m0_byte(amax, byte):
-    """A block's exponent as it is stored: 1 to 254, 127 for zeros, 255 (NaN) for infinity and NaN."""
+    """Return a block's exponent as it is stored: 1 to 254, 127 for zeros, 255 (NaN) for infinity and NaN."""
     byte = tl.minimum(tl.maximum(byte, 1), 254)
     byte = tl.where(amax == 0, 127, byte)
     return tl.where(amax >= 0x7F800000, 255, byte)
@@ -231,13 +231,13 @@ def e8m0_byte(amax, byte):
 
 @triton.jit
 def power_of_two(byte):
-    """2^(byte - 127) for bytes 1 to 254 (int32)."""
+    """Return 2^(byte - 127) for bytes 1 to 254 (int32)."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode(v, ELEMENT: tl.constexpr):
-    """fp32 to unpacked codes (int32): nearest, ties to even, saturating. NaN is 0x7F in e4m3, 0 elsewhere."""
+    """Encode fp32 to unpacked codes (int32): nearest, ties to even, saturating. NaN is 0x7F in e4m3, 0 elsewhere."""
     if ELEMENT == "int8":
         clamped = tl.where(v > 127.0, 127.0, tl.where(v < -127.0, -127.0, v))
         code = (clamped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 · 2^23: the sum's last bit is 1
@@ -256,7 +256,7 @@ def encode(v, ELEMENT: tl.constexpr):
 
 @triton.jit
 def round_magnitude(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """a >= 0 (fp32) to the nearest value of a float with MANTISSA bits, ties to even, at most LARGEST.
+    """Round a >= 0 (fp32) to the nearest value of a float with MANTISSA bits, ties to even, at most LARGEST.
 
     Adding 2^(e + 23 - MANTISSA) to a number with exponent e rounds it in the last place of its mantissa, and numbers
     below the smallest normal one, 2^(1 - BIAS), round as that one does.

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from fluxq.base.console import logger
-from fluxq.kernels.accepted import PROVEN, Row, accepted_files, minor
+from fluxq.kernels.accepted import PROVEN, CompiledCell, accepted_files, minor
 from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.op import Op
@@ -35,7 +35,11 @@ from fluxq.recipes.formats import FORMATS, Scheme
 
 @dataclass(frozen=True)
 class Offer:
-    """Offer of a kernel for a format on a chip. how: as in Op, None where it is not offered; reason: why not."""
+    """Offer of a kernel for a format on a chip.
+
+    how: that of its Op, None where the kernel is not offered.
+    reason: of a kernel that is not offered.
+    """
 
     how: str | None
     reason: str = ""
@@ -43,10 +47,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """Implementation of a Linear. implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
+    """Implementation of a Linear.
 
-    activations: the format that x is rounded to first, None for none. reason: why this, and not what stands before it.
-    fallback: the scheme's own arithmetic is not to be had on this chip.
+    implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
+    activations: the format that x is rounded to first, None for none.
+    reason: of this choice, and against those before it.
+    fallback: whether the chip lacks the scheme's own arithmetic.
     """
 
     implementation: str
@@ -57,7 +63,7 @@ class Choice:
 
 @functools.cache
 def offer(op: str, format: str, chip: str) -> Offer:
-    """Return the offer of an op's kernel on a chip, by the accepted rows of this Triton version."""
+    """Return the offer of an op's kernel on a chip, by the compiled cells of this Triton version."""
     row = OPS[op]
     if format in FORMATS and format not in KERNEL_FORMATS:
         return Offer(None, f"no kernel was written for {format}")
@@ -65,20 +71,20 @@ def offer(op: str, format: str, chip: str) -> Offer:
         return Offer(None, f"{op} has no {format}")
     if chip not in CHIPS:
         return Offer(None, f"never compiled for {chip}")
-    rows = _rows(compiled_with()).get((row.file, format, chip), ())
+    rows = _cells(compiled_with()).get((row.file, format, chip), ())
     if not rows:
         return Offer(None, row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}")
-    bad = next((found for found in rows if not found.ok), None)
+    bad = next((cell for cell in rows if not cell.ok), None)
     return Offer(row.how) if bad is None else Offer(None, bad.reason or "it did not compile")
 
 
 def require(op: str, format: str, chip: str) -> None:
     """Raise ValueError unless a chip is offered an op's kernel for a format."""
-    found = offer(op, format, chip)
-    if not found.how:
+    offered = offer(op, format, chip)
+    if not offered.how:
         raise ValueError(
-            f"{op}: no kernel for {format} on {chip} ({found.reason}); encode the operands anew with fluxq.prepare, or "
-            "compute with their dequantized form"
+            f"{op}: no kernel for {format} on {chip} ({offered.reason}); encode the operands anew with fluxq.prepare, "
+            "or compute with their dequantized form"
         )
 
 
@@ -96,36 +102,36 @@ def choose(
         why_not = _why_not(candidate, scheme, chip, m, n, k, dtype)
         choice = candidate[0]
         if not why_not and (not offered or choice.activations == offered[0].activations):
-            offered.append(choice)  # what comes later with other activations is another arithmetic
+            offered.append(choice)  # a later candidate with other activations has another arithmetic
         elif not offered:
             refused.append(f"not {choice.implementation}: {why_not}")
     if not offered:
-        return Choice(TORCH, _own(scheme), "; ".join(refused), fallback=True)
+        return Choice(TORCH, _activation_name(scheme), "; ".join(refused), fallback=True)
     best = _fastest(offered, scheme, chip, m, n, k)
-    is_fallback = best.activations != _own(scheme)
+    is_fallback = best.activations != _activation_name(scheme)
     return replace(best, reason="; ".join([best.reason, *refused]), fallback=is_fallback)
 
 
-def _own(scheme: Scheme) -> str | None:
+def _activation_name(scheme: Scheme) -> str | None:
     return scheme.activations.name if scheme.activations else None
 
 
 def _candidates(scheme: Scheme, row_scale: bool) -> list[tuple[Choice, Op, str]]:
-    """(choice, op and format that have to be offered for it) in the order of preference; launch.py computes them."""
-    weights, activations = scheme.weights.name, _own(scheme)
-    found = []
+    """Return (choice, op and format that must be offered for it), the preferred one first; launch.py computes them."""
+    weights, activations = scheme.weights.name, _activation_name(scheme)
+    candidates = []
     if weights == activations == "fp8":
         choice = Choice(SCALED_MM, "fp8", "the library's product with a scale per row")
-        found.append((choice, OPS["quantize_activation"], "fp8"))
+        candidates.append((choice, OPS["quantize_activation"], "fp8"))
     if product := product_of(weights, activations, row_scale):
         native = f"{weights} matrix units"
         decoded = f"4-bit weights become {activations} in the kernel"
-        found.append((Choice(product[0].name, activations, decoded if row_scale else native), *product))
+        candidates.append((Choice(product[0].name, activations, decoded if row_scale else native), *product))
     if weights == activations == "int8":
         choice = Choice(INT_MM, "int8", "the library's exact integer product")
-        found.append((choice, OPS["quantize_activation"], "int8"))
+        candidates.append((choice, OPS["quantize_activation"], "int8"))
     last = Choice(WEIGHT_ONLY_MATMUL.name, None, "weights are decoded in the kernel, activations keep 16 bit")
-    return [*found, (last, WEIGHT_ONLY_MATMUL, weights)]
+    return [*candidates, (last, WEIGHT_ONLY_MATMUL, weights)]
 
 
 def _why_not(
@@ -153,8 +159,8 @@ def _why_not(
 
 
 def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int, k: int) -> Choice:
-    """The first, unless another was measured to be faster on this chip at the nearest shape."""
-    name = f"{scheme.weights.name}-{_own(scheme) or '16bit'}"
+    """Return the first candidate, unless another was measured to be faster on this chip at the nearest shape."""
+    name = f"{scheme.weights.name}-{_activation_name(scheme) or '16bit'}"
     rows = [row for row in _measured() if row["chip"] == chip and row["scheme"] == name]
     if not rows:
         return candidates[0]
@@ -171,7 +177,7 @@ def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int
 
 @functools.cache
 def compiled_with() -> str:
-    """The Triton version whose accepted rows count here: this one's, or the newest that there are rows of."""
+    """Return the Triton version whose compiled cells count: this one, or the newest that has some."""
     here = minor(triton.__version__)
     if here in PROVEN:
         return here
@@ -181,13 +187,13 @@ def compiled_with() -> str:
 
 
 @functools.cache
-def _rows(version: str) -> dict[tuple[str, str, str], tuple[Row, ...]]:
-    """Accepted rows by kernel file, format and chip; a row's format may go on, as in "nvfp4 swizzled"."""
-    found: dict[tuple[str, str, str], tuple[Row, ...]] = {}
-    for file, row in accepted_files(version):
-        place = file, row.format.split()[0], row.target
-        found[place] = (*found.get(place, ()), row)
-    return found
+def _cells(version: str) -> dict[tuple[str, str, str], tuple[CompiledCell, ...]]:
+    """Return the compiled cells by kernel file, format and chip; a cell's format may go on, as in "nvfp4 swizzled"."""
+    cells: dict[tuple[str, str, str], tuple[CompiledCell, ...]] = {}
+    for file, cell in accepted_files(version):
+        key = file, cell.format.split()[0], cell.target
+        cells[key] = (*cells.get(key, ()), cell)
+    return cells
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def encode(x: Tensor, element: Element, *, used_up: bool = False) -> Tensor:
 
 
 def round_to(v: Tensor, element: Element) -> Tensor:
-    """The fp32 value of the nearest code: `decode(encode(v))`, without the codes; NaN stays NaN."""
+    """Return the fp32 value of the nearest code, `decode(encode(v))` without the codes; NaN stays NaN."""
     check_known(element)
     if element.is_integer:
         low = -element.max if element.low is None else element.low
@@ -65,7 +65,7 @@ def round_to(v: Tensor, element: Element) -> Tensor:
 
 
 def decoded_codes(x: Tensor, element: Element) -> Tensor:
-    """`decode(encode(x))`, without the codes of an element that torch has no cast to: NaN stays NaN there.
+    """Return `decode(encode(x))`, without the codes of an element that torch has no cast to: NaN stays NaN there.
 
     x is used up.
     """
@@ -75,7 +75,7 @@ def decoded_codes(x: Tensor, element: Element) -> Tensor:
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """Unpacked codes to the fp32 values they stand for."""
+    """Decode unpacked codes to the fp32 values they stand for."""
     check_known(element)
     if element.is_integer:
         return codes.float()
@@ -98,9 +98,9 @@ def check_known(element: Element) -> None:
 
 
 def decode_stored(stored: Tensor, element: Element, pairs: Tensor | None = None) -> Tensor:
-    """(rows, K) codes as stored to fp32 values: `decode(unpack(stored))`, several times as fast for 4 bits.
+    """Decode codes (rows, K) as stored to fp32 values: `decode(unpack(stored))`, several times as fast for 4 bits.
 
-    pairs: what `stored_pairs` gives, where more than one part of a matrix is decoded.
+    pairs: from `stored_pairs`, where more than one part of a matrix is decoded.
     """
     if element.bits != 4:
         return decode(stored, element)
@@ -110,7 +110,7 @@ def decode_stored(stored: Tensor, element: Element, pairs: Tensor | None = None)
 
 
 def stored_pairs(element: Element, device: torch.device) -> Tensor | None:
-    """Of each byte the two fp32 values of its 4-bit codes, as one int64 (256,); None for other elements."""
+    """Return the two fp32 values of each byte's 4-bit codes, as int64 (256,); None for other elements."""
     if element.bits != 4:
         return None
     return torch.frombuffer(bytearray(_pairs(element)), dtype=torch.int64).to(device)
@@ -123,16 +123,16 @@ def _pairs(element: Element) -> bytes:
 
 
 def pack(codes: Tensor, element: Element) -> Tensor:
-    """(rows, K) codes as stored: 4-bit codes two to a byte (rows, K/2), even element in the low nibble."""
+    """Pack codes (rows, K) as stored: 4-bit codes two to a byte (rows, K/2), even element in the low nibble."""
     if element.bits != 4:
         return codes
     pairs = codes.contiguous().view(torch.int16) & 0x0F0F  # of neighbours, the even one in the low byte
     pairs |= pairs >> 4
-    return pairs.to(torch.uint8)  # which is all that is kept
+    return pairs.to(torch.uint8)  # keeps the low byte alone
 
 
 def unpack(stored: Tensor, element: Element) -> Tensor:
-    """Inverse of `pack`; integers are two's complement and come back as int8."""
+    """Invert `pack`; integers are two's complement and come back as int8."""
     if element.bits != 4:
         return stored
     nibbles = torch.stack([stored & 0xF, stored >> 4], dim=-1).flatten(-2)
@@ -142,7 +142,7 @@ def unpack(stored: Tensor, element: Element) -> Tensor:
 
 
 def block_scale(blocks: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
-    """Scales of fp32 blocks (rows, G, k), as stored, shape (rows, G).
+    """Return the scales of fp32 blocks (rows, G, k), as stored, shape (rows, G).
 
     global_scale: fp32, scalar or (rows, 1); only for two-level formats.
     """
@@ -155,9 +155,9 @@ def block_scale(blocks: Tensor, format: Format, global_scale: Tensor | None) -> 
 
 
 def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: Tensor) -> Tensor:
-    """For each nvfp4 block the scale that takes its amax to 4, where E2M1's steps are finer, if it has less error.
+    """Return for each nvfp4 block the scale that takes its amax to 4, if that has less error: E2M1 is finer there.
 
-    scale: what `block_scale` gave, which takes amax to 6; it stays in a tie. Squared errors are in units of its step:
+    scale: from `block_scale`, which takes amax to 6; it stays in a tie. Squared errors are in units of its step:
     as they are, they would overflow or vanish in fp32.
     """
     wide = _amax_scale(_amax(blocks), 4.0, format, global_scale)
@@ -170,7 +170,7 @@ def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: T
 
 
 def all_finite(scale: Tensor, format: Format) -> bool:
-    """Tell whether stored scales say that all values behind them were finite, neither NaN nor infinity."""
+    """Tell whether stored scales come from finite values alone, neither NaN nor infinity."""
     if format.scale == "e8m0":
         return not bool((scale == _E8M0_NAN).any())
     if format.scale == "e4m3":
@@ -179,7 +179,7 @@ def all_finite(scale: Tensor, format: Format) -> bool:
 
 
 def decode_scale(scale: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
-    """Stored scales to fp32 multipliers, the global scale included."""
+    """Decode stored scales to fp32 multipliers, the global scale included."""
     if format.scale == "e8m0":
         value = torch.exp2(scale.float() - _E8M0_BIAS)
         return torch.where(scale == _E8M0_NAN, torch.nan, value)
@@ -188,7 +188,7 @@ def decode_scale(scale: Tensor, format: Format, global_scale: Tensor | None) -> 
 
 
 def global_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -> Tensor:
-    """NVFP4's fp32 global scale amax / (6 · 448): the largest block then gets the largest E4M3 scale.
+    """Return nvfp4's fp32 global scale, amax / (6 · 448): the largest block then gets the largest E4M3 scale.
 
     four_over_six: amax / (6 · 256), which leaves room for that block's larger scale, 256 · 6 / 4.
     """
@@ -198,7 +198,7 @@ def global_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) 
 
 
 def input_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -> Tensor:
-    """The calibrated scale (fp32, ()) of all tokens of an input whose largest magnitude was `amax`.
+    """Return the calibrated scale (fp32, ()) of all tokens of an input whose largest magnitude was `amax`.
 
     nvfp4: its global scale. fp8_tensor: the smallest power of two under which 1.5 · amax is not clipped. E4M3 rounds
     alike in 15 powers of two, so that this costs nothing; and programs that multiply x by 1 / scale in 16 bit, as
@@ -211,14 +211,14 @@ def input_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -
 
 
 def ceil_exponent(amax: Tensor, element_max: float) -> Tensor:
-    """Smallest integer e with amax <= element_max · 2^e, exactly: mantissas are compared, not logarithms."""
+    """Return the smallest integer e with amax <= element_max · 2^e, exactly: mantissas are compared, not logarithms."""
     mantissa, exponent = torch.frexp(amax)
     limit, limit_exponent = torch.frexp(torch.tensor(element_max, dtype=torch.float32))
     return exponent - int(limit_exponent) + (mantissa > float(limit)).to(torch.int32)
 
 
 def _amax(blocks: Tensor) -> Tensor:
-    """max |x| of fp32 blocks; NaN where there is one."""
+    """Return max |x| of fp32 blocks; NaN where there is one."""
     if blocks.shape[-1] > _SHORT:
         return torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # without a copy of them
     # The bits of |x| are in the order of |x|, NaN last; of short rows torch finds the largest integer much faster.
@@ -226,7 +226,7 @@ def _amax(blocks: Tensor) -> Tensor:
 
 
 def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tensor | None) -> Tensor:
-    """The scale, as stored, that takes amax to the code value `largest`."""
+    """Return the scale, as stored, that takes amax to the code value `largest`."""
     scale = amax / largest
     if global_scale is not None:
         scale = (scale / global_scale).clamp(_E4M3_SMALLEST, 448.0)
@@ -236,7 +236,7 @@ def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tens
 
 
 def float_codes(x: Tensor, element: Element) -> Tensor:
-    """Codes (uint8) of x within ±max for any float element; x is used up and NaN is 0."""
+    """Return the codes (uint8) of x within ±max for any float element; x is used up and NaN is 0."""
     x = x.nan_to_num_(nan=0.0)
     codes = (x.view(torch.int32) >> (32 - element.bits)).bitwise_and_(1 << (element.bits - 1))  # the sign
     magnitude = x.abs_()
@@ -251,19 +251,19 @@ def float_codes(x: Tensor, element: Element) -> Tensor:
 
 
 def nearest_float(v: Tensor, element: Element) -> Tensor:
-    """The nearest number of any float element, with v's sign; NaN stays NaN."""
+    """Return the nearest number of any float element, with v's sign; NaN stays NaN."""
     sign = v.view(torch.int32) & ~_FP32_MAGNITUDE
     return _nearest_magnitude(v.abs(), element).view(torch.int32).bitwise_or_(sign).view(torch.float32)
 
 
 def _nearest_magnitude(magnitude: Tensor, element: Element, unit: float = 1.0) -> Tensor:
-    """The nearest of a float element's magnitudes times `unit`, a power of two; NaN stays NaN."""
+    """Return the nearest of a float element's magnitudes times `unit`, a power of two; NaN stays NaN."""
     many = _many_steps(magnitude, element, unit)
     return magnitude.clamp(max=element.max * unit).add_(many).sub_(many)
 
 
 def _many_steps(magnitude: Tensor, element: Element, unit: float = 1.0) -> Tensor:
-    """3 · 2^22 times the distance of the element's neighbours there: a sum with it is whole steps, ties to even.
+    """Return 3 · 2^22 times the distance of the element's neighbours there: a sum with it is whole steps.
 
     That distance is the magnitude's power of two times 2^-mantissa, and stays the same below the smallest normal number
     and above the largest power of two.
@@ -309,7 +309,7 @@ def _encode_e8m0(exponent: Tensor, amax: Tensor) -> Tensor:
 
 
 def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> Tensor:
-    """Of OCP's floor(log2 amax) - floor(log2 max) and its neighbours, the exponent of least squared error.
+    """Return the exponent of least squared error: OCP's floor(log2 amax) - floor(log2 max), or a neighbour.
 
     Errors are summed in units of the first candidate: as they are, they would overflow or vanish in fp32.
     """
@@ -326,7 +326,7 @@ def _least_squares_exponent(blocks: Tensor, amax: Tensor, element: Element) -> T
 
 
 def _nearest(magnitude: Tensor, unit: float, element: Element) -> Tensor:
-    """The nearest magnitude of a code times `unit`, a power of two."""
+    """Return the nearest magnitude of a code times `unit`, a power of two."""
     if not element.is_integer:
         return _nearest_magnitude(magnitude, element, unit)
     return round_to(magnitude / unit, element).mul_(unit)
@@ -339,7 +339,7 @@ def _rounding_error(blocks: Tensor, step: Tensor, element: Element) -> Tensor:
 
 
 def _sum_of_squares(error: Tensor) -> Tensor:
-    """Over each block (rows, G, k), pair by pair: every device then adds up in the same order. error is used up."""
+    """Sum error's squares over each block (rows, G, k) pair by pair, an order for all devices. error is used up."""
     error.square_()
     while error.shape[-1] > 1:
         error = error[..., 0::2] + error[..., 1::2]

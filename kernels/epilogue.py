@@ -38,8 +38,10 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class Epilogue:
     """Steps that follow a product (M, N), and the dtype of the result; all tensors contiguous.
 
-    bias (N,). low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 64. gate (B, N): a row for
-    each of B images whose M / B tokens follow one another. residual (M, N).
+    bias: (N,).
+    low_rank: h (M, R) and up (N, R), both bfloat16 or both float16, R at most 64.
+    gate: (B, N), a row for each of B images whose M / B tokens follow one another.
+    residual: (M, N).
     """
 
     bias: Tensor | None = None
@@ -50,7 +52,7 @@ class Epilogue:
     dtype: torch.dtype = torch.bfloat16
 
     def arguments(self, name: str, m: int, n: int, device: torch.device) -> dict[str, Any]:
-        """The arguments of a kernel that `finish` takes, by name; "y" is a new tensor (M, N).
+        """Return the kernel arguments that `finish` takes, by name; "y" is a new tensor (M, N).
 
         name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
         """
@@ -94,17 +96,17 @@ def launch_product(
     chip: str,
     plain: bool = False,
 ) -> Tensor:
-    """The launch of an op of products.py, by the `multiply` of its kernel's file. plain: x is no codes."""
-    given, names = unpack(ProductTensors, tensors, formats)
+    """Launch an op of products.py by the `multiply` of its kernel's file. plain: whether x is no codes."""
+    operands, names = unpack(ProductTensors, tensors, formats)
     require(op.name, names, chip)
     weights, _, activations = names.partition("-")
-    w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights))
+    w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, find_format(weights))
     left: Tensor | QuantizedTensor = x
     if not plain:
-        left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
-    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
-    epilogue = Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
-    return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
+        left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
+    low_rank = None if operands.h is None or operands.up is None else (operands.h, operands.up)
+    epilogue = Epilogue(operands.bias, low_rank, gelu, operands.gate, operands.residual, dtype)
+    return op.kernel.multiply(left, w, operands.row_scale, epilogue, chip)
 
 
 @triton.jit

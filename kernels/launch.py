@@ -1,7 +1,7 @@
-"""Ops of fluxq on a GPU, in the place of their torch references (op.py sees to that).
+"""Launches of fluxq's ops on a GPU, in place of their torch references; op.py registers them.
 
-`quantized_linear` asks dispatch.py, which always finds a way. The other ops are one kernel each, and ValueError names
-the chip that it is not for. Called with a chip, all of them also run on an interpreter.
+`quantized_linear` takes the choice of dispatch.py, which always has one. The other ops are one kernel each, and raise
+ValueError on a chip that it is not for. Called with a chip, all of them also run on an interpreter.
 """
 
 from __future__ import annotations
@@ -42,65 +42,65 @@ def run(name: str, *arguments: Any) -> Any:
 
 
 def launcher(name: str) -> Callable[..., Any]:
-    """The function that launches an op's kernel, of the op's arguments and `chip`."""
+    """Return the function that launches an op's kernel; it takes the op's arguments and `chip`."""
     return quantized_linear if name == "quantized_linear" else OPS[name].kernel.launch
 
 
 def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip: str) -> Tensor:
-    """As `ops.quantized_linear`, computed as on this chip.
+    """Compute `ops.quantized_linear` as on this chip.
 
     Kernels read the codes: `decoded` is for the torch reference alone.
 
     The quantizer does in fp32 what the scheme does to x, but for deflation, which library products compute: then z is
-    rounded to x's dtype before them and after them. So it is for weights that are decoded, whose kernel takes 16 bit.
+    rounded to x's dtype before them and after them. The same holds for decoded weights, whose kernel takes 16 bit.
     Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
     """
-    given, parsed = unpack(ops.LinearTensors, tensors, scheme, Scheme.parse)
-    w = QuantizedTensor.stored(*given[:3], parsed.weights)
+    operands, parsed = unpack(ops.LinearTensors, tensors, scheme, Scheme.parse)
+    w = QuantizedTensor.stored(*operands[:3], parsed.weights)
     n, k = w.shape
     if not x.is_floating_point() or x.element_size() < 2 or x.shape[-1] != k:
         raise ValueError(f"input is {x.dtype} {(*x.shape,)}, expected 16 or 32 bit and K = {k} as the last axis")
     m = x.numel() // k
     if m == 0:
         return x.new_empty(*x.shape[:-1], n)
-    choice = choose(parsed, chip, m, n, k, x.dtype, given.row_scale is not None)
+    choice = choose(parsed, chip, m, n, k, x.dtype, operands.row_scale is not None)
     announce(read(scheme)[0], chip, choice)
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
         if choice.implementation == TORCH:
             y = ops.quantized_linear_reference(rows, tensors, scheme)
         else:
-            ops.check_steps_given(parsed, given)
-            z, t, steps = _steps_before(rows, parsed, choice.activations, given)
-            h = None if given.lora_a is None else F.linear(rows, given.lora_a.to(x.dtype))
-            low_rank = _joined((t, given.out), (h, given.lora_b))
-            y = computed(choice, z, w, given, low_rank, steps, chip)
+            ops.check_steps_given(parsed, operands)
+            z, t, steps = _steps_before(rows, parsed, choice.activations, operands)
+            h = None if operands.lora_a is None else F.linear(rows, operands.lora_a.to(x.dtype))
+            low_rank = _joined((t, operands.out), (h, operands.lora_b))
+            y = computed(choice, z, w, operands, low_rank, steps, chip)
     return y.reshape(*x.shape[:-1], n)
 
 
 def _steps_before(
-    x: Tensor, scheme: Scheme, activations: str | None, given: ops.LinearTensors
+    x: Tensor, scheme: Scheme, activations: str | None, operands: ops.LinearTensors
 ) -> tuple[Tensor, Tensor | None, tuple[RoundingTensors, Rounding]]:
-    """(what the quantizer takes, or the product itself where nothing is quantized; t; what the quantizer has to do)."""
-    mean, smooth = ops.fp32(given.mean), ops.fp32(given.smooth)
-    swizzled = activations is not None and bool(FORMATS[activations].group_size) and given.weight_scale.ndim == 1
+    """Return (input of the quantizer, or of the product where nothing is quantized; t; steps of the quantizer)."""
+    mean, smooth = ops.fp32(operands.mean), ops.fp32(operands.smooth)
+    swizzled = activations is not None and bool(FORMATS[activations].group_size) and operands.weight_scale.ndim == 1
     how = Rounding(activations or "", "", scheme.hadamard, scheme.four_over_six, swizzled)
-    basis, t = given.basis, None
+    basis, t = operands.basis, None
     if basis is not None:
         z, p = ops.transform(x, smooth, mean, 0).to(x.dtype), basis.to(x.dtype)
         t = F.linear(z, p)
         x, mean, smooth = torch.addmm(z, t, p, alpha=-1), None, None
     if activations is None and scheme.is_transformed:
         x = ops.transform(x, smooth, mean, scheme.hadamard).to(x.dtype)
-    return x, t, (RoundingTensors(given.input_scale, smooth, mean), how)
+    return x, t, (RoundingTensors(operands.input_scale, smooth, mean), how)
 
 
 def _joined(*branches: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    """Branches (h (M, R), up (N, R)) of a layer as one, of the sum of their ranks."""
-    there = [(h, up.to(h.dtype)) for h, up in branches if h is not None and up is not None]
-    if len(there) < 2:
-        return there[0] if there else None
-    hs, ups = zip(*there, strict=True)
+    """Join branches (h (M, R), up (N, R)) of a layer to one, of the sum of their ranks."""
+    pairs = [(h, up.to(h.dtype)) for h, up in branches if h is not None and up is not None]
+    if len(pairs) < 2:
+        return pairs[0] if pairs else None
+    hs, ups = zip(*pairs, strict=True)
     return torch.cat(hs, 1), torch.cat(ups, 1)
 
 
@@ -108,26 +108,26 @@ def computed(
     choice: Choice,
     z: Tensor,
     w: QuantizedTensor,
-    given: ops.LinearTensors,
+    operands: ops.LinearTensors,
     low_rank: tuple[Tensor, Tensor] | None,
     steps: tuple[RoundingTensors, Rounding],
     chip: str,
 ) -> Tensor:
-    """z (M, K), after these steps, times w (N, K) by what was chosen; plus bias and low-rank branch (h, up)."""
+    """Return z (M, K), after these steps, times w (N, K) by the implementation; plus bias and branch (h, up)."""
     x: Any = z.contiguous()
     if choice.activations is not None:
         x, _ = quantize_tuned(z if z.stride(-1) == 1 else x, *steps, chip)
     added = None
     if choice.implementation == INT_MM:
-        y = ops.scaled_int8_product(x, w, given.bias).to(z.dtype)
+        y = ops.scaled_int8_product(x, w, operands.bias).to(z.dtype)
     elif choice.implementation == SCALED_MM:
-        y = _library_fp8(x, w, given.bias)
+        y = _library_fp8(x, w, operands.bias)
     else:
         # A kernel adds the branch itself where there are few ranks, in 16 bit.
         if low_rank is not None and low_rank[0].shape[1] <= LARGEST_RANK and z.dtype != torch.float32:
             added = low_rank
-        epilogue = Epilogue(bias=given.bias, low_rank=added, dtype=z.dtype)
-        y = OPS[choice.implementation].kernel.multiply(x, w, given.row_scale, epilogue, chip)
+        epilogue = Epilogue(bias=operands.bias, low_rank=added, dtype=z.dtype)
+        y = OPS[choice.implementation].kernel.multiply(x, w, operands.row_scale, epilogue, chip)
     return y if low_rank is None or added is not None else y + F.linear(*low_rank)
 
 
@@ -146,7 +146,7 @@ def _library_fp8(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) ->
 
 
 def announce(scheme: str, chip: str, choice: Choice) -> None:
-    """Say once what computes a scheme on a chip; raise if that is a fallback and fluxq is strict."""
+    """Log once the implementation of a scheme on a chip; raise if it is a fallback and fluxq is strict."""
     if choice.fallback and is_strict():
         raise ValueError(
             f"{scheme} on {chip}: {choice.implementation} ({choice.reason}). Strict mode takes only a kernel of the "

@@ -1,7 +1,7 @@
 """QuantLinear: an nn.Linear whose weight is stored in a number format.
 
-It is a subclass of nn.Linear because PEFT and diffusers look for that, and everything it holds is a
-Parameter, never a buffer: accelerate's disk offload leaves buffers behind on the meta device.
+It is a subclass of nn.Linear because PEFT and diffusers look for that, and all its tensors are Parameters, never
+buffers: accelerate's disk offload leaves buffers behind on the meta device.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from fluxq.recipes.formats import Scheme
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Source of a layer's stored tensors, to read them again. folder: of safetensors files; layer: its name in them."""
+class StoredLayer:
+    """Place of a layer's stored tensors, to read them again.
+
+    folder: with safetensors files.
+    layer: its name in them.
+    """
 
     folder: Path
     layer: str
 
     def read(self, name: str) -> Tensor:
-        """The tensor `layer.name`, as filed; ValueError naming what is not there."""
+        """Return the stored tensor `layer.name`; ValueError naming one that is missing."""
         for file in sorted(self.folder.glob("*.safetensors")):
             stored = TensorFile(file)
             if f"{self.layer}.{name}" in stored.keys():
@@ -46,21 +50,22 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Record of the change that runtime/layout.py made to a layer for one GPU, and of the layer's scheme as stored.
+class Layout:
+    """Change of a layer for one GPU by runtime/layout.py, and the layer's scheme as stored.
 
     kind: block scales were reordered ("swizzled"), scales per row or the decoded weight were added ("row scale",
-    "decoded"), or the weight is another one ("re-encoded"). how: the same in words. added_error: of the 8-bit weight,
-    relative to the stored one, ||w' - w|| / ||w||, both as z multiplies them. origin, digest: where the stored tensors
-    are and the SHA-256 of the codes, for a layer that no longer holds them. chip, prefer: what `fluxq.prepare` did it
-    for; without a GPU, chip is the type of device.
+        "decoded"), or the weight was replaced ("re-encoded").
+    how: the same in words.
+    added_error: of the 8-bit weight, relative to the stored one, ||w' - w|| / ||w||, both as z multiplies them.
+    origin, digest: place of the stored tensors and SHA-256 of the codes, for a re-encoded layer.
+    chip, prefer: arguments of `fluxq.prepare`; without a GPU, chip is the type of device.
     """
 
     scheme: Scheme
     kind: Literal["swizzled", "row scale", "decoded", "re-encoded"]
     how: str
     added_error: float = 0.0
-    origin: Origin | None = None
+    origin: StoredLayer | None = None
     digest: str = ""
     chip: str = ""
     prefer: str = ""
@@ -69,23 +74,28 @@ class Prepared:
 class QuantLinear(nn.Linear):
     """A Linear (K in, N out) under a Scheme; forward takes and returns 16-bit or fp32 activations.
 
-    Parameters, none of which needs a gradient: `weight` (codes), `weight_scale`, and as the scheme asks
-    `weight_scale_2` and `input_scale` (both fp32 scalars). In the compute dtype: `bias` (N,), which a layer that
-    centers always has; what the scheme does to x before it is rounded, `pre_quant_mean` and `pre_quant_scale` (K,),
-    `deflate_basis` (d, K) and `deflate_out` (N, d); and where it has a rank R the low-rank branch `svdquant_lora_a`
-    (R, K) and `svdquant_lora_b` (N, R), which adds B A to W. ops.py says what is computed from them.
-    `prepared` says what was changed for one GPU; `scheme` always says what the layer is now. `instead` computes for the
-    layer, of it and its input, in the steps that runtime/steps.py keeps in 16 bit.
+    Parameters, none of which needs a gradient:
+
+        weight, weight_scale                                codes, scales of the format
+        weight_scale_2, input_scale                         fp32 scalars, where the scheme has them
+        bias (N,)                                           always there in a layer that centers
+        pre_quant_mean, pre_quant_scale (K,)                of the steps before x is rounded
+        deflate_basis (d, K), deflate_out (N, d)            of deflation
+        svdquant_lora_a (R, K), svdquant_lora_b (N, R)      the low-rank branch, which adds B A to W
+
+    All from `bias` on are in the compute dtype; ops.py computes with them. `scheme` is the present one, `prepared` the
+    change for one GPU. `instead` computes for the layer, from it and its input, in the steps that runtime/steps.py
+    keeps in 16 bit.
     """
 
-    prepared: Prepared | None = None
+    prepared: Layout | None = None
     instead: Callable[[QuantLinear, Tensor], Tensor] | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: Scheme, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a full-size float weight
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype  # PEFT gives adapters this dtype, not that of the codes
-        self.weights = out_features * (in_features + bias)  # numbers that it stands for, whatever it holds
+        self.weights = out_features * (in_features + bias)  # of the plain Linear
         scheme.weights.check_shape(out_features, in_features, "QuantLinear")
         _check_transforms(scheme, in_features)
         stored = dict(stored_shapes(scheme.weights, out_features, in_features))
@@ -101,14 +111,14 @@ class QuantLinear(nn.Linear):
 
     @property
     def rounding_tensors(self) -> RoundingTensors:
-        """The scale and vectors that calibration found of its input, for these steps."""
+        """Calibrated scale and vectors of its input, for the steps of `rounding`."""
         input_scale = self.stored("input_scale") if self.scheme.static_input else None
         smooth, mean = self._parameters.get("pre_quant_scale"), self._parameters.get("pre_quant_mean")
         return RoundingTensors(input_scale, ops.fp32(smooth), ops.fp32(mean))
 
     @property
     def scheme(self) -> Scheme:
-        """The present scheme. What ops take of it is made once, when it is set."""
+        """The present scheme. Values that ops derive from it are computed once, when it is set."""
         return self._scheme
 
     @scheme.setter
@@ -124,44 +134,44 @@ class QuantLinear(nn.Linear):
         input_scale: Tensor | None = None,
         branches: Mapping[str, Tensor] | None = None,
     ) -> QuantLinear:
-        """A layer around a quantized weight, that computes in the dtype of its bias, or of `branches` without one.
+        """Make a layer around a quantized weight; it computes in the dtype of its bias, or of `branches` without one.
 
-        `input_scale` is needed exactly when the scheme is static. branches: by the name of the parameter, the tensors
-        beside the weight that a scheme with transforms or a rank has; they are cast to the dtype of the bias.
+        input_scale: needed exactly when the scheme is static.
+        branches: parameter name -> tensor, for the transforms and the rank of a scheme; cast to the dtype of the bias.
         """
         if weight.format != scheme.weights:
             raise ValueError(f"scheme {scheme} needs a weight in {scheme.weights.name}, got {weight.format.name}")
         n, k = weight.shape
-        held = {"bias": bias, "input_scale": input_scale, **(branches or {})}
-        given = {name: tensor for name, tensor in held.items() if tensor is not None}
-        dtype = next((t.dtype for name, t in given.items() if name != "input_scale"), torch.bfloat16)
+        extras = {"bias": bias, "input_scale": input_scale, **(branches or {})}
+        tensors = {name: tensor for name, tensor in extras.items() if tensor is not None}
+        dtype = next((t.dtype for name, t in tensors.items() if name != "input_scale"), torch.bfloat16)
         shapes = branch_shapes(scheme, n, k) | ({"input_scale": ()} if scheme.static_input else {})
         if bias is not None or scheme.center:
             shapes["bias"] = (n,)
-        wrong = sorted(shapes.keys() ^ given.keys())
+        wrong = sorted(shapes.keys() ^ tensors.keys())
         if wrong:
             raise ValueError(f"scheme {scheme} {'needs' if wrong[0] in shapes else 'takes no'} {wrong[0]}")
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"scheme {scheme}: {name} is {(*tensor.shape,)}, expected {shapes[name]}")
         with torch.device("meta"):
             layer = cls(k, n, bias is not None, scheme, dtype)
-        for name, tensor in (weight.tensors() | given).items():
+        for name, tensor in (weight.tensors() | tensors).items():
             layer.register_parameter(name, _frozen(tensor.to(dtype) if name in BRANCHES else tensor))
         return layer
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantLinear:
-        """A layer of the weight's shape (N, K) around tensors under the names that checkpoints use."""
+        """Make a layer of the weight's shape (N, K) around tensors under the names that checkpoints use."""
         rest = dict(tensors)
         weight, scale, global_scale = rest.pop("weight"), rest.pop("weight_scale"), rest.pop("weight_scale_2", None)
         q = QuantizedTensor(weight, scale, global_scale, shape, scheme.weights)
         return cls.from_quantized(q, rest.pop("bias", None), scheme, rest.pop("input_scale", None), rest)
 
     def stored(self, name: str) -> Tensor | None:
-        """A stored tensor in its own dtype, None if the scheme has none of that name.
+        """Return a stored tensor in its own dtype, None if the scheme has none of that name.
 
-        What a loader must not cast travels, and codes of text encoders stay, as integers of the same bits.
+        Tensors that a loader must not cast, and codes of text encoders, are kept as integers of the same bits.
         """
         tensor = self._parameters.get(name)  # a module's attributes take long to look up, and most are not there
         if tensor is None or name not in self.stored_names:
@@ -171,7 +181,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def stored_scheme(self) -> Scheme:
-        """The scheme under which a checkpoint stores this layer: what it is now, adapters fused into it included."""
+        """Scheme under which a checkpoint stores this layer, fused adapters included."""
         if self.prepared is None:
             return self.scheme
         merged = self.prepared.kind == "re-encoded"  # its low-rank branch went into the new codes
@@ -201,12 +211,12 @@ class QuantLinear(nn.Linear):
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of everything that a checkpoint stores for this weight, over the number of weights."""
+        """Stored bits of this weight in a checkpoint, over the number of weights."""
         bits = self.stored_scheme.stored_bits(self.out_features, self.in_features)
         return bits / (self.out_features * self.in_features)
 
     def append_low_rank(self, a: Tensor, b: Tensor) -> None:
-        """Add b a to what the layer computes, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
+        """Add b a to the layer's product, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
         self._require_present()
         r, k = a.shape
         if k != self.in_features or tuple(b.shape) != (self.out_features, r):
@@ -214,12 +224,12 @@ class QuantLinear(nn.Linear):
                 f"low-rank pair {(*a.shape,)}, {(*b.shape,)} does not fit a layer of {self.in_features} inputs and "
                 f"{self.out_features} outputs: expected (r, K) and (N, r)"
             )
-        held_a, held_b = self.low_rank or (a[:0], b[:, :0])
+        old_a, old_b = self.low_rank or (a[:0], b[:, :0])
         with torch.no_grad():
-            self._set_low_rank(torch.cat([held_a, a.to(held_a)]), torch.cat([held_b, b.to(held_b)], dim=1))
+            self._set_low_rank(torch.cat([old_a, a.to(old_a)]), torch.cat([old_b, b.to(old_b)], dim=1))
 
     def drop_low_rank(self, r: int) -> None:
-        """Take away the last r ranks of the branch; what was there before them keeps its bits."""
+        """Remove the last r ranks of the branch; the ranks before them keep their bits."""
         if not 0 <= r <= self.scheme.rank:
             raise ValueError(f"cannot drop {r} ranks: the low-rank branch has {self.scheme.rank}")
         self._require_present()
@@ -240,7 +250,7 @@ class QuantLinear(nn.Linear):
                 delattr(self, name)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear | nn.Conv2d:
-        """A plain Linear that computes the same without rounding x: transforms and low-rank branch are in its weight.
+        """Return a plain Linear that computes the same without rounding x; its weight has transforms and branch.
 
         Weight and bias are rounded to `dtype`.
         """
@@ -252,11 +262,11 @@ class QuantLinear(nn.Linear):
         return plain
 
     def plain(self, bias: bool, dtype: torch.dtype) -> nn.Linear | nn.Conv2d:
-        """A module of the kind that this layer stands for, on the meta device."""
+        """Return a module of the kind that this layer stands for, on the meta device."""
         return nn.Linear(self.in_features, self.out_features, bias, dtype=dtype, device="meta")
 
     def collapsed(self) -> tuple[Tensor, Tensor | None]:
-        """(W (N, K) in fp32, bias) of y = x W^T + b, what this layer computes but for the rounding of x.
+        """Return (W (N, K) in fp32, bias) of y = x W^T + b, the layer's function without the rounding of x.
 
         The bias is the layer's own, or where it centers x a new one in fp32.
         """
@@ -269,10 +279,10 @@ class QuantLinear(nn.Linear):
         return weight, bias
 
     def merged(self) -> tuple[Tensor, Tensor | None]:
-        """(V (N, K) in fp32, bias) of y = z V^T + b with z = (x - mean) · smooth, but for the rounding of z.
+        """Return (V (N, K) in fp32, bias) of y = z V^T + b with z = (x - mean) · smooth, without the rounding of z.
 
-        In V are rotation, deflated directions and low-rank branch. That branch reads x itself, z / smooth + mean: where
-        the layer centers too, the bias is a new one in fp32, otherwise its own.
+        V includes rotation, deflated directions and low-rank branch. That branch reads x itself, z / smooth + mean:
+        where the layer centers too, the bias is a new one in fp32, otherwise its own.
         """
         mean, smooth, basis, out = (getattr(self, name, None) for name in TRANSFORMS)
         weight = rotate(self.quantized_weight.dequantize(), self.scheme.hadamard)  # H is its own transpose
@@ -294,18 +304,18 @@ class QuantLinear(nn.Linear):
 
     @property
     def operands(self) -> tuple[list[Tensor], str]:
-        """The arguments of `fluxq::quantized_linear` beside x."""
+        """Arguments of `fluxq::quantized_linear` beside x."""
         return pack(self.tensors, self._scheme_text)
 
     @property
     def rounding(self) -> Rounding:
-        """The steps from its input to codes, as the ops that quantize take them."""
+        """Steps from its input to codes, as the ops that quantize take them."""
         scale = self._parameters["weight_scale"]
         return self._roundings[bool(self._scheme.weights.group_size) and scale is not None and scale.ndim == 1]
 
     @property
     def tensors(self) -> ops.LinearTensors:
-        """The tensors that the layer stores, as its op names them."""
+        """Stored tensors of the layer, under the names of its op."""
         weight: Any = self.stored("weight")
         scale: Any = self.stored("weight_scale")
         a, b = self.low_rank or (None, None)
@@ -327,7 +337,7 @@ class QuantLinear(nn.Linear):
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """x (…, K) -> (…, N), however `forward` takes its input."""
+        """Compute (…, N) of x (…, K), whatever input `forward` takes."""
         if self.instead is not None:
             return self.instead(self, x)
         return ops.quantized_linear(x, *self.operands)
@@ -340,22 +350,22 @@ class QuantLinear(nn.Linear):
         return super()._apply(lambda t: t.to(stored[id(t)]) if id(t) in stored else fn(t), recurse)
 
     def require_kept(self, fn: Callable[[Tensor], Tensor]) -> dict[int, torch.device]:
-        """ValueError for an `fn` of `_apply` that would turn codes and scales into other numbers.
+        """Raise ValueError for an `fn` of `_apply` that would turn codes and scales into other numbers.
 
-        Moves between devices pass. A cast to the dtype that the layer computes in is none: libraries ask for it along
-        with a move. Returns id of a tensor -> device, for what such a cast must only move.
+        Moves between devices pass, and so does a cast to the dtype that the layer computes in: libraries ask for it
+        along with a move. Returns id of a tensor -> device, for the tensors that such a cast must only move.
         """
-        # Codes and scales may all be integers, which casts pass over: what becomes of 16-bit numbers tells a cast.
+        # Codes and scales may all be integers, which casts pass over: 16-bit numbers, which change, tell a cast.
         targets = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float16, torch.bfloat16)}
         if len(targets) == 1 and self.compute_dtype not in targets:
             self._refuse_cast(targets.pop(), "weight")
-        stored: dict[int, torch.device] = {}  # id of what must only be moved -> where to
+        stored: dict[int, torch.device] = {}  # id of a tensor that must only be moved -> its device
         for name in self.stored_names:
-            held = getattr(self, name)
-            probe = fn(torch.empty(0, dtype=held.dtype, device=held.device))
-            if probe.dtype == self.compute_dtype != held.dtype:
-                stored[id(held)] = probe.device
-            elif probe.dtype != held.dtype:
+            tensor = getattr(self, name)
+            probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if probe.dtype == self.compute_dtype != tensor.dtype:
+                stored[id(tensor)] = probe.device
+            elif probe.dtype != tensor.dtype:
                 self._refuse_cast(probe.dtype, name)
         return stored
 
@@ -371,21 +381,21 @@ class QuantLinear(nn.Linear):
 
 @functools.lru_cache(1024)
 def _roundings(scheme: Scheme) -> tuple[Rounding, Rounding]:
-    """Steps to codes whose block scales are (M, G), and swizzled."""
+    """Return the steps to codes whose block scales are (M, G), and to those with swizzled scales."""
     name = scheme.activations.name if scheme.activations else ""
     plain = Rounding(name, "", scheme.hadamard, scheme.four_over_six)
     return plain, replace(plain, swizzled=True)
 
 
 def stored_dtype(scheme: Scheme, name: str) -> torch.dtype:
-    """The dtype in which the codes (`weight`) or the scale called `name` are stored."""
+    """Return the dtype in which the codes (`weight`) or the scale called `name` are stored."""
     if name == "weight":
         return getattr(torch, scheme.weights.element.storage)
     return SCALE_DTYPES[scheme.weights.scale] if name == "weight_scale" else torch.float32
 
 
 def branch_shapes(scheme: Scheme, n: int, k: int) -> dict[str, tuple[int, ...]]:
-    """Shape of what an (n, k) layer holds beside weight, scales and bias, by name; all of it in the compute dtype."""
+    """Return name -> shape of an (n, k) layer's tensors in the compute dtype, but for the bias."""
     shapes: dict[str, tuple[int, ...]] = {}
     if scheme.center:
         shapes["pre_quant_mean"] = (k,)
@@ -416,5 +426,5 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def quant_layers(model: nn.Module) -> list[tuple[str, QuantLinear]]:
-    """(name, layer) of every QuantLinear."""
+    """Return (name, layer) of every QuantLinear."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]

@@ -1,4 +1,4 @@
-"""Op: what is known of a torch.library op with a Triton kernel, and the way from one to the other.
+"""Op: a torch.library op with a Triton kernel, and the way from one to the other.
 
 An op's folder holds op.py, with its `OP`, its torch reference and its fake, and kernel.py, with the kernel and
 `launch`, which takes the arguments of the op and the chip. all_ops.py is the table of all of them.
@@ -18,10 +18,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Op:
-    """A torch.library op with a kernel. formats: what its tuned tiles are called by. folder: its name unless given.
+    """A torch.library op with a kernel.
 
+    formats: names of its tuned tiles.
     how: "native" multiplies codes on matrix units of their own kind, "decode" turns them into another type first,
-    "memory" moves data and multiplies little. elsewhere: why there are no tiles for some chips.
+        "memory" moves data and multiplies little.
+    elsewhere: reason why some chips have no tiles.
+    folder: its name unless given.
     """
 
     name: str

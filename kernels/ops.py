@@ -1,12 +1,11 @@
-"""The torch.library op that every quantized layer calls, with its torch reference; all_ops.py lists the
-others.
+"""The torch.library op that every quantized layer calls, with its torch reference; all_ops.py lists the others.
 
-A quantized Linear is y = x W^T + b with x (…, K) and W (N, K); z is x, or what steps of its scheme make:
+A quantized Linear is y = x W^T + b with x (…, K) and W (N, K); z is x after the steps of its scheme:
 
     int8 weights and activations   y = (float(zq · wq^T) · z_scale) · w_scale + b   exact integer product
     every other scheme             y = F.linear(dequantize(z), dequantize(W), b)    fp32
 
-then one cast to x's dtype. A scheme may ask for these steps, in fp32 where nothing else is said:
+then one cast to x's dtype. A scheme may have these steps, in fp32 where nothing else is said:
 
     center, smooth                 z = (x - mean) · smooth
     deflate                        t = z · basis^T, both rounded to x's dtype;  z = z - t · basis;  y += t · out^T
@@ -16,7 +15,7 @@ A low-rank branch (A, B) adds (x A^T) B^T. This and t · out^T are computed in x
 layer would be, so that fusing an adapter changes nothing.
 
 Activations are quantized per token row. `input_scale` () is the calibrated scale of all tokens: nvfp4's global one, or
-fp8_tensor's, which clips what is beyond it, infinity too. (M, 1) gives every token its own: nvfp4's global scale, or
+fp8_tensor's, which clips larger values, infinity too. (M, 1) gives every token its own: nvfp4's global scale, or
 that of fp8 and int8. Without one they follow from each token's amax, fp8_tensor's from that of all.
 """
 
@@ -44,11 +43,13 @@ from fluxq.recipes.formats import FORMATS, Format, Scheme
 class LinearTensors(NamedTuple):
     """The tensors of a quantized Linear (N, K), in the op's order; those that a layer lacks are None.
 
-    weight, weight_scale, weight_scale_2: as the scheme's format stores them. input_scale: as at the top of this file.
-    bias (N,). lora_a (R, K) and lora_b (N, R): the low-rank branch of a scheme that has one. row_scale (N,) fp32: the
-    4-bit weight is multiplied as the 8-bit codes that it has under this scale per row, which `reencode` gives. mean and
-    smooth (K,), basis (d, K) and out (N, d): of the steps at the top of this file, given where the scheme has them.
-    decoded (N, K) fp32: the values of the codes, where they are kept; then nothing decodes them.
+    weight, weight_scale, weight_scale_2: as the scheme's format stores them.
+    input_scale: as at the top of this file.
+    bias: (N,).
+    lora_a, lora_b: (R, K) and (N, R), the low-rank branch.
+    row_scale: (N,) fp32; the 4-bit weight is multiplied as its 8-bit codes under this scale, which `reencode` gives.
+    mean, smooth, basis, out: (K,), (K,), (d, K) and (N, d), of the steps at the top of this file.
+    decoded: (N, K) fp32, the values of the codes where they are kept; then nothing decodes them.
     """
 
     weight: Tensor
@@ -73,7 +74,7 @@ class LinearTensors(NamedTuple):
 
 @torch.library.custom_op("fluxq::quantized_linear", mutates_args=())
 def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
-    """x (…, K) of a float dtype times a quantized weight (N, K), stored as `scheme` says; returns (…, N).
+    """Multiply x (…, K) of a float dtype with a quantized weight (N, K), stored as `scheme`; returns (…, N).
 
     tensors, scheme: of `pack(LinearTensors(…), scheme)`.
     """
@@ -82,17 +83,17 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tenso
 
 
 def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
-    """The torch form of the op, for every device."""
-    given, parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
-    input_scale, row_scale, (mean, smooth, basis, out) = given.input_scale, given.row_scale, given.steps
+    """Compute the op with torch, on every device."""
+    operands, parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    input_scale, row_scale, (mean, smooth, basis, out) = operands.input_scale, operands.row_scale, operands.steps
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    w = QuantizedTensor.stored(*given[:3], parsed.weights).unswizzled()
+    w = QuantizedTensor.stored(*operands[:3], parsed.weights).unswizzled()
     if rows.shape[1] != w.shape[1]:
         raise ValueError(f"input {(*x.shape,)} does not fit the weight (N, K) = {w.shape}: last axis must be K")
-    check_steps_given(parsed, given)
-    check_decoded(given.decoded, w, row_scale)
+    check_steps_given(parsed, operands)
+    check_decoded(operands.decoded, w, row_scale)
     if row_scale is not None and parsed.activations is not None:
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
@@ -101,15 +102,15 @@ def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str
     else:
         z, t = transformed(rows, parsed, mean, smooth, basis)
     if multiplies_codes(w.format, parsed.activations):
-        y = _int8_linear(z, w, input_scale, given.bias, steps)
+        y = _int8_linear(z, w, input_scale, operands.bias, steps)
     else:
         z = _through(z, parsed, input_scale, steps)
-        y = F.linear(z, w.operand() if given.decoded is None else given.decoded, fp32(given.bias))
+        y = F.linear(z, w.operand() if operands.decoded is None else operands.decoded, fp32(operands.bias))
     y = y.to(x.dtype)
     if t is not None and out is not None:
         y += F.linear(t, out.to(x.dtype))
-    if given.lora_a is not None and given.lora_b is not None:
-        y += F.linear(F.linear(rows, given.lora_a.to(x.dtype)), given.lora_b.to(x.dtype))
+    if operands.lora_a is not None and operands.lora_b is not None:
+        y += F.linear(F.linear(rows, operands.lora_a.to(x.dtype)), operands.lora_b.to(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -124,15 +125,16 @@ launches_on_gpu("quantized_linear", quantized_linear)
 def _save_for_backward(ctx, inputs, output) -> None:
     _, tensors, scheme = inputs
     ctx.names = read(scheme)[1]
-    given, ctx.parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
-    ctx.save_for_backward(*given._replace(input_scale=None, bias=None, row_scale=None, mean=None))
+    operands, ctx.parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    ctx.save_for_backward(*operands._replace(input_scale=None, bias=None, row_scale=None, mean=None))
 
 
 def _backward(ctx, grad):
-    """dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z is taken as the identity."""
-    given, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
-    lora_a, lora_b, decoded, (_, smooth, basis, out) = given.lora_a, given.lora_b, given.decoded, given.steps
-    w = QuantizedTensor.stored(*given[:3], scheme.weights).unswizzled()
+    """Return dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z counts as the identity."""
+    operands, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
+    lora_a, lora_b, decoded = operands.lora_a, operands.lora_b, operands.decoded
+    _, smooth, basis, out = operands.steps
+    w = QuantizedTensor.stored(*operands[:3], scheme.weights).unswizzled()
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
@@ -152,16 +154,16 @@ def _backward(ctx, grad):
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def check_steps_given(scheme: Scheme, given: LinearTensors) -> None:
-    """Raise ValueError unless just those tensors are given that the steps of a scheme need."""
+def check_steps_given(scheme: Scheme, operands: LinearTensors) -> None:
+    """Raise ValueError unless exactly the tensors that the steps of a scheme need are given."""
     is_wanted_of = {"mean": scheme.center, "smooth": scheme.smooth, "basis": scheme.deflate, "out": scheme.deflate}
     for name, is_wanted in is_wanted_of.items():
-        if (getattr(given, name) is not None) != bool(is_wanted):
+        if (getattr(operands, name) is not None) != bool(is_wanted):
             raise ValueError(f"quantized_linear: scheme {scheme} {'needs' if is_wanted else 'takes no'} {name}")
 
 
 def check_decoded(decoded: Tensor | None, w: QuantizedTensor, row_scale: Tensor | None) -> None:
-    """Raise ValueError unless `decoded` can be what the codes of w stand for."""
+    """Raise ValueError unless `decoded` can be the values of the codes of w."""
     if decoded is None:
         return
     if decoded.shape != w.shape or decoded.dtype != torch.float32:
@@ -176,9 +178,9 @@ def check_decoded(decoded: Tensor | None, w: QuantizedTensor, row_scale: Tensor 
 def transformed(
     x: Tensor, scheme: Scheme, mean: Tensor | None, smooth: Tensor | None, basis: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(z (M, K), t (M, d)) of x (M, K) as the top of this file says; z is fp32, or x itself where there are no steps.
+    """Return (z (M, K), t (M, d)) of x (M, K), of the formulas at the top of this file.
 
-    t, in x's dtype, is None without a basis.
+    z is fp32, or x itself where there are no steps; t, in x's dtype, is None without a basis.
     """
     if not scheme.is_transformed:
         return x, None
@@ -190,7 +192,7 @@ def transformed(
 
 
 def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
-    """(a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
+    """Return (a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
     done = memory.scratch(a.shape, torch.float32, a.device)
     for start, part in row_chunks(a):
         _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, hadamard)
@@ -198,7 +200,7 @@ def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: i
 
 
 def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> None:
-    """`transform` of fp32 rows (M, K), in place."""
+    """Compute `transform` of fp32 rows (M, K), in place."""
     for name, vector in (("mean", mean), ("smooth", smooth)):
         if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
             raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
@@ -211,9 +213,9 @@ def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadam
 
 
 def hadamard_transform(v: Tensor, size: int) -> Tensor:
-    """Each block of `size` columns times H / sqrt(size); 0 returns v.
+    """Multiply each block of `size` columns with H / sqrt(size); 0 returns v.
 
-    Sums of neighbours first, then of pairs, fours, …: the order in which every device adds up.
+    Sums of neighbours come first, then of pairs, fours, …: the order in which every device adds up.
     """
     if not size:
         return v
@@ -224,7 +226,7 @@ def hadamard_transform(v: Tensor, size: int) -> Tensor:
 
 
 def _hadamard_rows(v: Tensor, size: int) -> Tensor:
-    columns = v.reshape(-1, size).t().contiguous()  # what is added up lies far apart, so that whole rows are added
+    columns = v.reshape(-1, size).t().contiguous()  # terms of a sum lie far apart, so that whole rows are added
     free, half = torch.empty_like(columns), 1
     while half < size:
         a, b = columns.view(size // (2 * half), 2, half, -1).unbind(1)
@@ -242,9 +244,9 @@ def quantize_activation(
     four_over_six: bool = False,
     steps: Callable[[Tensor], object] | None = None,
 ) -> QuantizedTensor:
-    """x (M, K) to codes per token; input_scale as at the top of this file, None takes each token's amax.
+    """Quantize x (M, K) to codes per token. input_scale: as at the top of this file; None takes each token's amax.
 
-    four_over_six: nvfp4's choice between two scales for each block. steps: as `quantize_blocks` takes them.
+    four_over_six: nvfp4's choice between two scales for each block. steps: of `quantize_blocks`.
     """
     global_scale, row_scale = activation_scales(x, format, input_scale, four_over_six)
     return quantize_blocks(x, format, global_scale, "activation", row_scale, four_over_six, steps)
@@ -253,7 +255,7 @@ def quantize_activation(
 def activation_scales(
     x: Tensor, format: Format, input_scale: Tensor | None, four_over_six: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(global scale, scale of each row) that x is rounded with, None where its blocks say it."""
+    """Return (global scale, scale of each row) to round x with; None where scales follow from blocks."""
     if not format.two_level:
         return None, input_scale
     if input_scale is None:
@@ -262,7 +264,7 @@ def activation_scales(
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast would make bf16 of the fp32 arithmetic in here."""
+    """Return a context without autocast, which would make bf16 of the fp32 arithmetic in here."""
     device = x.device.type
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_on else nullcontext()
@@ -278,7 +280,7 @@ def _rounds_by_row(scheme: Scheme, input_scale: Tensor | None) -> bool:
 
 
 def _through(z: Tensor, scheme: Scheme, input_scale: Tensor | None, steps: Callable[[Tensor], object] | None) -> Tensor:
-    """z (M, K) as the multiplication sees it, in fp32."""
+    """Return z (M, K) after rounding, in fp32."""
     if scheme.activations is None or z.shape[0] == 0:
         return z.float()
     global_scale, row_scale = activation_scales(z, scheme.activations, input_scale, scheme.four_over_six)
@@ -298,23 +300,23 @@ def _int8_linear(
 
 
 def scaled_int8_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    """x (M, K) times w (N, K), both int8 with a scale per row, and bias (N,): (M, N) in fp32."""
+    """Multiply x (M, K) with w (N, K), both int8 with a scale per row, and add bias (N,): (M, N) in fp32."""
     y = int8_product(x.codes, w.codes).float()
     y.mul_(x.scale.unsqueeze(1)).mul_(w.scale)
     return y if bias is None else y.add_(bias.float())
 
 
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 (M, K) by (N, K) to int32 (M, N), exact for every K below 2^17."""
+    """Multiply int8 (M, K) with (N, K) to int32 (M, N), exactly for every K below 2^17."""
     if _takes_int_mm(a.device.type) and (a.device.type == "cpu" or _fits_cuda_int_mm(a, b)):
         return torch._int_mm(a, b.t())
     return _product_of_columns(a, b)
 
 
 def _product_of_columns(a: Tensor, b: Tensor) -> Tensor:
-    """`int8_product` by fp32 products of 1024 columns: sums below 2^24 are exact in fp32 too.
+    """Compute `int8_product` by fp32 products of 1024 columns: sums below 2^24 are exact in fp32 too.
 
-    On a CPU few enough rows of b at a time for what is made of them to stay in its cache: integers add up to the same,
+    On a CPU few rows of b are taken at a time, so that their fp32 form stays in its cache: integers add up to the same,
     however they are cut.
     """
     total = torch.empty(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
@@ -336,7 +338,7 @@ def _takes_int_mm(device_type: str) -> bool:
 
 @functools.cache
 def int_mm_is_exact(device_type: str) -> bool:
-    """Tell whether `torch._int_mm` is there and adds up the largest codes: x86 without VNNI saturates int16."""
+    """Tell whether `torch._int_mm` exists and adds up the largest codes: x86 without VNNI saturates int16."""
     if device_type == "cuda":
         return True
     largest = torch.full((32, 64), 127, dtype=torch.int8, device=device_type)
@@ -351,8 +353,8 @@ def int8_seconds() -> tuple[float, float]:
     """Return the seconds that a small product takes on this CPU by `torch._int_mm`, and by fp32 products.
 
     They are measured once for a process. Without an instruction for it `_int_mm` may be a plain loop, twenty times as
-    slow as fp32. Both give the same integers, so that nothing but time depends on what is measured, and every process
-    may choose for itself.
+    slow as fp32. Both give the same integers: only time depends on the measurement, and every process may choose for
+    itself.
     """
     m, n, k = _TIMED
     a, b = (torch.ones(rows, k, dtype=torch.int8, device="cpu") for rows in (m, n))
@@ -372,12 +374,12 @@ def _fits_cuda_int_mm(a: Tensor, b: Tensor) -> bool:
 
 
 def fp32(tensor: Tensor | None) -> Tensor | None:
-    """The same in fp32, if it is there."""
+    """Cast a tensor to fp32; None stays None."""
     return None if tensor is None else tensor.float()
 
 
 def multiplies_codes(weights: Format, activations: Format | None) -> bool:
-    """Tell whether the product is one of int8 codes, which nothing decodes."""
+    """Tell whether the product is one of int8 codes, without decoding."""
     return weights is FORMATS["int8"] and activations is FORMATS["int8"]
 
 

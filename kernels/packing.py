@@ -1,4 +1,4 @@
-"""Named tensors as one list, for ops that take a few of many: those that are there, and a text that names them."""
+"""Named tensors as one list, for ops with many optional tensors, and a text with the names of those given."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ How = TypeVar("How")
 
 
 def pack(named: Any, text: object = "") -> tuple[list[Tensor], str]:
-    """(tensors, text) as an op takes them: those of a NamedTuple that are there, and the text with their names."""
-    there = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
-    return [*there.values()], f"{text} {','.join(there)}"
+    """Return (tensors, text) as an op takes them: a NamedTuple's tensors but None, and the text with their names."""
+    tensors = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
+    return [*tensors.values()], f"{text} {','.join(tensors)}"
 
 
 def unpack(
     kind: type[Named], tensors: Sequence[Tensor], text: str, parse: Callable[[str], How] = str
 ) -> tuple[Named, How]:
-    """Take apart what `pack` made of a NamedTuple of this kind: (the tuple, what `parse` makes of the text)."""
+    """Invert `pack` for a NamedTuple of this kind: (the tuple, the parsed text)."""
     before, names = read(text, parse)
-    given: dict[str, Any] = dict(zip(names, tensors, strict=True))
-    return kind(**given), before
+    fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+    return kind(**fields), before
 
 
 @functools.lru_cache(1024)
 def read(text: str, parse: Callable[[str], How] = str) -> tuple[How, tuple[str, ...]]:
-    """(what `parse` makes of the text before the names, the names)."""
+    """Return (the parsed text before the names, the names)."""
     before, _, names = text.rpartition(" ")
     return parse(before), tuple(filter(None, names.split(",")))

@@ -2,9 +2,9 @@
 
     y (B, N, H, W) = QuantLinear of the pixels of x (B, K, H, W)
 
-Its checkpoint, its kernels and all that is done to its weight are a QuantLinear's; only `forward` moves an axis. Where
-an image has its channels last in memory, as in SANA's feed-forward, its pixels are rows of a matrix already and nothing
-is copied; what comes out has them last too.
+Its checkpoint, its kernels and every change of its weight are a QuantLinear's; only `forward` moves an axis. An image
+with its channels last in memory, as in SANA's feed-forward, is a matrix of pixels already: nothing is copied, and the
+output has them last too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fluxq.recipes.formats import Scheme
 class QuantPointwise(QuantLinear):
     """A 1x1 convolution (K channels in, N out) under a Scheme; forward takes (B, K, H, W), or (K, H, W).
 
-    It has what libraries read of a convolution (PEFT does, to make adapters of the same kind).
+    It has the attributes that libraries read of a convolution (PEFT does, to make adapters of the same kind).
     """
 
     channel_axis = PIXELS
@@ -37,9 +37,9 @@ class QuantPointwise(QuantLinear):
 
 
 def placeholder(old: nn.Module, scheme: Scheme, dtype: torch.dtype) -> QuantLinear:
-    """A layer on the meta device for the place of a Linear (N, K), in the sense of base/linears.py.
+    """Return a layer on the meta device for the place of a Linear (N, K), in the sense of base/linears.py.
 
-    dtype: that it computes in. ValueError for what is no Linear, and for shapes that the scheme does not hold.
+    dtype: of its computation. ValueError for other modules, and for shapes that the scheme does not hold.
     """
     n, k = linear_size(old)
     with torch.device("meta"):
@@ -47,7 +47,7 @@ def placeholder(old: nn.Module, scheme: Scheme, dtype: torch.dtype) -> QuantLine
 
 
 def in_place_of(old: nn.Module, layer: QuantLinear) -> QuantLinear:
-    """`layer` itself, from now on called with what `old` is called with: tokens, or images."""
+    """Return `layer` itself, from now on called with tokens or images, as `old` is."""
     layer.__class__ = _class_for(old)
     return layer
 

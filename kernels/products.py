@@ -1,14 +1,18 @@
-"""The torch reference of the ops that multiply quantized matrices, all folders that end in _matmul; kernels are faster.
+"""Torch reference of the ops that multiply quantized matrices, all folders that end in _matmul; kernels are faster.
 
-All of them are x (M, K) times w (N, K) and then, in fp32, rounded once to `dtype`:
+Each computes x (M, K) times w (N, K) and then, in fp32, rounded once to `dtype`:
 
     v = x · w^T + bias + h · up^T
     y = residual + gate · gelu(v)
 
-bias (N,). h (M, R), up (N, R): the low-rank branch, h = x · down^T. gelu: tanh form. gate (B, N): a row for each of B
-images whose M / B tokens follow one another. residual (M, N). The product is F.linear of the decoded matrices in fp32,
-which sums from the bias on; of int8 codes it is exact, and scales and bias come afterwards: both as in ops.py, bit for
-bit.
+bias: (N,).
+h, up: (M, R) and (N, R), the low-rank branch, h = x · down^T.
+gelu: tanh form.
+gate: (B, N), a row for each of B images whose M / B tokens follow one another.
+residual: (M, N).
+
+The product is F.linear of the decoded matrices in fp32, which sums from the bias on; of int8 codes it is exact, and
+scales and bias come afterwards: both as in ops.py, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,8 +35,10 @@ from fluxq.recipes.formats import Format, find_format
 class ProductTensors(NamedTuple):
     """The tensors of a product beside x, in the ops' order; those that it lacks are None.
 
-    w: codes (N, K), w_scale and w_scale_2 their scales; x_scale and x_scale_2: those of x. row_scale (N,) fp32: of the
-    8-bit codes that a 4-bit weight is decoded to. bias, h, up, gate, residual: as at the top of this file.
+    w: codes (N, K), with the scales w_scale and w_scale_2.
+    x_scale, x_scale_2: scales of x.
+    row_scale: (N,) fp32, of the 8-bit codes that a 4-bit weight is decoded to.
+    bias, h, up, gate, residual: as at the top of this file.
     """
 
     w: Tensor
@@ -51,30 +57,30 @@ class ProductTensors(NamedTuple):
 def product_op(op: Op, weights: tuple[str, ...], activations: tuple[str, ...] = (), *, plain: bool = False) -> Any:
     """Register the torch.library op of a product: its torch reference, its fake and its kernel.
 
-    weights, activations: formats that the reference takes; its text is WEIGHTS, or WEIGHTS-ACTIVATIONS where they
-    differ. plain: x is no codes.
+    weights, activations: formats that the reference takes; its text is WEIGHTS, or WEIGHTS-ACTIVATIONS if they differ.
+    plain: whether x is no codes.
     """
 
     def reference(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
-        given, names = unpack(ProductTensors, tensors, formats)
+        operands, names = unpack(ProductTensors, tensors, formats)
         first, _, second = names.partition("-")
         name = f"{op.name}: weights" if activations else op.name
         w_format = x_format = _format(name, first, weights)
         if activations:
             x_format = _format(f"{op.name}: activations", second, activations)
         with no_autocast(x):
-            w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, w_format).unswizzled()
+            w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, w_format).unswizzled()
             if activations:
-                w = reencode(w, x_format.name, given.row_scale)
+                w = reencode(w, x_format.name, operands.row_scale)
             if plain:
-                return _finish(F.linear(x.float(), w.operand(), fp32(given.bias)), given, gelu, dtype)
-            left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, x_format).unswizzled()
-            return _finish(_product(left, w, given.bias), given, gelu, dtype)
+                return _finish(F.linear(x.float(), w.operand(), fp32(operands.bias)), operands, gelu, dtype)
+            left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, x_format).unswizzled()
+            return _finish(_product(left, w, operands.bias), operands, gelu, dtype)
 
-    made = torch.library.custom_op(f"fluxq::{op.name}", reference, mutates_args=())
-    made.register_fake(_fake)
-    launches_on_gpu(op.name, made)
-    return made
+    custom_op = torch.library.custom_op(f"fluxq::{op.name}", reference, mutates_args=())
+    custom_op.register_fake(_fake)
+    launches_on_gpu(op.name, custom_op)
+    return custom_op
 
 
 def _fake(x, tensors, formats, gelu, dtype):
@@ -88,7 +94,7 @@ def _format(name: str, format: str, offered: tuple[str, ...]) -> Format:
 
 
 def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    """x · w^T + bias (M, N) in fp32."""
+    """Return x · w^T + bias (M, N) in fp32."""
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"x (M, K) = {x.shape} does not fit w (N, K) = {w.shape}: K differs")
     if x.shape[0] == 0:
@@ -98,11 +104,11 @@ def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Ten
     return F.linear(x.dequantize(), w.operand(), fp32(bias))
 
 
-def _finish(value: Tensor, given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:
+def _finish(value: Tensor, operands: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:
     """Compute the epilogue of a product with its bias (M, N), in fp32, as the top of this file says."""
-    gate, residual = given.gate, given.residual
-    if given.h is not None and given.up is not None:
-        value = value + F.linear(given.h.float(), given.up.float())
+    gate, residual = operands.gate, operands.residual
+    if operands.h is not None and operands.up is not None:
+        value = value + F.linear(operands.h.float(), operands.up.float())
     if gelu:
         value = F.gelu(value, approximate="tanh")
     if gate is not None:

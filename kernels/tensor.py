@@ -3,7 +3,7 @@
     w ≈ codes · scale                      one-level formats
     w ≈ codes · (scale · global_scale)     nvfp4
 
-The arithmetic lives in encode.py, what a format is in recipes/formats.py; this file only joins them.
+encode.py has the arithmetic, recipes/formats.py the formats; this file joins them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _AT_ONCE = 1 << 26  # elements that a GPU does
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantized matrix of `shape` (N, K); weights have output features as rows, activations tokens.
+    """A quantized matrix of `shape` (N, K); rows are output features of weights, tokens of activations.
 
-    codes: as stored, (N, K) or (N, K/2) uint8 for 4-bit elements. scale: as stored, (N, G), (N,) for per-row
-    and () for per-tensor formats. global_scale: fp32, () or (N, 1), for two-level formats only.
+    codes: as stored, (N, K), or (N, K/2) uint8 for 4-bit elements.
+    scale: as stored, (N, G), (N,) for per-row and () for per-tensor formats.
+    global_scale: fp32, () or (N, 1), for two-level formats only.
     """
 
     codes: Tensor
@@ -52,10 +53,12 @@ class QuantizedTensor:
     ) -> QuantizedTensor:
         """Round a finite matrix w (N, K), any float dtype, to the nearest codes.
 
+        Raises ValueError for shapes that do not fit, NaN and infinity.
+
         global_scale: positive fp32 () or (N, 1); by default nvfp4 takes amax / (6 · 448) of the whole matrix.
         tensor_scale: positive fp32 (), of a format with one scale; by default it follows from the amax.
         four_over_six: its blocks choose between two scales, and its own global scale leaves room for the larger one.
-        name: what errors call the matrix. Raises ValueError for shapes that do not fit, NaN and infinity.
+        name: of the matrix, for errors.
         """
         row = find_format(format) if isinstance(format, str) else format
         if w.ndim != 2 or not w.is_floating_point():
@@ -67,7 +70,7 @@ class QuantizedTensor:
         if tensor_scale is not None and row.block != (0, 0):
             raise ValueError(f"{name}: {row.name} has not one scale, but tensor_scale was given; leave it out")
         done = quantize_blocks(w, row, global_scale, name, tensor_scale, four_over_six)
-        # Looked for in what came of it, which takes a hundredth of the time.
+        # A search in the scales takes a hundredth of the time of one in w.
         if not encode.all_finite(done.scale, row):
             raise ValueError(f"{name}: holds NaN or infinity; get the source again, or exclude this layer")
         return done
@@ -76,7 +79,7 @@ class QuantizedTensor:
     def stored(
         cls, codes: Tensor, scale: Tensor | None, global_scale: Tensor | None, format: Format
     ) -> QuantizedTensor:
-        """The tensors of an op as one matrix: 4-bit codes are two to a byte, block scales may be swizzled."""
+        """Return the tensors of an op as one matrix: 4-bit codes are two to a byte, block scales may be swizzled."""
         if scale is None:
             raise ValueError(f"codes of {format.name} need a scale")
         if format.two_level and global_scale is None:
@@ -85,7 +88,7 @@ class QuantizedTensor:
         return cls(codes, scale, global_scale, (n, columns * 8 // format.element.bits), format)
 
     def unswizzled(self) -> QuantizedTensor:
-        """The same with block scales (N, G), in whatever order they were."""
+        """Return the same matrix with block scales (N, G), whatever their order was."""
         group = self.format.group_size
         if not group or self.scale.ndim == 2:
             return self
@@ -95,7 +98,7 @@ class QuantizedTensor:
     def empty(
         cls, format: Format, n: int, k: int, global_scale: Tensor | None, device: torch.device
     ) -> QuantizedTensor:
-        """Room for a matrix (n, k), for `put` to fill."""
+        """Return room for a matrix (n, k), for `put` to fill."""
         shapes = stored_shapes(format, n, k)
         codes, scale = (
             memory.empty(shape, dtype, device) for shape, dtype in (shapes["weight"], shapes["weight_scale"])
@@ -103,7 +106,7 @@ class QuantizedTensor:
         return cls(codes, scale, global_scale, (n, k), format)
 
     def put(self, part: QuantizedTensor, row: int = 0, column: int = 0) -> None:
-        """Take in what `part` holds, from that row and column on; its global scale must be the same."""
+        """Copy `part` to this matrix, from that row and column on; its global scale must be the same."""
         rows, bits = slice(row, row + part.shape[0]), self.format.element.bits
         start = column * bits // 8
         _bytes(self.codes)[rows, start : start + part.codes.shape[1]] = _bytes(part.codes)
@@ -114,18 +117,18 @@ class QuantizedTensor:
             _bytes(self.scale)[rows, start : start + part.scale.shape[1]] = _bytes(part.scale)
 
     def rows(self, start: int, stop: int, step: int = 1) -> QuantizedTensor:
-        """Rows of the matrix, which share its memory."""
-        taken = slice(start, stop, step)
+        """Return rows of the matrix, which share its memory."""
+        part = slice(start, stop, step)
         scale, global_scale = self.scale, self.global_scale
         if scale.ndim:
-            scale = scale[taken]
+            scale = scale[part]
         if global_scale is not None and global_scale.ndim:
-            global_scale = global_scale[taken]
-        codes = self.codes[taken]
+            global_scale = global_scale[part]
+        codes = self.codes[part]
         return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """The matrix (N, K) that the codes stand for, computed in fp32 and cast once; `out` takes it, if given."""
+        """Return the matrix (N, K) that the codes stand for, computed in fp32 and cast once, in `out` if given."""
         n, k = self.shape
         done = torch.empty(n, k, dtype=dtype, device=self.codes.device) if out is None else out
         groups = encode.decode_scale(self.scale, self.format, self.global_scale)
@@ -138,7 +141,7 @@ class QuantizedTensor:
         return done
 
     def operand(self) -> Tensor:
-        """`dequantize` in fp32, for one product: on a CPU in memory that is quick to have and not kept."""
+        """Return `dequantize` in fp32, for one product: on a CPU in scratch memory that is not kept."""
         return self.dequantize(out=memory.scratch(self.shape, torch.float32, self.codes.device))
 
     @property
@@ -148,7 +151,7 @@ class QuantizedTensor:
         return 8 * stored / prod(self.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors under the names that checkpoints use."""
+        """Return the tensors under the names that checkpoints use."""
         named = {"weight": self.codes, "weight_scale": self.scale, "weight_scale_2": self.global_scale}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -162,11 +165,11 @@ def quantize_blocks(
     four_over_six: bool = False,
     steps: Callable[[Tensor], object] | None = None,
 ) -> QuantizedTensor:
-    """`QuantizedTensor.quantize` without the search for NaN: in activations they decode to blocks of NaN.
+    """Quantize x as `QuantizedTensor.quantize` without its search for NaN: in activations they decode to blocks of NaN.
 
-    row_scale fp32: the scale of each row (M, 1) of a per-row format, or of a per-tensor format (), where it must not
-    follow from x alone. four_over_six: as `encode.four_over_six` chooses nvfp4's scales. steps: what is done first to
-    rows of x in fp32, in place; where a scale follows from all of x, it must have been done before.
+    row_scale: fp32 scale of each row (M, 1) of a per-row format, or () of a per-tensor format; by default that of x.
+    four_over_six: nvfp4's choice of scales, `encode.four_over_six`.
+    steps: applied to rows of x in fp32 first, in place; before the call where a scale follows from all of x.
     """
     how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
     done = QuantizedTensor.empty(format, x.shape[0], x.shape[1], how.global_scale, x.device)
@@ -189,7 +192,7 @@ def round_blocks(
     four_over_six: bool = False,
     steps: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Return what `quantize_blocks` of the same decodes to, (M, K) in fp32, without storing the codes."""
+    """Return the decoded `quantize_blocks` of the same arguments, (M, K) in fp32, without storing the codes."""
     how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
     done = memory.scratch(x.shape, torch.float32, x.device)
     for start, scaled, scale in how.scaled_rows(x, steps):
@@ -221,7 +224,7 @@ class _Rounding:
         row_scale: Tensor | None,
         four_over_six: bool,
     ) -> _Rounding:
-        """With the scales that follow from all of x (M, K); ValueError for what does not fit the format."""
+        """Return the settings, with the scales that follow from all of x (M, K); ValueError for an unfit shape."""
         format.check_shape(x.shape[0], x.shape[1], name)
         if row_scale is not None and format.group_size:
             raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
@@ -232,9 +235,9 @@ class _Rounding:
         return cls(format, global_scale, row_scale, four_over_six)
 
     def scaled_rows(self, x: Tensor, steps: Callable[[Tensor], object] | None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of some rows at a time.
+        """Yield (first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of a few rows.
 
-        Scales that blocks do not say are (rows, 1), or (1, 1) for all.
+        Scales that do not follow from blocks are (rows, 1), or (1, 1) for all.
         """
         wide = None
         for start, part in row_chunks(x.detach()):
@@ -244,13 +247,13 @@ class _Rounding:
             if steps is not None:
                 steps(wide)
             blocks = wide.view(rows, -1, self.format.group_size or k)
-            own = self.global_of(start, rows)
-            scale = self._scale(blocks, start, own)
-            step = encode.decode_scale(scale, self.format, own)
+            global_scale = self.global_of(start, rows)
+            scale = self._scale(blocks, start, global_scale)
+            step = encode.decode_scale(scale, self.format, global_scale)
             yield start, blocks.div_(step.unsqueeze(-1)), scale
 
     def global_of(self, start: int, rows: int) -> Tensor | None:
-        """Of these rows."""
+        """Return the global scale of these rows."""
         if self.global_scale is None or self.global_scale.ndim == 0:
             return self.global_scale
         return self.global_scale[start : start + rows]
@@ -266,13 +269,13 @@ class _Rounding:
 
 
 def largest(x: Tensor) -> Tensor:
-    """max |x| () in fp32: NaN where x holds NaN, infinite where it does or fp32 overflows."""
+    """Return max |x| () in fp32: NaN where x holds NaN, infinite where it does or fp32 overflows."""
     ends = torch.stack([end for _, part in row_chunks(x) for end in torch.aminmax(part)])
     return ends.abs().amax().float()
 
 
 def row_chunks(x: Tensor, cached: int = _CACHED) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps.
+    """Yield (first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps.
 
     cached: elements for each core.
     """
@@ -297,7 +300,7 @@ def _check_global_scale(global_scale: Tensor, format: Format, rows: int, name: s
 
 
 def stored_shapes(format: Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every stored tensor of an (n, k) weight, by checkpoint name."""
+    """Return the shape and dtype of every stored tensor of an (n, k) weight, by checkpoint name."""
     rows, group = format.block
     scale_shape = () if rows == 0 else (n, k // group) if group else (n,)
     columns = k * format.element.bits // 8
@@ -311,7 +314,7 @@ def stored_shapes(format: Format, n: int, k: int) -> dict[str, tuple[tuple[int, 
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Block scales (rows, G), of one byte each, in the order that Blackwell's matrix units read; flat, padded with 0.
+    """Return one-byte block scales (rows, G) in the order that Blackwell's matrix units read: flat, padded with 0.
 
     Tiles of 128 rows and 4 groups follow one another, each as 32 lines of 4 quarters (rows 32 apart) of 4 groups.
     """
@@ -323,7 +326,7 @@ def swizzle_scales(scale: Tensor) -> Tensor:
 
 
 def check_block_scales(scale: Tensor) -> None:
-    """Raise ValueError for what `swizzle_scales` would take for block scales and are none."""
+    """Raise ValueError unless `swizzle_scales` can take a tensor as block scales."""
     if scale.ndim != 2 or scale.element_size() != 1:
         raise ValueError(
             f"swizzle_scales: scale is {scale.dtype} {(*scale.shape,)}, expected block scales (rows, G) of one byte "
@@ -332,12 +335,12 @@ def check_block_scales(scale: Tensor) -> None:
 
 
 def swizzled_size(rows: int, groups: int) -> int:
-    """Elements of (rows, groups) block scales in the 128x4 layout: both axes are padded."""
+    """Count the elements of (rows, groups) block scales in the 128x4 layout: both axes are padded."""
     return -(-rows // 128) * 128 * -(-groups // 4) * 4
 
 
 def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:
-    """Inverse of `swizzle_scales`: (rows, groups), without the padding."""
+    """Invert `swizzle_scales`: (rows, groups), without the padding."""
     tall, wide = -(-rows // 128), -(-groups // 4)
     if flat.shape != (tall * wide * 512,):
         raise ValueError(

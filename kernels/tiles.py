@@ -1,11 +1,12 @@
 """Tile sizes are data: kernels/tuned/<kernel>.json holds them by format, chip and number of tokens.
 
-Each file is a list of rows, the first that fits is taken:
+Each file is a list of rows; the first that fits counts:
 
     {"format": "fp8", "chips": ["sm_90"], "max_m": 64, "tile": {"m": 64, "n": 128, …}, "measured": "NVIDIA H200"}
 
-chips: names of chips.CHIPS; left out, the row is for every chip. max_m: the largest M it is for; left out, every M.
-measured: the GPU whose timings chose it; left out, it was chosen because it compiles without spills.
+chips: names of chips.CHIPS; without it the row is for every chip.
+max_m: the largest M; without it the row is for every M.
+measured: the GPU whose timings chose the tile; without it the tile was chosen because it compiles without spills.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile that one program of a memory-bound kernel works on at a time: powers of two, and warps that share it."""
+    """Tile of a memory-bound kernel, the work of one program at a time: powers of two, and the warps that share it."""
 
     rows: int
     columns: int
@@ -29,13 +30,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """Tile that one program computes, (m, n) at k columns a step, and how: sizes are powers of two.
+    """Tile that one program computes, (m, n) at k columns a step: sizes are powers of two.
 
     group_m: tiles of rows that are launched side by side, so that they find the same weights in the cache.
     acc_split: fp8 on Hopper only, whose matrix units accumulate in fewer bits than fp32 has: columns after which
-    the partial sum moves to a true fp32 one; a divisor of k, or 0 for never.
+        the partial sum moves to a true fp32 one; a divisor of k, or 0 for never.
     descriptors: the copy engine of Hopper and Blackwell fetches operands; rows of codes must then be multiples of 16
-    bytes.
+        bytes.
     halves: the tile is finished and stored one half of its columns after the other, which takes fewer registers.
     unit_scales: fp8 as mxfp8 whose scales are all 1, which consumer Blackwell multiplies faster, to the same bits.
     """
@@ -53,7 +54,7 @@ class MatmulTile:
 
 
 class NoTile(ValueError):
-    """kernels/tuned has no tile for what was asked."""
+    """kernels/tuned has no tile for a kernel, format, chip and number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class TunedRow:
 
 
 def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
-    """The tile for m tokens of that format on a chip ("sm_90"); raises NoTile if kernels/tuned holds none."""
+    """Return the tile for m tokens of a format on a chip ("sm_90"); raises NoTile if kernels/tuned has none."""
     for row in tuned_rows(kernel):
         if row.fits(format, chip, m):
             return row.tile
@@ -79,7 +80,7 @@ def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
 
 
 def find_matmul_tile(kernel: str, format: str, chip: str, m: int, codes: Tensor | None = None) -> MatmulTile:
-    """`find_tile` of a matmul; without the copy engine where rows of the weight's codes are not at 16 bytes each."""
+    """Return `find_tile` of a matmul, without the copy engine unless rows of codes begin at multiples of 16 bytes."""
     tile = find_tile(kernel, format, chip, m)
     if not isinstance(tile, MatmulTile):
         raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is none of a matmul")
@@ -89,12 +90,12 @@ def find_matmul_tile(kernel: str, format: str, chip: str, m: int, codes: Tensor 
 
 
 def rows_are_at(codes: Tensor, multiple: int) -> bool:
-    """Tell whether each row of codes begins at a multiple of so many bytes."""
+    """Tell whether each row of codes begins at a multiple of `multiple` bytes."""
     return codes.shape[1] % multiple == 0 and codes.data_ptr() % multiple == 0
 
 
 def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
-    """`find_tile` of a memory-bound kernel."""
+    """Return `find_tile` of a memory-bound kernel."""
     tile = find_tile(kernel, format, chip, m)
     if not isinstance(tile, Tile):
         raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is one of a matmul")
@@ -103,7 +104,7 @@ def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
 
 @functools.cache
 def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
-    """All rows of kernels/tuned/<kernel>.json, in their order."""
+    """Return the rows of kernels/tuned/<kernel>.json, in their order."""
     rows = json.loads((TUNED / f"{kernel}.json").read_text(encoding="utf-8"))
     return tuple(
         TunedRow(

@@ -31,18 +31,18 @@ class InputTransform:
     hadamard: int = 0
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """z (M, K) of x (M, K), in fp32."""
+        """Return z (M, K) of x (M, K), in fp32."""
         z = self._before_rotation(x)
         if self.basis is not None:
             z = z - (z @ self.basis.T) @ self.basis
         return rotate(z, self.hadamard)
 
     def deflated(self, x: Tensor) -> Tensor | None:
-        """z P^T (M, d), what is computed in 16 bit beside z; None without a basis."""
+        """Return z P^T (M, d), which is computed in 16 bit beside z; None without a basis."""
         return None if self.basis is None else self._before_rotation(x) @ self.basis.T
 
     def of_weight(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(V (N, K), out (N, d) or None) of W' (N, K)."""
+        """Return (V (N, K), out (N, d) or None) of W' (N, K)."""
         v = w if self.smooth is None else w / self.smooth
         out = None
         if self.basis is not None:
@@ -52,7 +52,7 @@ class InputTransform:
         return rotate(v, self.hadamard), out
 
     def of_gram(self, gram: Tensor, mean: Tensor) -> Tensor:
-        """E[z z^T] (K, K) of E[x x^T], a new tensor and no other of that size; mean (K,): E[x]."""
+        """Return E[z z^T] (K, K) of E[x x^T], a new tensor and no other of that size; mean (K,): E[x]."""
         z = gram.clone()
         if self.mean is not None:
             rest = mean - self.mean / 2
@@ -80,7 +80,7 @@ class InputTransform:
         return z if self.smooth is None else z * self.smooth
 
     def of_columns(self, part: slice) -> InputTransform:
-        """The same for some columns of x: whole blocks of Hadamard; all of them where there is a basis."""
+        """Return the transform of some columns of x: whole blocks of Hadamard; all of them with a basis."""
         if self.basis is not None:
             return self
         return replace(
@@ -91,14 +91,14 @@ class InputTransform:
 
 
 def rotate(v: Tensor, size: int) -> Tensor:
-    """Each block of `size` columns of v (…, K) times H / sqrt(size); 0 returns v."""
+    """Multiply each block of `size` columns of v (…, K) with H / sqrt(size); 0 returns v."""
     if not size:
         return v
     return (v.reshape(-1, size) @ sylvester(size, v.device)).reshape(v.shape)
 
 
 def sylvester(size: int, device: torch.device | None = None) -> Tensor:
-    """The orthonormal Hadamard matrix (size, size), which is its own transpose."""
+    """Return the orthonormal Hadamard matrix (size, size), which is its own transpose."""
     h = torch.ones(1, 1, device=device, dtype=torch.float32)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])

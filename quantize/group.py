@@ -180,7 +180,7 @@ class _Fit:
         amax = self.inputs.amax.amax()
         if not amax > 0:
             return "its input is always zero"
-        if len(self.inputs.held) == 0:
+        if len(self.inputs.held_out) == 0:
             return "no held-out token to judge by"
         if not all(torch.isfinite(gram.diagonal()).all() for gram in self.inputs.grams):
             return f"its input reaches {amax.item():.3g}, too much for a Gram matrix in fp32"
@@ -490,7 +490,7 @@ class _Fit:
         return replace(part, out=out, bias=bias, amax=torch.stack(amax).amax())
 
     def _trial_db(self, state: _State) -> float:
-        return _decibels(self._trial_error(state, self.inputs.held, self.inputs.held_weight))
+        return _decibels(self._trial_error(state, self.inputs.held_out, self.inputs.held_weight))
 
     def _trial_error(self, state: _State, x: Tensor, token_weight: Tensor | None = None) -> float:
         """The error of some rows of the weights; infinite where what they store is beyond the dtype."""
@@ -500,7 +500,7 @@ class _Fit:
         return self._error(state, (parts, self._nearest(state, parts)), x, token_weight)
 
     def _db(self, state: _State, found: _Weights) -> float:
-        return _decibels(self._error(state, found, self.inputs.held, self.inputs.held_weight))
+        return _decibels(self._error(state, found, self.inputs.held_out, self.inputs.held_weight))
 
     def _error(self, state: _State, found: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
         """|y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
@@ -545,7 +545,7 @@ class _Fit:
             return None
         if state.transform == _NOTHING:
             return encode.input_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
-        fit, held = self.inputs.fit, self.inputs.held
+        fit, held = self.inputs.fit, self.inputs.held_out
         index = _spread(len(fit) + len(held), _SCALE_TOKENS, fit.device)
         sample = torch.cat([fit[index[index < len(fit)]], held[index[index >= len(fit)] - len(fit)]])
         return encode.input_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)

@@ -378,7 +378,7 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
         )
     builder = InputsBuilder("x", k, device=x.device, calls=(1, 1))
     builder.add(tokens[: len(tokens) - held])
-    builder.add(tokens[len(tokens) - held :], held=True)
+    builder.add(tokens[len(tokens) - held :], held_out=True)
     bias = None if linear.bias is None else linear.bias.detach()
     group = fit_group(
         [GroupLayer("linear", linear.weight.detach().flatten(1), bias, scheme)],

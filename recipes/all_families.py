@@ -1,14 +1,14 @@
-"""Collect the model families: each file of families/ says all that is known of one.
+"""Collect the model families: each file of families/ describes one.
 
 Adding a family means adding its file, and a row here; plan, calibration, loader, commands and tests iterate the table.
-A denoiser without a row gets what `generic` makes of its structure.
+For a denoiser without a row `generic` makes a family from its structure.
 
 Each family lists its published models. The configuration that one is shipped with makes a plan without a download:
 
     family + configuration -> the model on the meta device -> plan, sizes, cost
 
-A configuration says what differs from the defaults of the model's class; models of the same one share a row. Each was
-read in what its authors published or in diffusers' conversion scripts, and tests/jobs/test_catalogue.py compares the
+A configuration lists the differences from the defaults of the model's class; models of the same one share a row. Each
+was read in its authors' publication or in diffusers' conversion scripts, and tests/jobs/test_catalogue.py compares the
 number of parameters with the published one. Imports no torch.
 """
 
@@ -39,7 +39,7 @@ from fluxq.recipes.generic import ModuleTree, generic_family
 def family_of(model_class: str, tree: ModuleTree | None = None) -> Family:
     """Return the row for a class of diffusers or transformers.
 
-    For another class it is made of what the structure `tree` of its model says. ValueError that says how to add a
+    For another class a family is made from the structure `tree` of its model. Raises ValueError that says how to add a
     row: without a tree, and for a structure that says too little.
     """
     for family in FAMILIES.values():
@@ -47,36 +47,36 @@ def family_of(model_class: str, tree: ModuleTree | None = None) -> Family:
             return family
     if tree is not None:
         return generic_family(model_class, tree)
-    known = ", ".join(family.model for family in FAMILIES.values())
+    classes = ", ".join(family.model for family in FAMILIES.values())
     raise ValueError(
-        f"unknown model family: {model_class} has no row in recipes/all_families.py (known: {known}); "
+        f"unknown model family: {model_class} has no row in recipes/all_families.py (known: {classes}); "
         "CONTRIBUTING.md, 'Adding a model family', shows how to add one"
     )
 
 
 def find_published(name: str) -> list[Published]:
-    """Find the models that `name` means: a model, a family of FAMILIES or a model's class, in any case.
+    """Find the models of a name: a model, a family of FAMILIES or a model's class, in any case.
 
-    ValueError naming what is near for any other name.
+    ValueError with near names for any other name.
     """
     wanted = _plain(name)
     exact = [row for row in PUBLISHED if wanted in map(_plain, (row.name, *row.also))]
     if exact:
         return exact
-    found = [row for row in PUBLISHED if wanted in (_plain(row.family), _plain(FAMILIES[row.family].model))]
-    if found:
-        return found
+    members = [row for row in PUBLISHED if wanted in (_plain(row.family), _plain(FAMILIES[row.family].model))]
+    if members:
+        return members
     names = [each for row in PUBLISHED for each in (row.name, *row.also)]
     near = [each for each in names if wanted and wanted in _plain(each)]
-    known = f"models with that in their name: {', '.join(near)}" if near else f"families: {', '.join(FAMILIES)}"
+    suggestions = f"models with that in their name: {', '.join(near)}" if near else f"families: {', '.join(FAMILIES)}"
     hint = did_you_mean(name, names) if not near else ""
-    raise ValueError(f"{name}: no published model, family or model class of that name{hint or '; ' + known}")
+    raise ValueError(f"{name}: no published model, family or model class of that name{hint or '; ' + suggestions}")
 
 
 def hub_ids(name: str) -> tuple[str, ...]:
-    """Return where the hub has the published model of that name, in any case; () for a name that is none."""
+    """Return the hub's repositories of the published model of that name, in any case; () for another name."""
     wanted = _plain(name)
-    return next((repos for known, repos in HUB_IDS.items() if _plain(known) == wanted), ())
+    return next((repos for model, repos in HUB_IDS.items() if _plain(model) == wanted), ())
 
 
 def _plain(name: str) -> str:

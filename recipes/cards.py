@@ -22,8 +22,8 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a pipeline: bytes of its weights on the card, and of what it makes while it runs."""
+class PartSize:
+    """Bytes that a part of a pipeline takes on a card: its weights, and its activations while it runs."""
 
     name: str
     weights: float
@@ -32,7 +32,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes that a pipeline takes of a card. room: that the card has. widest: the part that needs most in turns."""
+    """Bytes that a pipeline takes of a card.
+
+    room: bytes of the card.
+    at_once, in_turns: bytes with all parts on the card, and with one at a time.
+    widest: name of the part that needs most in turns.
+    """
 
     room: float
     at_once: float
@@ -45,7 +50,7 @@ class Holding:
         return "all" if self.at_once <= self.room else "turns" if self.in_turns <= self.room else "no"
 
     def describe(self) -> dict[str, object]:
-        """The holding as JSON."""
+        """Return the holding as JSON."""
         return {
             "holds": self.word,
             "memory_gb": self.room / 1e9,
@@ -63,16 +68,16 @@ class Holding:
         return f"{verb}: {turns}; at once it takes {at_once}, the card has {room}"
 
 
-def holding(pieces: Sequence[Piece], device: Device) -> Holding:
+def holding(parts: Sequence[PartSize], device: Device) -> Holding:
     """Return the bytes that the parts of a pipeline take of a device, at once and in turns."""
-    at_once = sum(piece.weights for piece in pieces) + max(piece.activations for piece in pieces)
-    widest = max(pieces, key=lambda piece: piece.weights + piece.activations)
+    at_once = sum(part.weights for part in parts) + max(part.activations for part in parts)
+    widest = max(parts, key=lambda part: part.weights + part.activations)
     in_turns = widest.weights + widest.activations
     return Holding(device.memory * GIB, CONTEXT + at_once, CONTEXT + in_turns, widest.name)
 
 
 def weights_on(layers: Iterable[LayerPlan], others: float, chip: str, prefer: Prefer = "speed") -> float:
-    """Bytes that a component keeps on a chip, at most. others: of all that is no Linear of the plan, in 16 bit."""
+    """Return the bytes that a component keeps on a chip, at most. others: of tensors outside the plan, in 16 bit."""
     layers = list(layers)
     quantized = [layer.n * layer.k for layer in layers if layer.scheme is not None]
     decoded = 2 * 4 * max(quantized, default=0) if chip in REFERENCE else 0  # codes and weight, both in fp32
@@ -80,7 +85,7 @@ def weights_on(layers: Iterable[LayerPlan], others: float, chip: str, prefer: Pr
 
 
 def _kept(layer: LayerPlan, chip: str, prefer: Prefer) -> float:
-    """Bytes of a layer, with all that fitting may add to it."""
+    """Return the bytes of a layer, with everything that fitting may add to it."""
     if layer.scheme is None or route(layer.scheme, chip, prefer).is_collapsed:
         return resident_bytes(layer, chip, prefer)
     return layer.most_stored_bits / 8

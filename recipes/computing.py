@@ -1,6 +1,6 @@
-"""Say how a component computes: its layers' schemes, its attention, and the steps that are kept in 16 bit.
+"""State how a component computes: its layers' schemes, its attention, and the steps that are kept in 16 bit.
 
-Recipes say it, and checkpoints record it as `quantization_config`, which is all that loading needs to know.
+Recipes choose it, and checkpoints record it as `quantization_config`, from which alone they are loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Attention = Literal["16bit", "fp8"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-BACKEND = "fluxq_fp8"  # what diffusers' attention dispatcher calls attention in fp8
+BACKEND = "fluxq_fp8"  # name of attention in fp8 in diffusers' attention dispatcher
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
 
@@ -60,7 +60,7 @@ class Steps(Strict):
         return self
 
     def __str__(self) -> str:
-        """For people: `the first step and the last 2`."""
+        """Return the text for people: `the first step and the last 2`."""
         parts = [f"the {end} {count}" if count > 1 else f"the {end}" for end, count in self._ends]
         return " and ".join([f"{parts[0]} step{'s' if self._ends[0][1] > 1 else ''}", *parts[1:]])
 
@@ -71,10 +71,14 @@ class Steps(Strict):
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """`quantization_config` of a component's config.json. layers: scheme -> full module names.
+    """`quantization_config` of a component's config.json.
 
-    attention: what self-attention is computed in. steps: those kept in 16 bit (runtime/steps.py). Neither is a feature
-    that loading requires: where fp8 cannot be had 16 bit is nearer to the original, and a model alone knows no steps.
+    layers: scheme -> full module names.
+    attention: arithmetic of self-attention.
+    steps: those kept in 16 bit (runtime/steps.py).
+
+    Loading requires neither attention nor steps: where fp8 cannot be had 16 bit is nearer to the original, and a model
+    alone has no steps.
     """
 
     layers: dict[str, list[str]]
@@ -124,7 +128,10 @@ class QuantizationConfig:
         return cls(named, features, version, attention, _steps(config.get("steps")))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, `quant_method` included; attention only where it is not 16 bit, steps where some are kept."""
+        """Return the JSON form, `quant_method` included.
+
+        Attention is there only if it is not in 16 bit, steps if some are kept.
+        """
         chosen: dict[str, Any] = {} if self.attention == "16bit" else {"attention": self.attention}
         if self.steps is not None:
             chosen["steps"] = self.steps.model_dump(mode="json")
@@ -143,25 +150,26 @@ class QuantizationConfig:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `quantization_config` of a config.json, where it is fluxq's."""
-    said = config.get("quantization_config")
-    return said if isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD else None
+    """Return `quantization_config` of a config.json, if it is fluxq's."""
+    value = config.get("quantization_config")
+    return value if isinstance(value, dict) and value.get("quant_method") == QUANT_METHOD else None
 
 
-def _steps(said: Any) -> Steps | None:
-    """The steps that a config.json says are kept; ValueError for what is none that this version knows."""
-    if said is None:
+def _steps(value: Any) -> Steps | None:
+    """Return the kept steps of a config.json; ValueError for a value that this version does not know."""
+    if value is None:
         return None
     try:
-        return Steps.model_validate(said)
+        return Steps.model_validate(value)
     except ValidationError as error:
         why = error.errors()[0]["msg"]
         raise ValueError(
-            f"checkpoint keeps steps {str(said)[:80]}, which this version does not know ({why}): update fluxq"
+            f"checkpoint keeps steps {str(value)[:80]}, which this version does not know ({why}): update fluxq"
         ) from None
 
 
 def attention_of(model: nn.Module) -> Attention:
-    """Return what a model computes self-attention in: "fp8" if an attention processor has that backend, or "16bit"."""
+    """Return the arithmetic of a model's self-attention: "fp8" if a processor has that backend, else "16bit"."""
     processors = (getattr(module, "processor", None) for module in model.modules())
-    return "fp8" if any(getattr(found, "_attention_backend", None) == BACKEND for found in processors) else "16bit"
+    backends = (getattr(processor, "_attention_backend", None) for processor in processors)
+    return "fp8" if BACKEND in backends else "16bit"

@@ -52,9 +52,12 @@ LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
 class Route:
     """Way in which a GPU computes a scheme.
 
-    arithmetic: what its matrix units multiply. activations: the format that inputs are quantized to, None for 16 bit.
-    weights: the format that lies in memory, None for 16 bit. is_collapsed: re-encoding at load makes one weight of the
-    quantized one, the low-rank branch and all that is done to x but mean and factors. about: for people.
+    arithmetic: of its matrix units.
+    activations: format that inputs are quantized to, None for 16 bit.
+    weights: format in memory, None for 16 bit.
+    is_collapsed: whether re-encoding at load makes one weight of the quantized one, the low-rank branch and all that is
+        done to x but mean and factors.
+    about: for people.
     """
 
     arithmetic: str
@@ -66,10 +69,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Step:
-    """A Linear, an attention or a pass over memory. bytes: by level; 0 where a level has no such step.
+    """A Linear, an attention or a pass over memory.
 
-    part: the row of the table that counts it. kind: "matmul", "low rank", "attention", "norm", "quantize", …
-    arithmetic: of its FLOPs; "" where it has none worth counting. scalar_flops: those outside the matrix units.
+    part: the row of the table that counts it.
+    kind: "matmul", "low rank", "attention", "norm", "quantize", …
+    arithmetic: of its FLOPs; "" where it has none worth counting.
+    bytes: by level; 0 where a level has no such step.
+    scalar_flops: FLOPs outside the matrix units.
     """
 
     part: str
@@ -81,11 +87,11 @@ class Step:
     scalar_flops: float = 0
 
     def seconds(self, device: Device, level: Level) -> float:
-        """Attainable time."""
+        """Return the attainable time."""
         return max(self.compute_seconds(device), self.bytes[level] / device.bytes_per_second)
 
     def compute_seconds(self, device: Device) -> float:
-        """The part of it that more bandwidth would not shorten."""
+        """Return the part of the time that more bandwidth would not shorten."""
         scalar = self.scalar_flops / device.scalar_flops
         if not self.flops:
             return scalar
@@ -112,7 +118,7 @@ class Part:
         return self.seconds_16bit / self.seconds["fused"] if self.seconds["fused"] else 1.0
 
     def describe(self) -> dict[str, object]:
-        """The row as JSON."""
+        """Return the row as JSON."""
         return {
             "part": self.name,
             "layers": self.layers,
@@ -127,9 +133,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a plan on a GPU. parts: rows of the table, without the total.
+    """Cost of a plan on a GPU.
 
-    routes: scheme -> how it is computed. attention: how self-attention is.
+    parts: rows of the table, without the total.
+    routes: scheme -> its route.
+    attention: route of self-attention.
     """
 
     device: Device
@@ -140,7 +148,7 @@ class Cost:
     attention: Route
 
     def efficiencies(self) -> dict[str, Efficiency]:
-        """The efficiencies in this cost, by what they are of."""
+        """Return name -> efficiency of those in this cost."""
         arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
         used = {name: self.device.matmul[name] for name in arithmetics}
         if any(Scheme.parse(scheme).four_over_six for scheme in self.routes):
@@ -149,14 +157,14 @@ class Cost:
         return used | {"attention": of_attention, "memory bandwidth": self.device.streaming}
 
     def describe(self) -> dict[str, object]:
-        """The cost as JSON."""
+        """Return the cost as JSON."""
         return {
             "modelled": True,
             "gpu": self.device.name,
             "source": self.device.source,
             "efficiencies": {
-                name: {"fraction": found.fraction, "measured": found.measured or None}
-                for name, found in self.efficiencies().items()
+                name: {"fraction": efficiency.fraction, "measured": efficiency.measured or None}
+                for name, efficiency in self.efficiencies().items()
             },
             "tokens": {"image": self.forward.image, "text": self.forward.text, "batch": self.forward.batch},
             "routes": {scheme: route.about for scheme, route in self.routes.items()},
@@ -168,16 +176,16 @@ class Cost:
 def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> Cost:
     """Return the cost of one forward pass of a plan.
 
-    prefer: "speed" makes 4-bit weights that a chip cannot multiply 8 bit.
+    prefer: "speed" makes 4-bit weights 8 bit where a chip cannot multiply them.
     """
     routes = {str(layer.scheme): route(layer.scheme, device.chip, prefer) for layer in plan.quantized}
-    found = list(steps(plan, forward, device.chip, prefer))
+    quantized = list(steps(plan, forward, device.chip, prefer))
     plain = list(steps(in_16_bit(plan), forward, device.chip, prefer))
     order = [*dict.fromkeys(PARTS.values()), "other", CONVOLUTIONS, "attention", "elementwise"]
     parts = []
-    for name in sorted({step.part for step in found}, key=order.index):
+    for name in sorted({step.part for step in quantized}, key=order.index):
         layers = [layer for layer in plan.layers if _part(layer) == name]
-        parts.append(_sum(name, layers, found, plain, device, prefer))
+        parts.append(_sum(name, layers, quantized, plain, device, prefer))
     parts = [_with_weights(part, forward.convolutions) if part.name == CONVOLUTIONS else part for part in parts]
     total = Part(
         "total",
@@ -199,12 +207,16 @@ def group_seconds(
     level: Level = "fused",
     made_by: Maker = "outside",
 ) -> float:
-    """Modelled time of the Linears that share one input: making and quantizing it, products, 16-bit branches.
+    """Return the modelled time of the Linears that share one input: its making and rounding, products, branches.
 
-    shapes: (N, K) of each, with one K; schemes: of each. made_by: what makes the input, whose pass is counted too;
-    "outside" counts only the quantization, as a pass of its own. A layer that is narrower than 3072 is priced as if it
-    were that wide, because small layers are stand-ins for real ones here and cost little but launches: N, K, rank and
-    deflate are all multiplied by 3072 / K. How a scheme is computed is the device's own route, see `route`.
+    A layer that is narrower than 3072 is priced as if it were that wide, because small layers are stand-ins for real
+    ones here and cost little but launches: N, K, rank and deflate are all multiplied by 3072 / K. Each scheme takes the
+    device's own `route`.
+
+    shapes: (N, K) of each Linear, with one K.
+    schemes: of each Linear.
+    made_by: maker of the input, whose pass is counted too; "outside" counts only the quantization, as a pass of its
+        own.
     """
     widths = {k for _, k in shapes}
     if len(widths) != 1 or len(shapes) != len(schemes):
@@ -217,22 +229,22 @@ def group_seconds(
         for index, ((n, k), scheme) in enumerate(zip(shapes, schemes, strict=True))
     ]
     inputs = {_input(layer, device.chip, "speed") for layer in layers}
-    found = list(_input_steps(layers[0], tokens, inputs))
+    group_steps = list(_input_steps(layers[0], tokens, inputs))
     for layer in layers:
-        found += _linear_steps(layer, tokens, device.chip, "speed")
-    return sum(step.seconds(device, level) for step in found)
+        group_steps += _linear_steps(layer, tokens, device.chip, "speed")
+    return sum(step.seconds(device, level) for step in group_steps)
 
 
 def in_16_bit(plan: Plan) -> Plan:
-    """The same layers, none of them quantized, and attention in 16 bit."""
+    """Return the plan with none of its layers quantized, and attention in 16 bit."""
     return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers), attention="16bit")
 
 
 def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
     """Return the way in which a chip computes a scheme.
 
-    That is as it is, with weights made 8 bit at load or in the kernel, or weight-only. Where no kernel was compiled for
-    the chip, torch decodes weights at each call and multiplies in fp32.
+    It is the scheme itself, 8-bit weights made at load or in the kernel, or weight-only. Where no kernel was compiled
+    for the chip, torch decodes weights at each call and multiplies in fp32.
     """
     if scheme is None:
         return Route("bf16", None, None, False, "16 bit")
@@ -258,7 +270,7 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
 
 
 def attention_route(attention: Attention, chip: str) -> Route:
-    """Return the way in which a chip computes self-attention: fp8 where it multiplies that, as at load, or 16 bit."""
+    """Return the way in which a chip computes self-attention: in fp8 if it multiplies that, or in 16 bit."""
     arithmetic = NATIVE.get(chip, {}).get("fp8")
     if attention == "16bit":
         return Route("bf16", None, None, False, "16 bit")
@@ -269,22 +281,22 @@ def attention_route(attention: Attention, chip: str) -> Route:
 
 
 def resident_bytes(layer: LayerPlan, chip: str, prefer: Prefer = "speed") -> float:
-    """Bytes of all that a layer's scheme keeps in the GPU's memory."""
-    found, scheme = route(layer.scheme, chip, prefer), layer.scheme
-    if scheme is None or found.weights is None:
+    """Return the bytes of all tensors that a layer's scheme keeps in the GPU's memory."""
+    chip_route, scheme = route(layer.scheme, chip, prefer), layer.scheme
+    if scheme is None or chip_route.weights is None:
         return 2 * layer.n * layer.k
-    if found.is_collapsed:
-        kept = Scheme(found.weights, found.activations, center=scheme.center, smooth=scheme.smooth)
+    if chip_route.is_collapsed:
+        kept = Scheme(chip_route.weights, chip_route.activations, center=scheme.center, smooth=scheme.smooth)
         return kept.stored_bits(layer.n, layer.k) / 8
     return layer.stored_bits / 8
 
 
 def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
-    """Bytes of activations that live at once in an eager forward pass in 16 bit, about: a few percent more or less, and
-    up to a third more where q and k are rotated in fp32.
+    """Estimate the bytes of activations that live at once in an eager forward pass in 16 bit.
 
-    Of the widest step: a stream twice, what was made of it and outputs before and after what is done to them; or an
-    activation's input and output, and a stream. And what a UNet keeps for its way up.
+    The estimate is a few percent off; where q and k are rotated in fp32, up to a third more live. The widest step
+    counts: a stream twice, with the outputs before and after the operations on them; or an activation's input and
+    output, and a stream. A UNet also keeps tensors for its way up.
     """
     groups: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
@@ -304,7 +316,7 @@ def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
 
 
 def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
-    """Every step of one forward pass on a chip."""
+    """Yield every step of one forward pass on a chip."""
     groups: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         groups.setdefault(layer.group or layer.name, []).append(layer)
@@ -313,8 +325,8 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
     for layer in plan.layers:
         for pattern, queries, keys in WORKLOADS[forward.family].attention:
             if matches(pattern, layer.name):
-                own = stream_of(layer.name, layer.role, forward.family)
-                queries, keys = (own if stream == "own" else stream for stream in (queries, keys))
+                layer_stream = stream_of(layer.name, layer.role, forward.family)
+                queries, keys = (layer_stream if stream == "own" else stream for stream in (queries, keys))
                 if keys == "linear":
                     yield _linear_attention(layer, forward, queries)
                     continue
@@ -325,7 +337,7 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
 
 
 def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Prefer) -> Iterator[Step]:
-    """The Linears that share an input, what makes that input, and what follows them."""
+    """Yield the steps of the Linears that share an input, with those that make it, and those that follow."""
     first = layers[0]
     m = forward.batch * forward.tokens(stream_of(first.name, first.role, forward.family))
     yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers}, forward.gated)
@@ -336,7 +348,7 @@ def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefe
 
 @dataclass(frozen=True)
 class _Input:
-    """Input that a matmul reads in place of x: its format, None for 16 bit, and what is done to x before rounding."""
+    """Input that a matmul reads in place of x: its format, None for 16 bit, and the steps on x before rounding."""
 
     format: str | None = None
     vectors: int = 0
@@ -350,60 +362,60 @@ class _Input:
 
 def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
     """Return the input that a layer's matmul reads on a chip."""
-    found, scheme = route(layer.scheme, chip, prefer), layer.scheme
-    name = found.activations.name if found.activations else None
+    chip_route, scheme = route(layer.scheme, chip, prefer), layer.scheme
+    name = chip_route.activations.name if chip_route.activations else None
     if scheme is None:
         return _PLAIN
-    if found.is_collapsed:
+    if chip_route.is_collapsed:
         return _Input(name, scheme.center + scheme.smooth)
-    two_scales = scheme.four_over_six and found.activations == scheme.activations
+    two_scales = scheme.four_over_six and chip_route.activations == scheme.activations
     return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
 
 
 def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
     """Yield the steps that make and quantize a Linear's input (m, K): once for each form that its group reads."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
-    made = sorted((found for found in inputs if found != _PLAIN), key=str)
-    is_deflated = any(found.deflate for found in made)
+    quantized = sorted((form for form in inputs if form != _PLAIN), key=str)
+    is_deflated = any(form.deflate for form in quantized)
     activated = (3 if gated else 2) * plain  # read by the activation, with a gate twice as wide, and written
     attended = layer.n / layer.k  # of a concatenation: the share that attention makes, N wide
     if layer.made_by == "norm":
-        kept = 2 * plain if _PLAIN in inputs or not made else 0  # else its kernel writes the quantized input alone
+        kept = 2 * plain if _PLAIN in inputs or not quantized else 0  # else the norm writes the quantized input alone
         yield _pass("norm", layer, 2 * plain, 2 * plain if is_deflated else kept, kept)
     elif layer.made_by == "activation":
         yield _pass("activation", layer, activated, 0, 0)
     elif layer.made_by == "concatenation":
         yield _pass("activation", layer, activated * (1 - attended), 0, 0)
         yield _pass("concatenation", layer, 2 * plain, 0, 0)
-    for index, found in enumerate(made):
-        t = 2 * m * found.deflate
-        if found.deflate:
+    for index, form in enumerate(quantized):
+        t = 2 * m * form.deflate
+        if form.deflate:
             alone = plain + t
             ridden = t if layer.made_by == "norm" else alone  # the norm's kernel has the row
             step = _pass("deflate", layer, alone, ridden, ridden)
-            yield replace(step, arithmetic="bf16", flops=2 * m * layer.k * found.deflate)
-        alone = (plain if index == 0 else 0) + found.bytes(m, layer.k) + 2 * layer.k * found.vectors + t
+            yield replace(step, arithmetic="bf16", flops=2 * m * layer.k * form.deflate)
+        alone = (plain if index == 0 else 0) + form.bytes(m, layer.k) + 2 * layer.k * form.vectors + t
         fused = ideal = alone
         if layer.made_by == "norm":
             ideal -= plain if index == 0 and _PLAIN in inputs else 0  # the norm has read it
             fused = alone if is_deflated else ideal
         elif not is_deflated:
             ideal *= {"activation": 0, "concatenation": attended}.get(layer.made_by, 1)
-        step = _pass("quantize" if found.format else "transform", layer, alone, fused, ideal)
-        products = 2 * m * layer.k * (found.deflate + found.hadamard)
-        tries = TWO_SCALES_FLOPS * m * layer.k if found.four_over_six else 0
+        step = _pass("quantize" if form.format else "transform", layer, alone, fused, ideal)
+        products = 2 * m * layer.k * (form.deflate + form.hadamard)
+        tries = TWO_SCALES_FLOPS * m * layer.k if form.four_over_six else 0
         yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=tries)
 
 
 def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iterator[Step]:
-    """The product (m, N) = (m, K) · (N, K)ᵀ, and what is added to it: low-rank branch, deflated directions."""
+    """Yield the product (m, N) = (m, K) · (N, K)ᵀ, and its additions: low-rank branch, deflated directions."""
     n, k = layer.n, layer.k
-    found = route(layer.scheme, chip, prefer)
-    x = code_bytes(found.activations.name, m, k) if found.activations else 2 * m * k
-    decoded = 8 * n * k if found.arithmetic == "fp32" else 0  # written and read again
+    chip_route = route(layer.scheme, chip, prefer)
+    x = code_bytes(chip_route.activations.name, m, k) if chip_route.activations else 2 * m * k
+    decoded = 8 * n * k if chip_route.arithmetic == "fp32" else 0  # written and read again
     size = x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n
-    yield Step(_part(layer), "matmul", layer.name, found.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
-    if layer.scheme is None or found.is_collapsed:
+    yield Step(_part(layer), "matmul", layer.name, chip_route.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
+    if layer.scheme is None or chip_route.is_collapsed:
         return
     rank, deflate = layer.scheme.rank, layer.scheme.deflate
     if rank or deflate:
@@ -424,7 +436,7 @@ def _output_steps(layer: LayerPlan, m: float, forward: ForwardPass) -> Iterator[
 
 
 def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, how: Route) -> Iterator[Step]:
-    """softmax(QKᵀ)V of N channels; `layer` is named by the family's workload.
+    """Yield the steps of softmax(QKᵀ)V of N channels; `layer` is named by the family's workload.
 
     From fp8 codes, the passes that make those come first, and before codes the scales of all tokens of k and v.
     """
@@ -433,15 +445,15 @@ def _attention(layer: LayerPlan, forward: ForwardPass, queries: str, keys: str, 
     read = 2 * channels * (m + 2 * s)
     if how.activations:
         codes = channels * (m + 2 * s)
-        made = 2 * channels * (m + 2 * (2 * s)) + codes
-        yield _pass("quantize q, k and v", layer, made, made, codes)
+        traffic = 2 * channels * (m + 2 * (2 * s)) + codes
+        yield _pass("quantize q, k and v", layer, traffic, traffic, codes)
         read = codes
     sizes = dict.fromkeys(LEVELS, read + 2 * channels * m)
     yield Step("attention", "attention", layer.name, how.arithmetic, 4 * channels * m * s, sizes)
 
 
 def _linear_attention(layer: LayerPlan, forward: ForwardPass, queries: str) -> Step:
-    """q(Σ kᵀv) of N channels in fp32, and a column of ones for the sum of weights: SANA's, after a ReLU.
+    """Return q(Σ kᵀv) of N channels in fp32, and a column of ones for the sum of weights: SANA's, after a ReLU.
 
     Bytes: ReLU of q and k, casts of q, k and v, the column, two products, a division and a cast, each a kernel.
     """
@@ -453,7 +465,7 @@ def _linear_attention(layer: LayerPlan, forward: ForwardPass, queries: str) -> S
 
 
 def _convolution_steps(convolution: Convolution, forward: ForwardPass) -> Iterator[Step]:
-    """A convolution in 16 bit as a product (m, N) = (m, k) · (N, k)ᵀ, and norm and activation before it."""
+    """Yield a convolution in 16 bit as a product (m, N) = (m, k) · (N, k)ᵀ, and norm and activation before it."""
     m = forward.batch * forward.tokens(stream_of(convolution.name, "", forward.family))
     x = 2 * m * convolution.stride**2 * convolution.channels
     size = x + 2 * (m * convolution.n + convolution.n * convolution.k)
@@ -480,28 +492,28 @@ def _pass(kind: str, layer: LayerPlan, unfused: float, fused: float, ideal: floa
 
 
 def _sum(
-    name: str, layers: list[LayerPlan], found: Sequence[Step], plain: Sequence[Step], device: Device, prefer: Prefer
+    name: str, layers: list[LayerPlan], quantized: Sequence[Step], plain: Sequence[Step], device: Device, prefer: Prefer
 ) -> Part:
-    own = [step for step in found if step.part == name]
+    part_steps = [step for step in quantized if step.part == name]
     return Part(
         name,
         len(layers),
         sum(layer.stored_bits for layer in layers) / 8,
         sum(resident_bytes(layer, device.chip, prefer) for layer in layers),
-        sum(step.flops for step in own),
-        {level: sum(step.seconds(device, level) for step in own) for level in LEVELS},
+        sum(step.flops for step in part_steps),
+        {level: sum(step.seconds(device, level) for step in part_steps) for level in LEVELS},
         sum(step.seconds(device, "unfused") for step in plain if step.part == name),
     )
 
 
 def _with_weights(part: Part, convolutions: Sequence[Convolution]) -> Part:
-    """The row of the convolutions, whose weights no plan knows."""
+    """Return the row of the convolutions with their weights, which no plan has."""
     size = sum(2 * each.n * each.k for each in convolutions)
     return replace(part, layers=len(convolutions), stored_bytes=size, resident_bytes=size)
 
 
 def code_bytes(name: str, rows: float, k: int) -> float:
-    """Bytes of codes and scales of a (rows, k) matrix in the format called `name`."""
+    """Return the bytes of codes and scales of a (rows, k) matrix in the format called `name`."""
     return FORMATS[name].stored_bits(round(rows), k) / 8
 
 
@@ -510,7 +522,7 @@ def _widened(scheme: Scheme | None, times: float) -> Scheme | None:
 
 
 def _kind(format: Format) -> str:
-    """Formats that one instruction serves have one name: scales per row or per tensor, groups of 64 or 128."""
+    """Return one name for formats with the same instruction: scales per row or per tensor, groups of 64 or 128."""
     return {"fp8_tensor": "fp8"}.get(format.name, "int4" if format.name.startswith("int4") else format.name)
 
 
@@ -524,7 +536,7 @@ REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
 # less than half of it, which hides behind memory on every GPU here.
 TWO_SCALES_FLOPS = 20
 
-# Chip -> format of weights and activations -> what its matrix units multiply. Missing: no such instruction.
+# Chip -> format of weights and activations -> arithmetic of its matrix units. Missing: no such instruction.
 NATIVE = {
     "sm_80": {"int8": "int8"},
     "sm_86": {"int8": "int8"},
@@ -538,7 +550,7 @@ NATIVE = {
     "gfx1201": {"int8": "int8", "fp8": "fp8"},
 }
 
-# What everything else becomes, or is timed as: the faster 8-bit format, which on GeForce cards is int8.
+# Chip -> 8-bit format of all other schemes: the faster one, on GeForce cards int8.
 EIGHT_BIT = {
     "sm_80": "int8",
     "sm_86": "int8",

@@ -1,4 +1,4 @@
-"""GPUs and their abilities: a row each in DEVICES, for cost.py. Data-sheet peaks, and what real kernels reach of them.
+"""GPUs and their abilities: a row each in DEVICES, for cost.py. Data-sheet peaks, and the fractions that kernels reach.
 
     attainable time = max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency))
 
@@ -6,8 +6,8 @@ Peaks are dense (data sheets like to quote sparse ones, which are twice as high)
 efficiency without a source is assumed, and everything that prints a time says so. Nothing here was measured by this
 project. Imports no torch.
 
-What computes on a chip is a matter of cost.py (NATIVE, EIGHT_BIT, REFERENCE), which tests hold against the kernels
-that were compiled. Apple's machines stand here by their CPU: fluxq has no kernel for their GPU, and torch no float8.
+The arithmetic of a chip is in cost.py (NATIVE, EIGHT_BIT, REFERENCE), which tests hold against the kernels that were
+compiled. Apple's machines are listed by their CPU: fluxq has no kernel for their GPU, and torch no float8.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from fluxq.recipes.formats import FORMATS
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fraction of a peak that real kernels reach. measured: where that was published; "" where it is assumed.
+    """The fraction of a peak that real kernels reach.
 
-    why: for an assumed one, what the guess leans on.
+    measured: source of the fraction; "" where it is assumed.
+    why: basis of an assumed one.
     """
 
     fraction: float
@@ -51,11 +52,16 @@ _SCALAR = Efficiency(
 class Device:
     """A row of DEVICES.
 
-    chip: as kernels/chips.py calls it. memory: what is sold as so many GB and is so many GiB. bandwidth: GB/s. peaks:
-    dense TFLOP/s (or TOP/s) by arithmetic; one that is missing has no instruction. matmul: efficiencies, for the same
-    keys. scalar_peak: fp32 TFLOP/s outside the matrix units. source: where peaks, memory and bandwidth stand.
-    attention, attention_fp8, streaming, scalar: efficiencies of attention in 16 bit and in fp8, of kernels that only
-    move bytes and of arithmetic outside the matrix units.
+    chip: a name of kernels/chips.py.
+    memory: GiB, which are sold as so many GB.
+    bandwidth: GB/s.
+    peaks: arithmetic -> dense TFLOP/s (or TOP/s); one that is missing has no instruction.
+    matmul: efficiencies, for the same keys.
+    scalar_peak: fp32 TFLOP/s outside the matrix units.
+    source: of peaks, memory and bandwidth.
+    attention, attention_fp8: efficiencies of attention in 16 bit and in fp8.
+    streaming: efficiency of kernels that only move bytes.
+    scalar: efficiency of arithmetic outside the matrix units.
     """
 
     name: str
@@ -72,13 +78,13 @@ class Device:
     scalar: Efficiency = _SCALAR
 
     def flops(self, arithmetic: str) -> float:
-        """FLOP/s that a matmul attains; ValueError where the chip has no such instruction."""
+        """Return the FLOP/s that a matmul attains; ValueError where the chip has no such instruction."""
         if arithmetic not in self.peaks:
             raise ValueError(f"{self.name} does not multiply {arithmetic}; it has {', '.join(self.peaks)}")
         return 1e12 * self.peaks[arithmetic] * self.matmul[arithmetic].fraction
 
     def attention_flops(self, arithmetic: str) -> float:
-        """FLOP/s that attention attains, "bf16" or, in fp8, what the chip multiplies such codes by."""
+        """Return the FLOP/s that attention attains, in "bf16" or, for fp8, in the arithmetic of such codes."""
         efficiency = self.attention if arithmetic == "bf16" else self.attention_fp8
         return 1e12 * self.peaks[arithmetic] * efficiency.fraction
 
@@ -94,25 +100,25 @@ class Device:
 
 
 def find_device(name: str) -> Device:
-    """The row called `name`, whatever its case, spaces, dashes and maker; ValueError that lists the known ones.
+    """Return the row called `name`, whatever its case, spaces, dashes and maker; ValueError that lists the known ones.
 
-    A number alone will do: "3060", "4060 Ti", "NVIDIA GeForce RTX 3060".
+    A number alone is enough: "3060", "4060 Ti", "NVIDIA GeForce RTX 3060".
     """
-    known = {spelt: device for key, device in DEVICES.items() for spelt in (_letters(key), _letters(device.name))}
+    devices = {spelt: device for key, device in DEVICES.items() for spelt in (_letters(key), _letters(device.name))}
     wanted = _letters(name)
-    if wanted not in known:
-        near = [spelt for spelt in known if wanted and (spelt.startswith(wanted) or wanted.startswith(spelt))]
-        near = near or difflib.get_close_matches(wanted, known, n=2, cutoff=0.7)
-        keys = [key for key in DEVICES if any(known[spelt] is DEVICES[key] for spelt in near)]
+    if wanted not in devices:
+        near = [spelt for spelt in devices if wanted and (spelt.startswith(wanted) or wanted.startswith(spelt))]
+        near = near or difflib.get_close_matches(wanted, devices, n=2, cutoff=0.7)
+        keys = [key for key in DEVICES if any(devices[spelt] is DEVICES[key] for spelt in near)]
         hint = f" (did you mean {' or '.join(keys)}?)" if keys else ""
         raise ValueError(
             f"unknown GPU {name!r}{hint}; known: {', '.join(DEVICES)}; recipes/devices.py shows how to add one"
         )
-    return known[wanted]
+    return devices[wanted]
 
 
 def _letters(name: str) -> str:
-    """Return the part of a card's name that tells it from others: its number, with what stands behind it."""
+    """Return the part of a card's name that tells it from others: its number, with the letters behind it."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|rtx|amd|radeon|instinct|\brx|apple", "", name.lower())
 
 
@@ -155,8 +161,8 @@ def _like_5090(fraction: float, measured: str) -> dict[str, Efficiency]:
 
 
 def _guessed(like: Mapping[str, Efficiency], why: str) -> dict[str, Efficiency]:
-    """All but bf16, of which a card has its own figure: those of the same architecture's largest card."""
-    return {name: Efficiency(found.fraction, why=why) for name, found in like.items() if name != "bf16"}
+    """Return the efficiencies of the same architecture's largest card, but for bf16, of which a card has its own."""
+    return {name: Efficiency(efficiency.fraction, why=why) for name, efficiency in like.items() if name != "bf16"}
 
 
 # One source for both formats, so that their ratio is that of one machine and one shape.
@@ -228,7 +234,7 @@ DEVICES = {
         chip="sm_89",
         memory=24,
         bandwidth=1008,
-        peaks={"bf16": 165.2, "fp8": 330.3, "int8": 660.6},  # fp8: half of what it does with fp16 sums
+        peaks={"bf16": 165.2, "fp8": 330.3, "int8": 660.6},  # fp8: half of its rate with fp16 sums
         matmul=_ADA,
         scalar_peak=82.6,
         source="NVIDIA Ada GPU architecture white paper, dense figures",

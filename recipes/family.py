@@ -1,4 +1,4 @@
-"""State what a family can say of its models: their Linears, original names, work and published configurations.
+"""State the facts of a model family: Linears, original names, work and published configurations.
 
 families/ has a file for each family. Imports no torch: a row is names only, and tests check the names against the class
 on the meta device.
@@ -22,8 +22,8 @@ Maker = Literal["norm", "attention", "activation", "concatenation", "outside", "
 class Modulation:
     """Name the adaLN Linear that scales and shifts a norm's output, x = norm · (1 + scale) + shift, for one group.
 
-    linear: its path below the block. chunk: its output is a row of chunks, each as wide as x; the shift is this one,
-    the scale the next.
+    linear: its path below the block.
+    chunk: place of the shift in its output, a row of chunks, each as wide as x; the scale is the next one.
     """
 
     linear: str
@@ -41,11 +41,13 @@ class Modulation:
 class InputGroup:
     """Group Linears of one block that read the same input tensor; those that a configuration lacks are passed over.
 
-    role: what recipes call them. block: pattern of the block's path. members: paths below the block. joined: a
-    fused layout concatenates them along N, so they share NVFP4's global weight scale. made_by: what makes the input;
-    "outside" is what comes from another block or model, "unknown" what no row says, and "concatenation" has the
-    attention's channels first, as many as the Linear puts out, then the feed-forward's. modulation: of the norm that
-    makes it.
+    role: their name in recipes.
+    block: pattern of the block's path.
+    members: paths below the block.
+    joined: whether a fused layout concatenates them along N, so that they share NVFP4's global weight scale.
+    made_by: maker of the input; "outside" is another block or model, "unknown" one that no row names, and
+        "concatenation" has the attention's channels first, as many as the Linear's outputs, then the feed-forward's.
+    modulation: of the norm that makes the input.
     """
 
     role: str
@@ -57,29 +59,33 @@ class InputGroup:
 
     @property
     def normalised(self) -> bool:
-        """Say whether each token was normalised, so that no token is far larger than the others."""
+        """Tell whether each token was normalised, so that no token is far larger than the others."""
         return self.made_by == "norm"
 
     @property
     def split(self) -> bool:
-        """Say whether the input is two tensors side by side, attention and feed-forward, of different statistics."""
+        """Tell whether the input is two tensors side by side, attention and feed-forward, of different statistics."""
         return self.made_by == "concatenation"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Say what a family's pipeline feeds its denoiser.
+    """State the input that a family's pipeline feeds its denoiser.
 
-    size: height, width and frames if nobody says otherwise. text: tokens that a prompt is padded to; extra_text: more
-    of a second encoder; prompts: texts of that length that a block reads side by side. patch: latents that a token
-    spans on a side, None where the configuration says so. sized: whether the pipeline makes images of the
-    configuration's `sample_size`. attention: pattern of a Linear with as many outputs as the attention has channels (it
-    makes the queries, or keys of its own; where those are fused with others, it reads the attention), streams of
-    queries and of keys; "own" is what that Linear sees, and keys that are "linear" make a sum over all tokens first.
-    streams: pattern -> stream, where the role alone does not say it. vae_factor: of the family's VAE. convolutions:
-    pattern -> tensors as large as its input that norm and activation before it read and write. special: rows and
-    columns of tokens and the configuration -> fields of `ForwardPass` that this family alone has, or counts in its own
-    way.
+    size: height, width and frames by default.
+    text, extra_text: tokens that a prompt is padded to, and those of a second encoder.
+    prompts: texts of that length that a block reads side by side.
+    patch: latents that a token spans on a side, None where the configuration has it.
+    sized: whether the pipeline makes images of the configuration's `sample_size`.
+    attention: (pattern of a Linear, stream of queries, stream of keys). The Linear has as many outputs as the attention
+        has channels: it makes the queries, or keys of its own; where those are fused with others, it reads the
+        attention. "own" is the stream that the Linear reads, and keys that are "linear" make a sum over all tokens
+        first.
+    streams: pattern -> stream, where the role alone does not tell it.
+    vae_factor: of the family's VAE.
+    convolutions: pattern -> tensors as large as its input that norm and activation before it read and write.
+    special: function of rows and columns of tokens and the configuration -> fields of `ForwardPass` that this family
+        alone has, or counts in its own way.
     """
 
     size: tuple[int, int, int]
@@ -103,10 +109,13 @@ class Workload:
 class Published:
     """Name a published model, or the part of it that a family describes, and its configuration.
 
-    name: as people write it. also: models with the same configuration. count: how many of it a pipeline has. size:
-    fields of `CallSize` where the family's usual size is not this model's. vae: configuration of another VAE than the
-    family's. beside: the pipeline's text encoders and VAE, names of other rows or classes of diffusers as they stand;
-    empty where nobody asked yet.
+    name: as people write it.
+    also: models with the same configuration.
+    count: how many of it a pipeline has.
+    size: fields of `CallSize` that differ from the family's usual size.
+    vae: configuration of another VAE than the family's.
+    beside: the pipeline's text encoders and VAE, names of other rows or classes of diffusers; empty where they are not
+        listed yet.
     """
 
     name: str
@@ -123,19 +132,22 @@ class Published:
 class Family:
     """Describe a class of models; a row of FAMILIES.
 
-    model: class name, of `library`. kind: what the model does in a pipeline; only a transformer runs at every
-    denoising step, so only its activations are worth quantizing. keep: pattern -> reason, Linears that stay in
-    16 bit whatever a recipe says about roles. fusable: blocks that have a fused form. self_attention: paths of the
-    modules whose q, k and v come from the same tokens and go through diffusers' attention dispatcher, without a mask,
-    so that another attention can take its place. notes: what every plan warns of.
-
-    Of denoisers alone: workload: what the pipeline feeds it. originals: what its authors' code and ComfyUI call its
-    tensors, see keymaps.py; rows, or a function that makes them from the names of a model. embedded_timestep: what the
-    embedder gets for a timestep of the scheduler, a tensor: the pipeline's arithmetic, then the model's, in the dtype
-    that arrives; a wrong one costs a look-up, not the image.
-
-    published: models of this class, with their configurations. hub_ids: published model -> its pipelines in diffusers'
-    layout on the Hugging Face hub. hub_owner: who has all of them there, each under its own name.
+    model: class name, of `library`.
+    kind: part in a pipeline; only a transformer runs at every denoising step, so only its activations are worth
+        quantizing.
+    keep: pattern -> reason, Linears that stay in 16 bit whatever a recipe says about roles.
+    fusable: blocks that have a fused form.
+    self_attention: paths of the modules whose q, k and v come from the same tokens and go through diffusers' attention
+        dispatcher, without a mask, so that another attention can take its place.
+    notes: warnings of every plan.
+    workload: of a denoiser, the input from the pipeline.
+    originals: of a denoiser, its tensors' names in its authors' code and ComfyUI, see keymaps.py; rows, or a function
+        that makes them from the names of a model.
+    embedded_timestep: of a denoiser, function of a timestep of the scheduler, a tensor, to the embedder's input: the
+        pipeline's arithmetic, then the model's, in the dtype that arrives; a wrong one costs a look-up, not the image.
+    published: models of this class, with their configurations.
+    hub_ids: published model -> its pipelines in diffusers' layout on the Hugging Face hub.
+    hub_owner: owner of all of them there, each under its own name.
     """
 
     name: str
@@ -156,7 +168,7 @@ class Family:
 
     @property
     def pipelines(self) -> Mapping[str, tuple[str, ...]]:
-        """Return where the Hugging Face hub has the published models, by name."""
+        """Return the published models' repositories on the Hugging Face hub, by name."""
         names = [name for model in self.published for name in (model.name, *model.also)]
         return {name: (f"{self.hub_owner}/{name}",) for name in names} if self.hub_owner else self.hub_ids
 
@@ -176,5 +188,5 @@ class Family:
         return None
 
     def kept(self, path: str) -> str | None:
-        """Say why the Linear at `path` stays in 16 bit, or None."""
+        """Return the reason why the Linear at `path` stays in 16 bit, or None."""
         return next((reason for pattern, reason in self.keep.items() if matches(pattern, path)), None)

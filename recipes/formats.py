@@ -26,10 +26,12 @@ from fluxq.base.console import did_you_mean
 class Element:
     """Describe one code: a sign, `exponent` bits, `mantissa` bits, and the torch dtype that stores it.
 
-    exponent: 0 for an integer, whose mantissa is then all bits but the sign. bias: a code with exponent bits e and
-    mantissa fraction f means (1 + f) · 2^(e - bias); with e = 0 it means f · 2^(1 - bias). max: the largest magnitude
-    that encoding produces; float codes beyond it are infinities and NaN. 4-bit elements are stored two to a byte
-    (uint8). low: the smallest code value where it is not -max.
+    bits: of a code; 4-bit elements are stored two to a byte (uint8).
+    max: the largest magnitude that encoding produces; float codes beyond it are infinities and NaN.
+    exponent: 0 for an integer, whose mantissa is then all bits but the sign.
+    bias: a code with exponent bits e and mantissa fraction f means (1 + f) · 2^(e - bias); with e = 0 it means
+        f · 2^(1 - bias).
+    low: the smallest code value where it is not -max.
     """
 
     name: str
@@ -98,11 +100,12 @@ class Element:
 class Format:
     """A row of FORMATS.
 
-    name: as recipes and files spell it. element: the code type.
+    name: its spelling in recipes and files.
+    element: the code type.
     block: (n, k) elements per scale, 0 = whole axis.
     scale: type of the stored block scale ("fp32", "bf16", "e4m3", "e8m0").
-    rule: how a scale follows from the block: "amax" (amax / element max), "ceil" (the smallest power of two
-    that does not saturate), "least_squares" (the power of two, of three, with the least squared error).
+    rule: of the scale from the block: "amax" (amax / element max), "ceil" (the smallest power of two that does not
+        saturate), "least_squares" (the power of two, of three, with the least squared error).
     two_level: block scales are relative to one fp32 global scale per tensor.
     """
 
@@ -128,7 +131,7 @@ class Format:
         return self.two_level or self.block == (0, 0)
 
     def with_group_size(self, group_size: int | None) -> Format:
-        """The same format with another group size (only int4 lets one choose); `None` keeps the row's own."""
+        """Return the format with another group size, which only int4 allows; `None` keeps the row's own."""
         if group_size is None or group_size == self.group_size:
             return self
         if self.name != "int4" or group_size not in INT4_GROUP_SIZES:
@@ -146,28 +149,32 @@ class Format:
             )
 
     def scale_count(self, rows: int, k: int) -> int:
-        """Number of block scales stored for a (rows, k) matrix."""
+        """Return the number of block scales stored for a (rows, k) matrix."""
         n, group = self.block
         return (1 if n == 0 else rows) * (k // group if group else 1)
 
     def stored_bits(self, rows: int, k: int) -> int:
-        """Bits stored for a (rows, k) matrix: codes, block scales and the global scale."""
+        """Return the bits stored for a (rows, k) matrix: codes, block scales and the global scale."""
         scales = self.scale_count(rows, k) * SCALE_BITS[self.scale]
         return rows * k * self.element.bits + scales + (32 if self.two_level else 0)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Scheme of one Linear: how it is held and computed. Its text form is a key of `quantization_config.layers`.
+    """Scheme of one Linear: its storage and arithmetic. Its text form is a key of `quantization_config.layers`.
 
-    activations: None computes with 16-bit activations. static_input: the one scale of all activations was calibrated
-    (`has_tensor_scale`) and is stored as `input_scale`; otherwise each token gets its own in nvfp4, and all that are
-    multiplied together one in fp8_tensor.
+    activations: None computes with 16-bit activations.
+    static_input: the one scale of all activations was calibrated (`has_tensor_scale`) and is stored as `input_scale`;
+        otherwise each token gets its own in nvfp4, and all that are multiplied together one in fp8_tensor.
+    rank: of the 16-bit low-rank branch beside the quantized weight, which reads x itself.
+    four_over_six: nvfp4 activations choose between two scales for each block.
 
-    What happens to x before it is rounded, in this order: center subtracts a mean, smooth multiplies each channel,
-    deflate takes so many principal directions out and computes them in 16 bit, hadamard rotates blocks of that size; 0
-    is none. four_over_six: nvfp4 activations choose between two scales for each block. rank: of the 16-bit low-rank
-    branch beside the quantized weight, which reads x itself.
+    The steps on x before it is rounded, in this order; False or 0 is none:
+
+    center: subtracts a mean.
+    smooth: multiplies each channel.
+    deflate: takes so many principal directions out and computes them in 16 bit.
+    hadamard: rotates blocks of that size.
     """
 
     weights: Format
@@ -190,20 +197,20 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """Read the text form; ValueError for anything that this version does not know."""
-        found = _SCHEME.fullmatch(text)
-        if not found:
+        """Read the text form; ValueError for a text that this version does not know."""
+        match = _SCHEME.fullmatch(text)
+        if not match:
             raise ValueError(f"unknown quantization scheme {text!r}: a newer fluxq may be needed to read it")
         scheme = cls(
-            find_format(found["weights"]),
-            None if found["activations"] == "16bit" else find_format(found["activations"]),
-            static_input=bool(found["static"]),
-            rank=int(found["rank"] or 0),
-            center=bool(found["center"]),
-            smooth=bool(found["smooth"]),
-            deflate=int(found["deflate"] or 0),
-            hadamard=int(found["hadamard"] or 0),
-            four_over_six=bool(found["four_over_six"]),
+            find_format(match["weights"]),
+            None if match["activations"] == "16bit" else find_format(match["activations"]),
+            static_input=bool(match["static"]),
+            rank=int(match["rank"] or 0),
+            center=bool(match["center"]),
+            smooth=bool(match["smooth"]),
+            deflate=int(match["deflate"] or 0),
+            hadamard=int(match["hadamard"] or 0),
+            four_over_six=bool(match["four_over_six"]),
         )
         row = scheme.activations
         if scheme.static_input and not (row and row.has_tensor_scale):
@@ -225,15 +232,17 @@ class Scheme:
         return bool(self.center or self.smooth or self.deflate or self.hadamard)
 
     def stored_bits(self, n: int, k: int) -> int:
-        """Bits stored for an (n, k) weight: codes, scales, `input_scale`, low-rank branches, the vectors of x, and
-        the bias where centring makes it part of this.
+        """Return the bits stored for an (n, k) weight.
+
+        They count codes, scales, `input_scale`, low-rank branches, the vectors of x, and the bias where centring adds
+        to it.
         """
         bits = self.weights.stored_bits(n, k) + 32 * self.static_input + 16 * (self.rank + self.deflate) * (n + k)
         return bits + 16 * k * (self.center + self.smooth) + 16 * n * self.center
 
 
 def find_format(name: str) -> Format:
-    """The row called `name`, also int4 with another group size (`int4_g128`); ValueError with a hint."""
+    """Return the row called `name`, also int4 with another group size (`int4_g128`); ValueError with a hint."""
     if name in FORMATS:
         return FORMATS[name]
     base, _, group = name.rpartition("_g")
@@ -244,7 +253,7 @@ def find_format(name: str) -> Format:
 
 INT4_GROUP_SIZES = (64, 128)
 HADAMARDS = (16, 32, 64, 128)
-# What a checkpoint requires of its readers -> the field of a Scheme that says so.
+# Feature that a checkpoint requires of its readers -> the field of a Scheme for it.
 FEATURES = {
     **{"static_input_scale": "static_input", "low_rank": "rank", "center": "center", "smooth": "smooth"},
     **{"deflation": "deflate", "hadamard": "hadamard", "four_over_six": "four_over_six"},

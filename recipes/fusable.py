@@ -1,7 +1,7 @@
-"""Say which of diffusers' modules play which role in the blocks that `fluxq.optimize` fuses.
+"""Name the modules of diffusers that play each role in the blocks that `fluxq.optimize` fuses.
 
-A block needs a function in runtime/fused_calls.py that reads what the forward of its class is called with. Paths and
-classes are compared with diffusers' own in tests/runtime/test_fused_families.py.
+A block needs a function in runtime/fused_calls.py that reads the arguments of its class's forward. Paths and classes
+are compared with diffusers' own in tests/runtime/test_fused_families.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class OwnAttention:
     """Describe a second attention, of one stream alone, over another modulation of the same norm.
 
-    Its fields say what those of a `Stream` say. A block whose `path` is None has none.
+    Its fields are those of a `Stream`. A block whose `path` is None has none.
     """
 
     path: str
@@ -31,8 +31,11 @@ class CrossAttention:
     It also reads an image's features where the block has room for them. The first Linear of a group stands for the
     group.
 
-    norm: before it. q: the Linear of the stream; kv: the first of the text's, image_kv: of the image's, or None. q_norm
-    to image_k_norm: RMSNorm over all heads. text_tokens: those at the end of what is read; the rest is the image's.
+    norm: before the attention.
+    q: the Linear of the stream.
+    kv, image_kv: the first Linear of the text's keys and values, and of the image's, or None.
+    q_norm, k_norm, image_k_norm: RMSNorm over all heads.
+    text_tokens: number of text tokens at the end of the attention's input; the rest is the image's.
     """
 
     path: str
@@ -53,13 +56,19 @@ class Stream:
 
     Modules are paths below the block, and the first Linear of an input group stands for the group.
 
-    name: "text" or "image", or "both" for one stream of both. modulation: the modules that the embedded timestep goes
-    through, one after another, to become shift, scale and gate of the attention, then of the feed-forward; none where
-    a call brings these. norm: LayerNorm before the attention, qkv: the Linears behind it, q_norm, k_norm: RMSNorm of
-    each head. out: after the attention; None in a block after which the stream ends. second_norm: LayerNorm before the
-    feed-forward, of which `up` is the first Linear, then `act`, a row of ACTS of `quantize_activation`, then `down`.
-    Where out, second_norm and up are empty, the Linears of qkv make what the activation reads too, and `down` reads
-    attention and feed-forward side by side. clipped: fp16 is kept from overflowing in the end.
+    name: "text" or "image", or "both" for one stream of both.
+    modulation: the modules that the embedded timestep goes through, one after another, to become shift, scale and gate
+        of the attention, then of the feed-forward; none where a call brings these.
+    norm: LayerNorm before the attention.
+    qkv: the Linears behind it.
+    q_norm, k_norm: RMSNorm of each head.
+    out: after the attention; None in a block after which the stream ends.
+    second_norm: LayerNorm before the feed-forward.
+    up, act, down: first Linear of the feed-forward, a row of ACTS of `quantize_activation`, last Linear.
+    clipped: fp16 is kept from overflowing in the end.
+
+    Where out, second_norm and up are empty, the Linears of qkv also make the activation's input, and `down` reads
+    attention and feed-forward side by side.
     """
 
     name: str
@@ -74,23 +83,26 @@ class Stream:
     up: str = ""
     act: str = "gelu_tanh"
     clipped: bool = False
-    own: OwnAttention | None = None
+    own_attention: OwnAttention | None = None
     cross: CrossAttention | None = None
 
 
 @dataclass(frozen=True)
 class FusableBlock:
-    """Describe a block whose forward `fluxq.optimize` replaces, and which modules in it play which role.
+    """Describe a block whose forward `fluxq.optimize` replaces, and the roles of the modules in it.
 
-    block: pattern of its path. model: its class. attention: the module that its streams go through, in that order of
-    their tokens. attentions: path -> class of the processor that the fused form knows. passed_over: path -> class, what
-    the fused form computes itself instead of calling it: several classes with "|" between them, and "None" for what a
-    block may lack.
-
-    per_head: norms of q and k are of each head, else of all channels. rotary: q and k are rotated. fp32_modulation:
-    shift, scale and gate are in fp32, whatever the tokens are in. dispatched: the processor asks diffusers' dispatcher
-    for the attention, else torch. contiguous: it copies each stream's part of the attention before the next Linear,
-    which adds a bias in 16 bit to what is not contiguous.
+    block: pattern of its path.
+    model: its class.
+    attention: the module that its streams go through, in that order of their tokens.
+    attentions: path -> class of the processor that the fused form knows.
+    passed_over: path -> class of a module that the fused form computes instead of calling it: several classes with "|"
+        between them, and "None" for one that a block may lack.
+    per_head: norms of q and k are of each head, else of all channels.
+    rotary: q and k are rotated.
+    fp32_modulation: shift, scale and gate are in fp32, whatever the tokens are in.
+    dispatched: the attention goes through diffusers' dispatcher, else torch.
+    contiguous: the processor copies each stream's part of the attention before the next Linear, which adds a bias in 16
+        bit to a tensor that is not contiguous.
     """
 
     block: str
@@ -113,5 +125,5 @@ TEXT_HEADS = {"attn.norm_added_q": "RMSNorm", "attn.norm_added_k": "RMSNorm"}
 
 def feed_forward_classes(path: str, lacking: str = "") -> dict[str, str]:
     """Name the classes in diffusers' FeedForward with GELU; lacking: "|None" for one that a block may lack."""
-    found = {path: "FeedForward", f"{path}.net.0": "GELU", f"{path}.net.1": "Dropout"}
-    return {path: kind + lacking for path, kind in found.items()}
+    classes = {path: "FeedForward", f"{path}.net.0": "GELU", f"{path}.net.1": "Dropout"}
+    return {path: kind + lacking for path, kind in classes.items()}

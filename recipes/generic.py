@@ -1,13 +1,13 @@
-"""The family of a class that has no row: what a model's structure and names say of its Linears, and how sure that is.
+"""The family of a class without a row, from a model's structure and names, and its certainty.
 
 Blocks are the members of module lists that attend. Those of one list have the same Linears, but for a few that the
-first or the last may lack. In a block a name tells what a Linear does (`to_q`, `w1`, `adaLN`), and its shape which way
-a feed-forward goes. How sure that is:
+first or the last may lack. In a block the name of a Linear tells its role (`to_q`, `w1`, `adaLN`), and its shape the
+direction of a feed-forward. The certainty is
 
     certainty = weights of Linears in repeated blocks whose names tell their role / weights of all Linears
 
-Where structure leaves a doubt, it is resolved towards less: Linears outside of blocks stay in 16 bit; Linears share an
-input group only where their names say so and their shapes agree, and are checked when calibration runs the model (see
+Where structure leaves a doubt, less is quantized: Linears outside of blocks stay in 16 bit; Linears share an input
+group only where their names say so and their shapes agree, and are checked when calibration runs the model (see
 calibrate/sharing.py); nothing folds into a modulation, whose order of shift and scale no name tells.
 """
 
@@ -24,13 +24,17 @@ from fluxq.recipes.plan import GENERIC, MODULATION_ROLE
 from fluxq.recipes.shapes import LinearShape
 
 LEAST_CERTAINTY = 0.5  # below it a model is refused
-SMALLEST = 64  # N and K below it: gates of heads, say, of which nothing is won
-K_UNIT = 16  # the smallest group of a format, and what 8-bit units read at once
+SMALLEST = 64  # smaller N and K win nothing: gates of heads, say
+K_UNIT = 16  # the smallest group of a format, and the width of a read of 8-bit units
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """A model without its weights. modules: path -> class name, of all modules; linears: in the model's order."""
+    """A model without its weights.
+
+    modules: path -> class name, of all modules.
+    linears: in the model's order.
+    """
 
     modules: Mapping[str, str]
     linears: tuple[LinearShape, ...]
@@ -38,7 +42,11 @@ class ModuleTree:
 
 @dataclass(frozen=True)
 class Structure:
-    """Family that a model's structure suggests. certainty: 0 to 1. reasons: what it rests on, for people."""
+    """Family that a model's structure suggests.
+
+    certainty: 0 to 1.
+    reasons: for the certainty, for people.
+    """
 
     family: Family
     certainty: float
@@ -46,22 +54,22 @@ class Structure:
 
 
 def generic_family(model_class: str, tree: ModuleTree) -> Family:
-    """The family of a model by its structure; its notes say how sure that is.
+    """Return the family of a model by its structure; its notes give the certainty.
 
-    ValueError naming the class, and what to do, where it is less sure than LEAST_CERTAINTY.
+    ValueError with the class, and the cure, where the certainty is below LEAST_CERTAINTY.
     """
-    found = read_structure(model_class, tree)
-    if found.certainty < LEAST_CERTAINTY:
+    structure = read_structure(model_class, tree)
+    if structure.certainty < LEAST_CERTAINTY:
         raise ValueError(
             f"unknown model family: {model_class} has no row in recipes/all_families.py, and its structure says too "
-            f"little (certainty {found.certainty:.0%}, needed {LEAST_CERTAINTY:.0%}): {'; '.join(found.reasons)}. "
-            "CONTRIBUTING.md, 'Adding a model family', shows how to add a row"
+            f"little (certainty {structure.certainty:.0%}, needed {LEAST_CERTAINTY:.0%}): "
+            f"{'; '.join(structure.reasons)}. CONTRIBUTING.md, 'Adding a model family', shows how to add a row"
         )
-    return found.family
+    return structure.family
 
 
 def read_structure(model_class: str, tree: ModuleTree) -> Structure:
-    """Blocks, input groups, roles and what stays in 16 bit, of a model of any certainty."""
+    """Return the blocks, input groups, roles and unquantized Linears of a model of any certainty."""
     blocks = _blocks(tree)
     stacks: dict[str, dict[str, dict[str, LinearShape]]] = {}  # pattern -> block -> path below it -> Linear
     for path, members in blocks.items():
@@ -90,28 +98,28 @@ def read_structure(model_class: str, tree: ModuleTree) -> Structure:
 
 
 def _blocks(tree: ModuleTree) -> dict[str, dict[str, LinearShape]]:
-    """Path of a block -> path below it -> Linear, in the model's order.
+    """Return path of a block -> path below it -> Linear, in the model's order.
 
-    A member of a module list is a block if it attends and holds no smaller block: a UNet's stages do, and what they
-    have beside these is no part of any.
+    A member of a module list is a block if it attends and holds no smaller block: a UNet's stages do hold some, and
+    their other layers are in no block.
     """
     below: dict[str, dict[str, LinearShape]] = {}
     for linear in tree.linears:
         for path in _above(linear.name):
             if tree.modules.get(path.rpartition(".")[0]) == "ModuleList":
                 below.setdefault(path, {})[linear.name[len(path) + 1 :]] = linear
-    found: set[str] = set()
+    paths: set[str] = set()
     for path in sorted(below, key=lambda path: -path.count(".")):
         attends = len(below[path]) > 1 and any(map(_attends, below[path]))
-        if attends and not any(other.startswith(f"{path}.") for other in found):
-            found.add(path)
+        if attends and not any(other.startswith(f"{path}.") for other in paths):
+            paths.add(path)
     return {
-        path: below[path] for path in tree.modules if path in found and not _AUXILIARY.search(path.rpartition(".")[0])
+        path: below[path] for path in tree.modules if path in paths and not _AUXILIARY.search(path.rpartition(".")[0])
     }
 
 
 def _above(path: str) -> Iterable[str]:
-    """Paths of the modules that a module lies in, the innermost first."""
+    """Return the paths of the modules that a module lies in, the innermost first."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
@@ -121,21 +129,25 @@ def _attends(name: str) -> bool:
     return bool(_ATTENTION.search(name) or _words(name) & (_Q | _K_OR_V | _FUSED))
 
 
-# What a Linear of a block does
+# Roles of a block's Linears
 
 
 @dataclass(frozen=True)
 class _Role:
-    """role: as rows call it. key: Linears of a block with the same role and key read the same input."""
+    """Role of a Linear in a block.
+
+    role: its name in rows of families.
+    key: of Linears that read the same input; with the same role.
+    """
 
     role: str
     key: tuple[object, ...]
 
 
 def _roles(modules: Mapping[str, str], block: str, members: Mapping[str, LinearShape]) -> dict[str, _Role]:
-    """Path below the block -> what it is.
+    """Return path below the block -> role.
 
-    An attention is taken for self-attention where its name says so, or where the block has no other that could be.
+    An attention counts as self-attention if its name says so, or if the block has no other that could be.
     """
     attentions = {_parent(name) for name in members if _words(name) & _Q and not _MODULATION.search(name)}
     others = {
@@ -170,7 +182,7 @@ def _role(name: str, linear: LinearShape, members: Mapping[str, LinearShape], is
 
 
 def _stream(name: str) -> str:
-    """The leaf without what tells q, k and v from one another: `add_*_proj`."""
+    """Return the leaf without the part that tells q, k and v from one another: `add_*_proj`."""
     return "_".join("*" if {part} & (_Q | _K_OR_V) else part for part in _leaf(name).lower().split("_"))
 
 
@@ -195,7 +207,7 @@ def _gate_key(name: str, linear: LinearShape, members: Mapping[str, LinearShape]
 
 
 def _leaf(name: str) -> str:
-    """The last segment that is no number: `to_out` of `attn.to_out.0`."""
+    """Return the last segment that is no number: `to_out` of `attn.to_out.0`."""
     return next((segment for segment in reversed(name.split(".")) if not segment.isdigit()), "")
 
 
@@ -208,7 +220,7 @@ def _parent(name: str) -> str:
 
 
 def _words(name: str) -> set[str]:
-    """Of the leaf: `add`, `q` and `proj` of `attn.add_q_proj`."""
+    """Return the words of the leaf: `add`, `q` and `proj` of `attn.add_q_proj`."""
     return set(_leaf(name).lower().split("_"))
 
 
@@ -218,15 +230,15 @@ def _words(name: str) -> set[str]:
 def _groups(
     pattern: str, blocks: list[dict[str, LinearShape]], roles: list[dict[str, _Role]], unfit: Iterable[str]
 ) -> list[InputGroup]:
-    """Input groups of a stack. Linears share one where they do in every block that has both."""
+    """Return the input groups of a stack. Linears share one if they do in every block that has both."""
     skipped = set(unfit)
     names = [name for name in dict.fromkeys(name for members in blocks for name in members) if name not in skipped]
-    first = {name: next(found[name] for found in roles if name in found) for name in names}
+    first = {name: next(block_roles[name] for block_roles in roles if name in block_roles) for name in names}
 
     def share(a: str, b: str) -> bool:
-        both = [found for found in roles if a in found and b in found]
+        both = [block_roles for block_roles in roles if a in block_roles and b in block_roles]
         same_role = first[a].role == first[b].role
-        return same_role and bool(both) and all(found[a].key == found[b].key for found in both)
+        return same_role and bool(both) and all(block_roles[a].key == block_roles[b].key for block_roles in both)
 
     groups: list[list[str]] = []
     for name in names:
@@ -241,21 +253,21 @@ def _groups(
     ]
 
 
-# What stays in 16 bit
+# Linears that stay in 16 bit
 
 
 def _unfit(stack: Mapping[str, Mapping[str, LinearShape]]) -> dict[str, str]:
-    """Path below the block -> why it is not quantized, of what is not in one of the blocks."""
-    found: dict[str, str] = {}
+    """Return path below the block -> reason, for the Linears of a block that are not quantized."""
+    unfit: dict[str, str] = {}
     for members in stack.values():
         for name, linear in members.items():
             if _words(name) & {"router"} or (_words(name) == {"gate"} and 8 * linear.n <= linear.k):
-                found[name] = "routes tokens, by its name: an error in it sends them elsewhere"
+                unfit[name] = "routes tokens, by its name: an error in it sends them elsewhere"
             elif min(linear.n, linear.k) < SMALLEST:
-                found[name] = f"too small to win anything: ({linear.n}, {linear.k})"
+                unfit[name] = f"too small to win anything: ({linear.n}, {linear.k})"
             elif linear.k % K_UNIT:
-                found[name] = f"K = {linear.k} is not in multiples of {K_UNIT}, which formats and kernels are made for"
-    return found
+                unfit[name] = f"K = {linear.k} is not in multiples of {K_UNIT}, which formats and kernels are made for"
+    return unfit
 
 
 def _why_outside(name: str) -> str:
@@ -272,7 +284,7 @@ def _why_outside(name: str) -> str:
 def _judge(
     tree: ModuleTree, stacks: Mapping[str, Mapping[str, Mapping[str, LinearShape]]], groups: Sequence[InputGroup]
 ) -> tuple[float, tuple[str, ...]]:
-    """(certainty, what it rests on)."""
+    """Return (certainty, reasons)."""
     total = sum(linear.n * linear.k for linear in tree.linears)
     kinds = Counter(tree.modules[block] for stack in stacks.values() for block in stack)
     guessed = {(group.block, name) for group in groups for name in group.members if group.role == _UNNAMED}
@@ -308,7 +320,7 @@ _FEED_FORWARD = re.compile(r"(^|[._])(ff|ffn|mlp|feed_?forward|experts?)([._\d]|
 _MODULATION = re.compile(
     r"norm|modul|(^|[._])mod([._\d]|$)|ada_?ln|adaptive|scale_shift|(^|[._])t?emb|time_", re.IGNORECASE
 )
-# A stack there belongs to what is fed to the model, or to something beside it.
+# A stack of that name belongs to the model's inputs, or to something beside it.
 _AUXILIARY = re.compile(r"emb|extract|resampl|pool|project|perceiver|vision|siglip|adapter|control", re.IGNORECASE)
 _BEFORE = re.compile(r"time|text|caption|context|patch|cond|guidance|proj_in|(^|_)in(put)?(_|$)", re.IGNORECASE)
 _BEHIND = re.compile(r"out|final|head|last", re.IGNORECASE)

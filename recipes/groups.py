@@ -1,4 +1,4 @@
-"""Build the input groups of blocks that several families have, and say why layers are kept in 16 bit.
+"""Build the input groups of blocks that several families have, and give the reasons why layers are kept in 16 bit.
 
 Imports no torch: a group is names only.
 """

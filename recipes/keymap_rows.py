@@ -1,4 +1,4 @@
-"""State what a row of original names can say, and the rows that several families share.
+"""Define a row of original names, and the rows that several families share.
 
 A row pairs one original module, or tensor, with the modules of diffusers that follow each other along N in it.
 keymaps.py reads the rows. Imports no torch.
@@ -16,7 +16,7 @@ Table = dict[str, str | tuple[str, ...]]
 
 
 class Rule(NamedTuple):
-    """Pair names in patterns. beside, unless: of diffusers, a module that must and must not be there too."""
+    """Pair names in patterns. beside, unless: modules of diffusers that must exist too, and must not."""
 
     original: str
     parts: tuple[str, ...]
@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
 
 def rows(table: Table, *more: Rule) -> tuple[Rule, ...]:
-    """Make a row of each entry, original name -> what follows each other in it, and add those that say more."""
+    """Make a row of each entry, original name -> modules that follow each other in it, and append the full rows."""
     return (*(Rule(name, (parts,) if isinstance(parts, str) else parts) for name, parts in table.items()), *more)
 
 
@@ -37,7 +37,7 @@ def below(block: str, *members: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern; its last group is what follows a module's path, "" or ".weight"."""
+    """Compile a pattern; its last group is the rest after a module's path, "" or ".weight"."""
     stars = {"*": r"([^.]+)", "**": r"(.+)"}
     segments = [stars.get(segment) or re.escape(segment) for segment in pattern.split(".")]
     return re.compile(r"\.".join(segments) + r"(\.[^.]+)?")

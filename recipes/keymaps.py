@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.keymap_rows import Order, Rule, compiled
 
-Stars = tuple[str, ...]  # what the stars of a pattern stand for in a name, and what follows it: "" or ".weight"
+Stars = tuple[str, ...]  # texts of a pattern's stars in a name, and its end: "" or ".weight"
 
 CHECKPOINT_PREFIX = "model.diffusion_model."  # of a denoiser in a file that holds VAE and text encoders too
 
@@ -27,9 +27,10 @@ CHECKPOINT_PREFIX = "model.diffusion_model."  # of a denoiser in a file that hol
 class Joined(NamedTuple):
     """Pair one original tensor with the tensors of diffusers that follow each other along N in it.
 
-    original: without CHECKPOINT_PREFIX. parts: none for what diffusers does not hold. order: of the rows of what was
-    joined; halves are swapped where diffusers puts the scale before the shift and the original does not. Swapping them
-    once more undoes it.
+    original: without CHECKPOINT_PREFIX.
+    parts: none for a tensor that diffusers does not have.
+    order: of the joined rows; halves are swapped where diffusers puts the scale before the shift and the original does
+        not. Swapping them once more undoes it.
     """
 
     original: str
@@ -38,27 +39,29 @@ class Joined(NamedTuple):
 
 
 def original_names(family: str, names: Collection[str]) -> list[Joined]:
-    """Find the original tensors that hold what diffusers calls `names`, in the order of their first parts.
+    """Find the original tensors of diffusers' `names`, in the order of their first parts.
 
-    family: a key of ORIGINALS. names: of all tensors, or all modules, of a model; what a name becomes can depend on
-    which others there are. ValueError for a family without a row, a name without one, and a part that is missing.
+    ValueError for a family without a row, a name without one, and a part that is missing.
+
+    family: a key of ORIGINALS.
+    names: of all tensors, or all modules, of a model: the original of a name can depend on the others.
     """
     rules, present = _rules(family, names), _with_modules(names)
-    found: dict[str, Joined] = {}
+    joins: dict[str, Joined] = {}
     for name, rows in _matching(names, rules, lambda rule: rule.parts).items():
         joined = _only([_joined(*row) for row in rows if _holds(*row, present)], family, name, "original name")
-        found.setdefault(joined.original, joined)
-    for joined in found.values():
+        joins.setdefault(joined.original, joined)
+    for joined in joins.values():
         if missing := [part for part in joined.parts if part not in present]:
             raise ValueError(
                 f"{family}: {joined.original!r} joins {', '.join(joined.parts)}, and of these {missing[0]!r} is "
                 "missing; give the names of the whole model"
             )
-    return list(found.values())
+    return list(joins.values())
 
 
 def diffusers_names(family: str, originals: Collection[str]) -> list[Joined]:
-    """Find what each tensor of a file with original names is joined of, in the order given.
+    """Find the parts of each tensor of a file with original names, in the order given.
 
     With CHECKPOINT_PREFIX on any of them, those without it are another component's and are passed over. Errors are
     those of `original_names`.
@@ -82,25 +85,25 @@ def _rules(family: str, names: Collection[str]) -> tuple[Rule, ...]:
     return rules(names) if callable(rules) else rules
 
 
-def _only(found: list[Joined], family: str, name: str, what: str) -> Joined:
-    if len(found) != 1:
-        said = f"{len(found)} rows name" if found else "no row names"
+def _only(candidates: list[Joined], family: str, name: str, what: str) -> Joined:
+    if len(candidates) != 1:
+        count = f"{len(candidates)} rows name" if candidates else "no row names"
         raise ValueError(
-            f"{family}: no {what} is known for {name!r}: {said} it in recipes/families; is this another model?"
+            f"{family}: no {what} is known for {name!r}: {count} it in recipes/families; is this another model?"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _matching(
     names: Iterable[str], rules: Iterable[Rule], side: Callable[[Rule], tuple[str, ...]]
 ) -> dict[str, list[tuple[Rule, Stars]]]:
-    """Map each name to the rows with a pattern on that side that it matches, whatever else they ask for."""
+    """Map each name to the rows with a pattern on that side that it matches, whatever their other conditions."""
     patterns = [(rule, pattern.partition("*")[0], compiled(pattern)) for rule in rules for pattern in side(rule)]
-    found: dict[str, list[tuple[Rule, Stars]]] = {}
+    matching: dict[str, list[tuple[Rule, Stars]]] = {}
     for name in names:
         hits = [(rule, regex.fullmatch(name)) for rule, head, regex in patterns if name.startswith(head)]
-        found[name] = [(rule, tuple(group or "" for group in hit.groups())) for rule, hit in hits if hit]
-    return found
+        matching[name] = [(rule, tuple(group or "" for group in hit.groups())) for rule, hit in hits if hit]
+    return matching
 
 
 def _filled(pattern: str, stars: Stars) -> str:

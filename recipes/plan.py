@@ -1,9 +1,9 @@
-"""The plan: what becomes of every Linear of a model, and why. One LayerPlan each.
+"""The plan: a format for every Linear of a model, and the reason. One LayerPlan each.
 
-    family row says what a layer is  ->  recipe says what to do with that role  ->  LayerPlan
+    family row gives a layer's role  ->  recipe has a setting for that role  ->  LayerPlan
 
-A plan fixes formats. Of transforms, low rank and rounding it says what may be tried (`Method`); which of them a layer
-ends with is decided when it is quantized, by the error of held-out tokens.
+A plan fixes formats. Of transforms, low rank and rounding it lists the candidates (`Method`); when a layer is
+quantized, the error of held-out tokens decides between them.
 
 Nothing here reads weights or imports torch: a model is a list of `LinearShape`s (see quantize/checkpoint.py).
 """
@@ -34,10 +34,14 @@ DEFLATED_K = 6144  # wider rows do not fit on chip, and deflation needs a whole 
 class Method:
     """Method that may be tried when a layer is quantized; an empty one is rounding to nearest with scales from amax.
 
-    transforms: of x, the same for all that share it. hadamard: the largest block that K divides into, 0 without
-    "hadamard". rank: that may be spent, 0 for none; deflate: part of it on directions of x. gptq, search: how codes
-    and scales are chosen. weights_46, activations_46: nvfp4 blocks choose between two scales. joint: low rank and
-    codes are improved in turns against the quantized x. wide: searches look at more candidates.
+    transforms: of x, the same for all that share it.
+    hadamard: the largest block that K divides into, 0 without "hadamard".
+    rank: that may be spent, 0 for none.
+    deflate: part of the rank that may go to directions of x.
+    gptq, search: choice of codes and of scales.
+    weights_46, activations_46: nvfp4 blocks choose between two scales.
+    joint: low rank and codes are improved in turns against the quantized x.
+    wide: searches look at more candidates.
     """
 
     transforms: tuple[Transform, ...] = ()
@@ -58,7 +62,7 @@ class Method:
 
     @property
     def needs_data(self) -> bool:
-        """True if what may be tried is fitted to, or judged by, inputs; two scales of weights are chosen without."""
+        """True if a method is fitted to, or judged by, inputs; two scales of weights are chosen without."""
         return bool(self.transforms or self.rank or self.gptq or self.search or self.activations_46)
 
     @property
@@ -80,10 +84,15 @@ class Method:
 class LayerPlan:
     """Plan for one Linear.
 
-    role: of the family row. group: which Linears share its input, "" if it is not known. joined: they also share
-    the scale of a whole matrix, where the format has one. scheme: None keeps 16 bit. reason: for people. method: what
-    may be tried. made_by: what makes its input. split: where along K the second of two tensors side by side begins, 0
-    for a single one. block: path of the block that it lies in, "" for none.
+    role: of the family row.
+    group: input that it shares with other Linears, "" if it is not known.
+    joined: whether the group also shares the scale of a whole matrix, where the format has one.
+    scheme: None keeps 16 bit.
+    reason: for people.
+    method: the candidates.
+    made_by: maker of its input.
+    split: start along K of the second of two tensors side by side, 0 for a single one.
+    block: path of its block, "" for none.
     """
 
     name: str
@@ -106,7 +115,7 @@ class LayerPlan:
 
     @property
     def is_observed(self) -> bool:
-        """True if calibration looks at its input: modulation reads one row per image and is left out."""
+        """True if calibration observes its input: modulation reads one row per image and is left out."""
         return self.group != "" and self.role != MODULATION_ROLE
 
     @property
@@ -116,7 +125,7 @@ class LayerPlan:
         return f"{self.group} {weights.name}" if self.joined and weights and weights.has_tensor_scale else ""
 
     def describe(self) -> dict[str, object]:
-        """The layer as JSON."""
+        """Return the layer as JSON."""
         return {
             "name": self.name,
             "shape": [self.n, self.k],
@@ -136,7 +145,7 @@ class LayerPlan:
 
     @property
     def most_stored_bits(self) -> int:
-        """The same, if the layer ends with all that may be tried."""
+        """Bits this layer's weight takes in the checkpoint, if it ends with every method."""
         if self.scheme is None:
             return self.stored_bits
         tried = self.method.transforms
@@ -151,10 +160,12 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one component. `notes` says what a recipe asked for that the family or its shapes do not have.
+    """The plan of one component.
 
-    attention: what its self-attention is computed in. steps: that are kept in 16 bit, of a transformer. kind: of the
-    family.
+    notes: settings of the recipe that the family or its shapes do not have.
+    attention: arithmetic of its self-attention.
+    steps: those kept in 16 bit, of a transformer.
+    kind: of the family.
     """
 
     family: str
@@ -172,27 +183,25 @@ class Plan:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of the blocks whose inputs calibration looks at, in the model's order."""
+        """Paths of the blocks whose inputs calibration observes, in the model's order."""
         return tuple(dict.fromkeys(layer.block for layer in self.layers if layer.block and layer.is_observed))
 
     @property
     def bits_per_weight(self) -> float:
-        """All that is stored for all Linears, 16-bit ones included, over their weights: this is what `bits per weight`
-        means everywhere.
-        """
+        """Stored bits of all Linears, 16-bit ones included, over their weights, as everywhere."""
         return sum(layer.stored_bits for layer in self.layers) / sum(layer.n * layer.k for layer in self.layers)
 
     @property
     def most_bits_per_weight(self) -> float:
-        """The same, if every layer ends with all that may be tried; fitting is what decides."""
+        """Bits per weight if every layer ends with every method; fitting decides."""
         return sum(layer.most_stored_bits for layer in self.layers) / sum(layer.n * layer.k for layer in self.layers)
 
     def schemes(self) -> list[tuple[str, Scheme]]:
-        """(layer name, scheme) of what leaves 16 bit, in the model's order."""
+        """Return (layer name, scheme) of the quantized layers, in the model's order."""
         return [(layer.name, layer.scheme) for layer in self.layers if layer.scheme is not None]
 
     def statistics_groups(self) -> dict[str, tuple[LayerPlan, ...]]:
-        """Input group -> its quantized layers, for the inputs that calibration looks at."""
+        """Return input group -> its quantized layers, for the inputs that calibration observes."""
         groups: dict[str, list[LayerPlan]] = {}
         for layer in self.quantized:
             if layer.is_observed:
@@ -200,7 +209,7 @@ class Plan:
         return {name: tuple(members) for name, members in groups.items()}
 
     def static_groups(self) -> dict[str, tuple[LayerPlan, ...]]:
-        """Input groups that need a calibrated `input_scale`, with the layers that share it."""
+        """Return the input groups that need a calibrated `input_scale`, with the layers that share it."""
         groups = self.statistics_groups().items()
         static = {g: tuple(m for m in members if m.scheme and m.scheme.static_input) for g, members in groups}
         return {group: members for group, members in static.items() if members}
@@ -211,27 +220,27 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
 
     Its own entry, where the recipe names the component; else a transformer takes the entry `transformer`, and a text
     encoder or VAE that entry's weight format, weight-only and rounded to nearest. component: None where the name is not
-    known, as in a class loaded by itself. Raises ValueError where the recipe says nothing, and where it asks for what
-    is not worth it, or not possible, in a component that runs once: activations, and all that is fitted to inputs.
+    known, as in a class loaded by itself. Raises ValueError for a component without an entry, and for settings that are
+    not worth it, or not possible, in a component that runs once: activations, and everything that is fitted to inputs.
     """
-    own = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
-    if own is not None:
-        if family.kind != "transformer" and own.inputs:
+    entry = recipe.components.get(component or ("vae" if family.kind == "vae" else ""))
+    if entry is not None:
+        if family.kind != "transformer" and entry.inputs:
             raise ValueError(
                 f"{component or 'vae'}: it runs once per image, so quantizing its activations saves no time worth the "
                 "error; write `activations: null`"
             )
-        if family.kind != "transformer" and not _is_plain(own):
+        if family.kind != "transformer" and not _is_plain(entry):
             raise ValueError(
                 f"{component or 'vae'}: calibration looks at transformers only, so this one is rounded to nearest; "
                 "write `transforms: []`, `low_rank: null` and `rounding: {method: rtn, scales: amax}`"
             )
-        if family.kind != "transformer" and own.attention != "16bit":
+        if family.kind != "transformer" and entry.attention != "16bit":
             raise ValueError(
-                f"{component or 'vae'}: it runs once per image, so attention in {own.attention} saves no time worth "
+                f"{component or 'vae'}: it runs once per image, so attention in {entry.attention} saves no time worth "
                 "the error; leave out `attention`"
             )
-        return own
+        return entry
     main = recipe.components.get("transformer")
     if main is None or (component is None and family.kind == "vae"):
         raise ValueError(f"the recipe says nothing about {component or family.model}: give it an entry in `components`")
@@ -253,11 +262,13 @@ def make_plan(
 ) -> Plan:
     """Plan every Linear in the model's own order.
 
-    static_inputs: activations with one scale for all tokens get it from calibration. profile, compat: of the recipe;
-    they limit what may be tried. include: patterns of the only layers that are quantized. A layer whose K is not in
-    whole groups of the recipe's format takes the next one of `NEXT_FORMAT` that holds it. Raises ValueError for a
-    pattern or role that matches nothing, for an override whose format cannot hold a shape, for a rank that a layer does
-    not have and for attention in fp8 where a family's cannot be replaced.
+    A layer whose K is not in whole groups of the recipe's format takes the next one of `NEXT_FORMAT` that holds it.
+    Raises ValueError for a pattern or role that matches nothing, for an override whose format cannot hold a shape, for
+    a rank that a layer does not have and for attention in fp8 where a family's cannot be replaced.
+
+    static_inputs: activations with one scale for all tokens get it from calibration.
+    profile, compat: of the recipe; they limit the methods.
+    include: patterns of the only layers that are quantized.
     """
     require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
@@ -303,7 +314,7 @@ def _modulation_unsaid(recipe: Component, layers: Sequence[LayerPlan]) -> list[s
 
 
 def require_replaceable_attention(family: Family, attention: str) -> None:
-    """ValueError for another attention than 16 bit in a family whose attention nothing can take the place of."""
+    """Raise ValueError for attention in fp8 in a family whose attention cannot be replaced."""
     if attention != "16bit" and not family.self_attention:
         why = "which goes past diffusers' attention dispatcher or gives every call a mask"
         if family.name == GENERIC:
@@ -312,7 +323,7 @@ def require_replaceable_attention(family: Family, attention: str) -> None:
 
 
 def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
-    """ValueError naming the first pattern that matches none of the Linears called `names`, with a near one."""
+    """Raise ValueError for the first pattern that matches none of the Linears called `names`, with a near one."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             tail = pattern.rpartition(".")[2]
@@ -325,18 +336,18 @@ def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
 
 
 def _located(family: Family, linear: LinearShape) -> LayerPlan:
-    found = family.locate(linear.name)
-    if found is None:
+    place = family.locate(linear.name)
+    if place is None:
         role = KEPT_ROLE if family.kept(linear.name) else UNKNOWN_ROLE
         return LayerPlan(linear.name, linear.n, linear.k, role, "", False, None, "")
-    group, block = found
+    group, block = place
     name = f"{block}.{group.members[0]}"  # the first member names the group
     layer = LayerPlan(linear.name, linear.n, linear.k, group.role, name, group.joined, None, "", made_by=group.made_by)
     return replace(layer, split=linear.n if group.split and linear.n < linear.k else 0, block=block)
 
 
 def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: bool) -> LayerPlan:
-    """The scheme and the reason, before include and exclude."""
+    """Return the scheme and the reason, before include and exclude."""
     override = _override_for(layer, recipe.overrides)
     if override is not None:
         scheme = _scheme(override.weights, override.activations, static_inputs and layer.is_observed)
@@ -359,34 +370,34 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
 def _with_methods(
     layers: Sequence[LayerPlan], family: Family, recipe: Component, profile: Profile, compat: Compat
 ) -> list[LayerPlan]:
-    """The layers with what may be tried for each, and with the reasons where that is less than the recipe says.
+    """Return the layers with the methods that may be tried, and with the reasons where the recipe's are more.
 
-    Modulation, and layers whose input nobody looks at, are rounded to nearest.
+    Modulation, and layers whose input is not observed, are rounded to nearest.
     """
     if profile == "rtn":
         return list(layers)
     schemes = {layer.name: layer.scheme for layer in layers}
-    readers: dict[str, set[tuple[object, bool]]] = {}  # group -> what its quantized Linears make of x
+    readers: dict[str, set[tuple[object, bool]]] = {}  # group -> forms of x that its quantized Linears read
     for layer in layers:
         if layer.scheme is not None and layer.is_observed:
             readers.setdefault(layer.group, set()).add(_made_of_x(layer, recipe))
     planned = []
     for layer in layers:
-        found = family.locate(layer.name)
-        if layer.scheme is None or not layer.is_observed or found is None:
+        place = family.locate(layer.name)
+        if layer.scheme is None or not layer.is_observed or place is None:
             planned.append(layer)
         elif len(readers[layer.group]) > 1:
             why = "plainly rounded: the Linears that share its input quantize it in different ways"
             planned.append(layer if _is_plain(recipe) else replace(layer, reason=f"{layer.reason}; {why}"))
         else:
-            group, block = found
+            group, block = place
             why_not = _why_not_folded(group, block, schemes) if compat == "portable" else None
             planned.append(with_method(layer, recipe, profile, why_not))
     return planned
 
 
 def with_method(layer: LayerPlan, recipe: Component, profile: Profile, why_not_folded: str | None) -> LayerPlan:
-    """One layer with what the recipe lets be tried. why_not_folded: no mean and no factors may change its input."""
+    """Return a layer with the methods of the recipe. why_not_folded: a reason against mean and factors of its input."""
     weights, activations = _operands(layer, recipe)
     transforms: list[Transform] = list(recipe.transforms)
     reasons: list[str] = []
@@ -440,7 +451,7 @@ def _why_not_folded(group: InputGroup, block: str, schemes: Mapping[str, Scheme 
 
 
 def _hadamard(layer: LayerPlan) -> int:
-    """The largest block that every segment of K is a multiple of; 0 for none."""
+    """Return the largest block that every segment of K is a multiple of; 0 for none."""
     fitting = [size for size in HADAMARDS if all(width % size == 0 for width in layer.segments)]
     return max(fitting, default=0)
 
@@ -464,15 +475,15 @@ def _made_of_x(layer: LayerPlan, recipe: Component) -> tuple[object, bool]:
 
 
 def _operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
-    """Return the operands of a quantized layer, weights and activations, as the recipe asks, in formats that hold K.
+    """Return the weights and activations of a quantized layer, in the recipe's formats or the next that hold K.
 
-    Where an override asks for one that does not hold it, `make_plan` has refused.
+    An override whose format does not hold it was refused by `make_plan`.
     """
-    weights, activations = _asked(layer, recipe)
+    weights, activations = _recipe_operands(layer, recipe)
     return _holding(weights, layer.k), None if activations is None else _holding(activations, layer.k)
 
 
-def _asked(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
+def _recipe_operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
     override = _override_for(layer, recipe.overrides)
     if override is not None and override.weights is not None:
         return override.weights, override.activations
@@ -482,22 +493,22 @@ def _asked(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None
 
 
 def _holding(operand: Operand, k: int) -> Operand:
-    """The operand, or the first of those after it in `NEXT_FORMAT` that holds rows of k numbers."""
+    """Return the operand, or the first of those after it in `NEXT_FORMAT` that holds rows of k numbers."""
     while k % (operand.row.group_size or 1):
         operand = Operand(format=NEXT_FORMAT[operand.row.name])
     return operand
 
 
 def _instead(layer: LayerPlan, recipe: Component) -> list[str]:
-    """The formats that a layer takes instead of those asked for, and why, in words; nothing where it takes those."""
-    pairs = zip(_asked(layer, recipe), _operands(layer, recipe), strict=True)
+    """Return a text for each format that a layer takes instead of the recipe's, with the reason."""
+    pairs = zip(_recipe_operands(layer, recipe), _operands(layer, recipe), strict=True)
     changed = dict.fromkeys((a.row, t.row) for a, t in pairs if a is not None and t is not None and a != t)
     why = f"K = {layer.k} is not in multiples of"
-    return [f"{taken.name}, not {row.name}: {why} {row.group_size}" for row, taken in changed]
+    return [f"{substitute.name}, not {row.name}: {why} {row.group_size}" for row, substitute in changed]
 
 
 def _is_plain(recipe: Component) -> bool:
-    """Tell whether an entry asks for nothing but rounding to nearest."""
+    """Tell whether an entry has nothing but rounding to nearest."""
     operands = [recipe.weights, *(o.weights for o in recipe.overrides if o.weights), *recipe.inputs]
     two_scales = any(operand.four_over_six for operand in operands)
     fitted = recipe.transforms or recipe.low_rank or recipe.rounding != Rounding()
@@ -523,7 +534,7 @@ def _absent_roles(family: Family, recipe: Component) -> list[str]:
     return [f"role {role!r}: the {family.name} family has none, skipped" for role in roles if role not in family.roles]
 
 
-# Format -> what a layer takes whose K is not in whole groups of it: the same kind of element, at last with a scale for
+# Format -> format of layers whose K is not in whole groups of it: the same kind of element, at last with a scale for
 # each row, which holds any K. Kernels have no int4 in groups of 32, and padded rows would be another file.
 NEXT_FORMAT = {"int4_g128": "int4", "int4": "int8", "nvfp4": "fp8", "mxfp4": "fp8", "mxfp8": "fp8"}
 VECTORS: dict[Transform, str] = {"center": "centred", "smooth": "smoothed"}  # one number for each channel

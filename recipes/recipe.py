@@ -1,8 +1,8 @@
-"""A recipe: the YAML file that says what becomes of a model, read strictly.
+"""A recipe: the YAML file with the settings for a model, read strictly.
 
 Every error names file and line, and for a misspelt key or name the nearest known one. YAML is read with the safe
 loader; anchors and aliases are refused, because a recipe needs none and a few lines of them can fill any memory.
-`extends` stays in the folder of the recipe that was given, or takes a shipped one.
+`extends` stays in the folder of the first recipe, or takes a shipped one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Transform = Literal["center", "smooth", "hadamard"]
 
 _MAX_BYTES = 1 << 16  # parsed in a second
 _MAX_DEPTH = 32
-_MAX_DIGITS = 40  # of an integer; what takes more is no count and no seed
+_MAX_DIGITS = 40  # of an integer; a count or a seed has fewer
 _MAX_CHAIN = 8  # recipes, each extending the next
 _MAX_SHOWN = 80  # characters of a value in a message
 _INTEGER = "tag:yaml.org,2002:int"
@@ -67,7 +67,7 @@ class Operand(Strict):
 
     @property
     def row(self) -> Format:
-        """The format row, with the group size asked for."""
+        """The format row, with the operand's group size."""
         return find_format(self.format).with_group_size(self.group_size)
 
 
@@ -102,7 +102,7 @@ class LowRank(Strict):
         return value
 
     def rank_of(self, n: int, k: int) -> int:
-        """The rank for a weight (n, k): a share to the nearest whole one, at least 1."""
+        """Return the rank for a weight (n, k): a share to the nearest whole one, at least 1."""
         share = _share(self.rank)
         return int(self.rank) if share is None else max(1, int(share * min(n, k) + Fraction(1, 2)))
 
@@ -148,7 +148,7 @@ class Component(Strict):
         return [operand for operand in operands if operand is not None]
 
     def without(self, patterns: Iterable[str]) -> Component:
-        """The same with more layers excluded."""
+        """Return the entry with more layers excluded."""
         return self.model_copy(update={"exclude": [*self.exclude, *patterns]})
 
     @field_validator("transforms", mode="before")
@@ -241,7 +241,7 @@ class Recipe(Strict):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the recipe says; comments, key order and `extends` do not change it."""
+        """SHA-256 of the settings; comments, key order and `extends` do not change it."""
         return sha256_json(self.model_dump(mode="json"))
 
     def needs_data(self, component: Component) -> bool:
@@ -263,7 +263,7 @@ class Recipe(Strict):
 
 
 def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[str, Recipe]:
-    """(name, recipe) of a file, or of a shipped recipe with or without `.yaml`. `profile` overrides the file's.
+    """Return (name, recipe) of a file, or of a shipped recipe with or without `.yaml`. `profile` overrides the file's.
 
     Raises FileNotFoundError with the shipped names, ValueError with file and line for everything inside the file.
     """
@@ -278,7 +278,7 @@ def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[s
 
 
 def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
-    """The file that `name_or_path` means: a path first, then the name of a shipped recipe in any case."""
+    """Return the file of `name_or_path`: a path first, then the name of a shipped recipe in any case."""
     path = Path(name_or_path)
     if not path.name:
         raise FileNotFoundError(f"recipe {name_or_path!r} is no file; shipped: {', '.join(shipped_recipes())}")
@@ -296,19 +296,22 @@ def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes in the package."""
+    """Return the names of the recipes in the package."""
     return sorted(path.stem for path in _shipped_folder().glob("*.yaml"))
 
 
 class Condition(NamedTuple):
-    """A gate, read. bounds: (operator, value) that the metric has to satisfy, one or two."""
+    """A parsed gate.
+
+    bounds: one or two (operator, value) that the metric has to satisfy.
+    """
 
     metric: str
     bounds: tuple[tuple[str, float], ...]
 
 
 def parse_gate(text: str) -> Condition:
-    """`psnr>=20`, or a window such as `23.01<=fid<=23.95`; ValueError if it is neither, or nothing passes it."""
+    """Parse `psnr>=20`, or a window such as `23.01<=fid<=23.95`; ValueError for other texts and empty windows."""
     one = re.fullmatch(rf"\s*({_WORD})\s*(>=|<=|>|<)\s*({_NUMBER})\s*", text)
     window = re.fullmatch(rf"\s*({_NUMBER})\s*(<=?)\s*({_WORD})\s*(<=?)\s*({_NUMBER})\s*", text)
     bounds: tuple[tuple[str, float], ...]
@@ -331,14 +334,14 @@ def parse_gate(text: str) -> Condition:
 
 
 def gate_holds(text: str, measured: Mapping[str, float | None]) -> bool:
-    """Tell whether a measured value satisfies the gate; NaN, None and a metric that is not there never do."""
+    """Tell whether a measured value satisfies the gate; NaN, None and a missing metric never do."""
     condition = parse_gate(text)
     value = measured.get(condition.metric)
     return value is not None and all(GATE_OPERATORS[operator](value, bound) for operator, bound in condition.bounds)
 
 
 def split_gates(gates: Iterable[str], metrics: Container[str]) -> tuple[list[str], list[str]]:
-    """Gates on `metrics`, which can be judged, and the others, which `fluxq eval` has to judge."""
+    """Return the gates on `metrics`, which can be judged, and the others, which `fluxq eval` has to judge."""
     gates = list(gates)
     now = [gate for gate in gates if parse_gate(gate).metric in metrics]
     return now, [gate for gate in gates if gate not in now]
@@ -351,7 +354,7 @@ class _Document:
         self.value, self.lines = value, lines
 
     def where(self, location: tuple[str | int, ...]) -> str:
-        """`file:line` of a key, or of the nearest key above it."""
+        """Return `file:line` of a key, or of the nearest key above it."""
         keys = tuple(map(str, location))
         while keys not in self.lines and keys:
             keys = keys[:-1]
@@ -359,7 +362,7 @@ class _Document:
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> _Document:
-    """seen: the files that extend this one, the one that was given first."""
+    """Read a file and those it extends. seen: the files that extend this one, the first one included."""
     if path.resolve() in seen:
         raise ValueError(f"{path}: `extends` leads back to this file")
     if len(seen) == _MAX_CHAIN:
@@ -404,7 +407,7 @@ def _parse(path: Path) -> _Document:
     lines = {keys: f"{path}:{line}" for keys, line in _positions(node, (), path)}
     try:
         value = yaml.SafeLoader("").construct_document(node)
-    except ValueError as error:  # a date that is none
+    except ValueError as error:  # not a date
         raise ValueError(f"{path}: {error}") from None
     return _Document(value, lines)
 
@@ -429,7 +432,7 @@ def _positions(node: yaml.Node, at: tuple[str, ...], path: Path) -> Iterator[tup
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """`top` over `base`; mappings merge key by key, everything else is replaced."""
+    """Merge `top` over `base`: mappings key by key, other values are replaced."""
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
@@ -438,7 +441,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(keys: tuple[str, ...], base: Any, top: Any) -> bool:
-    """Tell whether the value of `base` at `keys` gives way to `top`: on the way one of the two is no mapping."""
+    """Tell whether the value of `base` at `keys` gives way to `top`: one of the two on the way is no mapping."""
     for key in keys:
         if not isinstance(base, dict) or not isinstance(top, dict):
             return True
@@ -449,15 +452,15 @@ def _replaced(keys: tuple[str, ...], base: Any, top: Any) -> bool:
 
 
 def _share(rank: Any) -> Fraction | None:
-    """The share that a rank is written as, "1/96" or 0.01; None if it is none."""
+    """Return the share of a rank written as "1/96" or 0.01; None for another rank."""
     if isinstance(rank, float) and math.isfinite(rank):
         return Fraction(rank)
-    found = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", rank) if isinstance(rank, str) else None
-    return Fraction(int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", rank) if isinstance(rank, str) else None
+    return Fraction(int(match[1]), int(match[2])) if match else None
 
 
 def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(key below the component, what it asks for, cure) of everything that the target of `compat` cannot hold."""
+    """Yield (key below the component, its subject, cure) of each setting that the target of `compat` cannot hold."""
     if compat == "full":
         return
     for index, transform in enumerate(component.transforms):
@@ -468,15 +471,15 @@ def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple
         yield ("low_rank",), "a low-rank branch", f"write `low_rank: null`, or {_SAY_FULL}"
     elif low_rank is not None and low_rank.deflate:
         yield ("low_rank", "deflate"), "deflation", f"write `deflate: false`, or {_SAY_FULL}"
-    held = [(("activations",), component.activations)]
-    held += [(("overrides", str(i), "activations"), o.activations) for i, o in enumerate(component.overrides)]
-    for at, operand in held:
+    operands = [(("activations",), component.activations)]
+    operands += [(("overrides", str(i), "activations"), o.activations) for i, o in enumerate(component.overrides)]
+    for at, operand in operands:
         if operand is not None and operand.four_over_six:
             yield (*at, "four_over_six"), "four_over_six of activations", f"leave it out, or {_SAY_FULL}"
 
 
 def _mistake(at: tuple[str, ...], message: str) -> PydanticCustomError:
-    """A mistake that concerns a key further down than the mapping which is checked."""
+    """Return the error of a key further down than the mapping which is checked."""
     return PydanticCustomError("mistake", "{message}", {"message": message, "at": at})
 
 
@@ -510,7 +513,7 @@ def _shipped_folder() -> Path:
 
 PROFILES = get_args(Profile)
 TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which they are applied
-GATE_METRICS = (  # what an evaluation measures
+GATE_METRICS = (  # of an evaluation
     "psnr",
     "ssim",
     "worst_frame_psnr",
@@ -533,7 +536,7 @@ GATE_METRICS = (  # what an evaluation measures
 )
 GATE_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
-# What a checkpoint may hold, so that the programs it is exported to can run it.
+# Limit of a checkpoint, so that the programs it is exported to can run it.
 COMPATS = {
     "portable": "what every export target can hold",
     "nunchaku": "what nunchaku's file can hold",

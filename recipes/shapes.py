@@ -16,9 +16,12 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Describe a convolution that is no Linear. n, k: output channels, and what one output channel reads of the input.
+    """Describe a convolution that is no Linear.
 
-    channels: of the input. stride: input pixels to one output pixel on a side. depthwise: each channel by itself.
+    n, k: output channels, and the inputs of one output channel.
+    channels: of the input.
+    stride: input pixels to one output pixel on a side.
+    depthwise: each channel by itself.
     """
 
     name: str

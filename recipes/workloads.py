@@ -1,7 +1,7 @@
-"""Count what a forward pass works on: the tokens that an image or video makes, and which of them each layer sees.
+"""Count the tokens of a forward pass that an image or video makes, and those that each layer sees.
 
-A stream is a set of tokens, by name: see `ForwardPass.tokens`. The `workload` of a family says what its pipeline feeds
-the denoiser, and which stream a layer reads where its role does not say it. Imports no torch.
+A stream is a set of tokens, by name: see `ForwardPass.tokens`. The `workload` of a family gives the denoiser's input in
+its pipeline, and the stream of a layer whose role does not tell it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from fluxq.recipes.shapes import Convolution
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Count the tokens of one forward pass. image, text, vision: of one sequence, by stream; batch: sequences.
+    """Count the tokens of one forward pass.
 
-    vision: tokens of an encoded first frame, which image-to-video models also attend to. modulations: rows that the
-    network sees that makes the modulation of all blocks, of one sequence. normalised: whether queries
-    and keys are normalised. gated: whether the activation multiplies two halves of what it reads. prompt: tokens of one
-    text encoder where a block reads several side by side. levels: tokens at each resolution of a UNet, the largest
-    first. routed: share of the tokens that one expert sees, on average. head: channels of a head where attention is
-    linear. convolutions: those that take part in the cost.
+    image, text: of one sequence.
+    vision: of one sequence's encoded first frame, which image-to-video models also attend to.
+    batch: sequences.
+    modulations: rows of one sequence in the network that makes the modulation of all blocks.
+    normalised: whether queries and keys are normalised.
+    gated: whether the activation multiplies two halves of its input.
+    prompt: tokens of one text encoder where a block reads several side by side.
+    levels: tokens at each resolution of a UNet, the largest first.
+    routed: share of the tokens that one expert sees, on average.
+    head: channels of a head where attention is linear.
+    convolutions: those that take part in the cost.
     """
 
     family: str
@@ -46,8 +51,8 @@ class ForwardPass:
     def tokens(self, stream: str) -> float:
         """Count a stream of one sequence: "image", "text", "both", "vision", "prompt", "modulations", "one" (row).
 
-        "level 1" is the second largest resolution, "level -1" the smallest; "routed image" is what an expert sees of
-        the image.
+        "level 1" is the second largest resolution, "level -1" the smallest; "routed image" is an expert's part of the
+        image.
         """
         if stream.startswith("routed "):
             return self.routed * self.tokens(stream.removeprefix("routed "))
@@ -60,9 +65,11 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class CallSize:
-    """A call of a pipeline: images that are made together, pixels, frames, tokens of the prompt after padding.
+    """A call of a pipeline; None where the pipeline decides.
 
-    None where the pipeline decides.
+    images: made together.
+    height, width, frames: in pixels, and of a video.
+    text: tokens of the prompt after padding.
     """
 
     images: int = 1
@@ -88,9 +95,12 @@ def forward_pass(
 ) -> ForwardPass:
     """Count the tokens that a call of this size makes.
 
-    config: of the denoiser; vae: of the VAE, None for the family's. Of size.images there are twice as many sequences
-    where guidance runs the model twice. convolutions: of the model, see `convolutions_of`; those of other families than
-    UNets and SANA are left out. ValueError for a family that is not modelled.
+    There are twice as many sequences as size.images where guidance runs the model twice. ValueError for a family that
+    is not modelled.
+
+    config: of the denoiser.
+    vae: configuration of the VAE, None for the family's.
+    convolutions: of the model, see `convolutions_of`; those of other families than UNets and SANA are left out.
     """
     height, width, frames, batch = size.height, size.width, size.frames, size.images
     if family not in WORKLOADS:
@@ -126,7 +136,7 @@ def forward_pass(
 
 
 def stream_of(name: str, role: str, family: str) -> str:
-    """Name the tokens that a layer sees: what its family says of its path, else what its role or its path says."""
+    """Name the tokens that a layer sees, by the family's row for its path, else by its role or its path."""
     if role != MODULATION_ROLE:
         for pattern, stream in WORKLOADS[family].streams.items():
             if matches(pattern, name):
@@ -138,24 +148,24 @@ def stream_of(name: str, role: str, family: str) -> str:
 
 def passes_before(convolution: Convolution, family: str) -> int:
     """Count the tensors as large as its input that norm and activation before a convolution read and write."""
-    found = WORKLOADS[family].convolutions.items()
-    return next((tensors for pattern, tensors in found if matches(pattern, convolution.name)), 0)
+    convolutions = WORKLOADS[family].convolutions.items()
+    return next((tensors for pattern, tensors in convolutions if matches(pattern, convolution.name)), 0)
 
 
-def _convolutions(family: str, row: Workload, given: Sequence[Convolution]) -> tuple[Convolution, ...]:
+def _convolutions(family: str, row: Workload, convolutions: Sequence[Convolution]) -> tuple[Convolution, ...]:
     if not row.convolutions:
         return ()
-    taken = tuple(each for each in given if any(matches(pattern, each.name) for pattern in row.convolutions))
-    if not taken:
+    priced = tuple(each for each in convolutions if any(matches(pattern, each.name) for pattern in row.convolutions))
+    if not priced:
         raise ValueError(
             f"{family}: much of its work is convolutions, and none were given; pass "
             "`convolutions=convolutions_of(model)`"
         )
-    return taken
+    return priced
 
 
 def _vae_factor(vae: Mapping[str, Any]) -> int:
-    """Count the pixels that a latent spans on a side: as Wan's VAE says, or a halving for each step down of others."""
+    """Count the pixels that a latent spans on a side: a halving for each step down, or the number of Wan's VAE."""
     if "scale_factor_spatial" in vae:
         return vae["scale_factor_spatial"]
     if "spatio_temporal_scaling" in vae:  # LTX patches before it halves

@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
-from fluxq.kernels.accepted import COMPILED, Row, accepted_files, minor
+from fluxq.kernels.accepted import COMPILED, CompiledCell, accepted_files, minor
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.tiles import TUNED
 
@@ -50,21 +50,21 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
     _check_names("--kernel", kernels, KERNEL_FILES)
     chips = targets or REQUIRED.get(minor(triton.__version__), tuple(CHIPS))
     accepted = accepted_rows(triton.__version__)
-    found, worse = [], []
+    rows, worse = [], []
     click.echo(f"triton {triton.__version__}\n{HEADING}")
     for cell in all_cells(kernels or KERNEL_FILES):
         for target in chips:
             if cell.targets and target not in cell.targets:
                 continue
             row = compile_cell(cell, target)
-            found.append(row)
+            rows.append(row)
             complaints = compare(row, accepted.get(key(row)))
             worse += complaints
             click.echo(line(row) + "".join(f"\n  ! {text}" for text in complaints))
     if json_file:
-        write_json(json_file, {"triton": triton.__version__, "rows": [asdict(row) for row in found]})
+        write_json(json_file, {"triton": triton.__version__, "rows": [asdict(row) for row in rows]})
     if write:
-        write_accepted(triton.__version__, found, kernels or KERNEL_FILES)
+        write_accepted(triton.__version__, rows, kernels or KERNEL_FILES)
     elif worse:
         raise click.ClickException(f"{len(worse)} differences from kernels/{COMPILED.name}; --write accepts them")
 
@@ -74,7 +74,7 @@ def all_cells(files: Iterable[str] | None = None) -> list[Cell]:
     return [cell for name in files or KERNEL_FILES for cell in import_module(f"benchmarks.kernels.cells.{name}").CELLS]
 
 
-def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
+def compile_cell(cell: Cell, target: str, seconds: float = 600) -> CompiledCell:
     """Compile in a process of its own: the compiler may abort, and what it prints is not for people."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -83,17 +83,21 @@ def compile_cell(cell: Cell, target: str, seconds: float = 600) -> Row:
     sender.close()
     try:
         if not receiver.poll(seconds):
-            return Row(cell.name, cell.format, target, reason=f"the compiler had no result after {seconds:g} s")
+            return CompiledCell(
+                cell.name, cell.format, target, reason=f"the compiler had no result after {seconds:g} s"
+            )
         return receiver.recv()
     except EOFError:
         worker.join()
-        return Row(cell.name, cell.format, target, reason=f"the compiler aborted (exit code {worker.exitcode})")
+        return CompiledCell(
+            cell.name, cell.format, target, reason=f"the compiler aborted (exit code {worker.exitcode})"
+        )
     finally:
         worker.kill()
         worker.join()
 
 
-def compare(row: Row, accepted: Row | None) -> list[str]:
+def compare(row: CompiledCell, accepted: CompiledCell | None) -> list[str]:
     """Return a sentence for each way in which a row is worse than the accepted one.
 
     A row that was never accepted is a complaint in itself.
@@ -113,32 +117,32 @@ def compare(row: Row, accepted: Row | None) -> list[str]:
     return complaints
 
 
-def accepted_rows(version: str) -> dict[tuple[str, str, str], Row]:
+def accepted_rows(version: str) -> dict[tuple[str, str, str], CompiledCell]:
     """The rows of kernels/compiled for a Triton version, by kernel, format and target."""
     return {key(row): row for _, row in accepted_files(version)}
 
 
-def write_accepted(version: str, rows: list[Row], files: Iterable[str]) -> None:
+def write_accepted(version: str, rows: list[CompiledCell], files: Iterable[str]) -> None:
     """Put rows of a Triton version into the files of their kernels, one to a line; rows of cells gone are dropped."""
     new = {key(row): row for row in rows}
     for name in files:
         file = COMPILED / f"{name}.json"
-        known = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
-        held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        old = {key(row): row for row in (Row(**fields) for fields in held.get(minor(version), []))}
-        held[minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in known]
+        names = {(cell.name, cell.format, target) for cell in all_cells([name]) for target in cell.targets or CHIPS}
+        by_version = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        old = {key(row): row for row in (CompiledCell(**fields) for fields in by_version.get(minor(version), []))}
+        by_version[minor(version)] = [asdict(row) for place, row in sorted((old | new).items()) if place in names]
         parts = [
-            f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in held[v]) + "\n]"
-            for v in sorted(held)
+            f"{json.dumps(v)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in by_version[v]) + "\n]"
+            for v in sorted(by_version)
         ]
         write_text(file, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def key(row: Row) -> tuple[str, str, str]:
+def key(row: CompiledCell) -> tuple[str, str, str]:
     return row.kernel, row.format, row.target
 
 
-def line(row: Row) -> str:
+def line(row: CompiledCell) -> str:
     """A row as a line of the table under HEADING."""
     cells = (row.kernel, row.format, row.target, row.registers, row.spills, row.shared, row.instruction)
     texts = ["-" if cell is None else str(cell) for cell in cells]
@@ -146,13 +150,13 @@ def line(row: Row) -> str:
 
 
 def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
-    """The worker: sends a Row; on an abort of the compiler it sends nothing."""
+    """Compile a cell in the worker and send its CompiledCell; if the compiler aborts, nothing is sent."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MLIR prints whole programs there
     try:
         sender.send(_inspect(cell, target, _compile(cell, target)))
     except Exception as error:  # whatever the compiler raises is this row's result
         text = " ".join(str(error).split()).rpartition(" ^ ")[2]  # after the line of source that Triton quotes
-        sender.send(Row(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
+        sender.send(CompiledCell(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
 
 
 def _compile(cell: Cell, target: str) -> Any:
@@ -173,7 +177,7 @@ def _compile(cell: Cell, target: str) -> Any:
     return triton.compile(source, target=gpu, options=cell.options)
 
 
-def _inspect(cell: Cell, target: str, compiled: Any) -> Row:
+def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
     chip = CHIPS[target]
     if chip.backend == "cuda":
         instructions, registers, spills = _read_sass(compiled.asm["cubin"])
@@ -192,7 +196,7 @@ def _inspect(cell: Cell, target: str, compiled: Any) -> Row:
         wanted = MATRIX_INSTRUCTIONS[chip.backend][cell.tensor_core]
         if not any(re.match(wanted, name) for name in instructions):
             reasons.append(f"no {cell.tensor_core} matrix instruction")
-    return Row(
+    return CompiledCell(
         kernel=cell.name,
         format=cell.format,
         target=target,
@@ -223,16 +227,16 @@ def _read_sass(cubin: bytes) -> tuple[list[str], int, int]:
 def _read_amd(assembly: str) -> tuple[list[str], int, int]:
     """Matrix instructions, registers and spills of AMD assembly, by its own metadata."""
     counts = {
-        name: int(found[1]) if (found := re.search(rf"\.{name}:\s*(\d+)", assembly)) else 0
+        name: int(match[1]) if (match := re.search(rf"\.{name}:\s*(\d+)", assembly)) else 0
         for name in ("vgpr_count", "vgpr_spill_count")
     }
     return re.findall(r"\bv_(?:mfma|wmma|smfmac)\w*", assembly), counts["vgpr_count"], counts["vgpr_spill_count"]
 
 
-def _check_names(option: str, given: tuple[str, ...], known: Any) -> None:
-    for name in given:
-        if name not in known:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+def _check_names(option: str, names: tuple[str, ...], choices: Any) -> None:
+    for name in names:
+        if name not in choices:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(choices)}", param_hint=option)
 
 
 # By kind: H.. is 16-bit, I.. int8, Q.. fp8, O.. fp4; .SF takes block scales. UTC.. is tcgen05, ..G.. is wgmma.

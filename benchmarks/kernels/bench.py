@@ -71,22 +71,27 @@ def main(
         results = [cpu_int8(*size, pairs)]
         click.echo(table(results))
         if json_file:
-            found = {"commit": commit(), "versions": versions(), "threads": 1, "results": [asdict(r) for r in results]}
-            write_json(json_file, found)
+            summary = {
+                "commit": commit(),
+                "versions": versions(),
+                "threads": 1,
+                "results": [asdict(r) for r in results],
+            }
+            write_json(json_file, summary)
     else:
         if not dry_run and not torch.cuda.is_available():
             raise click.UsageError("there is no CUDA device: --cpu times a CPU, --dry-run only tries everything out")
 
-        def note(found: dict[str, Any]) -> None:
+        def note(summary: dict[str, Any]) -> None:
             if json_file:
-                write_json(json_file, found)
+                write_json(json_file, summary)
 
         with tuned_from(tuned):
-            found = run(60 * minutes, note, dry_run=dry_run)
-        note(found)
-        if found["wrong"]:
-            raise click.ClickException("no report, these are wrong:\n" + "\n".join(map(str, found["wrong"])))
-        click.echo(report(found))
+            summary = run(60 * minutes, note, dry_run=dry_run)
+        note(summary)
+        if summary["wrong"]:
+            raise click.ClickException("no report, these are wrong:\n" + "\n".join(map(str, summary["wrong"])))
+        click.echo(report(summary))
 
 
 def run(seconds: float, note: Callable[[dict[str, Any]], None], *, dry_run: bool) -> dict[str, Any]:
@@ -99,25 +104,25 @@ def run(seconds: float, note: Callable[[dict[str, Any]], None], *, dry_run: bool
     device = torch.device("cpu" if dry_run else "cuda")
     chip = DRY_CHIP if dry_run else chip_of(device)
     repeats = 2 if dry_run else timing.REPEATS
-    found: dict[str, Any] = {"kind": KIND, "dry_run": dry_run, "commit": commit(), "chip": chip}
-    found |= {"device": describe(device), "complete": False}
-    found |= {"peaks": {}, "results": [], "left_out": [], "wrong": []}
+    summary: dict[str, Any] = {"kind": KIND, "dry_run": dry_run, "commit": commit(), "chip": chip}
+    summary |= {"device": describe(device), "complete": False}
+    summary |= {"peaks": {}, "results": [], "left_out": [], "wrong": []}
     with interpreting() if dry_run else contextlib.nullcontext(), torch.inference_mode():
         torch.manual_seed(0)
-        found["wrong"] = gate(device, chip)
-        note(found)
-        if found["wrong"]:
-            return found
-        found["peaks"] = timing.peaks(device, repeats)
+        summary["wrong"] = gate(device, chip)
+        note(summary)
+        if summary["wrong"]:
+            return summary
+        summary["peaks"] = timing.peaks(device, repeats)
         for shape, cases in workloads.tiny_sweep() if dry_run else workloads.sweep():
             if time.monotonic() - begun > seconds:
-                return found
-            for part, rows in measure_shape(shape, cases, device, chip, repeats, found["peaks"]).items():
-                found[part] += rows
-            note(found)
-    found["complete"] = True
-    found["device_after"] = describe(device)
-    return found
+                return summary
+            for part, rows in measure_shape(shape, cases, device, chip, repeats, summary["peaks"]).items():
+                summary[part] += rows
+            note(summary)
+    summary["complete"] = True
+    summary["device_after"] = describe(device)
+    return summary
 
 
 def gate(device: torch.device, chip: str) -> list[dict[str, str]]:
@@ -153,23 +158,23 @@ def measure_shape(
     shape: Shape, cases: Iterable[Case], device: torch.device, chip: str, repeats: int, peaks: dict[str, float]
 ) -> dict[str, list[dict]]:
     """Rows for "results", "left_out" and "wrong": the cases of a shape, timed in turns."""
-    found: dict[str, list[dict]] = {"results": [], "left_out": [], "wrong": []}
+    outcome: dict[str, list[dict]] = {"results": [], "left_out": [], "wrong": []}
     works: dict[Case, list[workloads.Work]] = {}
     try:
         for case in cases:
             first, verdict = checked(case, shape, device, chip)
             for part, rows in verdict.items():
-                found[part] += rows
+                outcome[part] += rows
             if first:
                 more = timing.sets_of_operands(first.bytes, device) - 1
                 works[case] = [first, *(workloads.prepare(case, shape, device, chip) for _ in range(more))]
         times = timing.measure({c.name: [work.call for work in sets] for c, sets in works.items()}, device, repeats)
     except torch.OutOfMemoryError as problem:
         place = "x".join(map(str, shape))
-        found["left_out"] += [{"case": case.name, "shape": place, "reason": first_line(problem)} for case in works]
-        return found
-    found["results"] = [_row(case, shape, works[case][0], times[case.name], peaks) for case in works]
-    return found
+        outcome["left_out"] += [{"case": case.name, "shape": place, "reason": first_line(problem)} for case in works]
+        return outcome
+    outcome["results"] = [_row(case, shape, works[case][0], times[case.name], peaks) for case in works]
+    return outcome
 
 
 def _row(case: Case, shape: Shape, work: workloads.Work, timed: timing.Times, peaks: dict[str, float]) -> dict:

@@ -57,7 +57,7 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # (the original's bytes, the copy's)
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # (the original's bytes, the copy's)
 
     def of(self, value: Any) -> Any:
         """The value with every tensor in it on the device."""
@@ -69,17 +69,17 @@ class _Copies:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.held:
+        if storage.data_ptr() not in self.copies:
             whole = torch.tensor((), dtype=torch.uint8, device=tensor.device).set_(storage)
-            self.held[storage.data_ptr()] = whole, whole.to(self.device, copy=True)
-        copy = self.held[storage.data_ptr()][1].untyped_storage()
+            self.copies[storage.data_ptr()] = whole, whole.to(self.device, copy=True)
+        copy = self.copies[storage.data_ptr()][1].untyped_storage()
         view = torch.tensor((), dtype=tensor.dtype, device=self.device)
         return view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def write_back(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a fault of the kernel is raised here, not at some later test
-        for original, copy in self.held.values():
+        for original, copy in self.copies.values():
             original.copy_(copy)
 
 

@@ -27,10 +27,10 @@ README = RESULTS.parent / "kernels" / "README.md"
 class Figures:
     """Times of a result by case and shape."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
-        self.peaks = found["peaks"]
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.peaks = results["peaks"]
         self.rows = {
-            (Case(*(row[f] for f in CASE_FIELDS)), (row["m"], row["n"], row["k"])): row for row in found["results"]
+            (Case(*(row[f] for f in CASE_FIELDS)), (row["m"], row["n"], row["k"])): row for row in results["results"]
         }
 
     def us(self, case: Case, shape: Shape) -> float | None:
@@ -60,9 +60,9 @@ class Goal:
     values: Callable[[Figures], dict[str, float]]
 
 
-def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
+def goals(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Each goal with its figure, where that is, and whether it is reached."""
-    rows, figures = [], Figures(found)
+    rows, figures = [], Figures(results)
     for goal in GOALS:
         values = goal.values(figures)
         row: dict[str, Any] = {"goal": goal.about, "least": goal.least, "verdict": "not measured"}
@@ -200,44 +200,44 @@ GOALS = (
 )
 
 
-def measured_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+def measured_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a result for kernels/measured.json: Linears, for the dispatcher to choose by."""
     return [
         {
-            "chip": found["chip"],
-            "gpu": found["device"]["gpu"],
+            "chip": results["chip"],
+            "gpu": results["device"]["gpu"],
             **{name: row[name] for name in ("scheme", "implementation", "m", "n", "k")},
             "us": round(row["us"], 2),
         }
-        for row in found["results"]
+        for row in results["results"]
         if row["op"] == "linear" and row["shared"] == 1 and row["scheme"] != "16bit"
     ]
 
 
-def report(found: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """A result in Markdown: goals, then times."""
-    device = found["device"]
-    about = [device["gpu"], *(f"{name} {device[name]}" for name in ("torch", "triton")), f"commit {found['commit']}"]
+    device = results["device"]
+    about = [device["gpu"], *(f"{name} {device[name]}" for name in ("torch", "triton")), f"commit {results['commit']}"]
     peaks = ", ".join(
-        f"{name} {value:.0f} {'GB/s' if name == 'copy' else 'TFLOP/s'}" for name, value in found["peaks"].items()
+        f"{name} {value:.0f} {'GB/s' if name == 'copy' else 'TFLOP/s'}" for name, value in results["peaks"].items()
     )
-    lines = ["**Dry run: no GPU. These times mean nothing.**", ""] if found["dry_run"] else []
+    lines = ["**Dry run: no GPU. These times mean nothing.**", ""] if results["dry_run"] else []
     lines += ["; ".join(about) + ".", f"Attained in the same run: {peaks}."]
-    lines += [] if found["complete"] else ["The time ran out before every shape was measured."]
-    return "\n".join([*lines, "", goal_table(found), "", time_table(found)])
+    lines += [] if results["complete"] else ["The time ran out before every shape was measured."]
+    return "\n".join([*lines, "", goal_table(results), "", time_table(results)])
 
 
-def goal_table(found: dict[str, Any]) -> str:
+def goal_table(results: dict[str, Any]) -> str:
     lines = ["| goal | at least | least measured | where | |", "|---|---|---|---|---|"]
-    for row in goals(found):
+    for row in goals(results):
         figure = f"{row['figure']:.2f}" if "figure" in row else "-"
         lines.append(f"| {row['goal']} | {row['least']} | {figure} | {row.get('where', '-')} | {row['verdict']} |")
     return "\n".join(lines)
 
 
-def time_table(found: dict[str, Any], only: Callable[[dict], bool] = lambda row: True) -> str:
+def time_table(results: dict[str, Any], only: Callable[[dict], bool] = lambda row: True) -> str:
     """A line for each case and shape; speed-up: of Linears and attention over bf16."""
-    figures = Figures(found)
+    figures = Figures(results)
     lines = ["| case | M x N x K | us (quartiles) | TFLOP/s | GB/s | of the roofline | over bf16 |", "|" + "---|" * 7]
     for (case, shape), row in figures.rows.items():
         if not only(row):
@@ -262,9 +262,9 @@ def with_tables(text: str) -> str:
     """kernels/README.md with its tables made anew."""
     for name, make in (("kernels", offered_table), ("measured", measured_tables)):
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, found, rest = text.partition(begin)
+        before, opening, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
-        if not found or not closed:
+        if not opening or not closed:
             raise ValueError(f"{README.name} has no place for a table: {begin.strip()} … {end}")
         text = f"{before}{begin}{make()}\n{end}{after}"
     return text
@@ -280,9 +280,9 @@ def offered_table() -> str:
     for op, name, offers in offered():
         lines.setdefault((op, *(offers[chip].how or "-" for chip in CHIPS)), []).append(name)
         reasons: dict[str, list[str]] = {}
-        for chip, found in offers.items():
-            if not found.how:
-                reasons.setdefault(_in_short(found.reason), []).append(chip)
+        for chip, chip_offer in offers.items():
+            if not chip_offer.how:
+                reasons.setdefault(_in_short(chip_offer.reason), []).append(chip)
         for reason, chips in reasons.items():
             refused.setdefault((op, reason, ", ".join(chips)), []).append(name)
     table = [f"| op | formats | {' | '.join(CHIPS)} |", "|---|---|" + "---|" * len(CHIPS)]
@@ -300,22 +300,27 @@ def offered() -> Iterator[tuple[str, str, dict[str, dispatch.Offer]]]:
 
 def _in_short(reason: str) -> str:
     """A compiler's exception as what it says; the rest as it is."""
-    said = re.search(r"type (\w+) not supported in this architecture", reason)
-    return f"the chip has no type {said[1]}" if said else reason
+    match = re.search(r"type (\w+) not supported in this architecture", reason)
+    return f"the chip has no type {match[1]}" if match else reason
 
 
 def measured_tables(folder: Path | None = None) -> str:
     """Goals and the times at 4096 tokens of every result file of a GPU in benchmarks/."""
     parts = []
-    for file, found in _result_files(folder or RESULTS):
-        parts += [f"### {found['device']['gpu']} ({file.name})", ""]
-        only_4096 = time_table(found, lambda row: row["m"] == 4096 and row["op"] == "linear")
-        parts += [goal_table(found), "", only_4096, ""]
+    for file, results in _result_files(folder or RESULTS):
+        parts += [f"### {results['device']['gpu']} ({file.name})", ""]
+        only_4096 = time_table(results, lambda row: row["m"] == 4096 and row["op"] == "linear")
+        parts += [goal_table(results), "", only_4096, ""]
     return "\n".join(parts).rstrip() or "Not measured: benchmarks/ holds no result of a GPU."
 
 
 def _result_files(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for file in sorted(folder.glob("*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("kind") == KIND and not found["dry_run"] and not found["wrong"]:
-            yield file, found
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        if (
+            isinstance(summary, dict)
+            and summary.get("kind") == KIND
+            and not summary["dry_run"]
+            and not summary["wrong"]
+        ):
+            yield file, summary

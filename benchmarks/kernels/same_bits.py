@@ -103,10 +103,10 @@ def against_interpreter(exact: Exact, device: torch.device, chip: str) -> dict[s
     with interpreting():
         expected = canonical(exact.call(chip))
     with interpreting() if device.type == "cpu" else contextlib.nullcontext(), launching_on(device):
-        found = canonical(exact.call(chip))
-    differ = sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True))
-    hashes = {"interpreter": _hash(expected), "device": _hash(found)}
-    return {"case": exact.name, "ok": differ == 0, "bytes": sum(map(len, found)), "differ": differ, **hashes}
+        actual = canonical(exact.call(chip))
+    differ = sum(int((a != b).sum()) for a, b in zip(actual, expected, strict=True))
+    hashes = {"interpreter": _hash(expected), "device": _hash(actual)}
+    return {"case": exact.name, "ok": differ == 0, "bytes": sum(map(len, actual)), "differ": differ, **hashes}
 
 
 def run_to_run(
@@ -140,8 +140,8 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
         if not row.two_level and row.block == (1, 0):
             steps[" given"] = {"input_scale": torch.ones(len(x), 1)}
         if row.two_level:
-            given = torch.tensor(0.37)
-            steps |= {" given": {"input_scale": given}, " 4 over 6": {"four_over_six": True}}
+            global_scale = torch.tensor(0.37)
+            steps |= {" given": {"input_scale": global_scale}, " 4 over 6": {"four_over_six": True}}
         if row.group_size:
             steps[" swizzled"] = {"swizzled": True}
         steps[" beside"] = {"beside": of[:, :128]}
@@ -166,11 +166,11 @@ def awkward() -> Tensor:
 
 
 def _quantize(x: Tensor, name: str, options: dict[str, Any], chip: str) -> QuantizedTensor:
-    given = RoundingTensors(**{key: value for key, value in options.items() if key in RoundingTensors._fields})
+    operands = RoundingTensors(**{key: value for key, value in options.items() if key in RoundingTensors._fields})
     how = Rounding(name, **{key: value for key, value in options.items() if key not in RoundingTensors._fields})
-    tuned = tuned_name(FORMATS[name], given.input_scale, None, given.beside)
+    tuned = tuned_name(FORMATS[name], operands.input_scale, None, operands.beside)
     tile = find_tile("quantize_activation", tuned, chip, len(x))
-    return quantize_activation(x, given, how, tile=tile)[0]  # pyright: ignore[reportArgumentType]
+    return quantize_activation(x, operands, how, tile=tile)[0]  # pyright: ignore[reportArgumentType]
 
 
 def _dequantize(w: QuantizedTensor, chip: str) -> Tensor:
@@ -186,8 +186,8 @@ def _attention_codes(x: Tensor, chip: str) -> tuple[Tensor, ...]:
     """Those of q and v; those of k depend on the order in which its mean is summed."""
     heads = x.reshape(1, -1, 2, 64)
     tile = find_tile("attention", "quantize 64", chip, heads.shape[1])
-    made = attention.quantize_operands(heads, heads, heads, tile=tile)  # pyright: ignore[reportArgumentType]
-    return made.q.view(torch.uint8), made.q_scale, made.v.view(torch.uint8), made.v_scale
+    operands = attention.quantize_operands(heads, heads, heads, tile=tile)  # pyright: ignore[reportArgumentType]
+    return operands.q.view(torch.uint8), operands.q_scale, operands.v.view(torch.uint8), operands.v_scale
 
 
 def _int8(q: QuantizedTensor, chip: str) -> Tensor:

@@ -101,13 +101,13 @@ def _replay_graphs(order: Iterable[tuple[str, Any]]) -> list[tuple[str, float]]:
 
 
 def _call_each(order: Iterable[tuple[str, Any]]) -> list[tuple[str, float]]:
-    found = []
+    times = []
     for name, calls in order:
         start = time.perf_counter()
         for call in calls:
             call()
-        found.append((name, 1e6 * (time.perf_counter() - start) / len(calls)))
-    return found
+        times.append((name, 1e6 * (time.perf_counter() - start) / len(calls)))
+    return times
 
 
 @torch.inference_mode()
@@ -117,17 +117,17 @@ def peaks(device: torch.device, repeats: int = REPEATS) -> dict[str, float]:
     A type that the library cannot multiply here is left out.
     """
     size, numbers = (8192, 2**28) if device.type == "cuda" else (64, 2**12)
-    found = {}
+    rates = {}
     for name, make in (("bf16", _bf16_product), ("fp8", _fp8_product), ("int8", _int8_product)):
         try:
             call = make(size, device)
             call()
         except RuntimeError:  # NotImplementedError is one: the device has no such product
             continue
-        found[name] = 2 * size**3 / measure({name: [call]}, device, repeats)[name].us / 1e6
+        rates[name] = 2 * size**3 / measure({name: [call]}, device, repeats)[name].us / 1e6
     source, target = torch.randn(numbers, device=device), torch.empty(numbers, device=device)
     us = measure({"copy": [lambda: target.copy_(source)]}, device, repeats)["copy"].us
-    return found | {"copy": 2 * source.nbytes / us / 1e3}
+    return rates | {"copy": 2 * source.nbytes / us / 1e3}
 
 
 def _bf16_product(size: int, device: torch.device) -> Call:

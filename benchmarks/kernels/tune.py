@@ -93,8 +93,8 @@ def time_command(tried: tuple[Path, ...], file: Path, seconds: float, dry_run: b
     begun = time.monotonic()
     device, chip = _device_and_chip(dry_run)
     outcomes = [row for path in tried for row in json.loads(path.read_text(encoding="utf-8"))["candidates"]]
-    found: dict[str, Any] = {"chip": chip, "dry_run": dry_run, "device": describe(device), "searches": []}
-    write_json(file, found | {"complete": False})
+    report: dict[str, Any] = {"chip": chip, "dry_run": dry_run, "device": describe(device), "searches": []}
+    write_json(file, report | {"complete": False})
     with interpreting() if dry_run else contextlib.nullcontext():
         for number, search in enumerate(searches(dry_run)):
             if time.monotonic() - begun > seconds:
@@ -102,9 +102,9 @@ def time_command(tried: tuple[Path, ...], file: Path, seconds: float, dry_run: b
             fit = [tile_of(row["tile"]) for row in outcomes if row["search"] == number and row["fit"]]
             if fit:
                 timed = time_search(search, list(dict.fromkeys(fit)), device, chip, 2 if dry_run else TUNE_REPEATS)
-                found["searches"].append({"search": number, **timed})
-                write_json(file, found | {"complete": False})
-    write_json(file, found | {"complete": True})
+                report["searches"].append({"search": number, **timed})
+                write_json(file, report | {"complete": False})
+    write_json(file, report | {"complete": True})
 
 
 @main.command("write")
@@ -159,7 +159,7 @@ def _changed(base: Tile | MatmulTile, changes: dict[str, Any]) -> Tile | MatmulT
 def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torch.device, chip: str) -> dict[str, Any]:
     """Try a tile; return a row that tells whether it is fit, and if not, why."""
     number, search, tile = candidate
-    found: dict[str, Any] = {"search": number, "kernel": search.kernel, "format": search.format, "tile": asdict(tile)}
+    verdict: dict[str, Any] = {"search": number, "kernel": search.kernel, "format": search.format, "tile": asdict(tile)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder / f"{search.kernel}.json", [_row(search, tile, chip, everything=True)])
@@ -169,10 +169,10 @@ def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torc
             offered = [cell for cell in cells if (cell.name, cell.format, chip) not in refused]
             rows = [aot.compile_cell(cell, chip, 120) for cell in offered]
             if not rows:
-                return found | {"fit": False, "reason": "no cell is made of it"}
+                return verdict | {"fit": False, "reason": "no cell is made of it"}
             bad = [f"{row.format}: {row.reason}" for row in rows if not row.ok]
             if bad:
-                return found | {"fit": False, "reason": "; ".join(bad)}
+                return verdict | {"fit": False, "reason": "; ".join(bad)}
         try:
             with (
                 _only(search, tile, chip, folder),
@@ -180,9 +180,9 @@ def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torc
             ):
                 errors = [workloads.error(workloads.prepare(search.case, s, device, chip)) for s in search.shapes]
         except Exception as problem:  # whatever a launch raises says that this tile cannot be used
-            return found | {"fit": False, "reason": f"{type(problem).__name__}: {first_line(problem)}"}
+            return verdict | {"fit": False, "reason": f"{type(problem).__name__}: {first_line(problem)}"}
     fit = all(error <= workloads.TOLERANCE for error in errors)
-    return found | {"fit": fit, "reason": "" if fit else f"relative errors {errors}", "errors": errors}
+    return verdict | {"fit": fit, "reason": "" if fit else f"relative errors {errors}", "errors": errors}
 
 
 def _cells(kernel: str) -> tuple[aot.Cell, ...]:
@@ -238,7 +238,7 @@ def write_tuned(timed: dict[str, Any], folder: Path) -> None:
     chip, gpu = timed["chip"], timed["device"]["gpu"]
     best = [(SEARCHES[row["search"]], tile_of(row["best"])) for row in timed["searches"]]
     for file in sorted(tiles.TUNED.glob("*.json")):
-        held = json.loads(file.read_text(encoding="utf-8"))
+        rows = json.loads(file.read_text(encoding="utf-8"))
         front = [
             _row(search, tile, chip) | {"format": name, "measured": gpu}
             for search, tile in best
@@ -246,7 +246,7 @@ def write_tuned(timed: dict[str, Any], folder: Path) -> None:
             for name in (search.format, *search.also)
         ]
         front.sort(key=lambda row: (row["format"], row.get("max_m", math.inf)))
-        write_rows(folder / file.name, front + [row for row in map(_without(front, chip), held) if row])
+        write_rows(folder / file.name, front + [row for row in map(_without(front, chip), rows) if row])
 
 
 def _without(front: list[dict], chip: str) -> Any:
@@ -271,9 +271,9 @@ def _without(front: list[dict], chip: str) -> Any:
 def _only(search: Search, tile: Tile | MatmulTile, chip: str, folder: Path) -> Iterator[None]:
     """Inside the block the tables hold this tile before all others."""
     for file in sorted(_TUNED.glob("*.json")):
-        held = json.loads(file.read_text(encoding="utf-8"))
+        rows = json.loads(file.read_text(encoding="utf-8"))
         mine = [_row(search, tile, chip, everything=True)] if file.stem == search.kernel else []
-        write_rows(folder / file.name, mine + held)
+        write_rows(folder / file.name, mine + rows)
     with tuned_from(folder):
         yield
 

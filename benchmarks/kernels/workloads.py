@@ -82,10 +82,10 @@ def prepare(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
 def error(work: Work) -> float:
     """|result - reference| / |reference| of one call; NaN if either is not finite."""
-    found, expected = as_matrix(work.call()).float(), work.expected().float()
-    if found.shape != expected.shape or not (found.isfinite().all() and expected.isfinite().all()):
+    actual, expected = as_matrix(work.call()).float(), work.expected().float()
+    if actual.shape != expected.shape or not (actual.isfinite().all() and expected.isfinite().all()):
         return float("nan")
-    return ((found - expected).norm() / expected.norm()).item()
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def as_matrix(result: Any) -> Tensor:
@@ -127,10 +127,10 @@ def _linear(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
             return [MATMULS[case.implementation](q, w, row_scale, bias, chip)() for w, row_scale in layers]
         choice = dispatch.Choice(case.implementation, activations and activations.name, "")
         w, row_scale = layers[0]
-        given = ops.LinearTensors(w.codes, w.scale, w.global_scale, bias=bias, row_scale=row_scale)
+        operands = ops.LinearTensors(w.codes, w.scale, w.global_scale, bias=bias, row_scale=row_scale)
         swizzled = bool(activations and activations.group_size) and w.scale.ndim == 1
         steps = RoundingTensors(), Rounding(activations.name if activations else "", swizzled=swizzled)
-        return launch.computed(choice, x, w, given, None, steps, chip)
+        return launch.computed(choice, x, w, operands, None, steps, chip)
 
     def expected() -> Tensor:
         seen = _quantized(x, activations.name).dequantize() if activations else x.float()
@@ -247,16 +247,16 @@ def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
     (m, _, k), row = shape, FORMATS[case.scheme.removesuffix(" static")]
     x = _normal(m, k, device=device)
     act = "gelu_tanh" if case.op == "act_quantize" else ""
-    given = torch.tensor(4.0 / (6 * 448), device=device) if case.scheme.endswith(" static") else None
-    tile = _plain_tile("quantize_activation", tuned_name(row, given, None), chip, m)
+    input_scale = torch.tensor(4.0 / (6 * 448), device=device) if case.scheme.endswith(" static") else None
+    tile = _plain_tile("quantize_activation", tuned_name(row, input_scale, None), chip, m)
 
     def expected() -> Tensor:
         a = quantizer.ACTS[act](x) if act else x
-        return ops.quantize_activation(a, row, given).dequantize()
+        return ops.quantize_activation(a, row, input_scale).dequantize()
 
     def call() -> QuantizedTensor:
         how = Rounding(row.name, act)
-        return quantize_activation(x, RoundingTensors(given), how, tile=tile)[0]
+        return quantize_activation(x, RoundingTensors(input_scale), how, tile=tile)[0]
 
     return Work(call, expected, 0.0, _size(x, call()), None)
 
@@ -267,13 +267,13 @@ def _adaln(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     x, branch = _normal(m, d, device=device), _normal(m, d, device=device)
     scale, shift, gate = (_normal(1, d, device=device) for _ in range(3))
     tile = _plain_tile("adaln_quantize", adaln_tile_name(d), chip, m)
-    given, how = adaln.NormTensors(scale, shift, branch, gate), Rounding(row.name if row else "")
+    operands, how = adaln.NormTensors(scale, shift, branch, gate), Rounding(row.name if row else "")
 
     def call() -> tuple[Any, Tensor | None]:
-        return adaln_quantize(x, given, how, eps=1e-6, tile=tile)
+        return adaln_quantize(x, operands, how, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        v, n = adaln.modulated_norm(x, given, "layer", 1e-6)
+        v, n = adaln.modulated_norm(x, operands, "layer", 1e-6)
         return as_matrix([v if row is None else ops.quantize_activation(v, row), n])
 
     return Work(call, expected, 0.0, _size(x, branch, scale, shift, gate, call()), None)
@@ -288,13 +288,13 @@ def _qk(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     angle = torch.randn(m, d, device=device)
     cos, sin = angle.cos(), angle.sin()
     tile = _plain_tile("qk_norm_rope", qk_tile_name(d), chip, m)
-    given = rope.RopeTensors(cos, sin, *weights)
+    operands = rope.RopeTensors(cos, sin, *weights)
 
     def call() -> tuple[Tensor, Tensor]:
-        return qk_norm_rope(q, k, given, eps=1e-6, tile=tile)
+        return qk_norm_rope(q, k, operands, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        return as_matrix(rope.qk_norm_rope(q, k, *pack(given), 1e-6, True, False, 0))
+        return as_matrix(rope.qk_norm_rope(q, k, *pack(operands), 1e-6, True, False, 0))
 
     return Work(call, expected, 0.0, _size(q, k, *weights, cos, sin, call()), None)
 

@@ -282,7 +282,7 @@ class Synthetic:
         fit, gate, judge = (x.to(self.device) for x in (layer.fit, layer.held[:GATE_TOKENS], layer.held[GATE_TOKENS:]))
         builder = InputsBuilder(family, size, device=self.device, calls=(1, 1), most_held=GATE_TOKENS)
         builder.add(fit)
-        builder.add(gate, held=True)
+        builder.add(gate, held_out=True)
         inputs = builder.finish(lambda: iter([(fit, 1.0)]))
         return Case(family, drawing, family, {family: layer.weight.to(self.device)}, inputs, fit, judge)
 
@@ -350,11 +350,13 @@ class Model:
                 yield [self._case(model, layers, inputs[name]) for name, layers in own.items()]
 
     def _case(self, model: nn.Module, layers: Sequence[LayerPlan], inputs: GroupInputs) -> Case:
-        half = len(inputs.held) // 2
+        half = len(inputs.held_out) // 2
         weight = inputs.held_weight[:half]
-        known = replace(inputs, held=inputs.held[:half], held_weight=weight / weight.mean())
+        known = replace(inputs, held_out=inputs.held_out[:half], held_weight=weight / weight.mean())
         weights = {layer.name: model.get_parameter(f"{layer.name}.weight").detach().float() for layer in layers}
-        return Case(layers[0].role, 0, layers[0].group, weights, known, inputs.fit.float(), inputs.held[half:].float())
+        return Case(
+            layers[0].role, 0, layers[0].group, weights, known, inputs.fit.float(), inputs.held_out[half:].float()
+        )
 
 
 # --- numbers

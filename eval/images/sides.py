@@ -16,7 +16,7 @@ from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.eval.images.denoiser import denoisers
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
-from fluxq.runtime.layout import Origin, reencode_layer
+from fluxq.runtime.layout import StoredLayer, reencode_layer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) 
         activations = layer.scheme.activations
         if activations is not None and activations.name not in targets:
             component, _, path = name.partition(".")
-            reencode_layer(layer, targets, Origin(folder.path / component, path))
+            reencode_layer(layer, targets, StoredLayer(folder.path / component, path))
             changed += 1
     return changed
 

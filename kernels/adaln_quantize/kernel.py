@@ -46,12 +46,12 @@ from fluxq.recipes.formats import Format, find_format
 def adaln_quantize(
     x: Tensor, tensors: NormTensors, how: Rounding, *, norm: str = "layer", eps: float, tile: Tile
 ) -> tuple[QuantizedTensor | Tensor, Tensor | None]:
-    """v of x (M, D) in a format, or in x's dtype without one; and n, where branch (M, D) and gate are given.
+    """Return v of x (M, D), in a format or in x's dtype without one, and n where branch (M, D) and gate are given.
 
-    The op of this name says what the tensors are. scale, shift and gate may be chunks of one tensor, and rows of x and
-    branch any distance apart. weight has the dtype of scale; RMSNorm rounds before it and after it, as diffusers' does.
-    The steps are as `quantize_activation` takes them; fp8_tensor needs its scale given, for no program here sees all
-    rows. tile: its columns hold a whole row. Raises ValueError for tensors that do not fit.
+    The op of this name describes the tensors, `quantize_activation` the steps. scale, shift and gate may be chunks of
+    one tensor, and rows of x and branch any distance apart. weight has the dtype of scale; RMSNorm rounds before it and
+    after it, as diffusers' does. fp8_tensor needs its scale given, for no program here sees all rows. tile: its columns
+    hold a whole row. Raises ValueError for tensors that do not fit.
     """
     scale, shift, branch, gate, _, input_scale, *_ = tensors
     row, swizzled = find_format(how.format) if how.format else None, how.swizzled
@@ -60,24 +60,24 @@ def adaln_quantize(
     check_device("adaln_quantize", x.device)
     m, d = x.shape
     new = None if branch is None else torch.empty(m, d, dtype=x.dtype, device=x.device)
-    given: dict[str, Any] = {name: tensor for name, tensor in tensors._asdict().items() if name != "input_scale"}
-    given |= {"x": x, "new": new, "M": m, "D": d, "tokens": m // scale.shape[0], "eps": eps, "NORM": norm}
-    given |= {"stride_x": x.stride(0), "stride_scale": scale.stride(0), "stride_shift": shift.stride(0)}
-    given |= {"stride_branch": 0 if branch is None else branch.stride(0)}
-    given |= {"stride_gate": 0 if gate is None else gate.stride(0)}
+    arguments: dict[str, Any] = {name: tensor for name, tensor in tensors._asdict().items() if name != "input_scale"}
+    arguments |= {"x": x, "new": new, "M": m, "D": d, "tokens": m // scale.shape[0], "eps": eps, "NORM": norm}
+    arguments |= {"stride_x": x.stride(0), "stride_scale": scale.stride(0), "stride_shift": shift.stride(0)}
+    arguments |= {"stride_branch": 0 if branch is None else branch.stride(0)}
+    arguments |= {"stride_gate": 0 if gate is None else gate.stride(0)}
     if row is None:
         out = torch.empty(m, d, dtype=x.dtype, device=x.device)
-        given |= {"codes": out, "step": None, "global_scale": None, "stride_step": 0}
-        given |= {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+        arguments |= {"codes": out, "step": None, "global_scale": None, "stride_step": 0}
+        arguments |= {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
     else:
         out = new_codes("adaln_quantize", x, d, input_scale, how)
         per_row = out.scale if out.global_scale is None else out.global_scale  # where each row has its own scale
-        given |= {"codes": as_bytes(out.codes), "step": as_bytes(out.scale), "global_scale": out.global_scale}
-        given |= {"stride_step": int(per_row.ndim > 0), "FORMAT": row.name, "GROUP": row.group_size}
-        given |= {"ELEMENT": row.element.name, "LARGEST": row.element.max}
+        arguments |= {"codes": as_bytes(out.codes), "step": as_bytes(out.scale), "global_scale": out.global_scale}
+        arguments |= {"stride_step": int(per_row.ndim > 0), "FORMAT": row.name, "GROUP": row.group_size}
+        arguments |= {"ELEMENT": row.element.name, "LARGEST": row.element.max}
     rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
     adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
-        **given,
+        **arguments,
         HADAMARD=how.hadamard.bit_length() - 1 if how.hadamard else 0,
         SCALE_GIVEN=input_scale is not None,
         FOUR_OVER_SIX=how.four_over_six,
@@ -93,13 +93,13 @@ def adaln_quantize(
 def launch(
     x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float, *, chip: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel."""
-    given, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    """Launch the op on a chip; ValueError where it has no kernel."""
+    operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
     require(OP.name, how.format or "16bit", chip)
     tile = find_memory_tile(OP.file, tuned_name(x.shape[-1]), chip, x.shape[0])
-    q, new = adaln_quantize(x, given, how, norm=norm, eps=eps, tile=tile)
+    q, new = adaln_quantize(x, operands, how, norm=norm, eps=eps, tile=tile)
     nothing = x.new_empty(0)
-    codes = (q, nothing, nothing) if isinstance(q, Tensor) else returned(q, given.input_scale)
+    codes = (q, nothing, nothing) if isinstance(q, Tensor) else returned(q, operands.input_scale)
     return *codes, nothing if new is None else new
 
 
@@ -139,10 +139,10 @@ def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> Non
 
 
 def _check_matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """As `check_tensor`, for rows any distance apart."""
+    """Raise ValueError as `check_tensor` does, but allow rows any distance apart."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
-        found = f"{tensor.dtype} {(*tensor.shape,)} on {tensor.device}"
-        raise ValueError(f"{name} is {found}, expected {dtype} {shape} on {device}: cast, reshape or move it")
+        actual = f"{tensor.dtype} {(*tensor.shape,)} on {tensor.device}"
+        raise ValueError(f"{name} is {actual}, expected {dtype} {shape} on {device}: cast, reshape or move it")
     if shape[1] > 1 and tensor.stride(1) != 1:
         raise ValueError(
             f"{name} has strides {tensor.stride()}, expected rows of adjacent elements: pass .contiguous()"
@@ -154,8 +154,8 @@ def _check_rounding(x: Tensor, format: Format | None, tensors: NormTensors, how:
     name = "adaln_quantize"
     m, d = x.shape
     if format is None:
-        given = {"input_scale": input_scale, "smooth": smooth, "mean": mean}
-        extra = [what for what, tensor in given.items() if tensor is not None]
+        named = {"input_scale": input_scale, "smooth": smooth, "mean": mean}
+        extra = [what for what, tensor in named.items() if tensor is not None]
         extra += [step for step in ("hadamard", "four_over_six", "swizzled") if getattr(how, step)]
         if extra:
             raise ValueError(f"{name}: {extra[0]} is given, but no format to quantize to: leave it out")
@@ -256,13 +256,13 @@ def adaln_quantize_kernel(
 
 @triton.jit
 def load_rows(x, rows, stride, columns, mask):
-    """Rows of x as fp32 (ROWS, COLUMNS), zeros beyond the mask."""
+    """Load rows of x as fp32 (ROWS, COLUMNS), zeros beyond the mask."""
     return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def normed(n, weight, scale, columns, mask, D, eps, NORM: tl.constexpr):
-    """LayerNorm or RMSNorm of each row of n, rounded to scale's dtype; n is zero beyond the mask."""
+    """Apply LayerNorm or RMSNorm to each row of n, rounded to scale's dtype; n is zero beyond the mask."""
     if NORM == "layer":
         n = tl.where(mask, n - tl.div_rn(tl.sum(n, 1), D * 1.0)[:, None], 0.0)
     variance = tl.div_rn(tl.sum(n * n, 1), D * 1.0)

@@ -28,8 +28,10 @@ NORMS = ("layer", "rms")
 class NormTensors(NamedTuple):
     """The tensors of `adaln_quantize` beside x; those that are left out are None.
 
-    scale, shift, gate: (B, D) in x's dtype or fp32, for B images whose M / B tokens follow one another. branch (M, D).
-    weight (D,) of the norm. input_scale, smooth, mean: as `RoundingTensors` has them.
+    scale, shift, gate: (B, D) in x's dtype or fp32, for B images whose M / B tokens follow one another.
+    branch: (M, D).
+    weight: (D,) of the norm.
+    input_scale, smooth, mean: those of `RoundingTensors`.
     """
 
     scale: Tensor
@@ -43,7 +45,7 @@ class NormTensors(NamedTuple):
 
     @property
     def of_rounding(self) -> RoundingTensors:
-        """Those of the steps that follow."""
+        """Tensors of the rounding that follows."""
         return RoundingTensors(self.input_scale, self.smooth, self.mean)
 
 
@@ -51,16 +53,16 @@ class NormTensors(NamedTuple):
 def adaln_quantize(
     x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (M, D) to (codes, scale, global scale, n); without a format v, in x's dtype, stands in place of the codes.
+    """Return (codes, scale, global scale, n) of x (M, D); without a format v, in x's dtype, in place of codes.
 
     tensors, rounding: of `pack(NormTensors(…), Rounding(…))`. norm: "layer" or "rms". What is not there comes back as
     an empty tensor (0,).
     """
-    given, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):
-        v, new = modulated_norm(x, given, norm, eps)
+        v, new = modulated_norm(x, operands, norm, eps)
         if how.format:
-            codes, step, global_scale, _ = quantize_activation(v, *pack(given.of_rounding, how))
+            codes, step, global_scale, _ = quantize_activation(v, *pack(operands.of_rounding, how))
         else:
             codes, step, global_scale = v, x.new_empty(0), x.new_empty(0)
         return codes, step, global_scale, x.new_empty(0) if new is None else new
@@ -68,19 +70,19 @@ def adaln_quantize(
 
 @adaln_quantize.register_fake
 def _(x, tensors, rounding, norm, eps):
-    given, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
-    new = x.new_empty(0 if given.branch is None else x.shape)
+    operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    new = x.new_empty(0 if operands.branch is None else x.shape)
     if not how.format:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), new
-    return *quantize_activation(x, *pack(given.of_rounding, how))[:3], new
+    return *quantize_activation(x, *pack(operands.of_rounding, how))[:3], new
 
 
 launches_on_gpu(OP.name, adaln_quantize)
 
 
-def modulated_norm(x: Tensor, given: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor | None]:
-    """(v, n) of x (M, D), in its dtype; n is None without a branch."""
-    scale, branch, gate = given.scale, given.branch, given.gate
+def modulated_norm(x: Tensor, operands: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor | None]:
+    """Return (v, n) of x (M, D), in its dtype; n is None without a branch."""
+    scale, branch, gate, weight = operands.scale, operands.branch, operands.gate, operands.weight
     if norm not in NORMS:
         raise ValueError(f"adaln_quantize: unknown norm {norm!r}, expected one of {', '.join(NORMS)}")
     if (branch is None) != (gate is None):
@@ -93,12 +95,12 @@ def modulated_norm(x: Tensor, given: NormTensors, norm: str, eps: float) -> tupl
     n = x.reshape(images, -1, x.shape[1]).to(scale.dtype)  # (B, M / B, D)
     if branch is not None and gate is not None:
         n = (n + gate[:, None] * branch.reshape(n.shape)).to(x.dtype).to(scale.dtype)
-    h = rms_norm(n, given.weight, eps) if norm == "rms" else F.layer_norm(n, n.shape[-1:], given.weight, None, eps)
-    v = h * (1 + scale[:, None]) + given.shift[:, None]
+    h = rms_norm(n, weight, eps) if norm == "rms" else F.layer_norm(n, n.shape[-1:], weight, None, eps)
+    v = h * (1 + scale[:, None]) + operands.shift[:, None]
     return v.reshape(x.shape).to(x.dtype), None if branch is None else n.reshape(x.shape).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """As diffusers' RMSNorm: rounded before the weight and after it."""
+    """Apply diffusers' RMSNorm, which rounds before the weight and after it."""
     v = (x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return v if weight is None else v * weight

@@ -32,11 +32,13 @@ HEAD_SIZES = (64, 128)
 def attention_fp8(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, tile: MatmulTile, quantize_tile: Tile
 ) -> Tensor:
-    """q (B, S, H, D) attends to k and v (B, Skv, H, D), any strides but the last; returns (B, S, H, D), contiguous.
+    """Compute attention of q (B, S, H, D) to k and v (B, Skv, H, D), any strides but the last; contiguous (B, S, H, D).
 
-    D is one of HEAD_SIZES. scale: of the logits, None for 1 / √D. tile: m queries, n = KEY_BLOCK keys, k = D.
-    quantize_tile: rows are tokens, a divisor of both blocks; its columns hold a head. Raises ValueError for tensors
-    that the kernels do not take.
+    D is one of HEAD_SIZES. Raises ValueError for tensors that the kernels do not take.
+
+    scale: of the logits, None for 1 / √D.
+    tile: m queries, n = KEY_BLOCK keys, k = D.
+    quantize_tile: rows are tokens, a divisor of both blocks; its columns hold a head.
     """
     _check_input(q, k, v)
     if not q.shape[0] * q.shape[1] * q.shape[2]:
@@ -46,7 +48,7 @@ def attention_fp8(
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -> Tensor:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     reference.check_attention(q, k, v)
     if not q.numel():
         return q.new_empty(q.shape)
@@ -64,7 +66,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operands:
-    """`quantize_operands` of kernels/attention/op.py, in four launches."""
+    """Compute `quantize_operands` of kernels/attention/op.py in four launches."""
     _check_input(q, k, v)
     b, s, h, d = q.shape
     keys = k.shape[1]
@@ -109,7 +111,7 @@ def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operand
 def attend(
     operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype, *, tile: MatmulTile
 ) -> Tensor:
-    """`attend` of kernels/attention/op.py: o (B, queries, H, D) in dtype."""
+    """Compute `attend` of kernels/attention/op.py: o (B, queries, H, D) in dtype."""
     b, h, _, d = operands.q.shape
     if tile.k != d or tile.n != KEY_BLOCK or QUERY_BLOCK % tile.m:
         raise ValueError(
@@ -240,7 +242,7 @@ def quantize_tokens_kernel(
 
 @triton.jit
 def load_tokens(x, mean, head, tokens, S, stride_s, D: tl.constexpr):
-    """fp32 (ROWS, D) of tokens (ROWS,) of a head, less their mean; zeros after the last token."""
+    """Load fp32 (ROWS, D) of tokens (ROWS,) of a head, less their mean; zeros after the last token."""
     columns = tl.arange(0, D)
     here = (tokens < S)[:, None]
     values = tl.load(x + tokens[:, None] * stride_s + columns[None, :], mask=here, other=0.0).to(tl.float32)

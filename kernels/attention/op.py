@@ -49,9 +49,11 @@ _FP8 = FORMATS["fp8"]
 class Operands:
     """q (B, S, H, D), k and v (B, Skv, H, D) as codes; tokens are padded to whole blocks, with zeros.
 
-    q (B, H, S padded, D) and k (B, H, Skv padded, D) in float8_e4m3fn. v (B, H, D, Skv padded): fp8 matrix units read
-    both operands along the axis they sum over. q_scale (B, H, blocks), k_scale (B, H, blocks), v_scale (B, H, D) and
-    k_mean (B, H, D), which k is without, in fp32.
+    q: (B, H, S padded, D) and k: (B, H, Skv padded, D) in float8_e4m3fn.
+    v: (B, H, D, Skv padded), because fp8 matrix units read both operands along the axis they sum over.
+    q_scale, k_scale: (B, H, blocks) fp32.
+    v_scale: (B, H, D) fp32.
+    k_mean: (B, H, D) fp32, subtracted from k.
     """
 
     q: Tensor
@@ -65,7 +67,7 @@ class Operands:
 
 @torch.library.custom_op("fluxq::attention_fp8", mutates_args=())
 def attention_fp8(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """q (B, S, H, D) attends to k and v (B, Skv, H, D), all of one float dtype; returns (B, S, H, D), contiguous.
+    """Compute attention of q (B, S, H, D) to k and v (B, Skv, H, D), of one float dtype; contiguous (B, S, H, D).
 
     scale: of the logits, None for 1 / √D. NaN or infinity in q makes NaN of its block of queries, in k of its head, in
     v of its channel.
@@ -111,7 +113,7 @@ def logit_scale(q: Tensor, scale: float | None) -> float:
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor) -> Operands:
-    """The codes and scales at the top of this file."""
+    """Return the codes and scales at the top of this file."""
     mean = key_mean(k)
     q_codes, q_scale = quantize_tokens(q, None, QUERY_BLOCK)
     k_codes, k_scale = quantize_tokens(k, mean, KEY_BLOCK)
@@ -120,12 +122,12 @@ def quantize_operands(q: Tensor, k: Tensor, v: Tensor) -> Operands:
 
 
 def key_mean(k: Tensor) -> Tensor:
-    """(B, H, D) fp32 of k (B, Skv, H, D). The order of its sums does not matter: any vector near it serves."""
+    """Return the mean (B, H, D) fp32 of k (B, Skv, H, D), in any order of sums: any vector near it serves."""
     return k.float().mean(1)
 
 
 def quantize_tokens(x: Tensor, mean: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """x (B, S, H, D), less mean (B, H, D), to codes (B, H, S padded, D) and scales (B, H, blocks of `block` tokens)."""
+    """Quantize x (B, S, H, D), less mean (B, H, D), to codes (B, H, S padded, D) and a scale per `block` tokens."""
     values = x.float().transpose(1, 2)  # (B, H, S, D)
     if mean is not None:
         values = values - mean[:, :, None]
@@ -137,14 +139,14 @@ def quantize_tokens(x: Tensor, mean: Tensor | None, block: int) -> tuple[Tensor,
 
 
 def quantize_values(v: Tensor) -> tuple[Tensor, Tensor]:
-    """v (B, Skv, H, D) to codes (B, H, D, Skv padded) and scales (B, H, D)."""
+    """Quantize v (B, Skv, H, D) to codes (B, H, D, Skv padded) and scales (B, H, D)."""
     values = _padded(v.float().transpose(1, 2), KEY_BLOCK).mT.contiguous()  # (B, H, D, Skv padded)
     scale = block_scale(values, _FP8, None)
     return encode(values / scale[..., None], _FP8.element), scale
 
 
 def attend(operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype) -> Tensor:
-    """o (B, S, H, D) in dtype, for the first `queries` and `keys` tokens; log2_scale: as `logit_scale` gives it."""
+    """Return o (B, S, H, D) in dtype, for the first `queries` and `keys` tokens. log2_scale: from `logit_scale`."""
     q = decode(operands.q, _FP8.element)[:, :, :queries]  # (B, H, S, D)
     k = decode(operands.k, _FP8.element)
     v = decode(operands.v, _FP8.element)
@@ -166,5 +168,5 @@ def attend(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
 
 
 def _padded(values: Tensor, block: int) -> Tensor:
-    """(B, H, S, D) with zeros after the last token, to a multiple of `block`."""
+    """Pad (B, H, S, D) with zeros after the last token, to a multiple of `block`."""
     return F.pad(values, (0, 0, 0, -values.shape[2] % block))

@@ -38,7 +38,7 @@ def block_scaled_matmul(
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
 ) -> Tensor:
-    """x (M, K) times w (N, K), both nvfp4, mxfp8 or mxfp4; returns (M, N) of the epilogue's dtype.
+    """Return x (M, K) times w (N, K), both nvfp4, mxfp8 or mxfp4: (M, N) of the epilogue's dtype.
 
     Block scales of both are (rows, G), or of both flat in the 128x4 layout, as `swizzle_scales` makes it; the tile's m
     and n are then multiples of 128, and its k of 4 groups. Global scales are (), that of x also (M, 1). Raises
@@ -87,7 +87,7 @@ def block_scaled_matmul(
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
-    """`block_scaled_matmul` with the tile that was tuned for the chip."""
+    """Call `block_scaled_matmul` with the tile that was tuned for the chip."""
     tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
     return block_scaled_matmul(x, w, epilogue=epilogue, tile=tile)
 
@@ -111,7 +111,7 @@ def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> N
 
 
 def _with_plain_scale(name: str, q: QuantizedTensor) -> QuantizedTensor:
-    """The same with some scales (rows, G), for checks; ValueError unless its own can be such scales swizzled."""
+    """Return q with scales (rows, G), to be checked; ValueError unless q's own can be swizzled ones."""
     rows, groups = q.shape[0], q.shape[1] // q.format.group_size
     check_tensor(f"{name}: weight_scale", q.scale, (swizzled_size(rows, groups),), (q.scale.dtype,), q.codes.device)
     return dataclasses.replace(q, scale=q.scale.new_empty(rows, groups))
@@ -187,7 +187,7 @@ def block_scaled_matmul_kernel(
 def load_codes(
     codes, tile, start, ROWS_ALL, COLUMNS_ALL, EVEN_K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """(BLOCK, COLUMNS) of stored codes; past the last row that row again, past the last column zeros."""
+    """Load (BLOCK, COLUMNS) of stored codes; past the last row that row again, past the last column zeros."""
     rows = tl.minimum((tile * BLOCK + tl.arange(0, BLOCK)).to(tl.int64), ROWS_ALL - 1)
     columns = start + tl.arange(0, COLUMNS)
     places = codes + rows[:, None] * COLUMNS_ALL + columns[None, :]
@@ -209,7 +209,7 @@ def load_scales(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """(BLOCK, GROUPS) block scales; past the last row any of them, past the last group zeros."""
+    """Load (BLOCK, GROUPS) block scales; past the last row any of them, past the last group zeros."""
     if SWIZZLED:
         # Each 128 rows and 4 groups are 512 adjacent bytes: 32 lines of 4 quarters of 4 groups.
         lines = tl.arange(0, GROUPS // 4 * 512)

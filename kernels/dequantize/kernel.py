@@ -28,7 +28,7 @@ from fluxq.recipes.formats import find_format
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: Tile) -> Tensor:
-    """The matrix (N, K) that q stands for, as float32, bfloat16 or float16.
+    """Return the matrix (N, K) that q stands for, as float32, bfloat16 or float16.
 
     tile: its columns a multiple of the format's group. Raises ValueError for tensors that are not as stored.
     """
@@ -48,14 +48,14 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: 
 def launch(
     w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype, *, chip: str
 ) -> Tensor:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     require(OP.name, format, chip)
     q = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(format))
     return dequantize(q, dtype, tile=find_memory_tile(OP.file, format, chip, w.shape[0]))
 
 
 def stored_arguments(q: QuantizedTensor) -> dict[str, Any]:
-    """The arguments by which kernels read a matrix as it is stored, but for its codes."""
+    """Return the kernel arguments of a stored matrix, but for its codes."""
     k, group = q.shape[1], q.format.group_size
     return {
         "scale": as_bytes(q.scale),
@@ -104,7 +104,7 @@ def dequantize_kernel(
 def load_scales(
     scale, rows, row_mask, tile, K, stride_scale, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Block scales of `rows` in the tile'th COLUMNS columns as fp32: (ROWS, COLUMNS / GROUP), or (ROWS, 1) of rows."""
+    """Load block scales of `rows` in the tile'th COLUMNS columns as fp32: (ROWS, COLUMNS / GROUP), or (ROWS, 1)."""
     if GROUP == 0:
         stored = tl.load(scale + rows * stride_scale, mask=row_mask, other=0)[:, None]
     else:
@@ -116,7 +116,7 @@ def load_scales(
 
 @triton.jit
 def load_codes(codes, rows, row_mask, tile, K, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes of `rows` in the tile'th COLUMNS columns as fp32 (ROWS, COLUMNS); even columns are in low nibbles."""
+    """Load codes of `rows` in the tile'th COLUMNS columns as fp32 (ROWS, COLUMNS); even columns are in low nibbles."""
     PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" or ELEMENT == "int4" else 1
     columns = tile * (COLUMNS // PER_BYTE) + tl.arange(0, COLUMNS // PER_BYTE)
     mask = row_mask[:, None] & (columns < K // PER_BYTE)[None, :]
@@ -126,7 +126,7 @@ def load_codes(codes, rows, row_mask, tile, K, ELEMENT: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def unpack_codes(stored, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes (ROWS, COLUMNS), or pairs of them (ROWS, COLUMNS / 2), as fp32 (ROWS, COLUMNS)."""
+    """Unpack codes (ROWS, COLUMNS), or pairs of them (ROWS, COLUMNS / 2), to fp32 (ROWS, COLUMNS)."""
     code = stored.to(tl.int32)
     if ELEMENT == "e2m1" or ELEMENT == "int4":
         code = tl.reshape(tl.join(code & 0xF, code >> 4), (ROWS, COLUMNS))
@@ -135,7 +135,7 @@ def unpack_codes(stored, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def unpack_words(words, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes in int32 words, eight of 4 bits or four of 8 bits each, as fp32 (ROWS, COLUMNS).
+    """Unpack codes in int32 words, eight of 4 bits or four of 8 bits each, to fp32 (ROWS, COLUMNS).
 
     For kernels that wait for arithmetic: fewer instructions than `unpack_codes`. Small floats are moved, two at a
     time, to where fp16 keeps its bits, and are to be multiplied with `word_unit`; NaN of e4m3 comes out as 480.
@@ -177,7 +177,7 @@ def word_unit(ELEMENT: tl.constexpr):
 
 @triton.jit
 def fp16_halves(words):
-    """The fp16 numbers in the low and the high halves of words, as fp32."""
+    """Return the fp16 numbers in the low and the high halves of words, as fp32."""
     low = words.to(tl.int16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -185,13 +185,13 @@ def fp16_halves(words):
 
 @triton.jit
 def int8_of_word(words, SHIFT: tl.constexpr):
-    """Eight bits, two's complement, as fp32: as the last bits of 2^23 + 128 + code."""
+    """Return eight bits, two's complement, as fp32: as the last bits of 2^23 + 128 + code."""
     return (((words >> SHIFT) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - (2.0**23 + 128)
 
 
 @triton.jit
 def times_groups(value, multiplier, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """value (ROWS, COLUMNS) times the multiplier of each group, as `load_scales` shapes them."""
+    """Multiply value (ROWS, COLUMNS) with the multiplier of each group, in the shape of `load_scales`."""
     if GROUP == 0:
         return value * multiplier
     else:
@@ -201,7 +201,7 @@ def times_groups(value, multiplier, GROUP: tl.constexpr, ROWS: tl.constexpr, COL
 
 @triton.jit
 def decode_codes(code, ELEMENT: tl.constexpr):
-    """Unpacked codes (int32) as fp32."""
+    """Decode unpacked codes (int32) to fp32."""
     if ELEMENT == "e4m3":
         return decode_e4m3(code)
     elif ELEMENT == "e2m1":
@@ -214,7 +214,7 @@ def decode_codes(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decode_scale(stored, SCALE: tl.constexpr):
-    """Stored block scales as fp32."""
+    """Decode stored block scales to fp32."""
     if SCALE == "e4m3":
         return decode_e4m3(stored.to(tl.int32))
     elif SCALE == "e8m0":
@@ -225,7 +225,7 @@ def decode_scale(stored, SCALE: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(byte):
-    """E4M3 bytes (int32) to fp32; 0x7F and 0xFF are NaN, there is no infinity."""
+    """Decode E4M3 bytes (int32) to fp32; 0x7F and 0xFF are NaN, there is no infinity."""
     bits = (byte & 0x80) << 24 | (byte & 0x7F) << 20
     value = bits.to(tl.float32, bitcast=True) * 2.0**120
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
@@ -233,14 +233,14 @@ def decode_e4m3(byte):
 
 @triton.jit
 def decode_e2m1(code):
-    """E2M1 codes 0 to 15 (int32) to fp32."""
+    """Decode E2M1 codes 0 to 15 (int32) to fp32."""
     bits = (code & 8) << 28 | (code & 7) << 22
     return bits.to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
 def decode_e8m0(byte):
-    """E8M0 bytes (int32) to 2^(byte - 127), subnormal for byte 0; 255 is NaN."""
+    """Decode E8M0 bytes (int32) to 2^(byte - 127), subnormal for byte 0; 255 is NaN."""
     bits = tl.where(byte == 0, 1 << 22, byte << 23)
     value = bits.to(tl.float32, bitcast=True)
     return tl.where(byte == 255, float("nan"), value)

@@ -15,7 +15,7 @@ OP = Op("dequantize", KERNEL_FORMATS, "memory")
 
 @torch.library.custom_op("fluxq::dequantize", mutates_args=())
 def dequantize(w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype) -> Tensor:
-    """The matrix (N, K) that weight tensors stored as `format` stand for."""
+    """Return the matrix (N, K) that weight tensors stored as `format` stand for."""
     return QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(format)).dequantize(dtype)
 
 

@@ -1,13 +1,12 @@
-"""Query and key heads through RMSNorm and rotary position embedding in one launch, as the reference
-in op.py computes them.
+"""Query and key heads through RMSNorm and rotary position embedding in one launch.
 
     r = 1 / √(mean(x²) + eps)            of each head
     v = x · r · weight                   rounded to x's dtype
     y = v · cos + rotate(v) · sin        rotate: each pair (a, b) becomes (-b, a)
 
 in fp32 but for the rounding of v. A pair is two neighbours (Flux; the same arithmetic as the complex product of
-Qwen-Image) or an element of either half. Bits are the reference's but for the order in which x² is added up: where
-these sums are exact, all of them are.
+Qwen-Image) or an element of either half. Bits are those of the reference in op.py but for the order in which x² is
+added up: where these sums are exact, all of them are.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -43,11 +42,13 @@ def qk_norm_rope(
     position: int = 0,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, S, H, D) and k (B, S, Hk, D) of one dtype, any strides but the last; returns new contiguous tensors.
+    """Apply RMSNorm and rotary embedding to q (B, S, H, D) and k (B, S, Hk, D), any strides but the last.
 
-    The op of this name says what the tensors are. interleaved: pairs are neighbours; otherwise elements D / 2 apart.
+    The op of this name describes the tensors. Raises ValueError for tensors that do not fit.
+
+    interleaved: pairs are neighbours; otherwise elements D / 2 apart.
     round_before_weight: also round x · r, as diffusers' RMSNorm does and torch.nn.RMSNorm does not.
-    tile: rows are heads of a token, its columns hold a whole head. Raises ValueError for tensors that do not fit.
+    tile: rows are heads of a token, its columns hold a whole head.
     """
     cos, sin, q_weight, k_weight = tensors
     _check_input(q, k, tensors, position, tile)
@@ -82,7 +83,7 @@ def qk_norm_rope(
 
 
 def launch(q: Tensor, k: Tensor, tensors: Sequence[Tensor], names: str, *how: Any, chip: str) -> tuple[Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel. how: the op's other arguments."""
+    """Launch the op on a chip; ValueError where it has no kernel. how: the op's other arguments."""
     require(OP.name, "16bit", chip)
     tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
     named = dict(zip(("eps", "interleaved", "round_before_weight", "position"), how, strict=True))
@@ -188,7 +189,7 @@ def norm_rope_heads(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The heads of one token, ROWS at a time; everything is held as the first and second elements of pairs."""
+    """Compute the heads of one token, ROWS at a time, all values as the first and second elements of pairs."""
     only = tl.zeros((1,), tl.int32)
     cos_a, cos_b = load_pairs(cos + only, only == 0, D, INTERLEAVED, 1, COLUMNS)  # (1, COLUMNS / 2)
     sin_a, sin_b = load_pairs(sin + only, only == 0, D, INTERLEAVED, 1, COLUMNS)
@@ -216,13 +217,13 @@ def norm_rope_heads(
 
 @triton.jit
 def rounded(v, x):
-    """fp32 v, rounded as a tensor in the dtype that pointer x has would be."""
+    """Round fp32 v as a tensor of the dtype of pointer x would."""
     return v.to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def load_pairs(x, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First and second elements, fp32 (ROWS, COLUMNS / 2) each, of the pairs in rows of D that begin at x (ROWS,)."""
+    """Load first and second elements, fp32 (ROWS, COLUMNS / 2) each, of the pairs in rows of D from x (ROWS,) on."""
     if INTERLEAVED:
         columns = tl.arange(0, COLUMNS)
         mask = row_mask[:, None] & (columns < D)[None, :]
@@ -240,7 +241,7 @@ def load_pairs(x, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl
 def store_pairs(
     y, a, b, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Inverse of `load_pairs`."""
+    """Invert `load_pairs`."""
     dtype = y.dtype.scalar.element_ty
     if INTERLEAVED:
         columns = tl.arange(0, COLUMNS)

@@ -46,11 +46,13 @@ def qk_norm_rope(
     round_before_weight: bool,
     position: int,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm and rotary embedding of q (B, S, H, D) and k (B, S, Hk, D), new contiguous tensors.
+    """Apply RMSNorm and rotary embedding to q (B, S, H, D) and k (B, S, Hk, D); returns new contiguous tensors.
 
-    tensors, names: of `pack(RopeTensors(…))`. Token s takes row position + s of cos and sin. interleaved: pairs are
-    neighbours (Flux; as complex numbers Qwen-Image), otherwise elements D / 2 apart. round_before_weight: as diffusers'
-    RMSNorm; torch.nn.RMSNorm rounds once.
+    Token s takes row position + s of cos and sin.
+
+    tensors, names: of `pack(RopeTensors(…))`.
+    interleaved: pairs are neighbours (Flux; as complex numbers Qwen-Image), otherwise elements D / 2 apart.
+    round_before_weight: as diffusers' RMSNorm; torch.nn.RMSNorm rounds once.
     """
     (cos, sin, q_weight, k_weight), _ = unpack(RopeTensors, tensors, names)
     if not 0 <= position <= cos.shape[0] - q.shape[1]:
@@ -81,7 +83,7 @@ def _head_norm(x: Tensor, weight: Tensor | None, eps: float, round_before_weight
 
 
 def _rotate(v: Tensor, interleaved: bool) -> Tensor:
-    """(-b, a) for each pair (a, b) along the last axis."""
+    """Return (-b, a) for each pair (a, b) along the last axis."""
     if interleaved:
         a, b = v.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([-b, a], -1).flatten(-2)

@@ -60,14 +60,17 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def quantize_activation(
     x: Tensor, tensors: RoundingTensors, how: Rounding, *, tile: Tile
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h where `down` is.
+    """Quantize x (M, K) in bfloat16, float16 or float32, rows any distance apart, to codes per token, and h of `down`.
 
-    The op of this name says what the tensors and steps are. Here smooth and mean are fp32, and so is input_scale: by
-    default scales follow from the amax of each token, for fp8_tensor of all. act: what `activate` takes; the codes then
-    are those of activate(x, act), to the byte. beside: rows any distance apart. down: (R, K) of x's type, of bfloat16
-    or float16 for float32 x, R at most 128. swizzled: a flat tensor of `swizzled_size` elements, padded with zeros.
-    tile: with `down` at least 16 rows. Of act and `down` together act is computed twice: call `activate` first.
-    Raises ValueError for input that the kernels do not take.
+    The op of this name describes the tensors and steps. Here smooth and mean are fp32, and so is input_scale: by
+    default scales follow from the amax of each token, for fp8_tensor of all. Of act and `down` together act is computed
+    twice: call `activate` first. Raises ValueError for input that the kernels do not take.
+
+    act: of `activate`; the codes then are those of activate(x, act), to the byte.
+    beside: rows any distance apart.
+    down: (R, K) of x's type, of bfloat16 or float16 for float32 x, R at most 128.
+    swizzled: a flat tensor of `swizzled_size` elements, padded with zeros.
+    tile: with `down` at least 16 rows.
     """
     name, row, hadamard, swizzled = "quantize_activation", find_format(how.format), how.hadamard, how.swizzled
     input_scale, smooth, mean, down, beside = tensors
@@ -121,12 +124,12 @@ def _launch_rows(
 
 
 def _launch_blocks(
-    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, given: dict[str, Any]
+    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, arguments: dict[str, Any]
 ) -> None:
     # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
     own_global = out.format.two_level and not scale_given
     per_token = out.global_scale is not None and out.global_scale.ndim == 2
-    quantize_blocks_kernel[(programs, 1 if own_global or given["R"] else given["TILES"])](
+    quantize_blocks_kernel[(programs, 1 if own_global or arguments["R"] else arguments["TILES"])](
         codes=as_bytes(out.codes),
         scale=as_bytes(out.scale),
         global_scale=out.global_scale,
@@ -136,38 +139,38 @@ def _launch_blocks(
         OWN_GLOBAL=own_global,
         FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=how.swizzled,
-        **given,
+        **arguments,
     )
 
 
 def quantize_tuned(
     x: Tensor, tensors: RoundingTensors, how: Rounding, chip: str
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """`quantize_activation` with the tile that was tuned for the chip."""
+    """Call `quantize_activation` with the tile that was tuned for the chip."""
     name = tuned_name(find_format(how.format), tensors.input_scale, tensors.down, tensors.beside)
     return quantize_activation(x, tensors, how, tile=find_memory_tile(OP.file, name, chip, x.shape[0]))
 
 
 def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel."""
-    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
-    require(OP.name, how.format if given.down is None else "down", chip)
-    if given.beside is not None:
+    """Launch the op on a chip; ValueError where it has no kernel."""
+    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    require(OP.name, how.format if operands.down is None else "down", chip)
+    if operands.beside is not None:
         require(OP.name, f"{how.format}-beside", chip)
-    q, h = quantize_tuned(x, given, how, chip)
-    return *returned(q, given.input_scale), x.new_empty(0) if h is None else h
+    q, h = quantize_tuned(x, operands, how, chip)
+    return *returned(q, operands.input_scale), x.new_empty(0) if h is None else h
 
 
 def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scale, global scale); what was given is not returned: an op's results may not alias its arguments."""
+    """Return (codes, scale, global scale), without a given scale: an op's results may not alias its arguments."""
     nothing = torch.empty(0, dtype=torch.float32, device=q.codes.device)
-    given = input_scale is not None
-    scale = nothing if given and not q.format.two_level else q.scale
-    return q.codes, scale, nothing if given or q.global_scale is None else q.global_scale
+    has_scale = input_scale is not None
+    scale = nothing if has_scale and not q.format.two_level else q.scale
+    return q.codes, scale, nothing if has_scale or q.global_scale is None else q.global_scale
 
 
 def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
-    """act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round.
+    """Return act(x) (M, K) in x's type, computed in fp32 and rounded as torch's layers round.
 
     x is (M, K) for gelu and gelu_tanh, and (M, 2K) for silu_mul, silu(first half) · second half, and for mul_silu,
     first half · silu(second half).
@@ -192,7 +195,7 @@ def tile_name(format: Format, down: bool, beside: bool, own_global: bool) -> str
 
 
 def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: Tensor | None = None) -> tuple[int, int]:
-    """(M, K) of x, or of act(x), with what stands beside it."""
+    """Return (M, K) of x, or of act(x), with the columns of `beside`; ValueError for input that does not fit."""
     if act and act not in ACTS:
         raise ValueError(f"{name}: act is {act!r}, expected one of {', '.join(ACTS)}")
     if x.ndim != 2 or x.dtype not in _FLOATS:
@@ -218,7 +221,7 @@ def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: T
 
 
 def _check_down(name: str, x: Tensor, k: int, down: Tensor | None) -> int:
-    """The rank of `down`, 0 for none."""
+    """Return the rank of `down`, 0 for none; ValueError where it does not fit."""
     if down is None:
         return 0
     rank = down.shape[0] if down.ndim == 2 else 0
@@ -246,7 +249,7 @@ def _check_tile(name: str, tile: Tile, format: Format, hadamard: int, rank: int,
 
 
 def new_codes(name: str, x: Tensor, k: int, input_scale: Tensor | None, how: Rounding) -> QuantizedTensor:
-    """Tensors for the codes (M, K) of x (M, …) to be written to; a scale that is given takes its place among them.
+    """Return empty tensors for the codes (M, K) of x (M, …); a given scale takes its place among them.
 
     name: of the kernel, for errors. Raises ValueError for a scale that does not fit.
     """
@@ -313,10 +316,10 @@ def quantize_rows_kernel(
     if not OWN_AMAX:
         product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None and not OWN_AMAX:
-            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, COLUMNS)
     if not SCALE_GIVEN:
@@ -372,10 +375,10 @@ def quantize_blocks_kernel(
     elif FORMAT == "nvfp4":
         g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
     for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None and not OWN_GLOBAL:
-            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         quantize_blocks_tile(
             values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
@@ -453,14 +456,14 @@ def scan_rows(
     COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
+    """Return the bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(TILES):
-        taken = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None:
-            product = add_down(product, taken, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(taken.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         largest = tl.maximum(largest, magnitude_bits(values))
     return tl.max(largest, 1), product
@@ -468,9 +471,9 @@ def scan_rows(
 
 @triton.jit
 def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tile'th COLUMNS columns of a: of x, or of act(x) rounded as a layer of its own rounds; zeros beyond M and K.
+    """Load the tile'th COLUMNS columns of a: of x, or of act(x) rounded as a separate layer does; zeros beyond M and K.
 
-    Of columns before D they are those of `beside`, if there is one.
+    Columns before D are those of `beside`, if there is one.
     """
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
@@ -479,22 +482,22 @@ def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.c
     else:
         mask = inside & (columns >= D)[None, :]
         place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
-    taken = tl.load(place, mask=mask, other=0.0)
+    values = tl.load(place, mask=mask, other=0.0)
     if ACT == "gelu_tanh":
-        taken = gelu_tanh(taken.to(tl.float32)).to(taken.dtype)
+        values = gelu_tanh(values.to(tl.float32)).to(values.dtype)
     elif ACT == "gelu":
-        taken = gelu(taken.to(tl.float32)).to(taken.dtype)
+        values = gelu(values.to(tl.float32)).to(values.dtype)
     elif ACT == "silu_mul":
         other = tl.load(place + other_half, mask=mask, other=0.0)
-        taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)
+        values = product_of(silu(values.to(tl.float32)).to(values.dtype), other)
     elif ACT == "mul_silu":
         other = tl.load(place + other_half, mask=mask, other=0.0)
-        taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))
+        values = product_of(values, silu(other.to(tl.float32)).to(values.dtype))
     if beside is not None:
         first = (columns < D)[None, :]
         left = tl.load(beside + rows[:, None] * stride_beside + columns[None, :], mask=inside & first, other=0.0)
-        taken = tl.where(first, left, taken)
-    return taken
+        values = tl.where(first, left, values)
+    return values
 
 
 @triton.jit
@@ -516,13 +519,13 @@ def product_of(a, b):
 
 
 @triton.jit
-def add_down(product, taken, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
+def add_down(product, inputs, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
     """product (ROWS, BLOCK_R) += x · down^T over the tile'th COLUMNS columns, in down's type with fp32 sums."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, BLOCK_R)
     mask = (ranks < R)[:, None] & (columns < K)[None, :]
     weights = tl.load(down + ranks[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0)
-    return tl.dot(taken.to(weights.dtype), weights.T, product)
+    return tl.dot(inputs.to(weights.dtype), weights.T, product)
 
 
 @triton.jit

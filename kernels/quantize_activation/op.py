@@ -45,9 +45,11 @@ GATED = ("silu_mul", "mul_silu")  # of x (M, 2K)
 class Rounding:
     """The steps from activations to codes, as an op takes them in a text.
 
-    format: "" for none. act: a key of ACTS, "" for x itself; act(x) is rounded to x's dtype first. hadamard: size of
-    its blocks. four_over_six: nvfp4's choice between two scales for each block. swizzled: block scales as
-    `swizzle_scales` makes them.
+    format: "" for none.
+    act: a key of ACTS, "" for x itself; act(x) is rounded to x's dtype first.
+    hadamard: size of its blocks.
+    four_over_six: nvfp4's choice between two scales for each block.
+    swizzled: block scales in the order of `swizzle_scales`.
     """
 
     format: str = ""
@@ -61,7 +63,7 @@ class Rounding:
 
     @classmethod
     def parse(cls, text: str) -> Rounding:
-        """Inverse of `str`."""
+        """Invert `str`."""
         name, act, hadamard, four_over_six, swizzled = text.split("/")
         return cls(name, act, int(hadamard), four_over_six == "1", swizzled == "1")
 
@@ -76,8 +78,8 @@ class Rounding:
 class RoundingTensors(NamedTuple):
     """The tensors of the steps at the top of this file; those that are left out are None.
 
-    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1). beside:
-    (M, D) of x's dtype, the first D columns of what is quantized.
+    input_scale: of int8 and fp8 (M, 1), of fp8_tensor (), of nvfp4, whose global scale it is, () or (M, 1).
+    beside: (M, D) of x's dtype, the first D columns that are quantized.
     """
 
     input_scale: Tensor | None = None
@@ -89,28 +91,28 @@ class RoundingTensors(NamedTuple):
 
 @torch.library.custom_op("fluxq::quantize_activation", mutates_args=())
 def quantize_activation(x: Tensor, tensors: Sequence[Tensor], rounding: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (M, K) of a float dtype, for the gated acts (M, 2K), to (codes, scale, global scale, h), as formats store them.
+    """Quantize x (M, K) of a float dtype, or (M, 2K) for gated acts; returns (codes, scale, global scale, h) as stored.
 
-    tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. What was given as input_scale, what the format lacks,
-    and h without `down` come back as empty tensors (0,).
+    tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. A scale that was given as input_scale, one that the
+    format lacks, and h without `down` come back as empty tensors (0,).
     """
-    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):
-        return _produce(_activated(x, given.beside, how.act), given, how)
+        return _produce(_activated(x, operands.beside, how.act), operands, how)
 
 
 @quantize_activation.register_fake
 def _(x, tensors, rounding):
-    given, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
-    k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if given.beside is None else given.beside.shape[1])
-    return _empty(x, k, given, how)
+    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if operands.beside is None else operands.beside.shape[1])
+    return _empty(x, k, operands, how)
 
 
 launches_on_gpu(OP.name, quantize_activation)
 
 
 def _activated(x: Tensor, beside: Tensor | None, act: str) -> Tensor:
-    """[beside, act(x)] (M, K)."""
+    """Return [beside, act(x)] (M, K)."""
     if act and act not in ACTS:
         raise ValueError(f"quantize_activation: act is {act!r}, expected one of {', '.join(ACTS)}")
     a = ACTS[act](x) if act else x
@@ -142,38 +144,38 @@ def check_beside(name: str, beside: Tensor, x: Tensor) -> None:
         )
 
 
-def _produce(a: Tensor, given: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _produce(a: Tensor, operands: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = how.row
     check_steps("input", a.shape[-1], row, how)
     if a.ndim != 2 or not a.is_floating_point() or a.element_size() < 2:
         raise ValueError(f"input is {a.dtype} {(*a.shape,)}, expected (M, K) of float16, bfloat16 or float32")
-    empty = _empty(a, a.shape[1], given, how)
+    empty = _empty(a, a.shape[1], operands, how)
     if a.shape[0] == 0:
         return empty
-    v = transform(a, given.smooth, given.mean, how.hadamard)
-    q = ops.quantize_activation(v, row, given.input_scale, how.four_over_six)
+    v = transform(a, operands.smooth, operands.mean, how.hadamard)
+    q = ops.quantize_activation(v, row, operands.input_scale, how.four_over_six)
     global_scale, scale = q.global_scale, swizzle_scales(q.scale) if how.swizzled else q.scale
-    if given.input_scale is not None:
+    if operands.input_scale is not None:
         scale, global_scale = (scale, None) if row.two_level else (None, None)
     _, no_scale, no_global, no_h = empty
     return (
         q.codes,
         no_scale if scale is None else scale,
         no_global if global_scale is None else global_scale,
-        no_h if given.down is None else F.linear(a.to(given.down.dtype), given.down),
+        no_h if operands.down is None else F.linear(a.to(operands.down.dtype), operands.down),
     )
 
 
-def _empty(x: Tensor, k: int, given: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of a row length K, not filled."""
+def _empty(x: Tensor, k: int, operands: RoundingTensors, how: Rounding) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the outputs of a row length K, not filled."""
     m, row = x.shape[0], how.row
     (codes, codes_dtype), (scale, scale_dtype) = list(stored_shapes(row, m, k).values())[:2]
     if how.swizzled:
         scale = (swizzled_size(m, scale[1]),)
-    own = given.input_scale is None
+    dynamic = operands.input_scale is None
     return (
         x.new_empty(codes, dtype=codes_dtype),
-        x.new_empty(scale if own or row.two_level else (0,), dtype=scale_dtype),
-        x.new_empty((m, 1) if own and row.two_level else (0,), dtype=torch.float32),
-        x.new_empty(0) if given.down is None else given.down.new_empty(m, given.down.shape[0]),
+        x.new_empty(scale if dynamic or row.two_level else (0,), dtype=scale_dtype),
+        x.new_empty((m, 1) if dynamic and row.two_level else (0,), dtype=torch.float32),
+        x.new_empty(0) if operands.down is None else operands.down.new_empty(m, operands.down.shape[0]),
     )

@@ -28,7 +28,7 @@ from fluxq.recipes.formats import find_format
 
 
 def reencode(w: QuantizedTensor, format: str, *, tile: Tile) -> QuantizedTensor:
-    """w (N, K) in "int8" or "fp8" with a scale per row.
+    """Encode w (N, K) anew in "int8" or "fp8" with a scale per row.
 
     tile: its columns a multiple of w's group. Raises ValueError for what does not fit.
     """
@@ -58,7 +58,7 @@ def reencode(w: QuantizedTensor, format: str, *, tile: Tile) -> QuantizedTensor:
 def launch(
     w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str, *, chip: str
 ) -> tuple[Tensor, Tensor]:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     require(OP.name, f"{source}-{target}", chip)
     tile = find_memory_tile(OP.file, f"{source}-{target}", chip, w.shape[0])
     q = reencode(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)), target, tile=tile)

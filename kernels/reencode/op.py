@@ -33,9 +33,9 @@ OP = Op(
 
 
 def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -> QuantizedTensor:
-    """w (N, K) in "int8" or "fp8" with a scale per row.
+    """Encode w (N, K) anew in "int8" or "fp8" with a scale per row.
 
-    row_scale (N,) fp32: what `row_scales` gives for w, if it is known already. A row that holds NaN or infinity gets
+    row_scale (N,) fp32: the `row_scales` of w, if they are computed already. A row that holds NaN or infinity gets
     scale NaN, so that it decodes to NaN throughout.
     """
     target = find_target(format)
@@ -55,19 +55,19 @@ def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -
 
 
 def row_scales(w: QuantizedTensor, format: str) -> Tensor:
-    """The scale (N,) fp32 of each row of w in "int8" or "fp8": amax / largest, 1 for a row of zeros."""
+    """Return the scale (N,) fp32 of each row of w in "int8" or "fp8": amax / largest, 1 for a row of zeros."""
     return encode.block_scale(w.dequantize().unsqueeze(1), find_target(format), None).squeeze(1)
 
 
 def added_error(w: QuantizedTensor | Tensor, target: QuantizedTensor) -> float:
-    """|target - w| / |w|, Frobenius norms: what re-encoding adds to the error that w has already; 0 for zeros."""
+    """Return |target - w| / |w|, Frobenius norms: the error that re-encoding adds to w's; 0 for zeros."""
     plain = (w if isinstance(w, Tensor) else w.dequantize()).double()
     size = plain.norm().item()
     return (target.dequantize().double() - plain).norm().item() / size if size else 0.0
 
 
 def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGETS) -> tuple[str, dict[str, float]]:
-    """The candidate that adds the least error to w, the first of equals, and what each adds.
+    """Return the candidate that adds the least error to w, the first of equals, and the error of each.
 
     w: as stored, or the plain matrix (N, K) that `QuantLinear.merged` gives.
     """
@@ -85,7 +85,7 @@ def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGE
 def reencode_op(
     w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str
 ) -> tuple[Tensor, Tensor]:
-    """Codes (N, K) and scales (N,) of `reencode`, for weight tensors stored as `source`."""
+    """Return the codes (N, K) and scales (N,) of `reencode`, for weight tensors stored as `source`."""
     q = reencode(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)), target)
     return q.codes, q.scale
 
@@ -102,7 +102,7 @@ launches_on_gpu(OP.name, reencode_op)
 
 
 def find_target(format: str) -> Format:
-    """The format of that name; ValueError unless weights are encoded anew in it."""
+    """Return the format of that name; ValueError unless weights can be encoded anew in it."""
     if format not in TARGETS:
         raise ValueError(f"reencode: no target {format!r}, only {' and '.join(TARGETS)}, which have a scale per row")
     return FORMATS[format]

@@ -34,7 +34,7 @@ def scaled_matmul(
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
 ) -> Tensor:
-    """x (M, K) times w (N, K), both int8 or both fp8; returns (M, N) of the epilogue's dtype.
+    """Return x (M, K) times w (N, K), both int8 or both fp8: (M, N) of the epilogue's dtype.
 
     Scales are one for each row or, for fp8, () for all. Raises ValueError for operands that do not fit.
     """
@@ -75,7 +75,7 @@ def scaled_matmul(
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
-    """`scaled_matmul` with the tile that was tuned for the chip."""
+    """Call `scaled_matmul` with the tile that was tuned for the chip."""
     tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
     return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
 
@@ -221,7 +221,7 @@ def add_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """acc + left · right^T"""
+    """Return acc + left · right^T."""
     if INTEGER:
         return tl.dot(left, right.T, acc, out_dtype=tl.int32)
     elif UNIT_SCALES:
@@ -256,7 +256,7 @@ def finish_tile(
 
 @triton.jit
 def grouped_tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile_m, tile_n) of a program: down GROUP_M tiles of rows, then on to the next tile of columns."""
+    """Return (tile_m, tile_n) of a program: down GROUP_M tiles of rows, then on to the next tile of columns."""
     in_group = GROUP_M * tiles_n
     first = program // in_group * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)

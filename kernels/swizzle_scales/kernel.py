@@ -26,7 +26,7 @@ TILE_ROWS = 128  # of the layout
 
 
 def swizzle_scales(scale: Tensor, *, tile: Tile) -> Tensor:
-    """Block scales (rows, G) of one byte each, flat in the 128x4 layout.
+    """Return block scales (rows, G) of one byte each, flat in the 128x4 layout.
 
     tile: of 128 rows and a multiple of 4 columns. Raises ValueError for what does not fit.
     """
@@ -48,7 +48,7 @@ def swizzle_scales(scale: Tensor, *, tile: Tile) -> Tensor:
 
 
 def launch(scale: Tensor, *, chip: str) -> Tensor:
-    """The op's, on this chip; ValueError where it has no kernel."""
+    """Launch the op on a chip; ValueError where it has no kernel."""
     require(OP.name, "8bit", chip)
     return swizzle_scales(scale, tile=find_memory_tile(OP.file, "8bit", chip, scale.shape[0]))
 
@@ -62,7 +62,7 @@ def swizzle_scales_kernel(
     COLUMNS: tl.constexpr,
 ):
     """flat = scale in tiles of 128x4, padded with 0. Reads every scale once, writes every byte of flat once."""
-    place = tl.arange(0, 128 * COLUMNS)  # in what this program writes
+    place = tl.arange(0, 128 * COLUMNS)  # in the output of this program
     rows = tl.program_id(0).to(tl.int64) * 128 + place // 4 % 4 * 32 + place // 16 % 32
     wide = tl.program_id(1) * (COLUMNS // 4) + place // 512  # tile of 4 groups
     groups = wide * 4 + place % 4

@@ -13,7 +13,7 @@ OP = Op("swizzle_scales", ("8bit",), "memory")
 
 @torch.library.custom_op("fluxq::swizzle_scales", mutates_args=())
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Block scales (rows, G), of one byte each, flat in the order that Blackwell's matrix units read."""
+    """Return block scales (rows, G), of one byte each, flat in the order that Blackwell's matrix units read."""
     return tensor.swizzle_scales(scale)
 
 

@@ -41,10 +41,10 @@ def w4a8_matmul(
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile,
 ) -> Tensor:
-    """x (M, K), int8 or fp8 with a scale per row, times w (N, K), nvfp4, mxfp4 or int4; returns (M, N).
+    """Return x (M, K), int8 or fp8 with a scale per row, times w (N, K), nvfp4, mxfp4 or int4: (M, N).
 
-    row_scale (N,) fp32: what `row_scales` in kernels/reencode/op.py gives for w and x's format; with smaller ones codes
-    overflow their 8 bits. tile: its k a multiple of w's group. Raises ValueError for operands that do not fit.
+    row_scale (N,) fp32: `row_scales` in kernels/reencode/op.py of w for x's format; with smaller ones codes overflow
+    their 8 bits. tile: its k a multiple of w's group. Raises ValueError for operands that do not fit.
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w, row_scale, tile)
@@ -75,7 +75,7 @@ def w4a8_matmul(
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, epilogue: Epilogue, chip: str) -> Tensor:
-    """`w4a8_matmul` with the tile that was tuned for the chip."""
+    """Call `w4a8_matmul` with the tile that was tuned for the chip."""
     tile = find_matmul_tile(OP.file, f"{w.format.name}-{x.format.name}", chip, x.shape[0], w.codes)
     return w4a8_matmul(x, w, row_scale, epilogue=epilogue, tile=tile)
 
@@ -176,7 +176,7 @@ def w4a8_matmul_kernel(
 
 @triton.jit
 def to_int8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """RNE(code · m) as int8 (ROWS, COLUMNS): the last eight bits of its sum with a number whose last bit is 1."""
+    """Return RNE(code · m) as int8 (ROWS, COLUMNS): the last eight bits of its sum with a number that ends in 1."""
     blocks = tl.reshape(code, (ROWS, COLUMNS // GROUP, GROUP))
     factor = tl.broadcast_to(m[:, :, None], blocks.shape)
     total = tl.fma(blocks, factor, tl.full(blocks.shape, 1.5 * 2.0**23, tl.float32))
@@ -185,8 +185,8 @@ def to_int8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def to_fp8(code, m, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """RNE(code · m) as e4m3 (ROWS, COLUMNS).
+    """Return RNE(code · m) as e4m3 (ROWS, COLUMNS).
 
-    The product has at most 11 bits: a chip that converts by way of fp16 rounds but once, too.
+    The product has at most 11 bits: a chip that converts by way of fp16 rounds only once, too.
     """
     return times_groups(code, m, GROUP, ROWS, COLUMNS).to(tl.float8e4nv)

@@ -58,7 +58,7 @@ def weight_only_matmul(
     epilogue: Epilogue = NOTHING,
     tile: MatmulTile | Tile,
 ) -> Tensor:
-    """x (M, K) times w (N, K) of any format; returns (M, N) of the epilogue's dtype.
+    """Return x (M, K) times w (N, K) of any format: (M, N) of the epilogue's dtype.
 
     tile: a MatmulTile multiplies on matrix units and takes x in bfloat16 or float16. A Tile, of rows of w and columns
     of K, is the form for up to 16 tokens, which takes float32 too. Raises ValueError for operands that do not fit.
@@ -90,9 +90,9 @@ def weight_only_matmul(
 
 
 def multiply(x: Tensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
-    """`weight_only_matmul` with the tile that was tuned for the chip; float32 takes that of one token, which is exact.
+    """Call `weight_only_matmul` with the tile that was tuned for the chip; float32 takes the exact one of one token.
 
-    That form reads words of 4 bytes: where rows of codes are at no multiple of those, few tokens are taken for many.
+    That form reads words of 4 bytes: where rows of codes are not at multiples of 4, few tokens take the form of many.
     """
     m = x.shape[0]
     if not rows_are_at(w.codes, 4):
@@ -274,5 +274,5 @@ def weight_only_gemv_kernel(
 
 @triton.jit
 def add_to_token(acc, part, token: tl.constexpr, BLOCK_M: tl.constexpr):
-    """acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
+    """Return acc (BLOCK_M, ROWS) with part (ROWS,) added to one token."""
     return acc + tl.where((tl.arange(0, BLOCK_M) == token)[:, None], part[None, :], 0.0)

@@ -27,7 +27,7 @@ def _experts(block: str) -> tuple[InputGroup, ...]:
 def _special(rows: int, columns: int, config: Mapping[str, Any]) -> dict[str, Any]:
     height, width = config.get("max_resolution", (128, 128))
     most = height * width // config.get("patch_size", 2) ** 2
-    padded = {} if rows == columns else {"image": most}  # what is not square is padded
+    padded = {} if rows == columns else {"image": most}  # other shapes are padded to the square
     return {**padded, "routed": config.get("num_activated_experts", 2) / config.get("num_routed_experts", 4)}
 
 

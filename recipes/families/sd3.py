@@ -29,7 +29,7 @@ _BLOCKS = (
                 second_norm="norm2",
                 up="ff.net.0.proj",
                 down="ff.net.2",
-                own=OwnAttention("attn2", "attn2.to_q", "attn2.norm_q", "attn2.norm_k", "attn2.to_out.0"),
+                own_attention=OwnAttention("attn2", "attn2.to_q", "attn2.norm_q", "attn2.norm_k", "attn2.to_out.0"),
             ),
             Stream(
                 name="text",

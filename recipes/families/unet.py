@@ -65,7 +65,7 @@ def _layers_per_block(names: Collection[str]) -> int:
     """Find `layers_per_block` of the configuration from names of either kind."""
 
     def numbers(pattern: str) -> set[int]:
-        return {int(found[1]) for name in names if (found := compiled(pattern).fullmatch(name))}
+        return {int(match[1]) for name in names if (match := compiled(pattern).fullmatch(name))}
 
     ours, samplers = numbers("down_blocks.0.resnets.*.conv1"), numbers("input_blocks.*.0.op")
     layers = len(ours) or min(samplers, default=max(numbers("input_blocks.*.0.**"), default=0) + 1) - 1
@@ -76,7 +76,7 @@ def _layers_per_block(names: Collection[str]) -> int:
 
 def _config(channels: Sequence[int], attends: Sequence[bool], **config: Any) -> dict[str, Any]:
     """Configure so many channels at each resolution; attends: whether there are transformer blocks."""
-    kinds = ["CrossAttn" if there else "" for there in attends]
+    kinds = ["CrossAttn" if attended else "" for attended in attends]
     return {
         "block_out_channels": [*channels],
         "down_block_types": [f"{kind}DownBlock2D" for kind in kinds],

@@ -143,9 +143,9 @@ def test_the_number_comes_from_tokens_that_nothing_was_fitted_to():
     source = compare.Synthetic(1, K, "cpu")
     (batch,) = source.batches({})
     for case in batch:
-        seen = torch.cat([case.fit, case.inputs.fit, case.inputs.held])
+        seen = torch.cat([case.fit, case.inputs.fit, case.inputs.held_out])
         assert len(case.fit) == compare.FIT_TOKENS and len(case.judge) == compare.JUDGE_TOKENS
-        assert len(case.inputs.held) == compare.GATE_TOKENS
+        assert len(case.inputs.held_out) == compare.GATE_TOKENS
         assert not set(map(tuple, seen.tolist())) & set(map(tuple, case.judge.tolist()))
 
 
@@ -182,8 +182,8 @@ def test_a_model_is_compared_block_by_block_on_images_that_judge_or_decide_but_n
     }
     case = cases["qkv"]
     assert len(case.weights) == 3 and "transformer_blocks.0.attn.to_q" in case.weights
-    assert len(case.judge) == len(case.inputs.held) == compare.STEPS * 16  # tokens of one image each
-    assert not set(map(tuple, case.judge.tolist())) & set(map(tuple, case.inputs.held.float().tolist()))
+    assert len(case.judge) == len(case.inputs.held_out) == compare.STEPS * 16  # tokens of one image each
+    assert not set(map(tuple, case.judge.tolist())) & set(map(tuple, case.inputs.held_out.float().tolist()))
     assert case.inputs.held_weight.mean() == 1
     rtn, eight = (
         list(compare._measure(row, planned[row][case.group], case, find_device("h200"), 4608)) for row in rows

@@ -154,7 +154,7 @@ def test_observed_are_the_tokens_of_the_calls(embedded, parallel):
         made = block.observe(groups, advance=parallel, without_gram=list(groups)[:1])
         for group, path in groups.items():
             per_call = list(zip(calls.calls, seen[path], strict=True))
-            fit = [(x.flatten(0, -2), weights[call.step]) for call, x in per_call if not call.held]
+            fit = [(x.flatten(0, -2), weights[call.step]) for call, x in per_call if not call.held_out]
             tokens = torch.cat([x for x, _ in fit]).double()
             w = torch.cat([torch.full((len(x),), weight) for x, weight in fit]).double()
             assert made[group].count == len(tokens)
@@ -282,7 +282,7 @@ def test_a_capture_is_not_made_twice_and_goes_on_where_it_was_stopped(tmp_path):
     pipe = Pipe([model], {"x": torch.randn(1, 8)})
     how = {"folder": tmp_path, "blocks": {"transformer": blocks}, "batch_size": 2, "steps": 2}
     whole = captured(pipe, **how)["transformer"]
-    assert pipe.runs == 5 and [call.held for call in whole.calls] == [False] * 6 + [True] * 4
+    assert pipe.runs == 5 and [call.held_out for call in whole.calls] == [False] * 6 + [True] * 4
     assert captured(pipe, **how)["transformer"] == whole and pipe.runs == 5
     content = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / "batch-0002.json").unlink()
@@ -302,7 +302,7 @@ def test_another_capture_in_the_folder_is_refused(other, tmp_path):
 def test_of_many_calls_a_limit_keeps_every_step_as_often(tmp_path):
     pipe = Pipe([Chain()], {"x": torch.randn(1, 8)})
     calls = captured(pipe, tmp_path, {"transformer": ("blocks.0",)}, batch_size=1, most=5)["transformer"]
-    fit = [call.step for call in calls.calls if not call.held]
+    fit = [call.step for call in calls.calls if not call.held_out]
     assert len(fit) == 5 and set(fit) == {0, 1, 2, 3} and calls.counts == (5, 3)
 
 

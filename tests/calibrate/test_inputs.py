@@ -17,7 +17,7 @@ def gathered(fit, held=(), weights=None, **how) -> GroupInputs:
     for i, x in enumerate(fit):
         builder.add(x, weights[i] if weights else 1.0)
     for i, x in enumerate(held):
-        builder.add(x, 1.0 + i, held=True)
+        builder.add(x, 1.0 + i, held_out=True)
     return builder.finish()
 
 
@@ -61,11 +61,11 @@ def test_held_out_tokens_enter_amax_alone():
     fit, held = some_calls(32), [100 * x for x in some_calls(32, seed=1)]
     alone, both = gathered(fit), gathered(fit, held)
     assert torch.equal(alone.grams[0], both.grams[0]) and torch.equal(alone.mean, both.mean)
-    assert torch.equal(alone.fit, both.fit) and alone.count == both.count and len(alone.held) == 0
+    assert torch.equal(alone.fit, both.fit) and alone.count == both.count and len(alone.held_out) == 0
     assert torch.equal(both.amax, torch.cat([*fit, *held]).abs().amax(0).float())
     rows = {tuple(row) for row in torch.cat(held).tolist()}
-    assert all(tuple(row) in rows for row in both.held.tolist())
-    assert both.held_weight.shape == (len(both.held),) and both.held_weight.mean() == pytest.approx(1)
+    assert all(tuple(row) in rows for row in both.held_out.tolist())
+    assert both.held_weight.shape == (len(both.held_out),) and both.held_weight.mean() == pytest.approx(1)
     first = both.held_weight[0]
     assert torch.allclose(both.held_weight[-1], 3 * first)
 
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_named(bad, held):
     x[4999, 2] = bad
     builder = InputsBuilder("blocks.0.to_q", 4, calls=(1, 1))
     with pytest.raises(ValueError, match=r"^blocks\.0\.to_q: its input holds NaN or infinity at step 3$"):
-        builder.add(x, held=held, step=3)
+        builder.add(x, held_out=held, step=3)
 
 
 def test_other_bad_input_is_named():

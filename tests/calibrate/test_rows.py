@@ -30,7 +30,7 @@ from fluxq.calibrate.capture import (
     steps_to_see,
     trajectory_of,
 )
-from fluxq.calibrate.prompts import ARGUMENTS, Row, load_prompts
+from fluxq.calibrate.prompts import ARGUMENTS, PromptRow, load_prompts
 from fluxq.calibrate.sensitivity import noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import making
@@ -94,7 +94,7 @@ def test_every_column_is_an_argument_of_some_pipeline():
 
 def test_without_a_pipeline_prompts_alone_are_read(folder):
     found = rows_of(folder, [{"prompt": "a", "image": "gone.png", "height": "tall"}], pipeline=None)
-    assert found.rows == (Row("a"),) and found.arguments == ()
+    assert found.rows == (PromptRow("a"),) and found.arguments == ()
 
 
 def test_a_set_of_plain_prompts_is_what_it_was(folder):
@@ -210,8 +210,8 @@ def test_the_digest_knows_images_by_their_bytes_and_plain_prompts_as_ever(folder
     [copy] = rows_of(folder, [{"prompt": "a", "image": "copy.png", "height": 8}]).rows
     assert trajectory([(copy, 3)]).digest == made.digest != trajectory([(two, 3)]).digest
     assert str(folder) not in json.dumps(made.items)
-    assert trajectory([(Row("a"), 3)]).items == (("a", 3),)
-    assert trajectory([(Row("a"), 3)]).digest == trajectory([("a", 3)]).digest
+    assert trajectory([(PromptRow("a"), 3)]).items == (("a", 3),)
+    assert trajectory([(PromptRow("a"), 3)]).digest == trajectory([("a", 3)]).digest
 
 
 def test_a_set_s_digest_covers_its_arguments(folder):
@@ -236,8 +236,8 @@ def test_rows_are_shuffled_with_what_belongs_to_them(folder):
 # Batches
 
 
-def row(prompt: str, **arguments) -> Row:
-    return Row(prompt, tuple(sorted(arguments.items())))
+def row(prompt: str, **arguments) -> PromptRow:
+    return PromptRow(prompt, tuple(sorted(arguments.items())))
 
 
 def test_rows_share_a_call_with_rows_that_say_the_same_but_for_texts(folder):
@@ -250,7 +250,7 @@ def test_rows_share_a_call_with_rows_that_say_the_same_but_for_texts(folder):
         row("e", height=16, negative_prompt="x"),
         row("f", image=image),
         row("g", image=image),
-        Row("h"),
+        PromptRow("h"),
     ]
     made = [[r.prompt for r, _ in batch] for batch in batches([(r, i) for i, r in enumerate(rows)], 8)]
     assert made == [["a", "c"], ["b", "h"], ["d"], ["e"], ["f"], ["g"]]

@@ -163,16 +163,16 @@ gelu = partial(check_activation, act="gelu")
 silu_mul = partial(check_activation, act="silu_mul")
 FAULTS: dict[str, tuple[str, str, Callable]] = {
     "gelu without its half": ("0.5 * v * (1.0", "v * (1.0", gelu),
-    "the other gelu": ("taken = gelu_tanh(taken", "taken = gelu(taken", partial(check_activation, act="gelu_tanh")),
+    "the other gelu": ("values = gelu_tanh(values", "values = gelu(values", partial(check_activation, act="gelu_tanh")),
     "silu of the sign": ("tl.exp(-v)", "tl.exp(v)", silu_mul),
     "the other half is the gate": (
-        "product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)",
-        "product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))",
+        "product_of(silu(values.to(tl.float32)).to(values.dtype), other)",
+        "product_of(values, silu(other.to(tl.float32)).to(values.dtype))",
         silu_mul,
     ),
     "silu not rounded": (
-        "product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)",
-        "(silu(taken.to(tl.float32)) * other.to(tl.float32)).to(taken.dtype)",
+        "product_of(silu(values.to(tl.float32)).to(values.dtype), other)",
+        "(silu(values.to(tl.float32)) * other.to(tl.float32)).to(values.dtype)",
         silu_mul,
     ),
     "a tile unwritten": ("columns = tl.program_id(1) * COLUMNS +", "columns = COLUMNS +", gelu),

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from benchmarks.kernels import aot
 from benchmarks.kernels.aot import compile_cell
 from benchmarks.kernels.cells.cell import Cell
-from fluxq.kernels.accepted import PROVEN, Row, minor
+from fluxq.kernels.accepted import PROVEN, CompiledCell, minor
 from fluxq.kernels.chips import CHIPS
 
 compiles = pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_compiler_that_aborts_or_hangs_is_a_row(monkeypatch):
 
 # --- the comparison with what was accepted, and the command
 
-ROW = Row("matmul_kernel", "bf16", "sm_90", "HGMMA.64x128x16", registers=90, spills=0, shared=65536, ok=True)
+ROW = CompiledCell("matmul_kernel", "bf16", "sm_90", "HGMMA.64x128x16", registers=90, spills=0, shared=65536, ok=True)
 
 
 @pytest.mark.parametrize(

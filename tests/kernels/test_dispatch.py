@@ -145,7 +145,7 @@ def fresh_rows():
 
     def forget() -> None:
         dispatch.offer.cache_clear()
-        dispatch._rows.cache_clear()
+        dispatch._cells.cache_clear()
 
     forget()
     yield forget

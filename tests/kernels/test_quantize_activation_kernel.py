@@ -551,8 +551,8 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "low rank: one tile": (QUANTIZE, "weights.T, product)", "weights.T)", low_rank),
     "low rank: columns of the first tile": (
         QUANTIZE,
-        "if down is not None:\n            product = add_down(product, taken, down, tile",
-        "if down is not None:\n            product = add_down(product, taken, down, 0",
+        "if down is not None:\n            product = add_down(product, inputs, down, tile",
+        "if down is not None:\n            product = add_down(product, inputs, down, 0",
         low_rank,
     ),
     "low rank: no mask": (QUANTIZE, "(ranks < R)[None, :]", "(ranks < R + 1)[None, :]", low_rank),

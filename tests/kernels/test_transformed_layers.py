@@ -39,7 +39,7 @@ from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.verify import verify
 from fluxq.recipes.formats import FEATURES, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
-from fluxq.runtime.layout import Origin, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
+from fluxq.runtime.layout import StoredLayer, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
 from fluxq.runtime.shard import RowParallel, shard
 
 N, K = 48, 128
@@ -477,7 +477,7 @@ def test_a_layer_encoded_anew_only_centers_and_smooths_and_is_saved_as_it_was(
     stored = {name: t.detach().clone() for name, t in layer.state_dict().items()}
     save_file({f"block.{name}": t for name, t in stored.items()}, tmp_path / "model.safetensors")
     plain, (merged, bias), x = layer.dequantized(torch.float32), layer.merged(), input_of(9, K)
-    reencode_layer(layer, ("int8", "fp8"), Origin(tmp_path, "block"))
+    reencode_layer(layer, ("int8", "fp8"), StoredLayer(tmp_path, "block"))
     assert layer.prepared and str(layer.scheme) in (f"int8-int8{kept}", f"fp8-fp8{kept}")
     assert str(layer.stored_scheme) == scheme and layer.scale_names == ("weight_scale",)
     vectors = {"center": "pre_quant_mean", "smooth": "pre_quant_scale"}

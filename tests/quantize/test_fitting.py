@@ -276,7 +276,7 @@ BAD_INPUTS = {  # factors of fitting and held-out tokens, what the record says
 def fitted(fit, held, weight=SMALL.weight, bias=None, dtype=torch.bfloat16):
     builder = InputsBuilder("x", 64, calls=(1, 1))
     builder.add(fit)
-    builder.add(held, held=True)
+    builder.add(held, held_out=True)
     inputs = builder.finish(lambda: iter([(fit, 1.0)]))
     layer = GroupLayer("blocks.0.a", weight, bias, Scheme.parse("nvfp4-nvfp4-static"))
     group = fit_group([layer], inputs, EVERYTHING, dtype=dtype)

@@ -30,7 +30,7 @@ ALL = Method(
 def gathered(fit: torch.Tensor, held: torch.Tensor, segments: tuple[int, ...] = ()) -> GroupInputs:
     builder = InputsBuilder("x", fit.shape[1], segments, calls=(1, 1))
     builder.add(fit)
-    builder.add(held, held=True)
+    builder.add(held, held_out=True)
     return builder.finish()
 
 

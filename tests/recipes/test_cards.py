@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fluxq.recipes.cards import CONTEXT, Piece, holding, weights_on
+from fluxq.recipes.cards import CONTEXT, PartSize, holding, weights_on
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Method
@@ -19,7 +19,7 @@ def layer(scheme: str | None, n: int = 256, k: int = 512, **how) -> LayerPlan:
 
 
 def test_all_at_once_is_the_sum_of_weights_and_the_most_activations():
-    found = holding([Piece("a", 3e9, 1e9), Piece("b", 4e9, 0.5e9), Piece("c", 1e9)], CARD)
+    found = holding([PartSize("a", 3e9, 1e9), PartSize("b", 4e9, 0.5e9), PartSize("c", 1e9)], CARD)
     assert found.at_once == CONTEXT + 8e9 + 1e9 and found.in_turns == CONTEXT + 4.5e9
     assert (found.word, found.widest, found.room) == ("all", "b", 10 * GIB)
     assert str(found) == (
@@ -43,7 +43,7 @@ def test_all_at_once_is_the_sum_of_weights_and_the_most_activations():
     ],
 )
 def test_what_does_not_fit_at_once_may_fit_in_turns(weights, word, said):
-    found = holding([Piece("a", weights[0]), Piece("b", weights[1])], CARD)
+    found = holding([PartSize("a", weights[0]), PartSize("b", weights[1])], CARD)
     assert found.word == word and str(found).startswith(said)
 
 

@@ -485,9 +485,14 @@ def test_a_row_names_what_the_class_has(name: str) -> None:
             assert not groups[stream.qkv].modulation or groups[stream.qkv].modulation.linear.startswith(
                 stream.modulation[-1]
             )
-            if stream.own:
-                assert stream.own.qkv in groups
-                paths += [stream.own.path, stream.own.q_norm, stream.own.k_norm, stream.own.out]
+            if stream.own_attention:
+                assert stream.own_attention.qkv in groups
+                paths += [
+                    stream.own_attention.path,
+                    stream.own_attention.q_norm,
+                    stream.own_attention.k_norm,
+                    stream.own_attention.out,
+                ]
             if stream.cross:
                 assert {stream.cross.q, stream.cross.kv, stream.cross.image_kv} <= set(groups)
                 paths += [stream.cross.path, stream.cross.norm, stream.cross.out]

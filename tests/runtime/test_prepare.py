@@ -26,7 +26,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
 from fluxq.runtime import prepare as integration
-from fluxq.runtime.layout import Origin, add_decoded, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
+from fluxq.runtime.layout import StoredLayer, add_decoded, add_row_scale, as_stored, lay_out, reencode_layer, swizzle
 
 
 def load(folder: Path) -> diffusers.FluxTransformer2DModel:
@@ -206,7 +206,7 @@ def test_weights_encoded_anew_in_their_own_format_come_back_too(tmp_path: Path) 
     layer = layer_of("int8-fp8", rank=5)
     before, stored = {name: t.clone() for name, t in as_stored(layer).items()}, layer.scheme
     save_file({f"a.{name}": tensor for name, tensor in before.items()}, tmp_path / "x.safetensors")
-    reencode_layer(layer, ("int8",), Origin(tmp_path, "a"))
+    reencode_layer(layer, ("int8",), StoredLayer(tmp_path, "a"))
     assert str(layer.scheme) == "int8-int8" and layer.stored_scheme == stored
     after = as_stored(layer)
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
@@ -529,9 +529,9 @@ def test_a_source_that_can_not_be_told_is_named_and_can_be_given(checkpoint, tmp
 
 def test_origin_says_which_tensor_it_lacks(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(1)}, tmp_path / "x.safetensors")
-    assert Origin(tmp_path, "a").read("weight").shape == (1,)
+    assert StoredLayer(tmp_path, "a").read("weight").shape == (1,)
     with pytest.raises(ValueError, match=r"b\.weight is not in the safetensors files"):
-        Origin(tmp_path, "b").read("weight")
+        StoredLayer(tmp_path, "b").read("weight")
 
 
 @pytest.mark.slow

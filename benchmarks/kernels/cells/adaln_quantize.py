@@ -24,24 +24,24 @@ FUSED = {"HADAMARD": 7}
 def _cells(width: str, format: str, what: str = "", **constants: Any) -> list[Cell]:
     """bf16 rows behind a gated residual, as in a transformer block; what, constants: how a cell differs."""
     types = TYPES | {"codes": "*i8" if format == "int8" else "*u8", "step": "*u8"}
-    held = {"weight": None, "NORM": "layer", "FORMAT": format, "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
-    held |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
+    fixed = {"weight": None, "NORM": "layer", "FORMAT": format, "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+    fixed |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
     if format:
         row = FORMATS[format]
-        held |= {"ELEMENT": row.element.name, "LARGEST": row.element.max, "GROUP": row.group_size}
+        fixed |= {"ELEMENT": row.element.name, "LARGEST": row.element.max, "GROUP": row.group_size}
         types["step"] = "*u8" if row.group_size else "*fp32"
     else:
         types["codes"] = "*bf16"
-        held["step"] = None
+        fixed["step"] = None
     if format != "nvfp4":
-        held["global_scale"] = None
-    held |= constants
+        fixed["global_scale"] = None
+    fixed |= constants
     return [
         Cell(
             adaln_quantize_kernel,
             f"{format or '16bit'}{what} {width}",
-            {name: types[name] for name in adaln_quantize_kernel.arg_names if name in types and name not in held},
-            held | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+            {name: types[name] for name in adaln_quantize_kernel.arg_names if name in types and name not in fixed},
+            fixed | {"ROWS": tile.rows, "COLUMNS": tile.columns},
             {"num_warps": tile.warps} | EXACT,
             max_registers=MAX_REGISTERS,
             targets=chips,

@@ -47,15 +47,15 @@ class Cell:
 
 def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
     """Each tile that `find_tile` can return for a format, with the chips it is returned for: what CELLS compile."""
-    found: dict[Tile | MatmulTile, tuple[str, ...]] = {}
+    tile_chips: dict[Tile | MatmulTile, tuple[str, ...]] = {}
     for chip in CHIPS:
         covered = 0.0  # the largest M for which an earlier row is taken
         for row in tuned_rows(kernel):
             limit = float("inf") if row.max_m is None else row.max_m
             if row.fits(format, chip, 1) and limit > covered:
                 covered = limit
-                found[row.tile] = tuple(dict.fromkeys((*found.get(row.tile, ()), chip)))
-    return found
+                tile_chips[row.tile] = tuple(dict.fromkeys((*tile_chips.get(row.tile, ()), chip)))
+    return tile_chips
 
 
 def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:

@@ -35,20 +35,20 @@ def _row_cells(name: str, what: str = "", tiles: int = 1, **constants: Any) -> l
     """Rows of an 8-bit format, of so many tiles each."""
     row = FORMATS[name]
     types = {"codes": "*i8" if row.element.name == "int8" else "*u8", "scale": "*fp32"}
-    held = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
+    fixed = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
     if row.block[0]:
-        held |= {"amax": None, "stride_scale": 1}
-    return _cells(quantize_rows_kernel, name, what, types, held | constants)
+        fixed |= {"amax": None, "stride_scale": 1}
+    return _cells(quantize_rows_kernel, name, what, types, fixed | constants)
 
 
 def _block_cells(name: str, what: str = "", **constants: Any) -> list[Cell]:
     """Blocks, of which nvfp4's are swizzled; constants: what differs from tiles that stand alone."""
     row = FORMATS[name]
-    held = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
-    held |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
+    fixed = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
+    fixed |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
     if not row.two_level:
-        held |= {"global_scale": None, "stride_global": 0}
-    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, held | constants)
+        fixed |= {"global_scale": None, "stride_global": 0}
+    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, fixed | constants)
 
 
 def _cells(kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any]) -> list[Cell]:

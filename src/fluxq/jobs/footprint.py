@@ -17,7 +17,7 @@ from typing import Any
 
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import FRAMES, Item, batches, frames_in
-from fluxq.calibrate.prompts import Row
+from fluxq.calibrate.prompts import PromptRow
 from fluxq.quantize.checkpoint import SourceWeights, library_of, model_on_meta
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.plan import LayerPlan, Plan
@@ -42,7 +42,7 @@ def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSize]
     found = set()
     for batch in batches(items, None, call):
         row = batch[0][0]
-        said = {**call, **(dict(row.arguments) if isinstance(row, Row) else {})}
+        said = {**call, **(dict(row.arguments) if isinstance(row, PromptRow) else {})}
         frames = frames_in(said) if {*FRAMES} & said.keys() else None
         height, width, text = (said.get(name) for name in ("height", "width", "max_sequence_length"))
         found.add(CallSize(len(batch), height, width, frames, text))

@@ -70,7 +70,7 @@ from fluxq.quantize.record import (
 )
 from fluxq.quantize.record import Recipe as RecordedRecipe
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
-from fluxq.recipes.cards import Holding, Piece, holding, weights_on
+from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
@@ -135,7 +135,7 @@ def held_by(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holdi
         made = footprint.activations(folder, name, size, _OF_16_BIT)
         if name in costs:
             made = activation_bytes(plans[name], costs[name].forward)
-        pieces.append(Piece(name, weights, made))
+        pieces.append(PartSize(name, weights, made))
     return holding(pieces, device)
 
 

@@ -222,7 +222,7 @@ def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
 
 def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) -> str:
     """Return the reason why the norms of heads round otherwise than in a model of one dtype; empty if they do not."""
-    parts = [part for stream in row.streams for part in (stream, stream.own) if part and row.per_head]
+    parts = [part for stream in row.streams for part in (stream, stream.own_attention) if part and row.per_head]
     for path in (path for part in parts for path in (part.q_norm, part.k_norm)):
         weight = getattr(at(block, path), "weight", None)
         if weight is not None and weight.dtype != dtype:
@@ -286,7 +286,7 @@ def _same_input(a: QuantLinear, b: QuantLinear) -> bool:
 def _parts(path: str, block: nn.Module, fusion: Fusion) -> list[FusedPart]:
     parts = [_attention_part(path, block, fusion.row)]
     for stream in fusion.row.streams:
-        behind_norms = (stream.qkv, stream.own.qkv if stream.own else "", stream.up)
+        behind_norms = (stream.qkv, stream.own_attention.qkv if stream.own_attention else "", stream.up)
         read = (stream.cross.kv, stream.cross.image_kv) if stream.cross else ()
         if stream.cross:
             role = fusion.groups[stream.cross.q].role

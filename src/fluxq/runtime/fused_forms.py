@@ -104,9 +104,9 @@ def _after_attention(
         return None
     branch = out(branch.contiguous() if fusion.row.contiguous else branch)
     _, _, gate, *later = chunks
-    if stream.own is not None and at(block, stream.own.path) is not None:
+    if stream.own_attention is not None and at(block, stream.own_attention.path) is not None:
         *later, shift, scale, own_gate = later
-        own = _own_attention(block, fusion, stream.own, x, Normed(at(block, stream.norm), shift, scale))
+        own = _own_attention(block, fusion, stream.own_attention, x, Normed(at(block, stream.norm), shift, scale))
         x, branch, gate = x + gate.unsqueeze(1) * branch, own, own_gate
     return _feed_forward(block, fusion, stream, x, (branch, gate), later)
 

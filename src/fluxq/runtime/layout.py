@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fluxq.kernels import ops
 from fluxq.kernels.all_ops import BLOCK_SCALED_MATMUL, SCALED_MATMUL, W4A8_MATMUL, product_of
-from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, Origin, Prepared, QuantLinear, branch_shapes
+from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, Layout, QuantLinear, StoredLayer, branch_shapes
 from fluxq.kernels.reencode.op import choose_target, reencode, row_scales
 from fluxq.kernels.swizzle_scales.op import swizzle_scales
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
@@ -30,7 +30,7 @@ ROW_SCALE, DECODED = "weight_row_scale", "weight_decoded"
 KEPT = ("pre_quant_mean", "pre_quant_scale")  # what a re-encoded layer still has of its transforms
 
 
-def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: Origin | None) -> bool:
+def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: StoredLayer | None) -> bool:
     """Lay a layer's tensors out for a chip, once; whether anything was to be done.
 
     prefer: "speed" encodes anew what the chip's matrix units do not know, as int8 or fp8, with the least added error;
@@ -61,7 +61,7 @@ def swizzle(layer: QuantLinear) -> None:
     """Block scales (N, G) into the flat 128x4 layout."""
     stored = _scheme_to_prepare(layer)
     _set(layer, "weight_scale", swizzle_scales(layer.quantized_weight.scale))
-    layer.prepared = Prepared(stored, "swizzled", "scales swizzled")
+    layer.prepared = Layout(stored, "swizzled", "scales swizzled")
 
 
 def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
@@ -72,7 +72,7 @@ def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
     layer.scheme = replace(stored, activations=FORMATS[target], static_input=False, four_over_six=False)
     _set(layer, ROW_SCALE, row_scales(w, target))
     layer.scale_names = (*layer.scale_names, ROW_SCALE)
-    layer.prepared = Prepared(stored, "row scale", f"decoded to {target} in the kernel", errors[target])
+    layer.prepared = Layout(stored, "row scale", f"decoded to {target} in the kernel", errors[target])
 
 
 def add_decoded(layer: QuantLinear) -> None:
@@ -85,10 +85,10 @@ def add_decoded(layer: QuantLinear) -> None:
         raise ValueError(f"{stored} multiplies its codes as they are: there is nothing to decode ahead")
     _set(layer, DECODED, layer.quantized_weight.dequantize())
     layer.scale_names = (*layer.scale_names, DECODED)
-    layer.prepared = Prepared(stored, "decoded", "decoded to fp32 beside its codes")
+    layer.prepared = Layout(stored, "decoded", "decoded to fp32 beside its codes")
 
 
-def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin | None = None) -> None:
+def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: StoredLayer | None = None) -> None:
     """The weight in whichever of `targets` ("int8", "fp8") adds the least error, `QuantLinear.merged` where it is more.
 
     Centering and smoothing stay steps of the layer: 8-bit activations need them, and the quantizer does them on its
@@ -110,7 +110,7 @@ def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin 
     layer.scale_names = ("weight_scale",)
     for name, tensor in q.tensors().items():
         _set(layer, name, tensor)
-    layer.prepared = Prepared(stored, "re-encoded", f"re-encoded to {target}", errors[target], origin, digest)
+    layer.prepared = Layout(stored, "re-encoded", f"re-encoded to {target}", errors[target], origin, digest)
 
 
 def targets_on_cpu(scheme: Scheme) -> tuple[str, ...]:

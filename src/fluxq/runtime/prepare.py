@@ -20,9 +20,9 @@ from fluxq.base.console import logger
 from fluxq.base.files import read_json
 from fluxq.base.memory import free_bytes
 from fluxq.kernels import ops
-from fluxq.kernels.linear import Prepared, QuantLinear, quant_layers
+from fluxq.kernels.linear import Layout, QuantLinear, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD
-from fluxq.runtime.layout import Origin, add_decoded, lay_out, reencode_layer, targets_on_cpu
+from fluxq.runtime.layout import StoredLayer, add_decoded, lay_out, reencode_layer, targets_on_cpu
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 Prefer = Literal["speed", "memory", "decoded"]
@@ -84,7 +84,7 @@ def prepare(
             if layer.prepared:
                 continue
             stored = layer.scheme
-            origin = Origin(folder, _name_in_file(name)) if folder else None
+            origin = StoredLayer(folder, _name_in_file(name)) if folder else None
             done = _prepare_layer(layer, target, chip, prefer, origin)
             if done:
                 full = f"{component}.{name}" if component else name
@@ -163,8 +163,8 @@ def _is_to_decode(layer: QuantLinear) -> bool:
 
 
 def _prepare_layer(
-    layer: QuantLinear, device: torch.device, chip: str, prefer: str, origin: Origin | None
-) -> Prepared | None:
+    layer: QuantLinear, device: torch.device, chip: str, prefer: str, origin: StoredLayer | None
+) -> Layout | None:
     """Prepare a layer, and return what was done to it; None if nothing was to be done."""
     if device.type == "cuda":
         lay_out(layer, chip, prefer, origin)
