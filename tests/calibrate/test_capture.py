@@ -94,6 +94,14 @@ def test_statistics_of_two_halves_merge_to_those_of_all(pipe32):
         torch.testing.assert_close(merged.groups[name].sum, sums.sum, rtol=1e-12, atol=1e-12)
 
 
+def test_shares_of_another_run_in_the_folder_are_not_taken(pipe, tmp_path):
+    sampling = Sampling(CALL, 1, {"transformer": "m"})
+    one, two = (
+        capture_statistics(pipe, {"transformer": GROUPS}, [item], sampling, folder=tmp_path) for item in ITEMS[:2]
+    )
+    assert not torch.equal(one.groups["single"].sum, two.groups["single"].sum)
+
+
 def test_no_hook_is_left_behind(pipe):
     captured(pipe, steps=1)
     assert not any(module._forward_pre_hooks for module in pipe.transformer.modules())

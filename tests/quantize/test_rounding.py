@@ -122,6 +122,13 @@ def test_factor_gives_the_gram_back():
     assert torch.allclose(back, wanted, atol=1e-4 * float(gram.abs().max()))
 
 
+def test_columns_of_large_inputs_are_rounded_first():
+    """Rounded are they from the last of the order on, and whole blocks at a time."""
+    gram = torch.diag(torch.tensor([3.0, 9.0, 1.0, 7.0]))
+    assert feedback(gram, 0).order.tolist() == [2, 0, 3, 1]
+    assert feedback(gram, 2).order.tolist() == [2, 3, 0, 1]
+
+
 @pytest.mark.parametrize("kind", ["dead channels", "fewer tokens than channels", "one direction"])
 def test_singular_grams_are_damped(kind):
     x = correlated(512, 128)
