@@ -79,10 +79,22 @@ def config_digest(folder: ModelFolder, component: str) -> str:
     if (place / "config.json").is_file():
         return sha256_json(settings_of(read_json(place / "config.json")))
     files = sorted(file for file in place.glob("*") if file.suffix in _SAID_BY and file.is_file())
-    said = [
-        [file.name, settings_of(read_json(file)) if file.suffix == ".json" else sha256_file(file)] for file in files
-    ]
+    said = [[file.name, _values_of(file)] for file in files]
     return sha256_json(said) if said else ""
+
+
+def _values_of(file: Path) -> Any:
+    """Return the values of a small JSON object, however it is spaced, and the SHA-256 of any other file.
+
+    A vocabulary may be larger than JSON files are read, and its keys are tokens: none of them is left out.
+    """
+    if file.suffix != ".json":
+        return sha256_file(file)
+    try:
+        values = read_json(file)
+    except ValueError:  # too large, or no object
+        return sha256_file(file)
+    return settings_of(values) if file.stem.endswith("config") else values
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

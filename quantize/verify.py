@@ -280,14 +280,15 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
-    for component, (file, digest) in _said(checkpoint, CONFIG, CONFIGS, checkpoint.folder.components).items():
+    settings = _said(checkpoint, CONFIG, CONFIGS, checkpoint.folder.components)
+    for component, (file, digest) in settings.items():
         if config_digest(checkpoint.folder, component) != digest:
             yield Finding(component or "the model", f"other settings than {file} records; copy its files again")
     said = _said(checkpoint, OWN, OTHERS, checkpoint.models)
     for component, (file, digest) in progress(said.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
             yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
-    if set(checkpoint.models) - said.keys():
+    if set(checkpoint.models) - (said.keys() & settings.keys()):
         raise _NotRecorded
 
 

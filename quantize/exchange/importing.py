@@ -172,7 +172,7 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
     if not config and base is not None:
         config = dict(Base.of(base, component, model).model.config)
     key = model.rules.config_key if model.names == model.rules.names else ""
-    if not config and model.family and key in model.metadata:  # which it has itself
+    if not config and key and model.family and key in model.metadata:  # which it has itself
         config = json_object(model.metadata[key], f"{model.path}: `{key}` in the header")
         require_harmless_values(config, f"{model.path}: `{key}` in the header")
         config["_class_name"] = model.family.model

@@ -229,7 +229,7 @@ def _on_disk(
 ) -> Iterator[dict[str, Any]]:
     """Yield the options `model`, `output` and `in_memory`; a pipeline in memory is written, after all other checks."""
     from fluxq.base.console import without_loading_bars
-    from fluxq.base.output import Output, remove, sole_writer
+    from fluxq.base.output import Output, job_digest, remove, sole_writer
     from fluxq.jobs.requirements import existing_parent, output_for, require_free_space
     from fluxq.recipes.recipe import load_recipe
 
@@ -243,7 +243,7 @@ def _on_disk(
         place = str(output_for(place, name, recipe_name, is_file=is_file))
         Output(Path(place), is_file).require({}, overwrite=given["overwrite"], exists_ok=True)
     beside = Path(place or "")
-    scratch = existing_parent(beside) / f".{beside.name}.pipeline"
+    scratch = existing_parent(beside) / f".{beside.name}.{job_digest(beside.name)[:16]}.pipeline"
     with sole_writer(scratch):
         remove(scratch)  # what a killed process left
         require_free_space(scratch.parent, _bytes_of(pipeline), "a copy of the pipeline in memory")

@@ -12,6 +12,7 @@ from peft import LoraConfig
 
 import fluxq
 from fluxq import tiny
+from fluxq.base.output import job_digest
 from fluxq.jobs import making
 
 CALL = {"num_inference_steps": 2, "height": 64, "width": 64}
@@ -133,10 +134,13 @@ def test_nothing_is_written_for_a_pipeline_in_memory_before_all_else_was_checked
 
 
 def test_a_copy_that_a_kill_left_goes_and_the_next_asks_for_its_space(tmp_path, pipe, monkeypatch) -> None:
-    left = tmp_path / ".made.pipeline"
+    (tmp_path / ".made.pipeline").mkdir()  # which fluxq did not make
+    left = tmp_path / f".made.{job_digest('made')[:16]}.pipeline"
     (left / "tiny" / "transformer").mkdir(parents=True)
     (left / "tiny" / "transformer" / "half.safetensors").write_bytes(b"x")
     fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", check=False)
+    assert not left.exists()
+    (tmp_path / ".made.pipeline").rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     little = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: little)

@@ -268,6 +268,20 @@ def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: 
     return making.quantize(making.job_of(making.Options(model, recipe, output=str(folder / "out"), **how)))
 
 
+def test_work_of_an_output_whose_name_goes_on_is_left_alone(tmp_path, interrupted):
+    """`out` is no reason to touch what was begun for `out.v2`."""
+    work = interrupted("tiny", "int8")
+    other = work.rename(tmp_path / work.name.replace(".out.", ".out.v2."))
+    before = files_below(other)
+    quantize(tmp_path)
+    quantize(tmp_path, recipe="int4", overwrite=True)
+    assert files_below(other) == before
+
+
+def files_below(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrupted, caplog):
     work = interrupted("tiny", "fp8")
     before = {path: path.stat().st_mtime_ns for path in work.rglob("*")}

@@ -21,7 +21,7 @@ from fluxq.base.files import sha256_file
 from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
-from fluxq.quantize.digests import OTHERS, OWN
+from fluxq.quantize.digests import OTHERS, OWN, write_digests
 from fluxq.quantize.verify import CHECKS, stored_fault, verify
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import shipped_recipes
@@ -453,6 +453,30 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
     assert CliRunner().invoke(cli, ["verify", folder.name, "--allow-unrecorded"]).exit_code == 0
 
 
+def test_a_vocabulary_larger_than_json_is_read_is_digested_as_a_file(plain_checkpoint, tmp_path):
+    """That of Wan's text encoder has 16.8 MB."""
+    folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
+    (folder / "fluxq_plan.json").unlink()
+    file = folder / "tokenizer_2" / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8") + " " * (1 << 24), encoding="utf-8")
+    write_digests(folder)
+    assert not failed(folder)
+    file.write_text(file.read_text(encoding="utf-8")[:-1], encoding="utf-8")
+    assert failed(folder)["digests"].startswith("tokenizer_2: other settings")
+
+
+def test_settings_without_a_digest_are_said_to_be_unchecked(plain_checkpoint, tmp_path):
+    folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
+    (folder / "fluxq_plan.json").unlink()
+
+    def forget(config: dict[str, Any]) -> None:
+        del config["quantization_config"]["config_digest"]
+
+    edit_json(folder, "transformer/config.json", forget, record=False)
+    last = CliRunner().invoke(cli, ["verify", str(folder)]).output.splitlines()[-1]
+    assert "checks could not be made (hashes, digests, plan)" in last
+
+
 def swap_layers(config: dict[str, Any]) -> None:
     layers = config["quantization_config"]["layers"]
     layers.update({"fp8-16bit": layers.pop("fp8-fp8")})  # no tensor tells
@@ -468,6 +492,7 @@ def swap_layers(config: dict[str, Any]) -> None:
         ("vae/config.json", lambda config: config.update(scaling_factor=9.0)),
         ("scheduler/scheduler_config.json", lambda config: config.update(shift=9.0)),
         ("tokenizer/tokenizer_config.json", lambda config: config.update(model_max_length=3)),
+        ("tokenizer/tokenizer.json", lambda tokens: tokens.update(_made=3)),
     ],
 )
 def test_altered_settings_are_found_without_a_plan_file(plain_checkpoint, tmp_path, file, alter):

@@ -41,7 +41,7 @@ def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = Non
 
 def clear_parts(folder: Path, name: str = "") -> None:
     """Remove what killed processes left of the file of that name, or of all files; nobody else may write there now."""
-    for part in folder.glob(f".{glob.escape(name)}.*.part" if name else ".*.part"):
+    for part in folder.glob(f".{glob.escape(name)}.????????.part" if name else ".*.part"):
         part.unlink(missing_ok=True)
 
 

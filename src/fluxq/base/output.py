@@ -45,7 +45,7 @@ VERSION, JOB, BESIDE = f"{MARK}_version", f"{MARK}_job", f"{MARK}_beside"  # suc
 STATISTICS = f"{MARK}_statistics"
 _LATER = re.compile(  # in a checkpoint beside what its record lists, and what a kill left of it
     r"README\.md|eval/(report\.(html|json|md)|speed\.json|debug\.json)|\.eval_results/[^/]+\.yaml"
-    r"|(eval/|\.eval_results/)?\.[^/]+\.part"
+    r"|(eval/|\.eval_results/)?\.[^/]+\.part|\.eval\.(lock|pid)"
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it
 _LONGEST_TEXT = 1 << 26  # bytes of a page
@@ -55,7 +55,8 @@ _SEAL = re.compile(r"(?:<!--|#) written by fluxq(?:, job ([0-9a-f]{64}))?, SHA-2
 # How JSON of fluxq begins, and how it did before it said its kind.
 _KIND = re.compile(rb'\{\s*("kind":\s*"fluxq [a-z]+"|"schema_version":\s*\d+,\s*"(created|checkpoint)":)')
 _WEIGHTS = (".safetensors", ".gguf", ".sft", ".bin", ".ckpt", ".pt", ".pth")
-_NEW, _OLD, _ANY_JOB = "new", "old", "[0-9a-f]" * 16
+_NEW, _OLD = "new", "old"
+ANY_JOB = "[0-9a-f]" * 16  # glob pattern of the part of a name that `job_digest` gave
 Pairs = Sequence[tuple[Path, Path]]  # what was made, and where it goes; the last one is what people look for
 
 
@@ -179,7 +180,7 @@ class Output:
         """Remove what killed processes left beside what stands whole, for the sole writer; not `but`."""
         for left in (
             *self.left_behind(),
-            *self.place.parent.glob(f".{glob.escape(self.place.name)}.{_ANY_JOB}.{_NEW}"),
+            *self.place.parent.glob(f".{glob.escape(self.place.name)}.{ANY_JOB}.{_NEW}"),
         ):
             if left != but:
                 remove(left)
@@ -187,8 +188,8 @@ class Output:
     def left_behind(self) -> Iterator[Path]:
         """Yield what killed processes moved aside, and have not removed yet."""
         name = glob.escape(self.place.name)
-        yield from self.place.parent.glob(f".{name}.{_ANY_JOB}.{_OLD}")
-        yield from self.place.parent.glob(f".{name}.{_ANY_JOB}.work/{_OLD}")
+        yield from self.place.parent.glob(f".{name}.{ANY_JOB}.{_OLD}")
+        yield from self.place.parent.glob(f".{name}.{ANY_JOB}.work/{_OLD}")
 
     def _require_writable(self) -> None:
         """Raise ValueError where nothing can be made, or not what is to be."""
@@ -268,7 +269,7 @@ def _foreign(output: Output) -> str:
                 return f"{name} was changed since fluxq wrote it"
         elif not (names and is_checkpoint and _LATER.fullmatch(name)):
             return _not_ours(name)
-        elif not name.endswith(".part") and not _is_marked(path):
+        elif not name.endswith((".part", ".lock", ".pid")) and not _is_marked(path):
             return f"{name} was changed since fluxq wrote it"
     return ""
 

@@ -20,7 +20,7 @@ import torch
 import fluxq
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
-from fluxq.base.output import Output, is_being_written, job_digest, recover, remove, sole_writer
+from fluxq.base.output import ANY_JOB, Output, is_being_written, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.job import Job
 from fluxq.jobs.requirements import existing_parent, require_free_space
@@ -172,7 +172,7 @@ def require_no_other(job: Job) -> None:
 
 def _beside(output: Path) -> list[Path]:
     """The work folders of an output, of whatever job."""
-    return sorted(output.parent.glob(f".{glob.escape(output.name)}.*.work"))
+    return sorted(output.parent.glob(f".{glob.escape(output.name)}.{ANY_JOB}.work"))
 
 
 def _refuse(job: Job, other: Path) -> NoReturn:
