@@ -298,9 +298,9 @@ def read_calls(folder: Path) -> None:
 def read_outputs(folder: Path) -> None:
     import torch
 
-    from fluxq.calibrate.blocks import _OnDisk
+    from fluxq.calibrate.blocks import _Outputs
 
-    kept = _OnDisk(folder / "work" / "outputs", "whose they are")
+    kept = _Outputs(folder / "work" / "outputs", "whose they are")
     if kept.has(0):
         kept.load(0, 0, torch.device("cpu"))
 
@@ -318,8 +318,9 @@ def read_levels(folder: Path) -> None:
     def measured(*_: object) -> dict[int, float]:
         raise Damaged("levels.json: measured again")
 
-    prepared, making.noise_level_weights = cast(Any, SimpleNamespace(ranks=ALONE, call={})), measured
-    making._level_weights(prepared, None, [], {}, folder / "work" / "levels.json")
+    run = SimpleNamespace(ranks=ALONE)
+    job, making.noise_level_weights = cast(Any, SimpleNamespace(run=run, call={})), measured
+    making._level_weights(job, None, [], {}, folder / "work" / "levels.json")
 
 
 def read_job(folder: Path) -> None:

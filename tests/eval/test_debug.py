@@ -123,7 +123,7 @@ def test_patch_gains_within_its_growth(sound, folder):
     share = patch.damage / sum(layer.damage for layer in sound.layers)
     predicted = floor + (before - floor) * (1 - share)
     assert patch.predicted_sqnr_db == pytest.approx(-10 * math.log10(predicted))
-    weights = sum(layer["shape"][0] * layer["shape"][1] for part in parts for layer in part["layers"])
+    weights = sum(layer.shape[0] * layer.shape[1] for part in parts for layer in part.layers)
     named = [layer for layer in sound.layers if layer.name in patch.layers]
     grown = sum((8 - 4.5) * layer.weights for layer in named)  # and a scale per row, and what nvfp4 has per tensor
     assert patch.bits_after - patch.bits_before == pytest.approx(grown / weights, rel=0.1)

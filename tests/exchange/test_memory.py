@@ -7,8 +7,9 @@ embedded model, of which nothing but the code takes memory.
 from collections.abc import Iterator
 
 import pytest
+import watched
 
-from tests.quantize.test_streaming import full_size, linux, model_of, process  # noqa: F401
+from tests.quantize.test_streaming import full_size, linux, model_of  # noqa: F401
 
 WIDTH = 768
 LARGEST = 4 * 7 * WIDTH * WIDTH  # bytes in fp32 of what a ComfyUI file joins: q, k, v and the feed-forward's first
@@ -31,7 +32,7 @@ def exact_allocator() -> Iterator[None]:
 
 @linux
 @pytest.mark.slow
-def test_memory_is_that_of_the_largest_layer_whatever_the_model(process, model_of, tmp_path) -> None:  # noqa: F811
+def test_memory_is_that_of_the_largest_layer_whatever_the_model(model_of, tmp_path) -> None:  # noqa: F811
     peaks: dict[str, list[float]] = {name: [] for name in COMMANDS}
     sizes = []
     for single in (0, 2, 10):
@@ -40,10 +41,10 @@ def test_memory_is_that_of_the_largest_layer_whatever_the_model(process, model_o
         if single:
             model_of(folder / "model", WIDTH, 2, single)
         model = "model" if single else "tiny"
-        made = process(folder, "quantize", model, "--recipe", "fp8", "--profile", "rtn", "--no-check", "-o", "fp8")
+        made = watched.run(folder, "quantize", model, "--recipe", "fp8", "--profile", "rtn", "--no-check", "-o", "fp8")
         assert made["code"] == 0, made["err"]
         for name, arguments in COMMANDS.items():
-            used = process(folder, *(model if argument == "model" else argument for argument in arguments))
+            used = watched.run(folder, *(model if argument == "model" else argument for argument in arguments))
             assert used["code"] == 0, (name, used["err"])
             peaks[name].append(used["peak"] / LARGEST)
         sizes.append(sum(file.stat().st_size for file in folder.glob("model/**/*.safetensors")) / LARGEST)

@@ -50,11 +50,14 @@ def test_it_has_the_folder_the_variables_and_the_umask_of_whoever_starts_it(tmp_
     monkeypatch.setenv("HOME", "/elsewhere")
     before = os.umask(0o027)
     try:
-        code = "import os; print(os.getcwd(), os.environ['HOME'], os.environ.get('PATH'), oct(os.umask(0)))"
-        assert forked.run("-c", code, cwd=tmp_path).stdout.split() == [
+        code = "import os; print(os.getcwd(), os.environ['HOME'], os.environ.get('PATH'), oct(os.umask(0)), sep='\\n')"
+        assert forked.run("-c", code, cwd=tmp_path).stdout.splitlines() == [
             str(tmp_path), "/elsewhere", os.environ["PATH"], "0o27"
         ]  # fmt: skip
-        assert forked.run("-c", code, env={"HOME": "/x", **_read_at_import()}).stdout.split()[1:3] == ["/x", "None"]
+        assert forked.run("-c", code, env={"HOME": "/x", **_read_at_import()}).stdout.splitlines()[1:3] == [
+            "/x",
+            "None",
+        ]
     finally:
         os.umask(before)
 

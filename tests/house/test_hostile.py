@@ -24,7 +24,7 @@ from fluxq.base.files import read_json, sha256_json, write_json
 from fluxq.base.model import load_pipeline, resolve_model
 from fluxq.base.tensors import TensorFile
 from fluxq.calibrate import calls, nested
-from fluxq.calibrate.blocks import _OnDisk
+from fluxq.calibrate.blocks import _Outputs
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import GroupSums, Statistics
@@ -134,7 +134,7 @@ def write_work(work: Path) -> None:
     outputs = {"blocks.0": nested.layout_of((torch.zeros(2, 3), 1.5), "output", cpu)}
     made = {"file": f"{stem.name}-transformer-000.safetensors", "step": 1, "arguments": layout, "outputs": outputs}
     write_json(stem.with_suffix(".json"), {"sigmas": [1.0, 0.5], "held": False, "calls": {"transformer": [made]}})
-    kept = _OnDisk(work / "outputs", "whose they are")
+    kept = _Outputs(work / "outputs", "whose they are")
     kept.begin(0)
     kept.save(0, 0, (torch.zeros(2, 3), [torch.ones(1)]), "output", cpu)
     kept.finish(0)

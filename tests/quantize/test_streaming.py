@@ -36,7 +36,7 @@ from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.nearest import in_order, pieces_of, round_pieces
-from fluxq.quantize.record import read_record
+from fluxq.quantize.record import Record, read_record
 from fluxq.quantize.run import blocks_of, quantize_component
 
 QUANTIZE = ("quantize", "tiny", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out")
@@ -263,7 +263,7 @@ def interrupted(tmp_path, monkeypatch) -> Callable[..., Path]:
     return begin
 
 
-def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: Any) -> dict[str, Any]:
+def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: Any) -> Record:
     how = {"profile": "rtn", "check": False, **changes}
     return making.quantize(making.job_of(making.Options(model, recipe, output=str(folder / "out"), **how)))
 
@@ -405,7 +405,7 @@ def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, t
         return fingerprint(file, name)
 
     monkeypatch.setattr(TensorFile, "fingerprint", of_output)
-    assert quantize(tmp_path, str(tiny_folder))["model"]["digests"] == {"transformer": digest}
+    assert quantize(tmp_path, str(tiny_folder)).model.digests == {"transformer": digest}
     monkeypatch.undo()
     (whole,) = folder.weight_files("transformer")
     tensors = load_file(whole)
