@@ -116,7 +116,7 @@ def _import_what_is_not_ours() -> None:
 
 
 def _planted(root: Path, fault: Fault) -> tuple[int | None, str, str]:
-    """What `_tested` finds while the fault is there."""
+    """Run the tests of a row while its fault is there."""
     file = root / fault.file
     sound = file.read_text(encoding="utf-8")
     file.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")

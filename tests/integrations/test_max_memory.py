@@ -360,7 +360,7 @@ def test_images_that_are_too_large_for_it_are_refused(recipe):
         ValueError, match=r"running transformer on 1 image of 1024x1024 needs .*, or a smaller --height"
     ):
         making.job_of(options)
-    assert making.job_of(making.replace(options, check=False)).run.memory is None  # no pipeline is run
+    assert making.job_of(making.replace(options, check=False)).run.memory.working == {}  # no pipeline is run
 
 
 @pytest.mark.parametrize("size", ["8", "lots", "0GB"])

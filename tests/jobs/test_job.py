@@ -1,4 +1,4 @@
-"""What a job is made of."""
+"""Tests of the parts that a job is made of."""
 
 from fluxq.jobs import making
 
