@@ -1,6 +1,6 @@
 """Faults planted in the product one at a time, each of which its tests have to catch.
 
-    python -m benchmarks.planted                     about 20 minutes on 2 idle cores; 1 at the end if one is not caught
+    python -m benchmarks.planted                     20 minutes on 2 busy cores; ends with 1 if one is not caught
     python -m benchmarks.planted --only "lora: alpha ignored"
     python -m benchmarks.planted --list
 
