@@ -1,6 +1,6 @@
 """Faults planted in the product one at a time, each of which its tests have to catch.
 
-    python -m benchmarks.planted                     about 20 minutes on 2 idle cores; 1 at the end if one is not caught
+    python -m benchmarks.planted                     20 minutes on 2 busy cores; ends with 1 if one is not caught
     python -m benchmarks.planted --only "lora: alpha ignored"
     python -m benchmarks.planted --list
 
@@ -257,7 +257,7 @@ FAULTS: dict[str, Fault] = {
         "kernels/adaln_quantize/kernel.py",
         "load_rows(gate, images, stride_gate, columns, mask)",
         "load_rows(gate, images, stride_scale, columns, mask)",
-        _in("kernels/test_adaln_quantize_kernel.py", "test_rows_may_be_any_distance_apart"),
+        _in("kernels/test_adaln_quantize_kernel.py", "test_rows_of_each_tensor_have_a_distance_of_their_own"),
     ),
     "adaln_quantize: modulation without its 1": Fault(
         "kernels/adaln_quantize/kernel.py",
@@ -323,7 +323,10 @@ FAULTS: dict[str, Fault] = {
         "kernels/encode.py",
         "    return value if global_scale is None else value * global_scale\n",
         "    return value\n",
-        _in("kernels/test_tensor.py", "test_a_global_scale_per_row_stands_for_that_row"),
+        _in(
+            "kernels/test_linear.py",
+            "test_the_output_is_the_simulation_bit_for_bit[(1, 256)-bias-bf16-nvfp4-nvfp4-static]",
+        ),
     ),
     "encode: infinity gets a finite scale": Fault(
         "kernels/encode.py",
@@ -355,11 +358,11 @@ FAULTS: dict[str, Fault] = {
             "test_what_follows_the_product_is_computed_in_fp32[gate of each image and residual-int8]",
         ),
     ),
-    "linear: a cast of scales allowed": Fault(
+    "linear: scales cast along with a move": Fault(
         "kernels/linear.py",
-        "            elif probe.dtype != held.dtype:\n",
-        '            elif probe.dtype != held.dtype and name == "weight":\n',
-        _in("integrations/test_loading.py", "test_a_cast_of_one_layer_is_refused_by_name[int8]"),
+        "                stored[id(held)] = probe.device\n",
+        "                stored.pop(id(held), None)\n",
+        _in("kernels/test_linear.py", "test_a_cast_to_the_dtype_it_computes_in_is_a_move"),
     ),
     "ops: hadamard left out": Fault(
         "kernels/ops.py",
@@ -403,7 +406,7 @@ FAULTS: dict[str, Fault] = {
         "kernels/quantize_activation/kernel.py",
         "        taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))\n",
         "        taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)\n",
-        _in("kernels/test_quantize_activation_kernel.py", "test_what_stands_beside_x_makes_the_first_columns"),
+        _in("kernels/test_quantize_activation_kernel.py", "test_beside_with_every_step_and_the_low_rank_product[int8]"),
     ),
     "reencode: multiplier in fp32": Fault(
         "kernels/reencode/kernel.py",
@@ -556,7 +559,10 @@ FAULTS: dict[str, Fault] = {
         "quantize/exchange/folding.py",
         "<= _STRAY * most * size).all())",
         "<= _STRAY * most * size).any())",
-        _in("exchange/test_proof.py", "test_damage_of_what_is_not_quantized[one number of a norm off]"),
+        _in(
+            "exchange/test_export.py",
+            "test_one_number_of_a_bias_that_carries_a_folded_mean_is_found[double_blocks.0.img_mod.lin[260]]",
+        ),
     ),
     "import: what the base does not prove": Fault(
         "quantize/exchange/importing.py",
@@ -622,7 +628,7 @@ FAULTS: dict[str, Fault] = {
         "quantize/lora.py",
         "    deltas = [update.delta.to(weight.device).view_as(weight) for update in updates]\n",
         "    deltas = [update.delta.to(weight.device).view_as(weight) for update in updates[:1]]\n",
-        _in("quantize/test_lora.py", "test_a_loaded_model_gets_the_same_sum_in_its_own_dtype"),
+        _in("quantize/test_lora.py", "test_two_files_that_change_one_layer_add_up"),
     ),
     "lora: a changed file is fused again": Fault(
         "quantize/lora.py",
@@ -866,11 +872,14 @@ FAULTS: dict[str, Fault] = {
         "up.weight.flatten(1)",
         _in("integrations/test_peft.py", "test_fused_adapters_with_weights_are_as_exact_as_unfused_ones"),
     ),
-    "whole: a pipeline's cast allowed": Fault(
-        "src/fluxq/integrations/whole.py",
-        "            if layer.compute_dtype != dtype or (",
-        "            if layer.compute_dtype == dtype or (",
-        _in("integrations/test_whole.py", "test_a_refused_cast_of_a_pipeline_casts_no_component[(torch.float16,)]"),
+    "dtypes: a pipeline is cast part by part": Fault(
+        "src/fluxq/integrations/dtypes.py",
+        "refuse_casting(models, dtype)",
+        "refuse_casting({}, dtype)",
+        _in(
+            "integrations/test_whole.py",
+            "test_a_refused_cast_of_a_pipeline_casts_no_component[(torch.float16,)]",
+        ),
     ),
     "job: calibration draws the noise of the check": Fault(
         "src/fluxq/jobs/job.py",

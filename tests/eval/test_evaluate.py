@@ -97,6 +97,8 @@ def test_a_broken_reference_is_an_error_that_names_the_image(sides):
 def test_other_prompts_are_not_compared(sides):
     with pytest.raises(ValueError, match="5 16-bit images and 4 quantized ones come from different prompts"):
         measure(sides[0], sides[1].head(4))
+    with pytest.raises(ValueError, match="5 16-bit images and 5 quantized ones come from different prompts or seeds"):
+        measure(sides[0], replace(sides[1], items=sides[1].items[::-1]))
 
 
 def test_a_model_against_itself(sides, networks):  # Q1 of the conformance cases

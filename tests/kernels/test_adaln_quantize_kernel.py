@@ -301,6 +301,14 @@ def check_distant_rows(kernels: ModuleType) -> None:
     assert_same_bits(v, run(kernels, near, None)[0], "v")
 
 
+def test_rows_of_each_tensor_have_a_distance_of_their_own() -> None:
+    near = layers(6, 2, d=32)
+    wide = {name: torch.zeros(len(t), 40 + 8 * i, dtype=t.dtype) for i, (name, t) in enumerate(near.items())}
+    apart = {name: wide[name][:, :32].copy_(t) if t.ndim == 2 else t for name, t in near.items()}
+    for ours, theirs in zip(run(adaln_quantize, apart, None), run(adaln_quantize, near, None), strict=True):
+        assert_same_bits(ours, theirs, "v or n")
+
+
 def test_rows_may_be_any_distance_apart() -> None:
     check_distant_rows(adaln_quantize)
 

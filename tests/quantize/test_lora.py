@@ -49,6 +49,14 @@ def test_a_loaded_model_gets_the_same_sum_in_its_own_dtype(lora_file):
     assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in model.state_dict().items())
 
 
+def test_two_files_that_change_one_layer_add_up(lora_file):
+    one, two = (f"{lora_file(f'{seed}.safetensors', LAYERS, seed=seed)}:0.7" for seed in range(2))
+    model, weights = tiny.load().transformer, fused(one, two)
+    fuse_into(model, [read_updates(LoraFile.parse(each), TINY, "transformer") for each in (one, two)])
+    for name, tensor in model.state_dict().items():  # the order in which they add up is another one
+        torch.testing.assert_close(tensor.float(), weights[name].float(), rtol=2**-7, atol=1e-5)
+
+
 def kohya(tensors: dict[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
     """The same LoRA under the names that kohya's trainer gives single blocks."""
     renamed = {}

@@ -192,6 +192,7 @@ def test_what_was_returned_stays_when_the_next_call_replays(flux):
         given = arguments(model, seed=1)
         kept = {name: tensor.clone() for name, tensor in given.items()}
         second = model(**given).sample
+        assert torch.equal(velocity(model, seed=1), second)  # the first one's graph once more
         assert torch.equal(first, before) and not torch.equal(first, second)
         assert all(torch.equal(given[name], tensor) for name, tensor in kept.items())
 
