@@ -360,8 +360,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "linear: scales cast along with a move": Fault(
         "kernels/linear.py",
-        "                stored[id(held)] = probe.device\n",
-        "                stored.pop(id(held), None)\n",
+        "                stored[id(tensor)] = probe.device\n",
+        "                stored.pop(id(tensor), None)\n",
         _in("kernels/test_linear.py", "test_a_cast_to_the_dtype_it_computes_in_is_a_move"),
     ),
     "ops: hadamard left out": Fault(
@@ -375,8 +375,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "ops: low-rank branch reads what was rounded": Fault(
         "kernels/ops.py",
-        "y += F.linear(F.linear(rows, given.lora_a.to(x.dtype)), given.lora_b.to(x.dtype))",
-        "y += F.linear(F.linear(z.to(x.dtype), given.lora_a.to(x.dtype)), given.lora_b.to(x.dtype))",
+        "y += F.linear(F.linear(rows, operands.lora_a.to(x.dtype)), operands.lora_b.to(x.dtype))",
+        "y += F.linear(F.linear(z.to(x.dtype), operands.lora_a.to(x.dtype)), operands.lora_b.to(x.dtype))",
         _in(
             "kernels/test_linear.py",
             "test_a_low_rank_branch_computes_what_two_linears_beside_the_layer_would[dtype0-fp8-fp8]",
@@ -404,8 +404,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "quantize_activation: the other half of a gate": Fault(
         "kernels/quantize_activation/kernel.py",
-        "        taken = product_of(taken, silu(other.to(tl.float32)).to(taken.dtype))\n",
-        "        taken = product_of(silu(taken.to(tl.float32)).to(taken.dtype), other)\n",
+        "        values = product_of(values, silu(other.to(tl.float32)).to(values.dtype))\n",
+        "        values = product_of(silu(values.to(tl.float32)).to(values.dtype), other)\n",
         _in("kernels/test_quantize_activation_kernel.py", "test_beside_with_every_step_and_the_low_rank_product[int8]"),
     ),
     "reencode: multiplier in fp32": Fault(
@@ -494,7 +494,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "inputs: held-out tokens are fitted to": Fault(
         "calibrate/inputs.py",
-        "            if not held:\n                self._add_products(chunk, weight)\n",
+        "            if not held_out:\n                self._add_products(chunk, weight)\n",
         "            self._add_products(chunk, weight)\n",
         _in("calibrate/test_inputs.py", "test_held_out_tokens_enter_amax_alone"),
     ),
@@ -608,7 +608,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "group: fitting tokens decide": Fault(
         "quantize/group.py",
-        "return _decibels(self._trial_error(state, self.inputs.held, self.inputs.held_weight))",
+        "return _decibels(self._trial_error(state, self.inputs.held_out, self.inputs.held_weight))",
         "return _decibels(self._trial_error(state, self.inputs.fit))",
         _in("quantize/test_group.py", "test_held_out_tokens_decide_and_are_not_fitted_to"),
     ),

@@ -299,11 +299,11 @@ def test_fewer_bits_are_timed_and_not_chosen(monkeypatch) -> None:
 def test_a_candidate_that_does_not_compile_well_or_computes_wrongly_is_unfit(monkeypatch) -> None:
     candidate = next(tune.candidates("sm_90", dry_run=True))
     cells = tune.aot.all_cells()
-    row = tune.aot.Row("dequantize_kernel", "nvfp4", "sm_90", reason="7 spills")
+    row = tune.aot.CompiledCell("dequantize_kernel", "nvfp4", "sm_90", reason="7 spills")
     monkeypatch.setattr(tune.aot, "compile_cell", lambda *_: row)
     found = tune.try_candidate(candidate, CPU, "sm_90")
     assert not found["fit"] and "7 spills" in found["reason"]
-    monkeypatch.setattr(tune.aot, "compile_cell", lambda *_: tune.aot.Row("k", "nvfp4", "sm_90", ok=True))
+    monkeypatch.setattr(tune.aot, "compile_cell", lambda *_: tune.aot.CompiledCell("k", "nvfp4", "sm_90", ok=True))
     monkeypatch.setattr(workloads, "error", lambda work: float("nan"))
     found = tune.try_candidate(candidate, CPU, "sm_90")
     assert not found["fit"] and "relative errors [nan]" in found["reason"]
