@@ -281,7 +281,7 @@ def test_what_a_kill_left_of_a_work_folder_that_was_not_begun_is_cleared(tmp_pat
     """R21b: between making it and its manifest; one of the user's own, which holds something, stays."""
     begun, theirs = tmp_path / ".out.0123456789abcdef.work", tmp_path / ".out.photos.work"
     begun.mkdir()
-    (begun / ".job.json.abc.part").touch()
+    (begun / ".job.json.0123abcd.part").touch()
     theirs.mkdir()
     (theirs / "one.png").touch()
     quantize(tiny.path(), tmp_path / "out")
