@@ -47,7 +47,6 @@ from fluxq.eval.metrics.schema import (
 )
 from fluxq.eval.report import card
 from fluxq.jobs import forecast, memory
-from fluxq.jobs.footprint import weight_bytes as component_bytes
 from fluxq.jobs.requirements import (
     call_of,
     makes_video,
@@ -58,7 +57,6 @@ from fluxq.jobs.requirements import (
     require_prompts_suffice,
     require_steps,
 )
-from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.exchange.beside import other_small_files
 from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import Record, bits_of, bits_per_weight, read_record
@@ -411,9 +409,7 @@ class _InFp32:
 
     def open(self, device: str) -> Any:
         """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
-        folder = self.asked.folder
-        needed = sum(component_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
-        free = free_bytes(torch.device(device))
+        needed, free = memory.weight_bytes(self.asked.folder, self.dtype), free_bytes(torch.device(device))
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
         return replace(self.asked.reference, name=self.name, dtype=self.dtype).open(device)
