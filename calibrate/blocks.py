@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxq.base.console import logger
 from fluxq.base.files import read_json, sha256_json, write_json
 from fluxq.base.linears import channels_last, linear_size
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.residence import device_of, residence_of
-from fluxq.base.tensors import TensorFile, save_weights
+from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
@@ -80,7 +81,7 @@ class Replay:
         self.oldest: int | None = None  # block before the current one whose inputs are still wanted
         self._blank = nested.blank(self.device)
         digest = sha256_json([calls.digest, digest])
-        self._outputs = _Outputs(folder, digest)
+        self._outputs = _Outputs(folder, digest, len(calls.calls))
 
     def __iter__(self) -> Iterator[LiveBlock]:
         """Yield the blocks in the order in which they run. ValueError if one was left without `advance`."""
@@ -353,8 +354,9 @@ def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
 class _Outputs:
     """Outputs of blocks, call by call, a folder per block; complete once done.json has their digest."""
 
-    def __init__(self, folder: Path, digest: str) -> None:
-        self.folder, self.digest = folder, digest
+    def __init__(self, folder: Path, digest: str, calls: int) -> None:
+        self.folder, self.digest, self.calls = folder, digest, calls
+        self.whole: set[int] = set()  # blocks whose files were looked at
 
     def begin(self, index: int) -> None:
         self.drop(index)
@@ -362,10 +364,11 @@ class _Outputs:
 
     def save(self, index: int, at: int, output: Any, name: str, device: torch.device) -> None:
         layout, tensors = nested.pack(output, name, device, "cpu")
-        save_weights(tensors, self._file(index, at), {_HEADER: json.dumps(layout)})
+        save_sealed(tensors, self._file(index, at), {_HEADER: json.dumps(layout)})
 
     def finish(self, index: int) -> None:
         write_json(self._of(index) / _DONE, {"digest": self.digest})
+        self.whole.add(index)
 
     def load(self, index: int, at: int, device: torch.device) -> Any:
         with TensorFile(self._file(index, at)) as stream:
@@ -380,10 +383,23 @@ class _Outputs:
             ) from None
 
     def has(self, index: int) -> bool:
+        """Tell whether all outputs of a block are as they were written; if one is not, the log says so."""
         path = self._of(index) / _DONE
-        return path.is_file() and read_json(path).get("digest") == self.digest
+        if index in self.whole or not path.is_file():
+            return index in self.whole
+        try:
+            if read_json(path).get("digest") != self.digest:
+                return False
+            for at in range(self.calls):
+                TensorFile(self._file(index, at)).require_as_written()
+        except (ValueError, FileNotFoundError) as error:
+            logger.warning("%s: the outputs of this block are made again", error)
+            return False
+        self.whole.add(index)
+        return True
 
     def drop(self, index: int) -> None:
+        self.whole.discard(index)
         shutil.rmtree(self._of(index), ignore_errors=True)
 
     def _of(self, index: int) -> Path:

@@ -4,8 +4,8 @@
     batch-0003.json                           the calls of one batch of images, written when it is complete
     batch-0003-transformer-000.safetensors    the tensors among the arguments of one call
 
-A capture that was interrupted goes on at the first batch that is missing; a finished one runs nothing. Of several
-processes each makes whole batches, and all of them read the same calls in the same order.
+A capture that was interrupted goes on at the first batch that is missing or damaged; a finished one runs nothing. Of
+several processes each makes whole batches, and all of them read the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_path, read_json, sha256_json, write_json, write_text
+from fluxq.base.files import atomic_path, read_json, read_sealed_json, sha256_json, write_json, write_sealed_json
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.residence import device_of
-from fluxq.base.tensors import TensorFile, save_weights
+from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import (
     Item,
@@ -181,13 +181,18 @@ def _begin(folder: Path, digest: str) -> None:
 
 
 def _is_captured(stem: Path) -> bool:
-    """Tell whether a batch need not be run again; if its record is damaged, log that and return False."""
+    """Tell whether a batch need not be run again: its files are as they were written. The log names a damaged one."""
     record = stem.with_suffix(".json")
-    try:
-        return record.is_file() and bool(_record(record))
-    except ValueError as error:
-        logger.warning("%s: this batch is run again", error)
+    if not record.is_file():
         return False
+    try:
+        for entry in (entry for calls in _record(record).calls.values() for entry in calls):
+            TensorFile(stem.with_name(entry.file)).require_as_written()
+    except (ValueError, FileNotFoundError) as error:
+        logger.warning("%s: this batch is run again", error)
+        record.unlink()
+        return False
+    return True
 
 
 def _capture_batch(
@@ -204,7 +209,7 @@ def _capture_batch(
             pass
     calls = {name: recorder.calls for name, recorder in recorders.items()}
     record = {"sigmas": noise_levels(pipe), "held": run.held_out, "calls": calls}
-    write_text(stem.with_suffix(".json"), json.dumps(record))
+    write_sealed_json(stem.with_suffix(".json"), record)
 
 
 class _CallRecorder:
@@ -223,7 +228,7 @@ class _CallRecorder:
         layout, tensors = nested.pack((args, kwargs), f"{self.component}: (args, kwargs)", self.device, "cpu")
         file = self.stem.with_name(f"{self.stem.name}-{self.component}-{len(self.calls):03}.safetensors")
         with atomic_path(file) as part:
-            save_weights(tensors, part, {_HEADER: "1"})
+            save_sealed(tensors, part, {_HEADER: "1"})
         self.open = {"file": file.name, "step": self.step, "arguments": layout, "outputs": {}}
 
     def passed(self, name: str) -> Any:
@@ -287,9 +292,9 @@ _RECORD = TypeAdapter(_Record)
 
 def _record(path: Path) -> _Record:
     """Return the contents of a batch's file; ValueError naming it where it is damaged or names files elsewhere."""
-    read_json(path)  # its errors, of sizes among others, come first
+    said = read_sealed_json(path)
     try:
-        record = _RECORD.validate_json(path.read_bytes(), strict=True)
+        record = _RECORD.validate_json(json.dumps(said), strict=True)
         for entry in (entry for calls in record.calls.values() for entry in calls):
             if not entry.file.startswith(f"{path.stem}-") or Path(entry.file).name != entry.file:
                 raise ValueError(f"it names a file {entry.file[:80]!r} that is not beside it")

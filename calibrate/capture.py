@@ -262,7 +262,7 @@ def capture_statistics(
     shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
     what = [asdict(trajectory), list(layers), batch_size]
     files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
-    missing = ranks.agree([index for index, file in enumerate(files) if not file.is_file()])
+    missing = ranks.agree([index for index, file in enumerate(files) if not _is_gathered(file)])
     for index in progress(ranks.share(missing), "Calibrating"):
         gathering.of(shares[index]).save(files[index])
     ranks.meet()
@@ -277,6 +277,15 @@ def capture_statistics(
         raise ValueError(f"{silent[0]}: no activation reached this layer during calibration; look at more steps")
     trajectory = replace(trajectory, sigmas=sigmas)
     return Statistics({name: sums[name] for name in layers}, asdict(trajectory), trajectory.digest)
+
+
+def _is_gathered(file: Path) -> bool:
+    """Tell whether a share need not be gathered again; of a damaged one, the log says so."""
+    try:
+        return file.is_file() and bool(Statistics.load(file))
+    except ValueError as error:
+        logger.warning("%s: these images are run again", error)
+        return False
 
 
 def trajectory_of(

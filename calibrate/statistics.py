@@ -121,6 +121,7 @@ class Statistics:
         """Write one safetensors file, atomically. job: digest of its request. folder: as in `atomic_path`."""
         tensors = {f"{name}/{field}": getattr(sums, field) for name, sums in self.groups.items() for field in _FIELDS}
         header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest, "job": job}
+        header["content"] = self.content_digest
         with atomic_path(path, folder=folder) as part:
             save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
 
@@ -150,7 +151,10 @@ class Statistics:
             groups = {name: GroupSums(*(stream.get_tensor(f"{name}/{field}") for field in _FIELDS)) for name in names}
         for name, sums in groups.items():
             _require_sound(sums, f"{path}: {name}")
-        return cls(groups, trajectory, digest)
+        whole = cls(groups, trajectory, digest)
+        if header.get("content", whole.content_digest) != whole.content_digest:  # older files say nothing of it
+            raise ValueError(f"{path}: damaged since it was written; run `fluxq calibrate` again")
+        return whole
 
 
 def _require_sound(sums: GroupSums, where: str) -> None:

@@ -17,14 +17,14 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger
-from fluxq.base.files import atomic_path, sha256_json
-from fluxq.base.tensors import TensorFile, fingerprint_of, save_weights
+from fluxq.base.files import atomic_path
+from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.group import FittedGroup, Stage
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import Plan
 
-_HEADER, _HASH = "fluxq_block", "fluxq_hash"
+_HEADER = "fluxq_block"
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,8 @@ def block_files(folder: Path, count: int) -> list[Path]:
 
 def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
     """Write a block that is done, with a hash of all of it."""
-    said = outcome.to_json()
-    found = _hash(said, {name: fingerprint_of(tensor) for name, tensor in tensors.items()})
     with atomic_path(file) as part:
-        save_weights(tensors, part, {_HEADER: said, _HASH: found})
-
-
-def _hash(said: str, fingerprints: Mapping[str, str]) -> str:
-    return sha256_json([said, sorted(fingerprints.items())])
+        save_sealed(tensors, part, {_HEADER: outcome.to_json()})
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:
@@ -139,9 +133,7 @@ def is_finished(file: Path, source: SourceWeights) -> bool:
     try:
         stored = TensorFile(file)
         made_of = _said(stored).fingerprints
-        found = _hash(stored.metadata()[_HEADER], {name: stored.fingerprint(name) for name in stored.keys()})
-        if stored.metadata().get(_HASH) != found:
-            raise ValueError(f"{file}: damaged since it was written")
+        stored.require_as_written()
         if source.differing(made_of):
             raise ValueError(f"{file}: made of other weights than the model has now")
     except ValueError as error:

@@ -273,6 +273,19 @@ def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_put_there_while_a_file_is_made_is_not_replaced(tmp_path, overwrite):
+    output = Output(tmp_path / "x.html", True, (".json",))
+    with (
+        pytest.raises(RuntimeError, match=r"x\.(html|json).*\(it was put there meanwhile\)"),
+        writing(output, A_JOB, overwrite=overwrite) as new,
+    ):
+        for place in output.places if new else ():
+            (new / place.name).write_text("new")
+        output.places[0].write_text("theirs")
+    assert tree(tmp_path) == {"x.json": "theirs"}
+
+
 def test_what_was_put_there_after_a_kill_is_not_replaced(tmp_path):
     target, aside = tmp_path / "x.html", tmp_path / "aside"
     aside.mkdir()

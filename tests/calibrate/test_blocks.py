@@ -277,6 +277,34 @@ def test_outputs_of_another_job_or_an_unfinished_block_are_not_used(embedded, tm
     assert resumable(Replay(model, calls, tmp_path, digest="recipe")) == 1
 
 
+def test_damaged_outputs_are_not_used(embedded, tmp_path, caplog):
+    model, calls, _ = embedded
+    for block in Replay(model, calls, tmp_path):
+        block.advance()
+        if block.index == 1:
+            break
+    assert resumable(Replay(model, calls, tmp_path)) == 2
+    flip(sorted((tmp_path / "block-001").glob("*.safetensors"))[-1])
+    assert resumable(Replay(model, calls, tmp_path)) == 1
+    assert "damaged since it was written: the outputs of this block are made again" in caplog.text
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_a_batch_with_a_damaged_call_is_run_again(damage, tmp_path):
+    pipe = Pipe([Chain()], {"x": torch.randn(1, 8)})
+    captured(pipe, tmp_path, {"transformer": ("blocks.0",)}, batch_size=2)
+    content, runs = {path.name: path.read_bytes() for path in tmp_path.iterdir()}, pipe.runs
+    damage(tmp_path / "batch-0001-transformer-000.safetensors")
+    captured(pipe, tmp_path, {"transformer": ("blocks.0",)}, batch_size=2)
+    assert pipe.runs == runs + 1 and {path.name: path.read_bytes() for path in tmp_path.iterdir()} == content
+
+
 def test_a_capture_is_not_made_twice_and_goes_on_where_it_was_stopped(tmp_path):
     model, blocks = Chain(), ("blocks.0", "blocks.1", "blocks.2")
     pipe = Pipe([model], {"x": torch.randn(1, 8)})

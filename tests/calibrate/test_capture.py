@@ -102,6 +102,18 @@ def test_shares_of_another_run_in_the_folder_are_not_taken(pipe, tmp_path):
     assert not torch.equal(one.groups["single"].sum, two.groups["single"].sum)
 
 
+def test_a_damaged_share_is_gathered_again(pipe, tmp_path, caplog):
+    how = (pipe, {"transformer": GROUPS}, ITEMS[:2], Sampling(CALL, 1, {"transformer": "m"}, 1))
+    whole = capture_statistics(*how, folder=tmp_path).content_digest
+    one, two = tmp_path.iterdir()
+    data = bytearray(one.read_bytes())
+    data[-1] ^= 1
+    one.write_bytes(data)
+    two.write_bytes(b"")
+    assert capture_statistics(*how, folder=tmp_path).content_digest == whole
+    assert caplog.text.count("these images are run again") == 2
+
+
 def test_no_hook_is_left_behind(pipe):
     captured(pipe, steps=1)
     assert not any(module._forward_pre_hooks for module in pipe.transformer.modules())

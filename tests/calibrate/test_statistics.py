@@ -228,12 +228,22 @@ def test_numbers_that_no_activation_gives_are_refused(tmp_path, statistics_file,
         Statistics.load(tmp_path / "bad.safetensors")
 
 
-def test_the_content_digest_covers_the_numbers(tmp_path, statistics_file):
-    stored = load_file(statistics_file)
-    name = next(key for key in sorted(stored) if key.endswith("/amax"))
-    stored[name][0, 0] += 1
-    with safe_open(statistics_file, framework="pt") as stream:
-        save_file(stored, tmp_path / "other.safetensors", metadata=stream.metadata())
-    first, second = Statistics.load(statistics_file), Statistics.load(tmp_path / "other.safetensors")
+def test_the_content_digest_covers_the_numbers(statistics_file):
+    first, second = Statistics.load(statistics_file), Statistics.load(statistics_file)
+    assert first.content_digest == second.content_digest
+    next(iter(second.groups.values())).amax[0, 0] += 1
     assert first.digest == second.digest and first.content_digest != second.content_digest
-    assert Statistics.load(statistics_file).content_digest == first.content_digest
+
+
+def test_a_changed_number_is_refused(tmp_path, statistics_file):
+    stored, path = load_file(statistics_file), tmp_path / "other.safetensors"
+    next(tensor for name, tensor in sorted(stored.items()) if name.endswith("/amax"))[0, 0] += 1
+    with safe_open(statistics_file, framework="pt") as stream:
+        header = stream.metadata()
+    save_file(stored, path, metadata=header)
+    with pytest.raises(ValueError, match=r"other\.safetensors: damaged since it was written; run `fluxq calibrate`"):
+        Statistics.load(path)
+    said = json.loads(header["fluxq_statistics"])  # as it was before it named its content
+    assert said.pop("content")
+    save_file(stored, path, metadata={"fluxq_statistics": json.dumps(said)})
+    Statistics.load(path)

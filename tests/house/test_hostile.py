@@ -20,9 +20,9 @@ from shared import copy_of, write_lora
 from tiny_configs import TINY_CONFIGS
 
 from fluxq import tiny
-from fluxq.base.files import read_json, sha256_json, write_json
+from fluxq.base.files import read_json, read_sealed_json, sha256_json, write_json, write_sealed_json
 from fluxq.base.model import load_pipeline, resolve_model
-from fluxq.base.tensors import TensorFile
+from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate import calls, nested
 from fluxq.calibrate.blocks import _Outputs
 from fluxq.calibrate.capture import run_pipeline
@@ -130,15 +130,17 @@ def write_work(work: Path) -> None:
     layout, tensors = nested.pack(given, "given", cpu, cpu)
     stem = work / "calls" / "batch-0000"
     stem.parent.mkdir()
-    save_file(tensors, f"{stem}-transformer-000.safetensors")
+    save_sealed(tensors, Path(f"{stem}-transformer-000.safetensors"), {})
     outputs = {"blocks.0": nested.layout_of((torch.zeros(2, 3), 1.5), "output", cpu)}
     made = {"file": f"{stem.name}-transformer-000.safetensors", "step": 1, "arguments": layout, "outputs": outputs}
-    write_json(stem.with_suffix(".json"), {"sigmas": [1.0, 0.5], "held": False, "calls": {"transformer": [made]}})
-    kept = _Outputs(work / "outputs", "whose they are")
+    write_sealed_json(
+        stem.with_suffix(".json"), {"sigmas": [1.0, 0.5], "held": False, "calls": {"transformer": [made]}}
+    )
+    kept = _Outputs(work / "outputs", "whose they are", 1)
     kept.begin(0)
     kept.save(0, 0, (torch.zeros(2, 3), [torch.ones(1)]), "output", cpu)
     kept.finish(0)
-    write_json(work / "levels.json", {"0": 0.5, "7": 1.5})
+    write_sealed_json(work / "levels.json", {"0": 0.5, "7": 1.5})
 
 
 def write_prompts(root: Path) -> None:
@@ -440,9 +442,9 @@ def test_what_only_the_call_finds_wrong_names_the_file_and_its_keys(tiny_folder,
 @pytest.mark.parametrize("file", ["../batch-0000-x", "/etc/passwd", "batch-0001-x.safetensors", "batch-0000-/../x"])
 def test_a_captured_call_lies_beside_its_batch(strange, tmp_path, file):
     path = tmp_path / "batch-0000.json"
-    record = read_json(strange / "work" / "calls" / path.name)
+    record = read_sealed_json(strange / "work" / "calls" / path.name)
     record["calls"]["transformer"][0]["file"] = file
-    write_json(path, record)
+    write_sealed_json(path, record)
     with pytest.raises(ValueError, match=r"batch-0000\.json: .* names a file '.*' that is not beside it"):
         calls._record(path)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from fluxq import tiny
 from fluxq.base.files import atomic_path
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.base.output import atomic_folder, recover
+from fluxq.base.output import PLAN_FILE, atomic_folder, recover
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import making
 from fluxq.quantize import checkpoint as ckpt
@@ -425,12 +425,17 @@ def test_source_weights_are_found_in_shards_and_never_twice(tmp_path, tiny_folde
         write({**shards, "c.safetensors": names[:1]})
 
 
+def ours(folder):
+    """A folder that fluxq wrote."""
+    folder.mkdir(parents=True)
+    (folder / PLAN_FILE).write_text('{"files": {}}')
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_appears_complete_or_not_at_all(tmp_path, overwrite):
     target = tmp_path / "out"
     if overwrite:
-        target.mkdir()
-        (target / "old").write_text("old")
+        ours(target)
     work = tmp_path / "work"
     work.mkdir()
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -444,33 +449,40 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path, overwrite):
     assert [path.name for path in target.iterdir()] == ["new"] and not list(work.iterdir())
 
 
-def test_a_folder_that_stands_there_is_never_replaced_unasked(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
-    with pytest.raises(OSError), atomic_folder(tmp_path / "out", tmp_path / "work"):
-        pass
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["old", "out", "work"]
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_put_there_meanwhile_is_not_replaced(tmp_path, overwrite):
+    out = tmp_path / "out"
+    words = "nothing marks .* as fluxq's.*" if overwrite else "exists.*"
+    with (
+        pytest.raises(RuntimeError, match=rf"{words}\(it was put there meanwhile\)"),
+        atomic_folder(out, tmp_path / "work", overwrite=overwrite),
+    ):
+        if overwrite:
+            out.mkdir()
+            (out / "photo.png").write_text("theirs")
+        else:
+            ours(out)
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+    assert sorted([*(path.name for path in tmp_path.rglob("*")), "new"]) == before
 
 
 def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    ours(tmp_path / "out")
     rename = Path.rename
     monkeypatch.setattr(
         Path, "rename", lambda p, t: rename(p, t) if p.name != "new" else (_ for _ in ()).throw(OSError())
     )
     with pytest.raises(OSError), atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True):
         pass
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["old", "out", "work"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [PLAN_FILE, "out", "work"]
 
 
 def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path):
-    (tmp_path / "work" / "old" / "out").mkdir(parents=True)
-    (tmp_path / "work" / "old" / "out" / "file").write_text("old")
+    ours(tmp_path / "work" / "old" / "out")
     (tmp_path / "work" / "new").mkdir()
     (tmp_path / "work" / "new" / "half").write_text("new")
     recover(tmp_path / "out", tmp_path / "work")
-    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert (tmp_path / "out" / PLAN_FILE).is_file()
     with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True) as part:
         assert not list(part.iterdir())
         (part / "file").write_text("new")
@@ -505,8 +517,8 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "big")
     for text, overwrite in (("first", False), ("second", True)):
         with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=overwrite) as part:
-            (part / "file").write_text(text)
-        assert (tmp_path / "out").is_symlink() and (tmp_path / "big" / "file").read_text() == text
+            (part / PLAN_FILE).write_text(f'{{"files": {{}}, "text": "{text}"}}')
+        assert (tmp_path / "out").is_symlink() and text in (tmp_path / "big" / PLAN_FILE).read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["big", "out", "work"]
 
 

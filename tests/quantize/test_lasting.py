@@ -250,6 +250,20 @@ def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypat
     assert made and not {file.name for file in made} & done.keys()
 
 
+def test_a_checkpoint_replaces_nothing_that_was_put_there_meanwhile(tmp_path, monkeypatch, plain):
+    """What the user put into the old one behind four blocks; all of them are kept for the next run."""
+    out = tmp_path / "out"
+    photo, first = out / "photo.png", quantize(tiny.path(), out)
+    with monkeypatch.context() as patch:
+        behind(patch, 4, lambda: photo.write_text("theirs"))
+        with pytest.raises(RuntimeError, match=r"nothing marks photo\.png as fluxq's.*\(it was put there meanwhile\)"):
+            quantize(tiny.path(), out, overwrite=True)
+    assert photo.read_text() == "theirs" and first.read_bytes() == plain
+    photo.unlink()
+    monkeypatch.setattr(run, "finish", lambda *_: pytest.fail("a block was made again"))
+    assert quantize(tiny.path(), out, overwrite=True).read_bytes() == plain
+
+
 @pytest.mark.parametrize(
     ("place", "error"),
     [
@@ -312,23 +326,39 @@ def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monke
     assert [out.read_bytes()] == before and [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_damaged_small_files_of_the_work_folder_are_made_again(tmp_path, monkeypatch, quick_recipe):
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip(file: Path) -> None:
+    """Another last bit of the last number; the file stays one that can be read."""
+    data = bytearray(file.read_bytes())
+    at = max(at for at, byte in enumerate(data) if file.suffix != ".json" or chr(byte).isdigit())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [empty, flip, Path.unlink])
+def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monkeypatch, caplog, quick_recipe):
     def fitted(out: Path) -> bytes:
         asked = making.Options("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
         making.quantize(making.job_of(asked))
         return (out / "transformer" / WEIGHTS).read_bytes()
 
     clean = fitted(tmp_path / "clean")
+    finish = iter([run.finish] * 3)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish", raising(KeyboardInterrupt()))
+        patch.setattr(run, "finish", lambda *made: next(finish, raising(KeyboardInterrupt()))(*made))
         with pytest.raises(KeyboardInterrupt):
             fitted(tmp_path / "out")
     (work,) = tmp_path.glob(".out.*.work")
-    damaged = [work / "levels.json", *work.glob("calls/*.json")]
-    assert len(damaged) >= 3
+    damaged = [work / "levels.json", *work.glob("calls/*-*.*"), *work.glob("*-outputs/*/*")]
+    assert len(damaged) == 8
     for file in damaged:
-        file.write_text("")
+        damage(file)
     assert fitted(tmp_path / "out") == clean
+    for again in () if damage is Path.unlink else ("run again", "measured again"):
+        assert again in caplog.text
 
 
 def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path, caplog):

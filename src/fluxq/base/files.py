@@ -12,9 +12,10 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_SEAL = "sha256"  # key of a JSON object of fluxq's own
 _LONGEST_JSON = 1 << 24  # bytes; parsed, each may take thirty
 
 
@@ -71,6 +72,22 @@ def write_text(target: Path, text: str) -> None:
 def write_json(target: Path, value: object) -> None:
     """Write indented JSON atomically."""
     write_text(target, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_sealed_json(target: Path, value: dict) -> None:
+    """Write a JSON object with the SHA-256 of itself, which `read_sealed_json` looks at."""
+    write_json(target, {**value, _SEAL: sha256_json(value)})
+
+
+def read_sealed_json(path: Path) -> dict:
+    """Read what `write_sealed_json` wrote; ValueError naming the file if it is not as it was written."""
+    value = read_json(path)
+    found = None
+    with suppress(RecursionError):  # of what is nested a thousandfold
+        found = sha256_json({name: each for name, each in value.items() if name != _SEAL})
+    if value.pop(_SEAL, None) != found or found is None:
+        raise ValueError(f"{path}: damaged since it was written")
+    return value
 
 
 def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:

@@ -15,7 +15,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import os
@@ -444,7 +443,8 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     `job` (of `job_digest`) makes stands there already, and what a killed process left is cleared away. With `overwrite`
     it is made again, unless such a process was killed just behind its swap.
 
-    Raises RuntimeError where another process writes there and ValueError as `Output.require_free` does.
+    Raises RuntimeError where another process writes there, or put there what may not be replaced, and ValueError as
+    `Output.require_free` does.
     """
     place = output.place
     stem = f".{place.name}.{job[:16]}"
@@ -459,6 +459,7 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
             new.mkdir(parents=True)
             try:
                 yield new
+                _require_still_free(output, overwrite)
                 put(pairs, old)
             except BaseException:
                 if not old.exists():  # else the way back failed too, and the next run needs both
@@ -474,8 +475,9 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
 def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder in `work`, renamed to `target` when the block ends, removed when the block raises.
 
-    work: on the same file system. With `overwrite`, what stood at `target` is removed only after the new folder is
-    complete. What a process that was killed in here left behind is cleared away by the next one.
+    work: on the same file system. With `overwrite`, what fluxq wrote at `target` is removed only after the new folder
+    is complete; RuntimeError for anything else there. What a process that was killed in here left behind is cleared
+    away by the next one.
     """
     part, old = work / _NEW, work / _OLD
     target = target.resolve()  # a link to a folder on a larger disk stays a link
@@ -484,8 +486,7 @@ def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Itera
     part.mkdir(parents=True)
     try:
         yield part
-        if target.exists() and not overwrite and not _is_empty(target):
-            raise FileExistsError(errno.EEXIST, "something was put there meanwhile", str(target))
+        _require_still_free(Output(target), overwrite)
         put([(part, target)], old)
     except BaseException:
         if not old.exists():  # else the way back failed too, and the next run needs both
@@ -493,6 +494,13 @@ def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Itera
         raise
     remove(part)
     remove(old)
+
+
+def _require_still_free(output: Output, overwrite: bool) -> None:
+    try:
+        output.require_free(overwrite=overwrite)
+    except ValueError as error:
+        raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
 
 def recover(target: Path, work: Path) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import xxhash
 
 from fluxq.base import memory
-from fluxq.base.files import room_left
+from fluxq.base.files import room_left, sha256_json
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ _LARGE = 1 << 25  # bytes of a file, or a tensor, that do not stay in the system
 _BEHIND = 1 << 28  # bytes that are not on the disk yet, half of them on their way
 _AT_ONCE = 1 << 23  # bytes that are copied through memory at a time
 _METADATA = "__metadata__"
+_SEAL = "fluxq_hash"  # key of the metadata
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,12 @@ class TensorFile:
                 found.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
         return found.hexdigest()
 
+    def require_as_written(self) -> None:
+        """Raise ValueError for a file that is not as `save_sealed` wrote it; its bytes are read."""
+        said = self.metadata()
+        if said.pop(_SEAL, None) != _seal(said, {name: self.fingerprint(name) for name in self.stored}):
+            raise ValueError(f"{self.path}: damaged since it was written")
+
 
 class _Holder(Protocol):
     path: Path
@@ -153,6 +160,16 @@ def fingerprint_of(tensor: Tensor) -> str:
 def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write tensors, from any device, as safetensors' `save_file` does; OSError naming the file and what is free."""
     write_weights(tensors, tensors.__getitem__, path, metadata)
+
+
+def save_sealed(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """`save_weights`, with a hash of all of it in the header, which `TensorFile.require_as_written` looks at."""
+    found = _seal(metadata, {name: fingerprint_of(tensor) for name, tensor in tensors.items()})
+    save_weights(tensors, path, {**metadata, _SEAL: found})
+
+
+def _seal(metadata: Mapping[str, str], fingerprints: Mapping[str, str]) -> str:
+    return sha256_json([dict(metadata), dict(fingerprints)])
 
 
 def write_weights(

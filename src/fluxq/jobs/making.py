@@ -6,8 +6,10 @@ the job's digest, and an interrupted run goes on with what is whole there:
 
     statistics   statistics.safetensors
     calls        calls/, with the digests of the weights that they were captured with; levels.json
-    blocks       <component>/0000.safetensors …, each with a hash of itself and of the weights that it is made of
+    blocks       <component>/0000.safetensors …, each with a hash of the weights that it is made of
     checkpoint   the output itself, with the closing check in its record
+
+All of them have a hash of themselves, and what was damaged is made again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 
 import fluxq
 from fluxq.base.console import logger
-from fluxq.base.files import read_json, write_json, write_text
+from fluxq.base.files import read_sealed_json, write_json, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_folder, job_digest
 from fluxq.base.processor import versions
@@ -354,7 +356,7 @@ def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, 
         steps = sorted({call.step for found in calls.values() for call in found.calls})
         weights = noise_level_weights(pipe, list(calls), items, job.call, steps, ranks)
         if ranks.leads:
-            write_json(file, {str(step): weight for step, weight in weights.items()})
+            write_sealed_json(file, {str(step): weight for step, weight in weights.items()})
         return weights
     return {int(step): weight for step, weight in kept.items()}
 
@@ -362,7 +364,7 @@ def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, 
 def _kept_levels(file: Path) -> dict[str, float] | None:
     """Those that an interrupted run measured; None where there are none, or they were damaged."""
     try:
-        weights = read_json(file) if file.is_file() else None
+        weights = read_sealed_json(file) if file.is_file() else None
     except ValueError as error:
         logger.warning("%s: measured again", error)
         return None
