@@ -27,8 +27,9 @@ from fluxq.base.output import BESIDE
 from fluxq.quantize.exchange import modelopt
 from fluxq.quantize.exchange.containers import Contents, Writer, write_file
 from fluxq.quantize.exchange.dialect import Dialect, Looks
-from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors, Row, row_for
+from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors
 from fluxq.quantize.exchange.marks import FileLayer, Headers
+from fluxq.quantize.exchange.rows import Row, row_for
 
 _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
 
@@ -36,8 +37,6 @@ _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
 def encode(layer: QuantTensors) -> Encoded:
     """Tensors and entry of a layer; ValueError that says why there is no format for it."""
     row, notes = row_for(layer, ROWS, "bfl")
-    if "weight_scale_2" in layer.tensors and layer.tensors["weight_scale_2"].ndim:
-        raise ValueError("bfl: nvfp4 has one global scale; q, k and v of one file must share theirs")
     return Encoded(dict(layer.tensors), {"format": row.name}, notes)
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import Plain, Tensors
+from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes, json_tensor
+from fluxq.quantize.exchange.rows import Tensors
 
 _STATE = "weight.quant_state.bitsandbytes__"
 

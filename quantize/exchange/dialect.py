@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Writer
-from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors, Row
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors
 from fluxq.quantize.exchange.marks import (
     FileLayer,
     Headers,
@@ -24,6 +24,7 @@ from fluxq.quantize.exchange.marks import (
     no_entry,
 )
 from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.exchange.rows import Row
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymap_rows import Order

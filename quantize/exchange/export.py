@@ -33,9 +33,10 @@ from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of
 from fluxq.quantize.exchange.containers import Contents, record
 from fluxq.quantize.exchange.dialect import Unit, Units
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
+from fluxq.quantize.exchange.layer import Encoded, QuantTensors, join
 from fluxq.quantize.exchange.layouts import in_order, padded
 from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.exchange.rows import Row, row_for
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.computing import quantization_of
 from fluxq.recipes.formats import Scheme, find_format

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
+from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.marks import FLOATS as PLAIN_FLOATS
 from fluxq.quantize.exchange.marks import codes_in, weight_of
+from fluxq.quantize.exchange.rows import FLOATS, Tensors
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:

@@ -32,11 +32,12 @@ from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
-from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, not_finite, split
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, split
 from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
 from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.quantize.exchange.rows import not_finite
 from fluxq.quantize.record import Record
 from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.computing import QuantizationConfig

@@ -25,11 +25,12 @@ from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
 from fluxq.quantize.exchange.beside import beside, other_settings
 from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, not_taken_back
-from fluxq.quantize.exchange.layer import Plain, not_finite
+from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
 from fluxq.quantize.exchange.marks import PLAIN, FileLayer
 from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.quantize.exchange.rows import not_finite
 from fluxq.recipes.keymaps import Joined
 
 

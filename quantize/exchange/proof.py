@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.files import ModelFile
-from fluxq.quantize.exchange.layer import FLOATS, Decoded, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, in_order, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import FileLayer
+from fluxq.quantize.exchange.rows import FLOATS
 from fluxq.recipes.keymaps import Joined
 
 WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places
