@@ -29,7 +29,7 @@ from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import PLAN_FILE, build_on_meta, copy_rest, library_of, names_in_model, write_shards
 from fluxq.quantize.digests import write_digests
-from fluxq.quantize.exchange.files import ModelFile, open_models
+from fluxq.quantize.exchange.files import ModelFile, class_names, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
 from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, split
@@ -185,9 +185,7 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
 
 
 def _class_name(config: Mapping[str, Any]) -> str | None:
-    """Of the model's class, as diffusers or transformers write it."""
-    listed = config.get("architectures")
-    said = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else None)
+    said = next(filter(None, class_names(config)), None)
     return said if isinstance(said, str) else None
 
 
@@ -223,7 +221,7 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
             f"{model.path}: no format of ours holds the codes of {model.dialect} ({len(model.layers)} layers); "
             "--dequantize makes them 16 bit"
         )
-    if why := model.rules.refuse(model):
+    if model.names != model.rules.names and (why := model.rules.refuse(model)):
         raise ValueError(f"{model.path}: {why}")
     if not model.layers:
         others = f" beside {', '.join(model.other_components())}, which are left out" if model.others else ""

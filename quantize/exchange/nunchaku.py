@@ -363,10 +363,10 @@ _OLDER = {
 }
 _HALVES = (torch.bfloat16, torch.float16)
 _READER = "nunchaku, diffusers"
-_SVDQ: dict[str, Any] = {"smooth": True, "low_rank": True, "multiples": (128, 128), "factors_stay": True, "row_scales": True}
+_SVDQ: dict[str, Any] = {"smooth": True, "low_rank": True, "multiples": (128, 128), "factors_stay": True}
 ROWS = (
     Row("svdq_w4a4 int4", "int4", "int4", read_by=_READER, **_SVDQ),
-    Row("svdq_w4a4 nvfp4", "nvfp4", "nvfp4", input_scale="optional", read_by=_READER, **_SVDQ),
+    Row("svdq_w4a4 nvfp4", "nvfp4", "nvfp4", input_scale="optional", row_scales=True, read_by=_READER, **_SVDQ),
     Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
 )
 

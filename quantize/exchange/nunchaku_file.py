@@ -233,8 +233,6 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _refuse(model: Headers) -> str:
-    if model.names == DIALECT.names:
-        return ""
     foreign = next(name for name in model.layers if not parts_of(name))
     return (
         f"{foreign} is no layer of nunchaku's FLUX.1, and of its single files only those are read; get the model as a "

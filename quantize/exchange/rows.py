@@ -188,8 +188,8 @@ def native(
 ) -> QuantTensors:
     """A decoded layer: its scheme follows from the row and the tensors, whose shapes and dtypes are checked.
 
-    An input_scale that no reader of the row takes goes `beside`. Scales of 0 become 1, as a native checkpoint has them over codes of 0; LostScales over others. An E8M0 byte of 0 is
-    2^-127, and 0 in ComfyUI.
+    An input_scale that no reader of the row takes goes `beside`. Scales of 0 become 1, as a native checkpoint has them
+    over codes of 0; LostScales over others. An E8M0 byte of 0 is 2^-127, and 0 in ComfyUI.
     """
     if row.input_scale == "none" and "input_scale" in tensors:
         beside = {**beside, "input_scale": tensors["input_scale"]}

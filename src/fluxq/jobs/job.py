@@ -59,7 +59,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """The place of a job. device: this process's. ranks: processes that do it together. memory: None without a bound."""
+    """The place of a job. device: this process's. ranks: processes that share it. memory: None without a bound."""
 
     device: str
     ranks: Ranks = ALONE
