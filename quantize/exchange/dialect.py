@@ -27,6 +27,7 @@ from fluxq.quantize.exchange.rows import Row
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymap_rows import Order
+from fluxq.recipes.keymaps import Joined
 
 Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], Decoded]
 Entry = Callable[[Headers, str, Mapping[str, Stored]], dict[str, Any]]
@@ -63,7 +64,7 @@ class Unit:
     own: OwnLinear = AS_IT_IS
 
 
-Units = tuple[list[Unit], dict[str, tuple[Names, Order]]]  # and the other tensors: target -> (parts, order of rows)
+Units = tuple[list[Unit], list[Joined]]  # and the other tensors
 
 
 @dataclass(frozen=True)

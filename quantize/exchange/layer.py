@@ -110,16 +110,16 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
     joined: dict[str, Tensor] = {}
     for name in first.tensors.keys() - set(LOW_RANK):
         parts = [layer.tensors[name] for layer in layers]
-        if name == "weight_scale_2" and not _all_equal(parts):
+        if name == "weight_scale_2" and not all_equal(parts):
             rows = [part.expand(layer.shape[0], 1) for part, layer in zip(parts, layers, strict=True)]
             joined[name] = torch.cat(rows)
         elif name in BY_ROWS and parts[0].ndim:
             joined[name] = concatenated(parts)
-        elif _all_equal(parts):
+        elif all_equal(parts):
             joined[name] = parts[0]
         else:
             raise ValueError(f"cannot join layers whose {name} differ; quantize them as one group")
-    if not all(_all_equal([layer.beside.get(name) for layer in layers]) for layer in layers for name in layer.beside):
+    if not all(all_equal([layer.beside.get(name) for layer in layers]) for layer in layers for name in layer.beside):
         raise ValueError("cannot join layers whose input_scale differ; quantize them as one group")
     pairs = [layer for layer in layers if layer.scheme.rank]
     if pairs:
@@ -128,7 +128,7 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
             layer.tensors.get("svdquant_lora_b", torch.zeros(layer.shape[0], 0, dtype=torch.float32)).to(a[0])
             for layer in layers
         ]
-        shared = len(pairs) == len(layers) and _all_equal(a)
+        shared = len(pairs) == len(layers) and all_equal(a)
         joined["svdquant_lora_a"] = a[0] if shared else torch.cat(a)
         joined["svdquant_lora_b"] = torch.cat(b) if shared else torch.block_diag(*b)
     rank = joined["svdquant_lora_a"].shape[0] if pairs else 0
@@ -172,7 +172,8 @@ def without_idle_ranks(scheme: Scheme, tensors: dict[str, Tensor]) -> tuple[Sche
     return replace(scheme, rank=int(used.sum())), rest
 
 
-def _all_equal(tensors: Sequence[Tensor | None]) -> bool:
+def all_equal(tensors: Sequence[Tensor | None]) -> bool:
+    """Tell whether all are there and hold the same numbers."""
     first = tensors[0]
     return all(
         t is not None and first is not None and t.shape == first.shape and torch.equal(t, first) for t in tensors

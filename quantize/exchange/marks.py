@@ -17,6 +17,7 @@ from fluxq.recipes.formats import Scheme
 
 NATIVE, PLAIN = "fluxq", "16 bit"  # beside the keys of DIALECTS
 CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
+GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 FLOATS = ("BF16", "F16", "F32", "F64")
 _LONGEST = 1 << 12  # bytes of JSON in a tensor; they are some dozens or hundreds
 _CODED = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
