@@ -35,7 +35,7 @@ from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors,
 from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
 from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, row_for
-from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, Scheme, find_format
+from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
 
 _INT4 = ELEMENTS["int4"]
 
@@ -293,10 +293,6 @@ def _row_of(layer: FileLayer) -> Row | None:
     return next((row for row in rows if (row.activations is None) == is_weight_only), rows[0] if rows else None)
 
 
-def _note(scheme: Scheme, class_name: str) -> str:
-    return _NOT_BY_TRANSFORMERS if scheme.weights.element.bits == 4 and "T5" in class_name else ""
-
-
 def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
     """Write a folder of transformers: the text encoder, and the tokenizer of the pipeline that goes with it."""
     (one,) = contents
@@ -332,6 +328,6 @@ DIALECT = Dialect(
     rows=ROWS,
     encode=encode,
     writer=Writer(_write, library="transformers"),
-    note=_note,
+    note=lambda scheme, name: _NOT_BY_TRANSFORMERS if scheme.weights.element.bits == 4 and "T5" in name else "",
     said="format",
 )

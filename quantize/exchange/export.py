@@ -182,9 +182,6 @@ def plan_export(
     files of a folder, by default MAX_SHARD_BYTES. ValueError for what the dialect cannot hold, naming the layers; where
     `target` exists, without `overwrite`; and for a shard size of a dialect that is one file.
     """
-    if dialect not in WRITERS:
-        known = ", ".join(WRITERS)
-        raise ValueError(f"format {dialect!r} is not written here; formats are {known}")
     writer = WRITERS[dialect]
     output = Output(target, writer.is_file, writer.beside)
     if max_shard_bytes is not None and writer.is_file:

@@ -26,7 +26,7 @@ from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
 from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange.containers import pipeline_writer
-from fluxq.quantize.exchange.dialect import Dialect, Looks
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import scaled
@@ -192,10 +192,6 @@ def _by_producer(model: Headers) -> str:
     return "config.json names modelopt as producer" if name == "modelopt" else ""
 
 
-def _looks(looks: Looks) -> bool:
-    return not looks.original and looks.scales in ("matrix", "one level", "undecided")
-
-
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
     config = model.quantization
     layers = config.get("quantized_layers")
@@ -279,7 +275,7 @@ DIALECT = Dialect(
     decode,
     marks=(by_config(*_METHODS), _by_producer),
     methods=_METHODS,
-    looks=_looks,
+    looks=lambda looks: not looks.original and looks.scales in ("matrix", "one level", "undecided"),
     entry=_entry,
     shape=_shape,
     removed=("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "input_scale"),

@@ -26,7 +26,6 @@ from fluxq.quantize.exchange.layouts import concatenated
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Family
 from fluxq.recipes.keymaps import Joined
 
 _MODEL_CLASS = "NunchakuFluxTransformer2dModel"
@@ -218,10 +217,6 @@ def _regroup(model: Headers) -> None:
         )
 
 
-def _identify(model: Headers) -> tuple[Family, str] | None:
-    return (FAMILIES["flux"], DIALECT.names) if all(parts_of(name) for name in model.layers) else None
-
-
 def _parts(name: str) -> tuple[str, ...]:
     """Return the names in diffusers of a tensor."""
     module, _, suffix = name.rpartition(".")
@@ -263,7 +258,7 @@ DIALECT = Dialect(
     shape=nunchaku.shape_of,
     format_of=nunchaku.format_of,
     regroup=_regroup,
-    identify=_identify,
+    identify=lambda model: (FAMILIES["flux"], DIALECT.names) if all(map(parts_of, model.layers)) else None,
     parts_of=_parts,
     config_key="config",
     refuse=_refuse,
