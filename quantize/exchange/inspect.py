@@ -558,7 +558,7 @@ def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
 
 def _missing_input_scale(model: ModelFile, layer: FileLayer) -> Iterator[Fault]:
     row = model.rules.row(layer)
-    if row is None or not layer.parts.keys().isdisjoint(_SCALES_OF_X):
+    if row is None or not layer.parts.keys().isdisjoint(_OF_X):
         return
     if row.input_scale == "required" or "input_scale" in row.needs:
         what = f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
@@ -667,7 +667,6 @@ _ALIKE = 0.9  # the least cosine of a weight that was tuned
 _CAST = 0.004  # error of a bias or norm that was in another 16-bit dtype: twice that of bf16
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
 _E8M0_LARGEST = 127 + 20  # 2^20, as LARGEST
-_SCALES_OF_X = ("input_scale", "input_global_scale", "_weight_act_per_tensor_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale", "scale_input")
 _OF_X = (*_INPUT_SCALES, "activation_scale", "_weight_act_per_tensor_scale")
 _SCALES = (
