@@ -380,11 +380,8 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
     held = {part for each in joined.values() for part in each.parts}
     layers = [joined[f"{name}.weight"] for name in model.layers if f"{name}.weight" in joined]
     held |= {part for each in layers for part in _bias_of(each).parts}
-    for name in base.names - held if held else ():
-        tensor = base.tensor(name)
-        tied = (base.tensor(other) for other in base.names & held if base.shape(other) == tuple(tensor.shape))
-        if tensor.is_floating_point() and not any(torch.equal(tensor, other) for other in tied):
-            yield Fault("missing", name, "the base has it, and the file does not")
+    for name in base.lacking(held) if held else ():
+        yield Fault("missing", name, "the base has it, and the file does not")
 
 
 def _no_numbers(model: ModelFile) -> Iterator[Fault]:
