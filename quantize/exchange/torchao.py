@@ -183,7 +183,7 @@ def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str
             "dtype": compute,
         }
     elif name == "Int8Tensor":
-        grain = {"granularity": _object("PerRow", dim=-1), "mapping_type": _SYMMETRIC}
+        grain: dict[str, Any] = {"granularity": _object("PerRow", dim=-1), "mapping_type": _SYMMETRIC}
         said = {
             "act_quant_kwargs": _object("QuantizeTensorToInt8Kwargs", **grain, reduce_range=False),
             "reduce_range": False,
