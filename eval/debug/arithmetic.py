@@ -60,12 +60,12 @@ def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
     chose there. A CPU has no kernels and the reference itself runs, but for int8: there the library's product is held
     against one in fp64, which is exact. Infinite where one of both alone is not finite.
     """
-    given, scheme = layer.tensors, layer.scheme
+    tensors, scheme = layer.tensors, layer.scheme
     if x.device.type == "cuda":
         scheme = _arithmetic_on(x, layer)
-        given = given._replace(input_scale=layer.stored("input_scale") if scheme.static_input else None)
+        tensors = tensors._replace(input_scale=layer.stored("input_scale") if scheme.static_input else None)
     with torch.no_grad():
-        worst = _worst_tile(y, ops.quantized_linear_reference(x, *pack(given, scheme)))
+        worst = _worst_tile(y, ops.quantized_linear_reference(x, *pack(tensors, scheme)))
         if multiplies_integers(layer):
             codes = ops.quantize_activation(_rounded_by(layer, x), FORMATS["int8"]).codes
             weight = layer.quantized_weight.codes

@@ -108,16 +108,16 @@ def measure_damage(
     theirs = {name: module_of(reference, name) for name in names}
     ours = {name: module_of(quantized, name) for name in names}
     with placed(quantized, device):
-        found = Damages(float(latents.square().sum()), floor, squared_error(run(quantized), latents))
-        _each(found.kept, blocks.values(), quantized, theirs, run, latents, "Keeping blocks in 16 bit")
+        damages = Damages(float(latents.square().sum()), floor, squared_error(run(quantized), latents))
+        _each(damages.kept, blocks.values(), quantized, theirs, run, latents, "Keeping blocks in 16 bit")
     with placed(reference, device):
-        _each(found.only, blocks.values(), reference, ours, run, latents, "Quantizing single blocks")
-    layers = _layers_of_worst(found, list(blocks.values()), budget - 2 * len(blocks))
+        _each(damages.only, blocks.values(), reference, ours, run, latents, "Quantizing single blocks")
+    layers = _layers_of_worst(damages, list(blocks.values()), budget - 2 * len(blocks))
     with placed(reference, device):
-        _each(found.only, layers, reference, ours, run, latents, "Quantizing single layers")
+        _each(damages.only, layers, reference, ours, run, latents, "Quantizing single layers")
     with placed(quantized, device):
-        _each(found.kept, layers, quantized, theirs, run, latents, "Keeping layers in 16 bit")
-    return found
+        _each(damages.kept, layers, quantized, theirs, run, latents, "Keeping layers in 16 bit")
+    return damages
 
 
 def squared_error(latents: Tensor, reference: Tensor) -> float:
@@ -141,23 +141,23 @@ def blocks_of(pipe: Any, names: Sequence[str]) -> dict[str, Unit]:
 def locate(pipe: Any, name: str) -> tuple[str, str, str]:
     """(role, block, name of the input group) of a layer "component.path", as its family's row has them."""
     component, _, path = name.partition(".")
-    found = model_family(getattr(pipe, component)).locate(path)
-    if found is None:
+    position = model_family(getattr(pipe, component)).locate(path)
+    if position is None:
         return "other", name, name
-    group, block = found
+    group, block = position
     return group.role, f"{component}.{block}", f"{component}.{block}.{group.members[0]}"
 
 
 @contextmanager
 def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator[None]:
     """The pipeline with other modules in the place of its own, moved to where those are; all is put back."""
-    own = {name: module_of(pipe, name) for name in layers}
+    originals = {name: module_of(pipe, name) for name in layers}
     with ExitStack() as stack:
         for name, layer in layers.items():
             component, _, path = name.partition(".")
-            device = next(own[name].parameters()).device
+            device = next(originals[name].parameters()).device
             model = getattr(pipe, component)
-            stack.callback(model.set_submodule, path, own[name])
+            stack.callback(model.set_submodule, path, originals[name])
             model.set_submodule(path, stack.enter_context(moved(layer, device)))
         yield
 
@@ -191,11 +191,11 @@ def _each(
             errors[unit] = squared_error(run(pipe), latents)
 
 
-def _layers_of_worst(found: Damages, blocks: Sequence[Unit], budget: int) -> list[Unit]:
+def _layers_of_worst(damages: Damages, blocks: Sequence[Unit], budget: int) -> list[Unit]:
     """Single layers of the blocks that do most, two runs each; a block of one layer is measured already."""
 
     def badness(unit: Unit) -> float:
-        return max(found.damage(unit) or 0.0, found.gain(unit) or 0.0)
+        return max(damages.damage(unit) or 0.0, damages.gain(unit) or 0.0)
 
     layers: list[Unit] = []
     for block in sorted(blocks, key=badness, reverse=True):

@@ -74,8 +74,8 @@ def debug(
     record = read_plan_file(Path(quantized.folder))
     recipe = None
     if record is not None and search.patch is not None and "imported" not in record:  # which no recipe made
-        said = dict(record["recipe"])
-        recipe = str(said.pop("name")), Recipe.model_validate(said)
+        fields = dict(record["recipe"])
+        recipe = str(fields.pop("name")), Recipe.model_validate(fields)
     pipes = reference.open(), quantized.open()
     return debug_pipelines(*pipes, items, call, search, device=device, batch_size=batch_size, recipe=recipe)
 
@@ -94,19 +94,19 @@ def debug_pipelines(
     """`debug` of pipelines that are open, on the CPU. recipe: name and content, without one there is no patch."""
     if not items:
         raise ValueError("nothing to run: the list of (prompt, seed) is empty")
-    every = quantized_layers(quantized)
-    layers = {name: layer for name, layer in every.items() if _makes_latents(quantized, name)}
+    all_layers = quantized_layers(quantized)
+    layers = {name: layer for name, layer in all_layers.items() if _makes_latents(quantized, name)}
     if not layers:
         raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
-    seen = spread(search.steps, number_of_steps(reference, call))
+    steps = spread(search.steps, number_of_steps(reference, call))
     size = min(batch_size or images_per_batch(call), len(items))
-    traces = _trace(reference, quantized, layers, items, call, seen, size, device)
+    traces = _trace(reference, quantized, layers, items, call, steps, size, device)
 
     def run(pipe: Any) -> Tensor:
         return watch(pipe, (), items, call, (), size)
 
     blocks = blocks_of(quantized, traces.order)
-    faults = _faults(reference, layers, traces, seen, device)
+    faults = _faults(reference, layers, traces, steps, device)
     damages = measure_damage(
         reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=search.budget
     )
@@ -122,22 +122,24 @@ def debug_pipelines(
         except ValueError as refused:
             why_not = str(refused)
     rows = [
-        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, seen, faults.get(name, ""))
+        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, steps, faults.get(name, ""))
         for name in traces.order
     ]
     rows = _ranked(rows, list(faults))
-    divergence = _first_divergence(traces, seen)
-    said = findings(rows, faults, damages, seen, divergence, patch)
-    said += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(layers, every, traces, blocks, damages, device)
+    divergence = _first_divergence(traces, steps)
+    sentences = findings(rows, faults, damages, steps, divergence, patch)
+    sentences += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(
+        layers, all_layers, traces, blocks, damages, device
+    )
     return Debug(
         prompts=len(items),
-        steps=seen,
-        sigmas=tuple(traces.sigmas[step] for step in seen),
+        steps=steps,
+        sigmas=tuple(traces.sigmas[step] for step in steps),
         blocks=tuple(_block_row(block, unit, layers, damages) for block, unit in blocks.items()),
         layers=tuple(rows),
         first_divergence=divergence,
         additivity=damages.sum_of_damages if math.isfinite(damages.above_floor) and damages.above_floor else None,
-        findings=tuple(said),
+        findings=tuple(sentences),
         sqnr_db=decibels(damages.total / damages.signal),
         floor_sqnr_db=decibels(traces.floor_error / damages.signal),
         patch=patch,
@@ -239,13 +241,13 @@ def _faults(
 
 def _first_not_finite(traces: _Traces, steps: Sequence[int]) -> list[tuple[str, int]]:
     """Each layer that makes NaN or infinity of a finite input, with the step at which it does so first."""
-    found: dict[str, int] = {}
+    first_steps: dict[str, int] = {}
     for step in steps:
         for name in traces.order:
             counts = traces.health.counts.get((name, step), {})
             if counts.get("not_finite") and not counts.get("input_not_finite"):
-                found.setdefault(name, step)
-    return list(found.items())
+                first_steps.setdefault(name, step)
+    return list(first_steps.items())
 
 
 def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
@@ -265,7 +267,7 @@ def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
 
 
 def _layer_row(
-    name: str, role: str, layer: QuantLinear, found: Damages, traces: _Traces, steps: Sequence[int], fault: str
+    name: str, role: str, layer: QuantLinear, damages: Damages, traces: _Traces, steps: Sequence[int], fault: str
 ) -> LayerDamage:
     error = traces.kernel_errors.get(name)
     return LayerDamage(
@@ -275,22 +277,22 @@ def _layer_row(
         weights=layer.in_features * layer.out_features,
         local_sqnr_db=traces.local.sqnr_db(name, steps),
         free_sqnr_db=traces.free.sqnr_db(name, steps),
-        damage=found.damage((name,)),
-        gain=found.gain((name,)),
+        damage=damages.damage((name,)),
+        gain=damages.gain((name,)),
         kernel_error=number(error),
         health=traces.health.of(name, steps),
         fault=fault,
     )
 
 
-def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], found: Damages) -> LayerDamage:
+def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], damages: Damages) -> LayerDamage:
     return LayerDamage(
         name=block,
         role="block",
         scheme=", ".join(dict.fromkeys(str(layers[name].scheme) for name in unit)),
         weights=sum(layers[name].in_features * layers[name].out_features for name in unit),
-        damage=found.damage(unit),
-        gain=found.gain(unit),
+        damage=damages.damage(unit),
+        gain=damages.gain(unit),
     )
 
 
@@ -307,31 +309,33 @@ def _ranked(rows: Sequence[LayerDamage], faults: Sequence[str]) -> list[LayerDam
 
 def _not_looked_at(
     layers: Mapping[str, QuantLinear],
-    every: Mapping[str, QuantLinear],
+    all_layers: Mapping[str, QuantLinear],
     traces: _Traces,
     blocks: Mapping[str, Unit],
     damages: Damages,
     device: str,
 ) -> list[str]:
     """Return sentences about what the findings do not cover."""
-    said = []
+    sentences = []
     if torch.device(device).type == "cpu":
         integers = any(map(multiplies_integers, layers.values()))
-        said.append("kernels were not run, a CPU has none" + "; its int8 products were checked" * integers)
+        sentences.append("kernels were not run, a CPU has none" + "; its int8 products were checked" * integers)
     reencoded = [
         layer for layer in layers.values() if layer.prepared is not None and layer.prepared.kind == "re-encoded"
     ]
     if reencoded:
-        said.append(
+        sentences.append(
             f"stored weights of {len(reencoded)} layers were not compared with their source: they are re-encoded"
         )
     closed = [block for block, unit in blocks.items() if any((name,) not in damages.only for name in unit)]
     if closed:
-        said.append(f"layers of {len(closed)} of {len(blocks)} blocks were not measured one by one: the budget is used")
+        sentences.append(
+            f"layers of {len(closed)} of {len(blocks)} blocks were not measured one by one: the budget is used"
+        )
     silent = sorted(layers.keys() - set(traces.order))
     if silent:
-        said.append(f"{listed(silent)}: did not run at the steps that were looked at")
-    later = sorted({name.partition(".")[0] for name in every.keys() - layers.keys()})
+        sentences.append(f"{listed(silent)}: did not run at the steps that were looked at")
+    later = sorted({name.partition(".")[0] for name in all_layers.keys() - layers.keys()})
     if later:
-        said.append(f"{', '.join(later)}: not looked at, it runs after the final latents")
-    return said
+        sentences.append(f"{', '.join(later)}: not looked at, it runs after the final latents")
+    return sentences

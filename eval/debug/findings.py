@@ -22,15 +22,15 @@ def findings(
     patch: Patch | None,
 ) -> list[str]:
     """rows: layers, the worst first. faults: layer -> what is wrong with it and is not rounding."""
-    said = [f"{name}: {fault}" for name, fault in faults.items()]
-    said += _who_makes_it(rows, damages)
-    said += _lost(rows, steps)
+    sentences = [f"{name}: {fault}" for name, fault in faults.items()]
+    sentences += _who_makes_it(rows, damages)
+    sentences += _lost(rows, steps)
     if first_divergence:
-        said.append(f"the noise floor is left first at {first_divergence}")
-    said += _additivity(damages)
+        sentences.append(f"the noise floor is left first at {first_divergence}")
+    sentences += _additivity(damages)
     if patch:
-        said += about_patch(patch)
-    return said
+        sentences += about_patch(patch)
+    return sentences
 
 
 def about_patch(patch: Patch) -> list[str]:
@@ -79,12 +79,12 @@ def _who_makes_it(rows: Sequence[LayerDamage], damages: Damages) -> list[str]:
     if not damages.above_floor:
         return ["the error of the final latents is no larger than between two 16-bit runs"]
     measured = sorted(rows, key=lambda row: row.damage or 0.0, reverse=True)
-    half, made, most = damages.sum_of_damages / 2, 0.0, []
+    half, total, most = damages.sum_of_damages / 2, 0.0, []
     for row in measured:
-        if made < half:
+        if total < half:
             most.append(row)
-            made += row.damage or 0.0
-    if not most or made < half:
+            total += row.damage or 0.0
+    if not most or total < half:
         return []
     if len(most) == 1:
         row = most[0]
@@ -111,10 +111,10 @@ def _additivity(damages: Damages) -> list[str]:
     if not damages.above_floor or math.isinf(damages.total):
         return []
     (low, high), ratio = ADDITIVE, damages.sum_of_damages
-    said = f"damages of {len(damages.finest)} units add up to {ratio:.2f} of the whole error"
+    sentence = f"damages of {len(damages.finest)} units add up to {ratio:.2f} of the whole error"
     if low <= ratio <= high:
-        return [said]
-    return [f"{said}, far from 1: errors cancel or feed on one another, and shares of it mean little"]
+        return [sentence]
+    return [f"{sentence}, far from 1: errors cancel or feed on one another, and shares of it mean little"]
 
 
 def _decibels(value: float | None) -> str:

@@ -31,7 +31,7 @@ ROWS = 32  # of each image's output that are kept
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerCall:
     """One call of a layer, in the batch number `batch` of so many images: x (…, K) and y (…, N), channels last."""
 
     name: str
@@ -50,7 +50,7 @@ def watch(
     call: Mapping[str, Any],
     steps: Sequence[int],
     batch_size: int | None,
-    *observers: Callable[[Seen], None],
+    *observers: Callable[[LayerCall], None],
 ) -> Tensor:
     """Run the pipeline and show `observers` every call of the layers `names` ("component.path") at `steps`.
 
@@ -69,9 +69,9 @@ def watch(
     def see(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         if now["step"] in steps:
             x, y = channels_last(layer, args[0]), channels_last(layer, y)
-            seen = Seen(layers[layer], now["step"], now["batch"], counts[now["batch"]], layer, x, y)
+            layer_call = LayerCall(layers[layer], now["step"], now["batch"], counts[now["batch"]], layer, x, y)
             for observer in observers:
-                observer(seen)
+                observer(layer_call)
 
     with torch.no_grad(), hooked(layers, after=see):
         run = run_pipeline(pipe, items, call, batch_size=size, on_step=on_step)
@@ -117,9 +117,9 @@ class Outputs:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, int], dict[int, list[Tensor]]] = {}  # batch -> calls (images, R, N)
 
-    def __call__(self, seen: Seen) -> None:
-        batches = self._rows.setdefault((seen.name, seen.step), {})
-        batches.setdefault(seen.batch, []).append(_some_rows(seen.y, seen.images).cpu())
+    def __call__(self, layer_call: LayerCall) -> None:
+        batches = self._rows.setdefault((layer_call.name, layer_call.step), {})
+        batches.setdefault(layer_call.batch, []).append(_some_rows(layer_call.y, layer_call.images).cpu())
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -150,12 +150,12 @@ class Local:
         self.layers, self.powers = layers, Powers()
         self.kernel_errors: dict[str, float] = {}
 
-    def __call__(self, seen: Seen) -> None:
-        with moved(self.layers[seen.name], seen.x.device) as layer:
-            y = layer.of_tokens(seen.x)
-            if seen.name not in self.kernel_errors:
-                self.kernel_errors[seen.name] = kernel_error(layer, seen.x, y)
-        self.powers.add(seen.name, seen.step, seen.y, y)
+    def __call__(self, layer_call: LayerCall) -> None:
+        with moved(self.layers[layer_call.name], layer_call.x.device) as layer:
+            y = layer.of_tokens(layer_call.x)
+            if layer_call.name not in self.kernel_errors:
+                self.kernel_errors[layer_call.name] = kernel_error(layer, layer_call.x, y)
+        self.powers.add(layer_call.name, layer_call.step, layer_call.y, y)
 
 
 class Health:
@@ -164,9 +164,9 @@ class Health:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, int], dict[str, float]] = {}
 
-    def __call__(self, seen: Seen) -> None:
-        counts = self.counts.setdefault((seen.name, seen.step), {})
-        for kind, value in health(seen.layer, seen.x, seen.y).items():
+    def __call__(self, layer_call: LayerCall) -> None:
+        counts = self.counts.setdefault((layer_call.name, layer_call.step), {})
+        for kind, value in health(layer_call.layer, layer_call.x, layer_call.y).items():
             counts[kind] = max(counts.get(kind, 0.0), value)
 
     def of(self, name: str, steps: Sequence[int]) -> dict[str, tuple[float, ...]]:

@@ -14,14 +14,14 @@ def denoisers(pipe: Any) -> dict[str, nn.Module]:
 
     ValueError if it has none.
     """
-    found = {
+    models = {
         name: part
         for name, part in pipe.components.items()
         if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer"))
     }
-    if not found:
+    if not models:
         raise ValueError(f"{type(pipe).__name__} has no transformer: its components are {', '.join(pipe.components)}")
-    return found
+    return models
 
 
 @contextmanager

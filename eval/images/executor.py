@@ -134,7 +134,7 @@ class Chunk:
         return cls(items, digest, tuple(_name(key, digest, prompt, seed) for prompt, seed in items))
 
 
-class Row(BaseModel):
+class ManifestLine(BaseModel):
     """A line of a manifest: one finished item. image, latents: SHA-256 of its files. seconds: its share of the call.
 
     frames: of a video, whose `image` is the SHA-256 of its frames' SHA-256.
@@ -163,7 +163,7 @@ class ImageFolder:
     """
 
     folder: Path
-    rows: tuple[Row, ...]
+    rows: tuple[ManifestLine, ...]
 
     @property
     def items(self) -> tuple[tuple[str, int], ...]:
@@ -236,8 +236,8 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
         return None
     with sole_writer(work.folder / WORK_FILE):
         pending = _prepare(work)
-        made = (item for index in engine.make(work, pending) for item in work.chunks[index].items)
-        for _ in progress(made, f"Generating: {work.side.name}", sum(len(work.chunks[i].items) for i in pending)):
+        items = (item for index in engine.make(work, pending) for item in work.chunks[index].items)
+        for _ in progress(items, f"Generating: {work.side.name}", sum(len(work.chunks[i].items) for i in pending)):
             pass
         images = audit(work)
     if len({row.device for row in images.rows}) > 1:
@@ -296,7 +296,7 @@ class Worker:
         try:
             hashes = _write_files(self.work.folder, chunk, batch)
             rows = [
-                Row(
+                ManifestLine(
                     item=name,
                     chunk=chunk.digest,
                     prompt=prompt,
@@ -336,10 +336,10 @@ def read_image(path: Path) -> Tensor:
 
 def read_video(folder: Path) -> Tensor:
     """The frames in a folder in the order of their names, uint8 (F, 3, H, W); ValueError naming one that is none."""
-    found = sorted(folder.glob("*.png"))
-    if not found:
+    paths = sorted(folder.glob("*.png"))
+    if not paths:
         raise ValueError(f"{folder}: no frames; delete its row to make it again")
-    return torch.stack([read_image(path) for path in found])
+    return torch.stack([read_image(path) for path in paths])
 
 
 def _read_latents(path: Path) -> Tensor:
@@ -381,7 +381,7 @@ def _digest(path: Path) -> str:
     return sha256_json([[frame.name, sha256_file(frame)] for frame in _frames(path)])
 
 
-def _append(manifest: Path, rows: Sequence[Row]) -> None:
+def _append(manifest: Path, rows: Sequence[ManifestLine]) -> None:
     """Add a chunk's rows in one piece; if that fails, the file is as before."""
     text = "".join(row.model_dump_json() + "\n" for row in rows)
     size = manifest.stat().st_size if manifest.exists() else 0
@@ -414,28 +414,28 @@ def _prepare(work: Work) -> list[int]:
 def _repair(manifest: Path, work: Work) -> None:
     """Drop a torn last line, and rows of chunks that do not have all of theirs."""
     rows = _read_manifest(manifest, work.key)
-    found = {row.item for row in rows}
-    torn = {chunk.digest for chunk in work.chunks if not found >= set(chunk.names)}
+    items = {row.item for row in rows}
+    torn = {chunk.digest for chunk in work.chunks if not items >= set(chunk.names)}
     kept = "".join(row.model_dump_json() + "\n" for row in rows if row.chunk not in torn)
     if kept.encode() != manifest.read_bytes():
         write_text(manifest, kept)
 
 
-def _read_manifests(work: Work) -> dict[str, Row]:
+def _read_manifests(work: Work) -> dict[str, ManifestLine]:
     """Item -> its row; RuntimeError naming an item that has several."""
-    found: dict[str, tuple[Row, str]] = {}
+    entries: dict[str, tuple[ManifestLine, str]] = {}
     for manifest in _manifests(work):
         for row in _read_manifest(manifest, work.key):
-            if row.item in found:
+            if row.item in entries:
                 raise RuntimeError(
                     f"{work.folder}: {row.item} ({row.prompt!r}, seed {row.seed}) was made more than once: it has rows "
-                    f"in {found[row.item][1]} and {manifest.name}; delete all but one"
+                    f"in {entries[row.item][1]} and {manifest.name}; delete all but one"
                 )
-            found[row.item] = row, manifest.name
-    return {item: row for item, (row, _) in found.items()}
+            entries[row.item] = row, manifest.name
+    return {item: row for item, (row, _) in entries.items()}
 
 
-def _read_manifest(path: Path, key: str) -> list[Row]:
+def _read_manifest(path: Path, key: str) -> list[ManifestLine]:
     """The complete lines of a manifest; ValueError naming one that is not a row of this work.
 
     A last line without its end was cut off when a worker was killed: it does not count.
@@ -443,18 +443,20 @@ def _read_manifest(path: Path, key: str) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            row = Row.model_validate_json(line)
+            row = ManifestLine.model_validate_json(line)
         except ValidationError as error:
-            found = error.errors()[0]
-            where = "".join(f"{part}: " for part in found["loc"])
-            raise ValueError(f"{path}:{number}: corrupted manifest ({where}{found['msg']}); delete the line") from None
+            problem = error.errors()[0]
+            where = "".join(f"{part}: " for part in problem["loc"])
+            raise ValueError(
+                f"{path}:{number}: corrupted manifest ({where}{problem['msg']}); delete the line"
+            ) from None
         if row.item != _name(key, row.chunk, row.prompt, row.seed):
             raise ValueError(f"{path}:{number}: corrupted manifest ({row.item} is not of this run); delete the line")
         rows.append(row)
     return rows
 
 
-def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[str]:
+def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -> list[str]:
     """Return faults of the folder: files that differ from `rows`, and files that this run did not make.
 
     Files of `pending` items are still to be written again and are passed over.
@@ -472,10 +474,10 @@ def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[st
                 sizes[_size(picture, row.frames)] += 1
     if len(sizes) > 1:
         problems.append("images differ in size: " + ", ".join(f"{n} of {size}" for size, n in sizes.items()))
-    known = {f"{name}{suffix}" for name in (*rows, *pending) for suffix in ("", ".png", ".safetensors")}
-    known |= {WORK_FILE, *(manifest.name for manifest in _manifests(work))}
-    found = sorted(path.name for path in work.folder.iterdir() if not path.name.startswith("."))
-    return problems + [f"{name} was not made by this run" for name in found if name not in known]
+    expected_names = {f"{name}{suffix}" for name in (*rows, *pending) for suffix in ("", ".png", ".safetensors")}
+    expected_names |= {WORK_FILE, *(manifest.name for manifest in _manifests(work))}
+    names = sorted(path.name for path in work.folder.iterdir() if not path.name.startswith("."))
+    return problems + [f"{name} was not made by this run" for name in names if name not in expected_names]
 
 
 def _require_none(work: Work, problems: Sequence[str]) -> None:
@@ -538,10 +540,10 @@ class _Torchrun:
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         pending = self.ranks.agree(list(pending))  # what the first found to be missing
-        own = self.ranks.share(pending)
-        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), own)
+        share = self.ranks.share(pending)
+        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), share)
         self.ranks.meet()
-        yield from (index for index in pending if index not in set(own))
+        yield from (index for index in pending if index not in set(share))
 
 
 @contextmanager
@@ -751,7 +753,7 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _picture(folder: Path, row: Row) -> Path:
+def _picture(folder: Path, row: ManifestLine) -> Path:
     return _picture_path(folder, row.item, row.frames is not None)
 
 

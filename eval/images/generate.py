@@ -103,8 +103,8 @@ def generate(
     """
     if not items:
         raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-    made = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
-    images, latents, finite = map(torch.stack, zip(*made, strict=True))
+    rows = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
+    images, latents, finite = map(torch.stack, zip(*rows, strict=True))
     return Generated(tuple((prompt, seed) for prompt, seed in items), images, latents, finite)
 
 
@@ -124,16 +124,16 @@ def pictures(output: Any) -> Sequence[Tensor]:
 
     ValueError for an output that holds neither.
     """
-    found = next((made for name in PICTURES if (made := getattr(output, name, None)) is not None), ())
-    if not len(found) or not all(isinstance(each, Tensor) and each.ndim in (3, 4) for each in found):
+    tensors = next((value for name in PICTURES if (value := getattr(output, name, None)) is not None), ())
+    if not len(tensors) or not all(isinstance(each, Tensor) and each.ndim in (3, 4) for each in tensors):
         raise ValueError(
             f"a {type(output).__name__} without {', '.join(PICTURES)} as tensors: neither images nor video"
         )
     # Of some, such as Cosmos with its guardrail, channels come before frames.
-    found = [each.transpose(0, 1) if each.ndim == 4 and len(each) == 3 != each.shape[1] else each for each in found]
-    if any(each.shape[-3] != 3 for each in found):
-        raise ValueError(f"a {type(output).__name__} of {tuple(found[0].shape)}, expected (3, H, W) or (F, 3, H, W)")
-    return found
+    tensors = [each.transpose(0, 1) if each.ndim == 4 and len(each) == 3 != each.shape[1] else each for each in tensors]
+    if any(each.shape[-3] != 3 for each in tensors):
+        raise ValueError(f"a {type(output).__name__} of {tuple(tensors[0].shape)}, expected (3, H, W) or (F, 3, H, W)")
+    return tensors
 
 
 def to_uint8(image: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ def _one_by_one(
     pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for batch in batches(items, batch_size, call):
-        made = generate_batch(pipe, batch, call)
-        yield from zip(made.images, made.latents, made.finite, strict=True)
+        output = generate_batch(pipe, batch, call)
+        yield from zip(output.images, output.latents, output.finite, strict=True)
 
 
 PICTURES = ("images", "image", "frames")  # fields of pipelines' outputs that can be compared

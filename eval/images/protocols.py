@@ -90,17 +90,17 @@ class ProtocolRow:
         if not self.comparable:
             return []
         same = {self.prompts, DATASETS[self.prompts].file}
-        found = [] if prompts.source in same else [f"prompts are those of {prompts.source}, not {self.prompts}"]
-        asked = {"count": count, "seeds": seeds, **call}
+        departures = [] if prompts.source in same else [f"prompts are those of {prompts.source}, not {self.prompts}"]
+        settings = {"count": count, "seeds": seeds, **call}
         fixed = {"count": self.count, "seeds": self.seeds, **self.call(folder)}
-        found += [
-            f"{key} is {asked.get(key)!r}, the protocol's {value!r}"
+        departures += [
+            f"{key} is {settings.get(key)!r}, the protocol's {value!r}"
             for key, value in fixed.items()
-            if asked.get(key) != value
+            if settings.get(key) != value
         ]
         if not any(each.fits(folder) for each in self.calls):
-            found.append(f"the protocol fixes no steps and guidance for {folder.name}")
-        return [f"{each}: the numbers do not compare with published ones" for each in found]
+            departures.append(f"the protocol fixes no steps and guidance for {folder.name}")
+        return [f"{each}: the numbers do not compare with published ones" for each in departures]
 
 
 def items_of(prompts: Sequence[str], count: int, seeds: int = 1, first_seed: int = 0) -> list[tuple[str, int]]:

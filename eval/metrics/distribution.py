@@ -369,8 +369,8 @@ def unlike(
 
     Fields that a statistics file leaves out cannot be checked.
     """
-    made = {"network": network, "variant": variant, "extractor": extractor}
-    for field, a in made.items():
+    fields = {"network": network, "variant": variant, "extractor": extractor}
+    for field, a in fields.items():
         b = getattr(reference, field)
         if b is not None and a != b:
             return f"features of the two sides cannot be compared: {field} is {a!r} for one and {b!r} for the other"

@@ -12,16 +12,16 @@ from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, Unmeasured, 
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.pictures import wall
 from fluxq.eval.metrics.schema import (
+    CheckpointSize,
     Curve,
     Drift,
     Estimate,
-    Gate,
+    GateOutcome,
     Image,
     Item,
     Metric,
     Run,
     Served,
-    Size,
     Verdict,
     number,
 )
@@ -46,7 +46,7 @@ class Candidate:
     checkpoint: str
     recipe: str
     recipe_digest: str
-    size: Size
+    size: CheckpointSize
     served: Served | None = None
     gates: tuple[str, ...] = ()
     provenance: Mapping[str, str] | None = None
@@ -58,11 +58,14 @@ def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Net
     again: the second run, of the first items of `reference`. A metric without values per image has no floor.
     """
     sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
-    measured = {key: _take(rows[key], sample) for key in keys}
+    measurements = {key: _take(rows[key], sample) for key in keys}
     return {
-        key: taken.value
-        for key, taken in measured.items()
-        if isinstance(taken, Measured) and taken.per_image is not None and taken.value and taken.baseline is None
+        key: measurement.value
+        for key, measurement in measurements.items()
+        if isinstance(measurement, Measured)
+        and measurement.per_image is not None
+        and measurement.value
+        and measurement.baseline is None
     }
 
 
@@ -113,10 +116,10 @@ def _measure(
     frame_floor: Sequence[Estimate] | None,
 ) -> Run:
     rows = metric_rows()
-    taken = {key: _take(rows[key], sample) for key in keys}
-    status = _status(sample, taken)
+    measurements = {key: _take(rows[key], sample) for key in keys}
+    status = _status(sample, measurements)
     is_video = sample.frames is not None
-    metrics = {key: _row(rows[key], found, floor.get(key), is_video) for key, found in taken.items()}
+    metrics = {key: _row(rows[key], measurement, floor.get(key), is_video) for key, measurement in measurements.items()}
     if drift is not None:
         metrics[VELOCITY_ERROR] = _velocity_error(drift)
     side = candidate.side
@@ -130,9 +133,9 @@ def _measure(
         status=status,
         size=candidate.size,
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
-        gates=judge_gates(candidate.gates, _means(taken, drift)),
+        gates=judge_gates(candidate.gates, _means(measurements, drift)),
         metrics=metrics,
-        images=_images(sample, taken),
+        images=_images(sample, measurements),
         frames=_frame_curve(sample, frame_floor),
         drift=drift,
         served=candidate.served,
@@ -147,17 +150,17 @@ def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple
     return None if sample.frames is None else _by_frame(sample)
 
 
-def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[Gate, ...]:
+def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateOutcome, ...]:
     """Every gate against its metric's mean; one that was not measured does not pass."""
     return tuple(
-        Gate(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
+        GateOutcome(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
         for gate in gates
     )
 
 
-def _means(taken: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
-    found = {key: each.value for key, each in taken.items() if isinstance(each, Measured)}
-    means = {key: value.mean for key, value in found.items() if value is not None}
+def _means(measurements: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
+    intervals = {key: each.value for key, each in measurements.items() if isinstance(each, Measured)}
+    means = {key: value.mean for key, value in intervals.items() if value is not None}
     if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
         means[VELOCITY_ERROR] = drift.velocity_error.mean
     return means
@@ -182,30 +185,30 @@ def _take(row: MetricRow, sample: Sample) -> Measured | str:
         return str(reason)
 
 
-def _status(sample: Sample, taken: Mapping[str, Measured | str]) -> Any:
+def _status(sample: Sample, measurements: Mapping[str, Measured | str]) -> Any:
     if not sample.quantized.finite.all():
         return "broken"
-    return "identical" if all(math.isinf(value) for value in _values(taken["psnr"])) else "measured"
+    return "identical" if all(math.isinf(value) for value in _values(measurements["psnr"])) else "measured"
 
 
-def _values(found: Measured | str) -> tuple[float, ...]:
-    return () if isinstance(found, str) else found.per_image or ()
+def _values(measurement: Measured | str) -> tuple[float, ...]:
+    return () if isinstance(measurement, str) else measurement.per_image or ()
 
 
-def _row(row: MetricRow, found: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
+def _row(row: MetricRow, measurement: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
     name = row.called(is_video)
     fixed: dict[str, Any] = {"name": name, "unit": row.unit, "digits": row.digits, "better": row.better}
-    if isinstance(found, str):
-        return Metric(**fixed, how=row.taken(None, is_video), missing=found)
+    if isinstance(measurement, str):
+        return Metric(**fixed, how=row.how_measured(None, is_video), missing=measurement)
     return Metric(
         **fixed,
-        how=row.taken(found.how, is_video),
-        value=_estimate(found.value),
-        baseline=_estimate(found.baseline),
-        change=_estimate(found.change),
+        how=row.how_measured(measurement.how, is_video),
+        value=_estimate(measurement.value),
+        baseline=_estimate(measurement.baseline),
+        change=_estimate(measurement.change),
         floor=_estimate(floor),
-        notes=found.notes,
-        missing=None if found.value is not None else found.broken,
+        notes=measurement.notes,
+        missing=None if measurement.value is not None else measurement.broken,
     )
 
 
@@ -253,11 +256,13 @@ def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
     )
 
 
-def _images(sample: Sample, taken: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+def _images(sample: Sample, measurements: Mapping[str, Measured | str]) -> tuple[Image, ...]:
     quantized, frames = sample.quantized, sample.frames
-    per_image = {key: values for key, found in taken.items() if (values := _values(found))}
-    measured = {key: found for key, found in taken.items() if isinstance(found, Measured)}
-    changes = {key: found.change_per_image for key, found in measured.items() if found.change_per_image}
+    per_image = {key: values for key, measurement in measurements.items() if (values := _values(measurement))}
+    measured = {key: measurement for key, measurement in measurements.items() if isinstance(measurement, Measured)}
+    changes = {
+        key: measurement.change_per_image for key, measurement in measured.items() if measurement.change_per_image
+    }
     return tuple(
         Image(
             finite=bool(quantized.finite[index]),

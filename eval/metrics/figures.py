@@ -49,8 +49,8 @@ def short(name: str) -> str:
 
 def count(estimates: Sequence[Estimate | None]) -> str:
     """Return the number of values that the estimates rest on: "256", "250 to 256" where they differ."""
-    found = sorted({each.n + each.infinite for each in estimates if each is not None})
-    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    counts = sorted({each.n + each.infinite for each in estimates if each is not None})
+    return "" if not counts else str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def amount(number: int, frames: int | None) -> str:
@@ -65,7 +65,7 @@ def shape(row: SpeedRow | Speedup) -> str:
     return " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)
 
 
-def asked(row: SpeedRow | Speedup) -> str:
+def plain_shape(row: SpeedRow | Speedup) -> str:
     """The same in plain letters, the size as `--size` takes it: `1 x 480x832x25`."""
     size = "x".join(str(each) for each in (row.height, row.width, row.frames) if each is not None)
     return f"{row.batch} x {size}"
@@ -108,8 +108,8 @@ def share(value: float | None) -> str:
 def computed(served: Served | None, backend: str = "native") -> str:
     """Return what computes a run's layers, in a few words."""
     name = served.arithmetic if served else backend
-    said = ARITHMETICS[name][0] if name in ARITHMETICS else name
-    return f"{said}, {served.beside}" if served and served.beside else said
+    text = ARITHMETICS[name][0] if name in ARITHMETICS else name
+    return f"{text}, {served.beside}" if served and served.beside else text
 
 
 def mark(verdict: Verdict) -> str:

@@ -29,11 +29,19 @@ from fluxq.eval.metrics.distribution import (
 )
 from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
 from fluxq.eval.metrics.networks import Networks
-from fluxq.eval.metrics.plugins import ADAPTERS, Offer, PluginError, find_offers, load_class, open_plugin, scores
+from fluxq.eval.metrics.plugins import (
+    ADAPTERS,
+    PluginError,
+    PluginSource,
+    find_plugins,
+    load_class,
+    open_plugin,
+    scores,
+)
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _KID_SCALE = 1000
 _SHARED = "both sides share prompts and noise, so far below what two independent sets would give"
 
@@ -85,7 +93,7 @@ class MetricRow:
         """Its name in a report."""
         return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
 
-    def taken(self, how: str | None, is_video: bool) -> str:
+    def how_measured(self, how: str | None, is_video: bool) -> str:
         """Return how the metric was measured, in words. how: words that replace the row's."""
         how = how or self.how
         return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
@@ -111,7 +119,7 @@ class MetricRow:
 class Sample:
     """Input of metrics: two sets of images or videos of the same items (as `generate.Generated`), and networks.
 
-    Results of networks for a set are kept in `networks.seen` and shared by all metrics and by all samples that hold it.
+    Results of networks for a set are kept in `networks.results` and shared by all metrics and by all samples that hold it.
     """
 
     reference: Any
@@ -144,10 +152,10 @@ class Sample:
         bad = int((~self.quantized.finite).sum())
         return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
 
-    def both(self, what: str, compute: Callable[[Any], _Found]) -> tuple[_Found, _Found]:
+    def both(self, what: str, compute: Callable[[Any], _Result]) -> tuple[_Result, _Result]:
         """`compute` of the 16-bit and of the quantized set; kept as `what` for the next sample that holds it."""
         sides = (self.reference, self.quantized)
-        before, after = (self.networks.seen.get(side, what, lambda side=side: compute(side)) for side in sides)
+        before, after = (self.networks.results.get(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
 
     def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
@@ -159,14 +167,14 @@ class Sample:
         if network is None:
             raise Unmeasured(str(self.networks.lacks("features")))
         what = f"features by {network.name}, {network.variant}"
-        return self.networks.seen.get(
+        return self.networks.results.get(
             images if owner is None else owner, what, lambda: extract(all_frames(images), network, device=device)
         )
 
     def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:
         """CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
-        return self.networks.seen.get(
+        return self.networks.results.get(
             images if owner is None else owner, what, lambda: scorer.embed(all_frames(images))
         )
 
@@ -185,32 +193,32 @@ def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | No
 def metric_rows() -> dict[str, MetricRow]:
     """METRICS and the metrics of installed plug-ins; ValueError where a plug-in takes the key of another."""
     rows = dict(METRICS)
-    for key, offer in find_offers().items():
+    for key, source in find_plugins().items():
         if key in ADAPTERS:
             continue
         if key in rows:
-            raise ValueError(f"{offer.origin} offers a metric {key!r}, which is one of fluxq's own: uninstall it")
-        rows[key] = _foreign_row(offer)
+            raise ValueError(f"{source.origin} offers a metric {key!r}, which is one of fluxq's own: uninstall it")
+        rows[key] = _foreign_row(source)
     return rows
 
 
-def _foreign_row(offer: Offer) -> MetricRow:
-    take = _plugin(offer)
+def _foreign_row(source: PluginSource) -> MetricRow:
+    take = _plugin(source)
     try:
-        found = load_class(offer)
+        plugin = load_class(source)
     except PluginError as error:
-        return MetricRow(offer.key, "", ".4g", "higher", str(error), take, by_frame=True)
-    how = f"{found.how}; {offer.origin}"
-    return MetricRow(found.name, found.unit, found.digits, found.better, how, take, by_frame=True)
+        return MetricRow(source.key, "", ".4g", "higher", str(error), take, by_frame=True)
+    how = f"{plugin.how}; {source.origin}"
+    return MetricRow(plugin.name, plugin.unit, plugin.digits, plugin.better, how, take, by_frame=True)
 
 
 def _missing_plugin(key: str) -> str | None:
     """Return the reason why a plug-in cannot be imported, or None; its weights are its own affair."""
-    offer = find_offers().get(key)
-    if offer is None or offer.absent:
-        return offer and offer.absent
+    source = find_plugins().get(key)
+    if source is None or source.absent:
+        return source and source.absent
     try:
-        load_class(offer)
+        load_class(source)
     except PluginError as error:
         return str(error)
     return None
@@ -245,9 +253,11 @@ def _video_distance(sample: Sample) -> Measured:
     before, after = sample.both(
         "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
-    found = fid(after, before, "16-bit videos")
-    how = f"{_fid_how(found, 'videos')}; FVD is defined with I3D and does not compare"
-    return Measured(_alone(found.value, found.n), notes=(_SHARED, found.bias.replace("images", "videos")), how=how)
+    distance = fid(after, before, "16-bit videos")
+    how = f"{_fid_how(distance, 'videos')}; FVD is defined with I3D and does not compare"
+    return Measured(
+        _alone(distance.value, distance.n), notes=(_SHARED, distance.bias.replace("images", "videos")), how=how
+    )
 
 
 def _ssim(sample: Sample) -> Measured:
@@ -283,15 +293,15 @@ def _fid(sample: Sample) -> Measured:
     return Measured(
         *_of_sets(before.value, after.value, after.n),
         notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
-        how=_fid_how(after, _seen(sample)),
+        how=_fid_how(after, _picture_noun(sample)),
     )
 
 
 def _fid_to_16bit(sample: Sample) -> Measured:
     before, after = _sides(sample)
-    found = fid(after, before, f"16-bit {_seen(sample)}")
-    notes = (_SHARED, found.bias, *_frames_alike(sample))
-    return Measured(_alone(found.value, found.n), notes=notes, how=_fid_how(found, _seen(sample)))
+    distance = fid(after, before, f"16-bit {_picture_noun(sample)}")
+    notes = (_SHARED, distance.bias, *_frames_alike(sample))
+    return Measured(_alone(distance.value, distance.n), notes=notes, how=_fid_how(distance, _picture_noun(sample)))
 
 
 def _fid_infinity(sample: Sample) -> Measured:
@@ -363,22 +373,22 @@ def _clip_score(sample: Sample) -> Measured:
     return _scored(sample, before, after, (*((note,) if cut else ()), *scorer.warnings), how)
 
 
-def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
+def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
     """A metric that another package takes."""
 
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
         networks = sample.networks
-        plugin = networks.seen.get(offer, "plug-in", lambda: open_plugin(offer, networks.device))
+        plugin = networks.results.get(source, "plug-in", lambda: open_plugin(source, networks.device))
         frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
         def score(side: Any) -> tuple[float, ...]:
             images: Any = all_frames(side.images)
-            found = scores(offer, plugin, images, prompts)
-            return tuple(by_video(torch.tensor(found, dtype=torch.float64), frames).tolist())
+            values = scores(source, plugin, images, prompts)
+            return tuple(by_video(torch.tensor(values, dtype=torch.float64), frames).tolist())
 
-        return _scored(sample, *sample.both(f"scores by {offer.key}", score))
+        return _scored(sample, *sample.both(f"scores by {source.key}", score))
 
     return take
 
@@ -396,7 +406,9 @@ def _scored(
     return Measured(value, baseline, difference, after, change, notes, how)
 
 
-def _against_reference(sample: Sample, what: str, measure: Callable[[Features, Any], _Found]) -> tuple[_Found, _Found]:
+def _against_reference(
+    sample: Sample, what: str, measure: Callable[[Features, Any], _Result]
+) -> tuple[_Result, _Result]:
     """A distance of either side to the reference; that of the 16-bit images is the same in every run."""
     reference = _reference(sample)
     _sides(sample)  # which refuses too few images
@@ -432,12 +444,14 @@ def _reference(sample: Sample) -> Features | Moments:
 
 def _unchecked(sample: Sample) -> tuple[str, ...]:
     """Return notes about what a statistics file does not say, which could therefore not be checked."""
-    known = sample.networks.reference_statistics
-    if known is None:
+    statistics = sample.networks.reference_statistics
+    if statistics is None:
         return ()
-    unsaid = [word for word, value in (("network", known.extractor), ("resize", known.variant)) if value is None]
+    unstated = [
+        word for word, value in (("network", statistics.extractor), ("resize", statistics.variant)) if value is None
+    ]
     name = sample.networks.reference_name
-    return (f"{name} does not say which {' and '.join(unsaid)} it was made with",) if unsaid else ()
+    return (f"{name} does not say which {' and '.join(unstated)} it was made with",) if unstated else ()
 
 
 def _require_whole(sample: Sample) -> None:
@@ -459,7 +473,7 @@ def _through(features: Features) -> str:
     return f"{features.network} ({features.values.shape[1]} features; {features.variant})"
 
 
-def _seen(sample: Sample) -> str:
+def _picture_noun(sample: Sample) -> str:
     """Return the word for the pictures that a network has seen of a set."""
     return "images" if sample.frames is None else "frames"
 
@@ -471,10 +485,10 @@ def _frames_alike(sample: Sample) -> tuple[str, ...]:
     return (f"of frames one by one, {sample.frames} of each of {len(sample.quantized.items)} videos, which are alike",)
 
 
-def _fid_how(found: Fid, seen: str) -> str:
-    count = "an unknown number of" if found.n_reference is None else str(found.n_reference)
-    network = f"{found.network} ({found.features} features; {found.variant})"
-    return f"{network}; {found.n} {seen} to {count} {found.reference}"
+def _fid_how(distance: Fid, noun: str) -> str:
+    count = "an unknown number of" if distance.n_reference is None else str(distance.n_reference)
+    network = f"{distance.network} ({distance.features} features; {distance.variant})"
+    return f"{network}; {distance.n} {noun} to {count} {distance.reference}"
 
 
 METRICS: dict[str, MetricRow] = {

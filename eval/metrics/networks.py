@@ -27,7 +27,7 @@ from fluxq.eval.metrics.video import s3d
 
 DEFAULT_RESIZE = "clean"  # what tables of quantized diffusion models are made with
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _NO_CLIP = "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 _CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
@@ -43,13 +43,13 @@ class Weights:
     url: str
 
 
-class Seen:
+class NetworkResults:
     """Results of networks for image sets that are compared more than once, so that each is computed once."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}
 
-    def get(self, images: Any, what: str, compute: Callable[[], _Found]) -> _Found:
+    def get(self, images: Any, what: str, compute: Callable[[], _Result]) -> _Result:
         """`compute()`, or what it gave before for the same object and word."""
         key = id(images), what
         if key not in self._kept:
@@ -82,7 +82,7 @@ class Networks:
     fid_resize: str = DEFAULT_RESIZE
     weights: Path | None = None
     device: str = "cpu"
-    seen: Seen = field(default_factory=Seen, repr=False, compare=False)
+    results: NetworkResults = field(default_factory=NetworkResults, repr=False, compare=False)
 
     @cached_property
     def features(self) -> FeatureNetwork | None:
@@ -123,7 +123,7 @@ class Networks:
 
 
 def find_networks(
-    own: Networks,
+    defaults: Networks,
     *,
     weights: Path | None = None,
     clip: str | None = None,
@@ -143,19 +143,21 @@ def find_networks(
     """
     if weights is not None and not weights.is_dir():
         raise FileNotFoundError(f"--weights {weights}: no such folder")
-    resize = fid_resize or own.fid_resize
+    resize = fid_resize or defaults.fid_resize
     distribution.inception_variant(resize)  # refuses an unknown one
     wanted = [key for key in WEIGHTS if key != "video" or is_video]
-    found = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
+    files = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
     folders = {key: str(weights / name) for key, name in _CLIP_FOLDERS.items() if weights and (weights / name).is_dir()}
-    given = weights is not None and found["inception"] is not None and found["inception"].parent == weights
+    is_in_folder = weights is not None and files["inception"] is not None and files["inception"].parent == weights
     networks = replace(
-        own,
-        clip=clip or folders.get("clip") or own.clip,
-        cmmd_clip=folders.get("cmmd_clip") or own.cmmd_clip,
-        lpips=found["lpips"] or own.lpips,
-        video=found.get("video") or own.video,
-        inception=found["inception"] if given or download or own.feature_network is None else own.inception,
+        defaults,
+        clip=clip or folders.get("clip") or defaults.clip,
+        cmmd_clip=folders.get("cmmd_clip") or defaults.cmmd_clip,
+        lpips=files["lpips"] or defaults.lpips,
+        video=files.get("video") or defaults.video,
+        inception=files["inception"]
+        if is_in_folder or download or defaults.feature_network is None
+        else defaults.inception,
         fid_resize=resize,
         weights=weights,
         device=device,
@@ -263,16 +265,16 @@ def _no_features(networks: Networks) -> str | None:
     return None
 
 
-def _no_file(networks: Networks, file: Path | None, key: str, said: str) -> str | None:
-    return None if file else f"{said}: {_cure(WEIGHTS[key], networks.weights)}"
+def _no_file(networks: Networks, file: Path | None, key: str, message: str) -> str | None:
+    return None if file else f"{message}: {_cure(WEIGHTS[key], networks.weights)}"
 
 
 def _no_reference(networks: Networks) -> str | None:
     if networks.reference_images is None and networks.reference_statistics is None:
         return "no images to compare with were given: --fid-reference takes a folder of them, or an npz of statistics"
     if networks.reference_statistics is not None and networks.features is not None:
-        made = networks.features
-        return distribution.unlike(made.name, made.variant, made.digest, networks.reference_statistics)
+        network = networks.features
+        return distribution.unlike(network.name, network.variant, network.digest, networks.reference_statistics)
     return None
 
 

@@ -41,8 +41,8 @@ def structural_similarity(a: Tensor, b: Tensor) -> Tensor:
 
     if min(a.shape[-2:]) < SSIM_WINDOW:
         raise Incomparable(f"its window is {SSIM_WINDOW} pixels wide, the images are {_size(a)}")
-    found: Any = structural_similarity_index_measure(a.double()[None], b.double()[None], data_range=1.0)
-    return found
+    similarity: Any = structural_similarity_index_measure(a.double()[None], b.double()[None], data_range=1.0)
+    return similarity
 
 
 def feature_distance(reference: Tensor, other: Tensor) -> Tensor:

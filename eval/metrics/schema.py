@@ -148,7 +148,7 @@ class Verdict(Strict):
     more_images: int | None = None
 
 
-class Gate(Strict):
+class GateOutcome(Strict):
     """A condition that was asked for. value: null where the metric was not measured, which does not pass."""
 
     gate: str
@@ -209,7 +209,7 @@ class Wall(Strict):
     groups: dict[str, tuple[Picture, ...]]
 
 
-class Size(Strict):
+class CheckpointSize(Strict):
     """Weights on disk of the quantized components.
 
     bits_per_weight: all that is stored for all their Linears, as `fluxq quantize` prints it. bits_per_quantized_weight:
@@ -427,9 +427,9 @@ class Run(Strict):
     backend: str
     cache: float | None
     status: Literal["broken", "identical", "measured"]
-    size: Size
+    size: CheckpointSize
     verdict: Verdict
-    gates: tuple[Gate, ...]
+    gates: tuple[GateOutcome, ...]
     metrics: dict[str, Metric]
     images: tuple[Image, ...]
     drift: Drift | None
@@ -457,7 +457,7 @@ class Timed(Strict):
     name: str
     checkpoint: str
     recipe: str
-    size: Size
+    size: CheckpointSize
     speed: Speed
 
 
@@ -524,10 +524,10 @@ class Report(Strict):
 def read_report(path: Path) -> Report:
     """The report in a file; ValueError naming what is wrong with it."""
     value = read_json(path, longest=1 << 28)  # a line for every image of every run
-    found = value.get("schema_version")
-    if found != SCHEMA_VERSION:
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION:
         raise ValueError(
-            f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its checkpoint "
+            f"{path}: schema_version is {version}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its checkpoint "
             "again, which makes no image twice"
         )
     try:

@@ -34,7 +34,7 @@ _UNPUBLISHED = "farther from 16 bit than its own noise, and nobody has published
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedResult:
     """Figures of the best published quantizer of a model against that model's own 16-bit images.
 
     bits: of weights and activations. steps: denoising steps of each image. source: where it was published, and over
@@ -54,8 +54,8 @@ class Published:
     @property
     def figures(self) -> dict[str, float]:
         """Metric -> what was published of it."""
-        found = {key: getattr(self, key) for key in ("psnr", "lpips", "image_reward", "clip_score")}
-        return {key: value for key, value in found.items() if value is not None}
+        figures = {key: getattr(self, key) for key in ("psnr", "lpips", "image_reward", "clip_score")}
+        return {key: value for key, value in figures.items() if value is not None}
 
 
 def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]:
@@ -72,14 +72,14 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
         if metric.margin is not None and (values := _values(run, key, metric.margin))
     ]
     decisions = decide([case for *_, case in cases], prompts)
-    found: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
+    by_run: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
     for (run, key, _), decision in zip(cases, decisions, strict=True):
-        found[run.name][key] = decision
-    judged = [_fixed(run) or _judged(run, _Decided(found[run.name], bool(published(run)))) for run in runs]
+        by_run[run.name][key] = decision
+    judged = [_fixed(run) or _judged(run, _Decided(by_run[run.name], bool(published(run)))) for run in runs]
     return tuple(run.model_copy(update={"verdict": verdict}) for run, verdict in zip(runs, judged, strict=True))
 
 
-def published(run: Run) -> list[Published]:
+def published(run: Run) -> list[PublishedResult]:
     """Return the rows that a run is held against: as many bits, and as many steps where the run's are known.
 
     None for videos: no row is of a model that makes them.
@@ -92,7 +92,7 @@ def published(run: Run) -> list[Published]:
     return [row for row in rows if (row.steps <= FEW_STEPS) == (len(run.drift.steps) <= FEW_STEPS)]
 
 
-def reached(rows: Sequence[Published], key: str, better: str) -> float | None:
+def reached(rows: Sequence[PublishedResult], key: str, better: str) -> float | None:
     """Return what every one of these models reaches in a metric: the worst of the best."""
     values = [row.figures[key] for row in rows if key in row.figures]
     return (min if better == "higher" else max)(values) if values else None
@@ -220,34 +220,34 @@ def _look(run: Run) -> Verdict:
     return Verdict(outcome="alike" if is_near else "unlike", text=text)
 
 
-def _judged(run: Run, found: _Decided) -> Verdict:
+def _judged(run: Run, decided: _Decided) -> Verdict:
     size = f"{_bits(run)}-bit models"
-    if found.worse:
-        than = f"published {size}" if any(key in TOLERANCE for key in found.worse) else "16 bit"
-        shown = "; ".join(f"{_shown(run, key)}, {_asked(run, key)} asked" for key in found.worse)
+    if decided.worse:
+        than = f"published {size}" if any(key in TOLERANCE for key in decided.worse) else "16 bit"
+        shown = "; ".join(f"{_shown(run, key)}, {_margin_text(run, key)} asked" for key in decided.worse)
         return Verdict(outcome="worse", text=f"Worse than {than}: {shown}.{_missing(run)}")
-    undecided = _undecided(run, found)
-    if found.inside:
-        if _is_noise(run, found):
-            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in found.inside)
+    undecided = _undecided(run, decided)
+    if decided.inside:
+        if _is_noise(run, decided):
+            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.inside)
             return Verdict(outcome="equivalent", text=f"Equivalent to 16 bit: {shown}{undecided}.{_missing(run)}")
-        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in found.inside)
+        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in decided.inside)
         text = f"As good as published {size}: {shown}{undecided}.{_missing(run)}"
         return Verdict(outcome="comparable", text=text)
-    if found.beyond_noise:
-        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in found.beyond_noise)
+    if decided.beyond_noise:
+        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.beyond_noise)
         text = f"Undecided: {shown}; {_UNPUBLISHED}{undecided}.{_missing(run)}"
         return Verdict(outcome="inconclusive", text=text)
-    needed = [more for key in found.undecided if (more := found.decisions[key].more_images) is not None]
+    needed = [more for key in decided.undecided if (more := decided.decisions[key].more_images) is not None]
     what = undecided.replace("; undecided", "", 1) or ": no metric with a margin was measured"
     text = f"Undecided{what}.{_missing(run)}"
     return Verdict(outcome="inconclusive", text=text, more_images=max(needed, default=None))
 
 
-def _is_noise(run: Run, found: _Decided) -> bool:
+def _is_noise(run: Run, decided: _Decided) -> bool:
     """Tell whether PSNR, or else LPIPS, lies within the noise of a second 16-bit run, with all of its interval."""
-    key = found.inside[0]
-    metric, interval = run.metrics[key], found.decisions[key].interval
+    key = decided.inside[0]
+    metric, interval = run.metrics[key], decided.decisions[key].interval
     if metric.floor is None:
         return False
     if metric.better == "higher":
@@ -255,13 +255,13 @@ def _is_noise(run: Run, found: _Decided) -> bool:
     return interval.high <= _noise(metric) + NOISE[key]
 
 
-def _undecided(run: Run, found: _Decided) -> str:
+def _undecided(run: Run, decided: _Decided) -> str:
     parts = []
-    for key in found.undecided:
-        more = found.decisions[key].more_images
+    for key in decided.undecided:
+        more = decided.decisions[key].more_images
         about = f", about {more} more {run.noun}s would decide" if more and key in TOLERANCE else ""
         alone = ", which it would be alone on a page" if _decided_alone(run, key) else ""
-        parts.append(f"{_shown(run, key)}, {_asked(run, key)} asked{about}{alone}")
+        parts.append(f"{_shown(run, key)}, {_margin_text(run, key)} asked{about}{alone}")
     return f"; undecided: {'; '.join(parts)}" if parts else ""
 
 
@@ -287,7 +287,7 @@ def _shown(run: Run, key: str) -> str:
     return f"{short(metric.name)}{' change' if on_change else ''} {figure}"
 
 
-def _asked(run: Run, key: str) -> str:
+def _margin_text(run: Run, key: str) -> str:
     metric = run.metrics[key]
     return metric.margin.describe(metric.unit) if metric.margin else ""
 
@@ -342,14 +342,14 @@ _FLUXDISTILL = "Mercity/FluxDistill, RESULTS.md, 512 prompts of MJHQ-30K at 512 
 _MODELOPT = "NVIDIA/TensorRT-Model-Optimizer@5a4242f, examples/diffusers/README.md, 1000 prompts"
 
 PUBLISHED = (
-    Published("FLUX.1-dev", 8, 50, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 27.0, 0.089, -0.005),
-    Published("PixArt-Sigma", 8, 20, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 23.7, 0.109, 0.011),
-    Published("FLUX.1-schnell", 8, 4, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 22.9, 0.120, 0.028),
-    Published("FLUX.2-klein-4B", 8, 4, "FP8 of its authors", _FLUXDISTILL, 23.02, 0.0798),
-    Published("FLUX.1-dev", 4, 50, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 21.5, 0.203, -0.008),
-    Published("FLUX.1-dev", 4, 30, "FP4, ModelOpt", _MODELOPT, None, None, -0.022, clip_score=-0.29),
-    Published("SANA-1.6b", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.176, -0.011),
-    Published("PixArt-Sigma", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 18.5, 0.271, -0.004),
-    Published("FLUX.1-schnell", 4, 4, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.228, 0.028),
-    Published("FLUX.2-klein-4B", 4, 4, "NVFP4, SVD of rank 128, Nunchaku's kernel", _FLUXDISTILL, 18.71, 0.1668),
+    PublishedResult("FLUX.1-dev", 8, 50, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 27.0, 0.089, -0.005),
+    PublishedResult("PixArt-Sigma", 8, 20, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 23.7, 0.109, 0.011),
+    PublishedResult("FLUX.1-schnell", 8, 4, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 22.9, 0.120, 0.028),
+    PublishedResult("FLUX.2-klein-4B", 8, 4, "FP8 of its authors", _FLUXDISTILL, 23.02, 0.0798),
+    PublishedResult("FLUX.1-dev", 4, 50, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 21.5, 0.203, -0.008),
+    PublishedResult("FLUX.1-dev", 4, 30, "FP4, ModelOpt", _MODELOPT, None, None, -0.022, clip_score=-0.29),
+    PublishedResult("SANA-1.6b", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.176, -0.011),
+    PublishedResult("PixArt-Sigma", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 18.5, 0.271, -0.004),
+    PublishedResult("FLUX.1-schnell", 4, 4, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.228, 0.028),
+    PublishedResult("FLUX.2-klein-4B", 4, 4, "NVFP4, SVD of rank 128, Nunchaku's kernel", _FLUXDISTILL, 18.71, 0.1668),
 )

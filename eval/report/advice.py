@@ -41,10 +41,10 @@ def advice(report: Report) -> str:
 
 
 def _by_checkpoint(report: Report) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+    runs: dict[str, list[Run]] = {}
     for run in report.runs:
-        found.setdefault(run.checkpoint, []).append(run)
-    return found
+        runs.setdefault(run.checkpoint, []).append(run)
+    return runs
 
 
 def _stored(runs: Sequence[Run]) -> Run:
@@ -73,8 +73,8 @@ def _look(report: Report, alike: Sequence[Run]) -> str:
     opening = (
         f"Of {len(alike)} that look as good as published on {count}, {_named(chosen)} is {why}, with {_saving(chosen)}"
     )
-    found = [opening, *_others(report, chosen, alike)]
-    return ". ".join([*found, f"Before you rely on one, evaluate each on more {report.noun}s: {again}"]) + "."
+    sentences = [opening, *_others(report, chosen, alike)]
+    return ". ".join([*sentences, f"Before you rely on one, evaluate each on more {report.noun}s: {again}"]) + "."
 
 
 def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
@@ -92,22 +92,24 @@ def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
 
 def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
     """Return sentences on gains and costs of the closest and the fastest run, only where those were decided."""
-    found = []
+    sentences = []
     closer = [(gain, run) for run in good if run is not chosen and (gain := _closer(report, run, chosen)) is not None]
     if closer:
         gain, best = max(closer, key=lambda each: each[0].mean or 0.0)
         by, more = stated(gain, ".1f", "dB"), resident(best) / resident(chosen) - 1
-        found.append(f"{_named(best)} is closer to 16 bit, by {by} of PSNR, and takes {more:.0%} more memory")
+        sentences.append(f"{_named(best)} is closer to 16 bit, by {by} of PSNR, and takes {more:.0%} more memory")
     gains = {run.name: gain for run in good if (gain := speed_up(run)) is not None}
     over = gains[chosen.name].over if chosen.name in gains else ""
     speeds = {name: gain.ratio for name, gain in gains.items() if gain.over == over and gain.ratio is not None}
     if chosen.name in speeds and len(speeds) > 1:
         fastest = max(speeds, key=lambda name: speeds[name].mean or 0.0)
-        own, other = speeds[chosen.name], speeds[fastest]
-        if fastest != chosen.name and (own.high or own.mean or 0.0) < (other.low or other.mean or 0.0):
-            than = f"{in_words(over)}'s speed against {stated(own, '.2f')}"
-            found.append(f"{fastest} is faster: {stated(other, '.2f')} times {than}")
-    return found
+        chosen_speed, fastest_speed = speeds[chosen.name], speeds[fastest]
+        if fastest != chosen.name and (chosen_speed.high or chosen_speed.mean or 0.0) < (
+            fastest_speed.low or fastest_speed.mean or 0.0
+        ):
+            than = f"{in_words(over)}'s speed against {stated(chosen_speed, '.2f')}"
+            sentences.append(f"{fastest} is faster: {stated(fastest_speed, '.2f')} times {than}")
+    return sentences
 
 
 def _closer(report: Report, run: Run, chosen: Run) -> Estimate | None:

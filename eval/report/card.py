@@ -206,8 +206,8 @@ def _section(report: Report) -> list[str]:
         lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
         lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
     lines += [*summary_table(report), "", *metric_table(report.runs), ""]
-    made = f"{len(report.items)} {report.noun}s of each run"
-    lines += [f"{made} against 16 bit, with the same prompts and noise; 95 % intervals."]
+    count = f"{len(report.items)} {report.noun}s of each run"
+    lines += [f"{count} against 16 bit, with the same prompts and noise; 95 % intervals."]
     return [*lines, f"Made by `{code(report.command)}`; all of it is in `eval/report.html`.", _END]
 
 
@@ -302,8 +302,8 @@ def _check_lines(check: Check | None) -> list[str]:
     if check is None:
         return ["Not measured (the closing check was skipped)."]
     frames = check.frames
-    made = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
-    images = f"{made}, same prompts and noise as the 16-bit pipeline"
+    extent = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
+    images = f"{extent}, same prompts and noise as the 16-bit pipeline"
     if not check.finite:
         return [f"**FAILED: NaN or infinity** in {images}."]
     if check.flat:

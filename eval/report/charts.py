@@ -200,12 +200,12 @@ def _gigabytes(run: Run, reference: bool) -> float | None:
 
 def _comparable(runs: Sequence[Run]) -> dict[str, Metric]:
     """Metrics with a finite mean for two runs or more, which all measured it alike."""
-    found: dict[str, list[Metric]] = {}
+    by_key: dict[str, list[Metric]] = {}
     for run in runs:
         for key, metric in run.metrics.items():
             if metric.value is not None and metric.value.mean is not None:
-                found.setdefault(key, []).append(metric)
-    return {key: metrics[0] for key, metrics in found.items() if len(metrics) >= 2 and alike(metrics)}
+                by_key.setdefault(key, []).append(metric)
+    return {key: metrics[0] for key, metrics in by_key.items() if len(metrics) >= 2 and alike(metrics)}
 
 
 def _cost_chart(
@@ -289,13 +289,13 @@ def _cost_chart(
 def _cost_points(
     name: str, metric: Metric, runs: Sequence[Run], costs: Mapping[str, float | None], digits: str
 ) -> list[dict[str, Any]]:
-    found: list[tuple[Run, float, Estimate, float]] = []
+    points: list[tuple[Run, float, Estimate, float]] = []
     for run in runs:
         value, at = run.metrics[name].value if name in run.metrics else None, costs[run.name]
         if value is not None and value.mean is not None and at is not None:
-            found.append((run, at, value, value.mean))
-    behind = dominated([(at, mean) for _, at, _, mean in found], metric.better)
-    middle = (min(at for _, at, _, _ in found) + max(at for _, at, _, _ in found)) / 2 if found else 0
+            points.append((run, at, value, value.mean))
+    behind = dominated([(at, mean) for _, at, _, mean in points], metric.better)
+    middle = (min(at for _, at, _, _ in points) + max(at for _, at, _, _ in points)) / 2 if points else 0
     return [
         {
             "metric": name,
@@ -310,7 +310,7 @@ def _cost_points(
             "at": plain(at, digits),
             "remark": "dominated: another run is as good or better and costs no more" if is_behind else "not dominated",
         }
-        for (run, at, value, mean), is_behind in zip(found, behind, strict=True)
+        for (run, at, value, mean), is_behind in zip(points, behind, strict=True)
     ]
 
 
@@ -528,9 +528,9 @@ def _layers_chart(index: int, debug: Debug) -> Drawing | None:
 
 def _shared_component(layers: Sequence[LayerDamage]) -> str:
     """`transformer.` where all names begin with that component: what is left of them fits beside a chart."""
-    found = {layer.name.partition(".")[0] for layer in layers}
+    components = {layer.name.partition(".")[0] for layer in layers}
     numbered = any(layer.name.split(".")[1].isdigit() for layer in layers if "." in layer.name)
-    return f"{found.pop()}." if len(found) == 1 and not numbered else ""
+    return f"{components.pop()}." if len(components) == 1 and not numbered else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

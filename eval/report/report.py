@@ -117,16 +117,16 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     """
     prompts = [prompt for prompt, _ in items]
     whole = [run for run in runs if run.status != "broken"]
-    found = []
+    pairs = []
     for first, second in itertools.combinations(whole, 2):
         differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
         p = p_value(differences, prompts)
         if not math.isnan(p):
             difference = Estimate.of(clustered_interval(differences, prompts))
-            found.append({"first": first.name, "second": second.name, "difference": difference, "p": p})
-    corrected = holm([each["p"] for each in found])
+            pairs.append({"first": first.name, "second": second.name, "difference": difference, "p": p})
+    corrected = holm([each["p"] for each in pairs])
     return tuple(
-        Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(found, corrected, strict=True)
+        Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(pairs, corrected, strict=True)
     )
 
 
@@ -154,14 +154,14 @@ def _require_same_reference(first: Report, other: Report) -> None:
 
 def _unlike(runs: Sequence[Run]) -> list[str]:
     """A warning for each metric that not all runs measured alike."""
-    found = []
+    warnings = []
     for row in metric_rows(runs):
         measured = [cell for cell in row.cells if cell is not None and cell.value is not None]
         if not alike(measured):
             hows = dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
-            said = f"{measured[0].name} was not measured alike in all runs and does not compare"
-            found.append(f"{said}: {'; '.join(hows)}")
-    return found
+            opening = f"{measured[0].name} was not measured alike in all runs and does not compare"
+            warnings.append(f"{opening}: {'; '.join(hows)}")
+    return warnings
 
 
 def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
@@ -271,14 +271,14 @@ def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
             for picture in pictures[:kept]:
                 walls[run.name][picture.index] = picture
                 groups.setdefault(name, {})[picture.index] = None
-    found = []
+    shown = []
     for name, indices in groups.items():
         rows = [row for index in indices for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
             title = PICTURE_GROUPS.get(name, name)
-            found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
-    return found
+            shown.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not shown else 0))
+    return shown
 
 
 def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:

@@ -90,9 +90,9 @@ class Cpu(Machine):
     def conditions(self) -> dict[str, str]:
         """Of memory only the process's peak is known: with Python, libraries and all pipelines that it has held."""
         threads = str(torch.get_num_threads())
-        found = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
+        conditions = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
         peak = _process_peak()
-        return found | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
+        return conditions | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
 
 
 class Gpu(Machine):
@@ -134,21 +134,21 @@ class Gpu(Machine):
         return self.sensors.slowdowns()
 
     def conditions(self) -> dict[str, str]:
-        found = {name: str(value) for name, value in describe(self.device).items()}
-        found["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
-        return found | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
+        conditions = {name: str(value) for name, value in describe(self.device).items()}
+        conditions["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
+        return conditions | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return what a timing depends on: GPU, driver, clocks and power as they are now, and versions."""
     import triton
 
-    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
     if device.type != "cuda":
-        return {"gpu": "none", **found}
+        return {"gpu": "none", **facts}
     properties = torch.cuda.get_device_properties(device)
-    found = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **found}
-    return found | _query(device.index or 0)
+    facts = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **facts}
+    return facts | _query(device.index or 0)
 
 
 def _query(index: int) -> dict[str, str]:
@@ -188,8 +188,8 @@ class Sensors:
 
     def joules(self) -> float | None:
         """NVML counts millijoules since the driver was loaded; None on GPUs that do not."""
-        found = self._ask(lambda: self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle))
-        return None if found is None else found / 1e3
+        millijoules = self._ask(lambda: self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle))
+        return None if millijoules is None else millijoules / 1e3
 
     def slowdowns(self) -> frozenset[str]:
         bits = self._ask(lambda: self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
@@ -210,8 +210,8 @@ def _process_peak() -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if platform.system() == "Darwin" else 1024 * found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else 1024 * peak
 
 
 # NVML's name -> what it means.

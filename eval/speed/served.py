@@ -32,8 +32,8 @@ def served(pipe: Any, device: str | torch.device) -> Served | None:
     layers = quantized_layers(pipe)
     if not layers:
         return None
-    said = {name: (str(layer.scheme), _instead(layer, torch.device(device))) for name, layer in layers.items()}
-    computed = {name: ", ".join(filter(None, words)) for name, words in said.items()}
+    descriptions = {name: (str(layer.scheme), _instead(layer, torch.device(device))) for name, layer in layers.items()}
+    computed = {name: ", ".join(filter(None, words)) for name, words in descriptions.items()}
     parts = quantized_parts(pipe)
     attention = {name: attention_of(part) for name, part in parts.items()}
     bits = 8 * sum(tensor.nbytes for layer in _linears(pipe) for tensor in _of_weight(layer))
@@ -76,8 +76,8 @@ def _instead(layer: QuantLinear, device: torch.device) -> str:
     if device.type != "cuda" or find_spec("triton") is None:
         return ""
     rounded = rounded_to(layer, device, _MANY_TOKENS, layer.compute_dtype)
-    own = layer.scheme.activations.name if layer.scheme.activations else None
-    return "" if rounded == own else f"activations in {rounded or '16 bit'}"
+    by_scheme = layer.scheme.activations.name if layer.scheme.activations else None
+    return "" if rounded == by_scheme else f"activations in {rounded or '16 bit'}"
 
 
 def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: torch.dtype) -> str | None:

@@ -35,7 +35,7 @@ from fluxq.base.processor import instructions
 from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.images.generate import pictures
-from fluxq.eval.metrics.figures import asked
+from fluxq.eval.metrics.figures import plain_shape
 from fluxq.eval.metrics.schema import SPREAD, Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.speed.machine import POWER_LIMIT, Machine, machine_of
@@ -228,15 +228,15 @@ def _baselines(plain: Sequence[Entry], stage: str, over_fp32: bool) -> list[Entr
 
 
 def _speedup(entry: Entry, best: Entry | None, stage: str) -> Speedup:
-    said: dict[str, Any] = {"side": entry.opened.name, "stage": stage, "mode": entry.mode, **asdict(entry.setting)}
+    fields: dict[str, Any] = {"side": entry.opened.name, "stage": stage, "mode": entry.mode, **asdict(entry.setting)}
     if best is None:
-        return Speedup(**said, refused="the 16-bit side was not timed: its rows say why")
-    said |= {"over": best.opened.name, "against": best.mode}
+        return Speedup(**fields, refused="the 16-bit side was not timed: its rows say why")
+    fields |= {"over": best.opened.name, "against": best.mode}
     refused = _why_not(entry, best, stage)
     if refused:
-        return Speedup(**said, refused=refused)
+        return Speedup(**fields, refused=refused)
     pairs = zip(best.times(stage).values, entry.times(stage).values, strict=True)
-    return Speedup(**said, ratio=Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs])))
+    return Speedup(**fields, ratio=Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs])))
 
 
 def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
@@ -318,8 +318,8 @@ class _Bench:
         try:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
-            asked = Setting(1, *size).arguments(pipe) if size else {}
-            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | asked, output_type="pt", batch_size=1)
+            arguments = Setting(1, *size).arguments(pipe) if size else {}
+            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | arguments, output_type="pt", batch_size=1)
             end = self.machine.mark()
             self.machine.wait()
         except Exception as problem:
@@ -338,11 +338,11 @@ class _Bench:
 
     def _make_room(self, wanted: Opened) -> bool:
         """Move what is open to the CPU's memory from now on, but for one at a time; whether that can help `wanted`."""
-        there = [each for each in self.opened if each.pipe is not None]
-        if self.apart or self.machine.device.type == "cpu" or all(each is wanted for each in there):
+        opened = [each for each in self.opened if each.pipe is not None]
+        if self.apart or self.machine.device.type == "cpu" or all(each is wanted for each in opened):
             return False
         self.apart, self.present = True, None
-        for each in there:
+        for each in opened:
             _move(each.pipe, "cpu")
         self.machine.release()
         return True
@@ -400,22 +400,22 @@ class _Bench:
         """One call of the pipeline, from prompts to pixels in the device's memory."""
         machine, setting, pipe = self.machine, entry.setting, entry.opened.pipe
         call = self.call | setting.arguments(pipe)
-        seen = _Seen(machine)
-        with _installed(pipe, entry.models), _watched(pipe, seen):
+        timer = _StageTimer(machine)
+        with _installed(pipe, entry.models), _watched(pipe, timer):
             machine.wait()
             joules, start = machine.joules(), machine.mark()
             items = self._items(setting.batch)
             for _ in run_pipeline(
-                pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=seen.count_step
+                pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=timer.count_step
             ):
                 pass
-            seen.marks[WHOLE] = [(start, machine.mark())]
+            timer.marks[WHOLE] = [(start, machine.mark())]
             slowdowns = machine.slowdowns()  # while the device is still busy
             machine.wait()
         after = machine.joules()
         return Round(
-            stages=seen.seconds(),
-            sequences=max(1, seen.rows // max(1, seen.steps)),
+            stages=timer.seconds(),
+            sequences=max(1, timer.rows // max(1, timer.steps)),
             joules=None if joules is None or after is None else after - joules,
             slowdowns=slowdowns,
         )
@@ -424,7 +424,7 @@ class _Bench:
         return [(self.prompts[index % len(self.prompts)], index) for index in range(count)]
 
 
-class _Seen:
+class _StageTimer:
     """Marks of one call by stage, and how often the denoiser was asked."""
 
     def __init__(self, machine: Machine) -> None:
@@ -451,42 +451,42 @@ class _Seen:
 
     def seconds(self) -> dict[str, float]:
         """By stage, the whole last; of the denoiser the mean over steps."""
-        found = {
+        seconds = {
             stage: sum(self.machine.seconds(*pair) for pair in self.marks[stage])
             for stage in (TEXT, STEP, VAE, WHOLE)
             if stage in self.marks
         }
-        return found | ({STEP: found[STEP] / self.steps} if STEP in found else {})
+        return seconds | ({STEP: seconds[STEP] / self.steps} if STEP in seconds else {})
 
 
 @contextmanager
-def _watched(pipe: Any, seen: _Seen) -> Iterator[None]:
+def _watched(pipe: Any, timer: _StageTimer) -> Iterator[None]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
     with ExitStack() as stack:
-        stack.enter_context(hooked(encoders, before=seen.begin, after=seen.end_text))
-        stack.enter_context(hooked(denoisers(pipe).values(), before=seen.begin, after=seen.end_step))
+        stack.enter_context(hooked(encoders, before=timer.begin, after=timer.end_text))
+        stack.enter_context(hooked(denoisers(pipe).values(), before=timer.begin, after=timer.end_step))
         if "vae" in parts:
-            stack.enter_context(_watched_decoding(parts["vae"], seen))
+            stack.enter_context(_watched_decoding(parts["vae"], timer))
         yield
 
 
 @contextmanager
-def _watched_decoding(vae: Any, seen: _Seen) -> Iterator[None]:
+def _watched_decoding(vae: Any, timer: _StageTimer) -> Iterator[None]:
     """`decode` is no forward pass, so no hook sees it: the instance gets one of its own for a while."""
-    decode, own = vae.decode, "decode" in vae.__dict__
+    decode, was_set = vae.decode, "decode" in vae.__dict__
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        seen.begin()
+        timer.begin()
         result = decode(*args, **kwargs)
-        seen.end(VAE)
+        timer.end(VAE)
         return result
 
     vae.decode = timed
     try:
         yield
     finally:
-        if own:
+        if was_set:
             vae.decode = decode
         else:
             del vae.__dict__["decode"]
@@ -495,13 +495,13 @@ def _watched_decoding(vae: Any, seen: _Seen) -> Iterator[None]:
 @contextmanager
 def _installed(pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
     """The pipeline with other denoisers."""
-    own = denoisers(pipe)
+    originals = denoisers(pipe)
     try:
         for name, model in models.items():
             setattr(pipe, name, model)
         yield
     finally:
-        for name, model in own.items():
+        for name, model in originals.items():
             setattr(pipe, name, model)
 
 
@@ -552,8 +552,8 @@ def step_at_peak(
     whole = Efficiency(1.0, measured="the peak itself")
     others = dict.fromkeys(("attention", "attention_fp8", "streaming", "scalar"), whole)
     peak = replace(device, matmul=dict.fromkeys(device.peaks, whole), **others)
-    found = list(steps(_plan_of(component, model), forward, device.chip))
-    return sum(each.flops for each in found), sum(each.seconds(peak, "ideal") for each in found)
+    costs = list(steps(_plan_of(component, model), forward, device.chip))
+    return sum(each.flops for each in costs), sum(each.seconds(peak, "ideal") for each in costs)
 
 
 def _plan_of(component: str, model: nn.Module) -> Plan:
@@ -567,7 +567,7 @@ def _plan_of(component: str, model: nn.Module) -> Plan:
 
 def _row(entry: Entry, bench: _Bench) -> SpeedRow:
     opened = entry.opened
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "side": opened.name,
         "is_reference": opened.is_reference,
         "mode": entry.mode,
@@ -576,12 +576,12 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         "missing": entry.missing,
     }
     if not entry.rounds:
-        return SpeedRow(**said)
+        return SpeedRow(**fields)
     stages = {stage: entry.times(stage) for stage in entry.stages}
     joules = [each.joules for each in entry.rounds if each.joules]
     peak = _at_peak(entry, bench)
     return SpeedRow(
-        **said,
+        **fields,
         stages=stages,
         peak_bytes=entry.peak_bytes,
         compile_seconds=max(0.0, entry.warm_seconds - stages[WHOLE].p50) if entry.mode != "eager" else None,
@@ -606,7 +606,7 @@ def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
     needed, basis = opened.resident_bytes, "weights alone; what computing takes comes on top"
     if peaks:
         row = min(peaks, key=lambda each: each.peak_bytes or 0)
-        needed, basis = row.peak_bytes or 0, f"peak of {asked(row)}, {row.mode}"
+        needed, basis = row.peak_bytes or 0, f"peak of {plain_shape(row)}, {row.mode}"
     fits = {gigabytes: needed + CONTEXT <= gigabytes * GIB for gigabytes in CARDS if needed}
     return [
         Card(side=opened.name, gigabytes=gigabytes, needed=needed, fits=each, basis=basis)
@@ -658,9 +658,11 @@ def _import_classes(side: Any) -> None:
 
 def _out_of_memory(problem: BaseException) -> str | None:
     """Return the text of a row for an exception that means that memory ran out; None for any other."""
-    said = first_line(problem)
-    is_it = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or any(each in said for each in _ALLOCATORS_SAY)
-    return f"{_OUT_OF_MEMORY}: {said}" if is_it else None
+    message = first_line(problem)
+    is_it = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or any(
+        each in message for each in _ALLOCATORS_SAY
+    )
+    return f"{_OUT_OF_MEMORY}: {message}" if is_it else None
 
 
 def _ran_out(missing: str | None) -> bool:
